@@ -165,12 +165,12 @@ def layout_problems(
             f"divide the {world_size} processes",
             _choose(world_size // tp),
         )
-    if expert_tp not in (1, tp):
+    if tp % expert_tp:
         yield Problem(
             "--expert-tensor-parallel-size",
             str(expert_tp),
-            f"is neither 1 nor --tensor-model-parallel-size ({tp})",
-            f"give {_either({1, tp})}",
+            f"does not divide --tensor-model-parallel-size ({tp})",
+            f"give {_either(size for size in range(1, tp + 1) if tp % size == 0)}",
         )
     elif world_size % expert_tp == 0 and world_size % (expert_tp * ep):
         yield Problem(

@@ -94,7 +94,7 @@ class DecoderModules(nn.Module):
             dtype=model.dtype,
         )
         self.tp = tp
-        self.row_multiple = tp.size if ep.whole_experts else 1
+        self.row_multiple = tp.size if ep.splits_tokens else 1
         """Multiple of tokens that MoE layers need: each tensor-parallel rank dispatches a part."""
         _share(self, model)
         self.eval()

@@ -356,7 +356,7 @@ class HybridModel(nn.Module):
         if not self.moe_layers or not self.moe_layers[0].mixer.dispatcher.static:
             return None
         dispatcher = self.moe_layers[0].mixer.dispatcher
-        tokens = total_tokens // (self.cp.size * (self.tp.size if self.ep.whole_experts else 1))
+        tokens = total_tokens // (self.cp.size * self.ep.token_parts)
         return ExpertBuffer(
             rows=dispatcher.buffer_rows(tokens),
             worst_rows=dispatcher.worst_rows(tokens),

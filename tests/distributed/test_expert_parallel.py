@@ -58,6 +58,8 @@ LAYOUTS: list[tuple[int, dict[str, int]]] = [
     (4, {"tp_size": 2, "expert_tp_size": 1, "ep_size": 2}),
     (4, {"tp_size": 2, "expert_tp_size": 1, "ep_size": 4}),
     (4, {"tp_size": 4, "expert_tp_size": 1, "ep_size": 2}),
+    (4, {"tp_size": 4, "expert_tp_size": 2}),
+    (4, {"tp_size": 4, "expert_tp_size": 2, "ep_size": 2}),
     (4, {"cp_size": 2, "ep_size": 4}),
     (4, {"tp_size": 2, "cp_size": 2, "expert_tp_size": 1, "ep_size": 4}),
 ]
@@ -283,6 +285,13 @@ def test_ranks_compute_what_one_process_computes(
     check(pools, world_size, layout, runs)
 
 
+def test_experts_shared_by_fewer_ranks_under_context_parallelism(pools: WorkerPools) -> None:
+    """The tiny model has too few heads for these 8 ranks, so the pattern has none."""
+    layout = {"tp_size": 4, "cp_size": 2, "expert_tp_size": 2, "ep_size": 2}
+    runs = [Run({**SOFTMAX, **ALLGATHER}, "E-E"), Run({**GATED, **ALLTOALL}, "E-E", True)]
+    check(pools, 8, layout, runs)
+
+
 # -- extreme routings ------------------------------------------------------------------------------
 
 FAVOURITE = {**SIGMOID, "moe_aux_loss_coeff": 0.0, "moe_router_topk": 1}
@@ -307,7 +316,9 @@ def test_all_tokens_to_one_expert(
             assert cases.relative_error(whole(ranks, "gradients", name), gradient) <= 1e-9, name
 
 
-@pytest.mark.parametrize(("world_size", "layout"), [LAYOUTS[0], LAYOUTS[4], LAYOUTS[5], LAYOUTS[6]])
+@pytest.mark.parametrize(
+    ("world_size", "layout"), [LAYOUTS[0], LAYOUTS[4], LAYOUTS[5], LAYOUTS[6], LAYOUTS[10]]
+)
 def test_capacities(pools: WorkerPools, world_size: int, layout: dict[str, int]) -> None:
     """Check that the same tokens are dropped as in one process, with and without padding."""
     kinds = (ALLGATHER, ALLTOALL, {**ALLTOALL, "moe_pad_expert_input_to_capacity": True})
@@ -489,9 +500,7 @@ def optimized_ranks(
 @pytest.mark.parametrize(
     "distributed", [False, True], ids=["every rank steps", "distributed optimizer"]
 )
-@pytest.mark.parametrize(
-    ("world_size", "layout"), [LAYOUTS[0], LAYOUTS[1], LAYOUTS[4], LAYOUTS[5], LAYOUTS[6]]
-)
+@pytest.mark.parametrize(("world_size", "layout"), [LAYOUTS[n] for n in (0, 1, 4, 5, 6, 10)])
 def test_steps_over_flat_buffers(
     pools: WorkerPools, world_size: int, layout: dict[str, int], distributed: bool
 ) -> None:

@@ -81,6 +81,7 @@ def compare(
         Way(2, cp_size=2, comm_type="all_gather"),
         Way(2, ep_size=2, distributed_optimizer=True),
         Way(4, 2, True, ep_size=2, expert_tp_size=1),
+        Way(4, 4, True, ep_size=2, expert_tp_size=2),
     ],
     ids=str,
 )

@@ -73,6 +73,7 @@ def alone(count: int, dropout: float = 0.0) -> tuple[Tensor, dict[str, Tensor], 
     [
         Way(4, 2, True),
         Way(4, 1, False, True, 2),
+        Way(4, 4, False, True, 2, 2),
         Way(2, ep_size=2),
         Way(4, cp_size=2, comm_type="p2p"),
     ],
@@ -292,6 +293,7 @@ WAYS = [
     Way(4, 2, True, True),
     Way(2, ep_size=2),
     Way(4, 2, True, True, 4, 1),
+    Way(4, 4, True, True, 1, 2),
 ]
 WAYS += [Way(4, 2, True, True, cp_size=2)]
 ZIGZAGS = [

@@ -40,6 +40,15 @@ def expert_rules(
             f"does not divide --num-experts ({experts})",
             f"choose from {divisors(experts)}",
         )
+    width, ranks = model.moe_ffn_hidden_size, parallel.expert_tensor_parallel_size
+    known = sound("model.moe_ffn_hidden_size", "parallel.expert_tensor_parallel_size")
+    if known and parallel.splits_tokens_of_experts and width % ranks:
+        yield Problem(
+            "--expert-tensor-parallel-size",
+            str(ranks),
+            f"does not divide --moe-ffn-hidden-size ({width})",
+            "give 1, or another --moe-ffn-hidden-size",
+        )
     yield from _shared_token_rules(parallel, packing, sound)
     if size > 1:
         yield from _dispatch_rules(model, graphs, sound)
@@ -48,8 +57,8 @@ def expert_rules(
 def _shared_token_rules(
     parallel: ParallelConfig, packing: PackingConfig, sound: Sound
 ) -> Iterator[Problem]:
-    """Yield a problem if tensor-parallel ranks with whole experts cannot share the slots of a pack
-    evenly.
+    """Yield a problem if tensor-parallel ranks that dispatch different tokens cannot share the slots
+    of a pack evenly.
     """
     if not sound(
         "parallel.tensor_model_parallel_size",
@@ -62,10 +71,10 @@ def _shared_token_rules(
     tp, tokens = parallel.tensor_model_parallel_size, packing.tokens_per_pack
     cp = parallel.context_parallel_size
     uneven = tokens % (tp * cp)
-    if parallel.expert_tensor_parallel_size == 1 < tp and uneven and not parallel.sequence_parallel:
+    if parallel.splits_tokens_of_experts and uneven and not parallel.sequence_parallel:
         yield Problem(
             "--expert-tensor-parallel-size",
-            "1",
+            str(parallel.expert_tensor_parallel_size),
             f"requires the {tokens} token slots of a pack to divide evenly among "
             f"--tensor-model-parallel-size ({tp}) x --context-parallel-size ({cp}) ranks",
             f"choose a --tensor-model-parallel-size from {divisors(max(tokens // cp, 1))}, or leave "

@@ -145,6 +145,11 @@ class ParallelConfig(Section, title="parallel"):
         )
 
     @property
+    def splits_tokens_of_experts(self) -> bool:
+        """Return whether tensor-parallel ranks send different tokens to the experts."""
+        return self.expert_tensor_parallel_size < self.tensor_model_parallel_size
+
+    @property
     def layout_sizes(self) -> dict[str, int]:
         """Arguments of a ``ParallelLayout`` with these sizes, without the number of processes."""
         return {
@@ -347,7 +352,6 @@ def _shared_items(parallel: ParallelConfig, model: ModelConfig, sound: Sound) ->
     if MAMBA in symbols and model.mamba_norm_groups and sound("model.mamba_norm_groups"):
         # Context-parallel ranks do not exchange these groups.
         yield _Shared(model.flag("mamba_norm_groups"), model.mamba_norm_groups, may_be_fewer=True)
-    whole_experts = parallel.expert_tensor_parallel_size == 1
     for symbol, name, groups in (
         (ATTENTION, "num_attention_heads", "num_query_groups"),
         (MAMBA, "mamba_num_heads", "mamba_num_groups"),
@@ -360,8 +364,8 @@ def _shared_items(parallel: ParallelConfig, model: ModelConfig, sound: Sound) ->
         count = getattr(model, name)
         if symbol not in symbols or not sound(f"model.{name}") or not count:
             continue
-        if name == "moe_ffn_hidden_size" and whole_experts:
-            continue
+        if name == "moe_ffn_hidden_size" and parallel.splits_tokens_of_experts:
+            continue  # checked against --expert-tensor-parallel-size, in `expert_rules`
         yield _Shared(model.flag(name), count, symbol=symbol)
         if groups and sound(f"model.{groups}") and getattr(model, groups) != count:
             yield _Shared(

@@ -151,9 +151,9 @@ class Dispatcher(ABC):
         factor = self.config.moe_expert_capacity_factor
         if factor is None:
             return tokens
-        # With `whole_experts` each tensor-parallel rank dispatches a part of the rows, but the
-        # capacity counts all rows. All rows of an expert may come from a single rank.
-        known = tokens * (self.ep.tp.size if self.ep.whole_experts else 1)
+        # Each tensor-parallel rank may dispatch only a part of the rows, but the capacity counts all
+        # rows. All rows of an expert may come from a single rank.
+        known = tokens * self.ep.token_parts
         return min(
             tokens, expert_capacity(known, self.config.moe_router_topk, self.num_experts, factor)
         )

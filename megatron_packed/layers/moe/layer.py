@@ -126,7 +126,7 @@ class MoE(nn.Module):
         if config.moe_shared_expert_intermediate_size:
             # Experts that are split by inner channels share one `enter` and `leave` with the shared
             # expert, so the shared expert then has no group of its own.
-            options["tp"] = tp if self.ep.whole_experts else tp.inside()
+            options["tp"] = tp if self.ep.splits_tokens else tp.inside()
             self.shared_expert = MLP(
                 config.hidden_size,
                 config.moe_shared_expert_intermediate_size,
@@ -144,14 +144,15 @@ class MoE(nn.Module):
         its own term of the shared expert's output, so its gradient is one term of a sum.
         """
         gate = Linear(self.config.hidden_size, 1, bias=False, device=device, dtype=dtype)
-        use = self.tp.use_on_rows if self.ep.whole_experts else self.tp.use_inside
+        use = self.tp.use_on_rows if self.ep.splits_tokens else self.tp.use_inside
         use(gate.weight)
         return gate
 
     def forward(self, x_TD: Tensor, packed: PackedSeqParams) -> MoEOutput:
-        entered_TD = self.ep.enter(x_TD)
+        own_TD = self.ep.enter(x_TD)
         valid_T = self.cp.valid(packed)
-        routing = self.router(entered_TD, packed)
+        routing = self.router(own_TD, packed)
+        entered_TD = self.ep.share(own_TD) if self.ep.splits_tokens else own_TD
         ids_TK, dropped = self._destinations(routing, valid_T)
         dispatched = self.dispatcher.dispatch(
             entered_TD,
@@ -179,7 +180,7 @@ class MoE(nn.Module):
         """
         if self.shared_expert is None:
             return self.ep.leave(y_TD)
-        if self.ep.whole_experts:
+        if self.ep.splits_tokens:
             # The dispatched rows are only a part of the rows that the shared expert processes.
             return self.ep.leave(y_TD) + self._shared_expert(self.shared_expert, x_TD)
         return self.ep.leave(y_TD + self._shared_expert(self.shared_expert, entered_TD))

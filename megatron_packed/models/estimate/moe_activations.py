@@ -31,8 +31,11 @@ class _MoESizes:
         dispatcher, b = mixer.dispatcher, rank.element
         self.routes = rank.config.moe_router_topk
         self.experts = mixer.router.num_experts
-        self.entered = rank.tokens // (rank.tp.size if mixer.ep.whole_experts else 1)
-        """Number of tokens that this rank routes."""
+        self.routed = rank.tokens // (rank.tp.size if mixer.ep.splits_tokens else 1)
+        self.entered = rank.tokens // mixer.ep.token_parts
+        """``routed`` and ``entered`` are numbers of tokens: those whose logits this rank computes, and
+        those that it dispatches.
+        """
         self.rows, self.returned = _expert_rows(dispatcher, self.entered, even=rank.even)
         """Numbers of rows that the experts of this rank process and that the combination reads."""
         self.row = rank.hidden * b
@@ -43,7 +46,7 @@ class _MoESizes:
         self.fc2 = mixer.experts.fc2.numel() * b
         self.has_shared = mixer.shared_expert is not None
         self.shared_gate = mixer.shared_expert_gate is not None
-        self.shared_rows = rank.rows_bytes if mixer.ep.whole_experts else rank.inside_bytes
+        self.shared_rows = rank.rows_bytes if mixer.ep.splits_tokens else rank.inside_bytes
         """Bytes of the rows that the shared expert processes."""
         self.shared_first = self.shared_inner = 0
         if self.has_shared:
@@ -73,7 +76,7 @@ def _saved(rank: RankSizes, sizes: _MoESizes) -> dict[str, Term]:
     maps = FP32 * (sizes.returned + 2 * rows + sizes.entered * sizes.routes)
     saved = {
         **rank.norm(),
-        "router.input": Term(FP32 * sizes.entered * rank.hidden),
+        "router.input": Term(FP32 * sizes.routed * rank.hidden),
         "router.scores": Term(scored + rank.tokens * sizes.routes * (8 + 2 * FP32)),
         "experts.maps": Term(maps, Purpose.EXPERTS),
         "experts.input": Term(rows * sizes.row, Purpose.EXPERTS),
@@ -155,7 +158,7 @@ def _backward(rank: RankSizes, sizes: _MoESizes, saved: dict[str, Term]) -> tupl
             0,
             0,
             *everything,
-            more=(FP32 + rank.element) * sizes.entered * rank.hidden,
+            more=(FP32 + rank.element) * sizes.routed * rank.hidden,
         ),
     )
 

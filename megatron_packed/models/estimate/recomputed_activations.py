@@ -48,7 +48,7 @@ class ResidentUnderRecompute:
         self._by_heads = model.cp.size > 1 and model.cp.exchanges_heads
         self._gated = model.config.attention_output_gate
         gathered = (
-            model.tp.group is not None and model.tp.sequence_parallel and not model.ep.whole_experts
+            model.tp.group is not None and model.tp.sequence_parallel and not model.ep.splits_tokens
         )
         # The shared expert reads the norm's output directly, unless its rows are gathered.
         self._norm_outputs = _NORM_OUTPUTS | (set() if gathered else {"shared.input"})

@@ -402,8 +402,12 @@ INVALID = [
         {"--expert-tensor-parallel-size": "(2) x --context-parallel-size (2) ranks"},
     ),
     (
-        "^4 --tensor-model-parallel-size 4 --expert-tensor-parallel-size 2",
-        {"--expert-tensor-parallel-size": "give 1 or 4"},
+        "^4 --tensor-model-parallel-size 4 --expert-tensor-parallel-size 3",
+        {"--expert-tensor-parallel-size": "give 1, 2 or 4"},
+    ),
+    (
+        f"^4 {MOE} --tensor-model-parallel-size 4 --expert-tensor-parallel-size 2 --moe-ffn-hidden-size 63",
+        {"--expert-tensor-parallel-size": "does not divide --moe-ffn-hidden-size (63)"},
     ),
     (
         "^2 --tensor-model-parallel-size 2 --sequence-parallel --seq-length 127",

@@ -13,7 +13,7 @@ LAYOUTS = [
         world_size=tp * cp * dp, tp_size=tp, cp_size=cp, ep_size=ep, expert_tp_size=expert_tp
     )
     for tp, cp, dp, ep in itertools.product(SIZES, repeat=4)
-    for expert_tp in {1, tp}
+    for expert_tp in {1, tp, 2 if tp == 4 else 1}
     if tp * cp * dp <= 32 and tp * cp * dp % (expert_tp * ep) == 0
 ]
 
@@ -88,12 +88,12 @@ def test_known_layouts() -> None:
             "give 1, or start more processes.",
         ),
         (
-            {"tp_size": 4, "expert_tp_size": 2},
-            "--expert-tensor-parallel-size 2: is neither 1 nor --tensor-model-parallel-size (4); give 1 or 4.",
+            {"tp_size": 4, "expert_tp_size": 3},
+            "--expert-tensor-parallel-size 3: does not divide --tensor-model-parallel-size (4); give 1, 2 or 4.",
         ),
         (
             {"expert_tp_size": 2},
-            "--expert-tensor-parallel-size 2: is neither 1 nor --tensor-model-parallel-size (1); give 1.",
+            "--expert-tensor-parallel-size 2: does not divide --tensor-model-parallel-size (1); give 1.",
         ),
         ({"tp_size": 0}, "--tensor-model-parallel-size 0: must be at least 1; give 1 or more."),
         (

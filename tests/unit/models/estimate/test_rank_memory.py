@@ -28,6 +28,7 @@ LAYOUTS = {
     "dp": {"world_size": 4},
     "tp": {"world_size": 4, "tp_size": 4},
     "tp, whole experts": {"world_size": 10, "tp_size": 2, "ep_size": 5, "expert_tp_size": 1},
+    "tp, experts shared by fewer": {"world_size": 8, "tp_size": 4, "expert_tp_size": 2},
     "cp": {"world_size": 4, "cp_size": 2},
     "ep": {"world_size": 10, "ep_size": 5},
     "all": {"world_size": 40, "tp_size": 2, "cp_size": 2, "ep_size": 5},
