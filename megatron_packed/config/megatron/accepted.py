@@ -109,6 +109,10 @@ ACCEPTED: dict[str, AcceptedFlag] = _table(
         | {"--flash-attention-version": ("2", "3", "4")},
     ),
     (
+        "the softmax of attention is computed in fp32, which needs no scale by layer",
+        _switches("--apply-query-key-layer-scaling"),
+    ),
+    (
         "the kernel that computes a weight gradient adds it to the fp32 sum",
         _switches("--no-gradient-accumulation-fusion"),
     ),

@@ -11,7 +11,6 @@ MODEL: tuple[RefusedFlags, ...] = (
         (
             "--multi-latent-attention",
             "--experimental-attention-variant",
-            "--apply-query-key-layer-scaling",
         ),
     ),
     RefusedFlags(
