@@ -261,7 +261,7 @@ IDLE: tuple[Idle, ...] = (
     Idle(
         "no checkpoint is loaded",
         lambda run, _: run.checkpoint.load is None and run.checkpoint.pretrained_checkpoint is None,
-        ("checkpoint.dist_ckpt_strictness",),
+        keys_in("checkpoint", "dist_ckpt_strictness use_checkpoint_args"),
     ),
     Idle(
         "--wandb-project is not given",

@@ -25,6 +25,7 @@ from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.launch_nodes import Agreement, ManyNodes, NodesError, OneNode
 from megatron_packed.training.local_ranks import LocalRanks, Placement, RankFailure
 from megatron_packed.training.signals import SIGNALS, SignalFlag
+from megatron_packed.training.stored_model import stored_model
 from megatron_packed.training.worker import explain
 
 POLL_SECONDS = 0.05
@@ -269,7 +270,9 @@ def _read_flags(options: LaunchOptions, arguments: Sequence[str]) -> RunConfig:
     names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE")
     values = (node * options.processes, 0, node, world_size)
     with _variables({name: str(value) for name, value in zip(names, values, strict=True)}):
-        return parse_or_exit(arguments, explain, world_size=world_size, warns=False)
+        return parse_or_exit(
+            arguments, explain, world_size=world_size, warns=False, read_model=stored_model
+        )
 
 
 def _log_dir_is_usable(log_dir: str | None) -> bool:

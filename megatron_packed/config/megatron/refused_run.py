@@ -148,12 +148,9 @@ RUN: tuple[RefusedFlags, ...] = (
         ),
     ),
     RefusedFlags(
-        "options are never read from a checkpoint, only compared with it",
-        "give the model's options again",
-        (
-            "--use-checkpoint-args",
-            "--use-mp-args-from-checkpoint-args",
-        ),
+        "the layout is never read from a checkpoint, which can be loaded into any layout",
+        "give the layout's options again",
+        ("--use-mp-args-from-checkpoint-args",),
     ),
     RefusedFlags(
         "tensors saved for recomputation are not split among ranks separately",

@@ -92,6 +92,11 @@ class CheckpointConfig(Section, title="checkpoint"):
         flag="no-load-rng",
         negated=True,
     )
+    use_checkpoint_args: bool = option(
+        False,
+        "Take the options of the model from the checkpoint in --load or --pretrained-checkpoint. "
+        "They override flags, except those that only affect training.",
+    )
     use_checkpoint_opt_param_scheduler: bool = option(
         False,
         "Continue the learning-rate schedule and the weight decay of the checkpoint in --load; "

@@ -180,6 +180,7 @@ CASES = [
             "tokenizer_vocab_size": "is not TrainedBPETokenizer",
         },
     ),
+    ("--use-checkpoint-args", {"use_checkpoint_args": "no checkpoint is loaded"}),
     (
         "--use-checkpoint-opt_param-scheduler",
         {"use_checkpoint_opt_param_scheduler": "--load is not given"},

@@ -1,0 +1,111 @@
+"""Options of the model from a checkpoint, with ``--use-checkpoint-args``."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_packed.config.errors import ConfigError
+from megatron_packed.config.parser.parse import Parsed, parse_with_sources
+from megatron_packed.config.run import RunConfig
+from megatron_packed.config.serialise import model_differences, section_to_dict
+from megatron_packed.training.from_python import train
+from megatron_packed.training.stored_model import stored_model
+
+SCRIPT = Path(__file__).parents[3] / "pretrain_hybrid.py"
+MODEL = "--hybrid-layer-pattern -- --hidden-size 16 --ffn-hidden-size 24 --squared-relu"
+RUN = """--mock-data --seq-length 64 --lr 1e-2 --lr-decay-style constant --global-batch-size 2
+    --no-isolation-self-test --device cpu --save runs --load runs"""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+    """Train three steps in this test's folder, and return the configuration."""
+    monkeypatch.chdir(tmp_path)
+    config = RunConfig.from_args([*MODEL.split(), *RUN.split(), "--train-iters", "3"])
+    train(config)
+    return config
+
+
+def parsed(words: str) -> Parsed:
+    argv = [*RUN.split(), "--train-iters", "5", "--use-checkpoint-args", *words.split()]
+    return parse_with_sources(argv, read_model=stored_model)
+
+
+def test_the_model_comes_from_the_checkpoint(run: RunConfig) -> None:
+    found = parsed("")
+    assert model_differences(section_to_dict(run.model), found.config.model) == []
+    assert found.config.model.hidden_size == 16 and found.config.model.ffn_hidden_size == 24
+    line = "model of the checkpoint (--use-checkpoint-args): "
+    assert found.taken_model.startswith(line)
+    for flag in ("--hybrid-layer-pattern --", "--hidden-size 16", "--squared-relu"):
+        assert flag in found.taken_model
+    assert found.sources["model.hidden_size"] == "checkpoint"
+
+
+def test_given_options_are_overridden_and_named(run: RunConfig) -> None:
+    found = parsed("--hidden-size 32 --swiglu --hidden-dropout 0.1 --hybrid-layer-pattern ---")
+    assert found.config.model.hidden_size == 16 and not found.config.model.swiglu
+    assert "--hidden-size 16 instead of 32" in found.taken_model
+    assert "--hybrid-layer-pattern -- instead of ---" in found.taken_model
+    assert found.config.model.hidden_dropout == 0.1  # only affects training
+
+
+def test_without_a_checkpoint_the_flags_count(run: RunConfig) -> None:
+    other = MODEL.replace("16", "32")
+    found = parse_with_sources(
+        [
+            *other.split(),
+            *RUN.replace("runs", "new").split(),
+            "--train-iters",
+            "5",
+            "--use-checkpoint-args",
+        ],
+        read_model=stored_model,
+    )
+    assert found.config.model.hidden_size == 32 and found.taken_model == ""
+    fine_tuned = parse_with_sources(
+        [
+            *RUN.replace("runs", "new").split(),
+            "--pretrained-checkpoint",
+            "runs",
+            "--train-iters",
+            "5",
+            "--use-checkpoint-args",
+        ],
+        read_model=stored_model,
+    )
+    assert fine_tuned.config.model.hidden_size == 16
+
+
+def test_a_damaged_checkpoint_and_other_programs_are_one_problem(run: RunConfig) -> None:
+    argv = [*RUN.split(), "--train-iters", "5", "--use-checkpoint-args"]
+    with pytest.raises(ConfigError) as caught:
+        parse_with_sources(argv)
+    assert [problem.option for problem in caught.value.problems] == ["--use-checkpoint-args"]
+    [manifest] = Path("runs").glob("step_*/manifest.json")
+    manifest.write_text(manifest.read_text()[:-20])
+    with pytest.raises(ConfigError, match=r"--load runs: .*manifest"):
+        parsed("")
+
+
+def test_a_run_resumes_without_the_options_of_its_model(run: RunConfig) -> None:
+    words = [*RUN.split(), "--train-iters", "5", "--use-checkpoint-args", "--log-jsonl", "log"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [sys.executable, str(SCRIPT), *words], capture_output=True, text=True, env=environment
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count("model of the checkpoint (--use-checkpoint-args): ") == 1
+    assert "resuming from" in ended.stdout
+    steps = [
+        one for one in map(json.loads, Path("log").read_text().splitlines()) if "lm_loss" in one
+    ]
+    whole: list[dict] = []
+    alone = [*MODEL.split(), *RUN.replace("runs", "whole").split(), "--train-iters", "5"]
+    train(RunConfig.from_args(alone), whole.append)
+    expected = [one["lm_loss"] for one in whole if one.get("iteration", 0) > 3 and "lm_loss" in one]
+    assert [one["lm_loss"] for one in steps] == expected
