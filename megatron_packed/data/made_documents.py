@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_packed.config import flag_names as flags
 from megatron_packed.data.keyed_random import KeyedRandom
 
 _COUNTS = {"training": 16_384, "validation": 512, "test": 512}
@@ -100,7 +101,7 @@ class MadeDocuments:
 
     def sentences(self) -> list[str]:
         return [
-            f"made {self.name} data (--mock-data): {len(self):,} documents, "
+            f"made {self.name} data ({flags.MOCK_DATA}): {len(self):,} documents, "
             f"{int(self.lengths.sum()):,} tokens that count up; the longest document has "
             f"{int(self.lengths.max()):,} tokens"
         ]

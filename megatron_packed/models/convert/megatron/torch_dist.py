@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_packed.checkpoint.errors import CheckpointError
+from megatron_packed.config import flag_names as flags
 from megatron_packed.models.convert.megatron.pickle_process import (
     METADATA,
     OBJECTS,
@@ -36,9 +37,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 COMMON_STATE = "common_state/"
 """Beginning of the name of the object that newer versions write in place of ``common.pt``."""
 FORMAT = "torch_dist"
-_WRITE_AGAIN = (
-    "load it with Megatron and --auto-detect-ckpt-format, and save it with --ckpt-format torch_dist"
-)
+_WRITE_AGAIN = "load it with Megatron, and save it in the format torch_dist"
 _MOST_BYTES_OF_PICKLE = 2**29
 _MOST_BYTES_OF_TENSOR_PICKLE = 2**16
 _MOST_PARTS = 2**16
@@ -184,7 +183,9 @@ def _iteration_folder(directory: Path, iteration: int | None) -> Path:
         text = tracker.read_bytes()[:32].decode("ascii", "replace").strip()
         if text != "release" and not text.isdecimal():
             raise CheckpointError(
-                "names no iteration", path=tracker, cure="give the iteration with --ckpt-step"
+                "names no iteration",
+                path=tracker,
+                cure=f"give the iteration with {flags.CKPT_STEP}",
             )
         name = text if text == "release" else f"iter_{int(text):07d}"
         return directory / name
