@@ -4,6 +4,7 @@
   megatron-packed convert --from-hf MODEL_DIR --save DIR [--bf16]
   megatron-packed convert --to-hf NEW_DIR --load CHECKPOINTS --hf-base MODEL_DIR
   megatron-packed convert --from-megatron CHECKPOINT_DIR --save DIR [--bf16]
+  megatron-packed convert --to-megatron NEW_DIR --load CHECKPOINTS
 
 The first command exports a model with a new config.json, generation_config.json and the files of
 its tokenizer. It takes the first family that can hold the model, and lists the options that no
@@ -14,7 +15,8 @@ supported are refused by name. The third command writes a converted model back w
 config.json and with the tensors of vision and of multi-token prediction, which a conversion passes
 over. Without the original's tensors, give its config.json with --hf-config. The fourth command reads
 the weights of a checkpoint that Megatron wrote in any layout with --ckpt-format torch_dist. A
-checkpoint of NeMo or Megatron-Bridge has no flags of Megatron: add the flags of its model.
+checkpoint of NeMo or Megatron-Bridge has no flags of Megatron: add the flags of its model. The fifth command writes
+weights for Megatron's pretrain_hybrid.py.
 """
 
 from __future__ import annotations
@@ -74,6 +76,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the weights of",
     )
     way.add_argument(
+        "--to-megatron",
+        metavar="DIR",
+        help="new directory for the weights of a checkpoint, which Megatron loads with --load",
+    )
+    way.add_argument(
         "--to-hf", metavar="DIR", help="new directory for the Hugging Face model of a checkpoint"
     )
     _add_options(parser)
@@ -93,12 +100,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--load",
         metavar="DIR",
-        help="with --to-hf: directory of checkpoints, or a single checkpoint",
+        help="with --to-hf or --to-megatron: directory of checkpoints, or a single checkpoint",
     )
     parser.add_argument(
         "--ckpt-step",
         metavar="N",
-        help="with --to-hf: step of the checkpoint, or best for the lowest validation loss; the "
+        help="with --to-hf or --to-megatron: step of the checkpoint, or best for the lowest validation loss; the "
         "newest checkpoint when not given. With --from-megatron: iteration of its folder",
     )
     parser.add_argument(
@@ -147,6 +154,8 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     convert = _from_huggingface
     if arguments.from_megatron:
         convert = functools.partial(_from_megatron, run_flags=run_flags)
+    if arguments.to_megatron:
+        convert = _to_megatron
     if arguments.to_hf:
         original = arguments.hf_config or arguments.hf_base
         convert = _to_huggingface if original else _export
@@ -169,6 +178,9 @@ def _check_options(arguments: argparse.Namespace) -> None:
     other += ["tokenizer_model", "ckpt_step"]
     if arguments.from_megatron:
         way, other = "--from-megatron", [*other[:-1], "ignore_key"]
+    if arguments.to_megatron:
+        way, needed = "--to-megatron", ["load"]
+        other = ["save", "bf16", *other[1:-1], "ignore_key"]
     if arguments.to_hf:
         way, needed, other = "--to-hf", ["load"], ["save", "bf16"]
         if arguments.hf_config or arguments.hf_base:
@@ -250,6 +262,22 @@ def _from_megatron(arguments: argparse.Namespace, run_flags: Sequence[str]) -> N
     _print_imported(done, root)
     print("Choose the tokenizer with --tokenizer-type.")
     _print_command(root)
+
+
+def _to_megatron(arguments: argparse.Namespace) -> None:
+    from megatron_packed.data.progress_bar import ProgressBar
+    from megatron_packed.models.convert.megatron.export_megatron import to_megatron
+
+    directory = Path(arguments.to_megatron).absolute()
+    with ProgressBar("converting", 1) as bar:
+        to_megatron(
+            Path(arguments.load),
+            directory,
+            step=_step(arguments),
+            on_progress=lambda done, total: bar.update(done, total=total),
+        )
+    print(f"{directory}: written")
+    print(f"Load it in Megatron with: --load {shlex.quote(str(directory))} --finetune")
 
 
 def _print_imported(done: Imported, root: Path) -> None:

@@ -147,6 +147,24 @@ def named_weights(
     return found
 
 
+def new_weights(config: ModelConfig, dtype: torch.dtype) -> list[tuple[Weight, dict[str, str]]]:
+    """Return every parameter, with the name in a new hybrid checkpoint of each of its parts."""
+    assert config.vocab_size is not None
+    model = HybridModel(
+        config, vocab_size=config.vocab_size, max_positions=2, device="meta", dtype=dtype
+    )
+    found = []
+    for name, parameter in model.state_dict().items():
+        shape = tuple(parameter.shape)
+        parts, names = [], {}
+        for ours, rows in _parts(name, shape, config):
+            parts.append(HuggingFaceTensor(ours, _their_shape(name, shape, rows.rows), rows.moves))
+            names[ours] = _choices(ours, config, "", gpt=False)[0].tensor
+        weight = Weight(name=name, shape=shape, dtype=parameter.dtype, parts=tuple(parts))
+        found.append((weight, names))
+    return found
+
+
 def _parts(name: str, shape: Shape, config: ModelConfig) -> Iterator[tuple[str, Part]]:
     """Yield the parts of a parameter, as its name with the name of the section, and their rows."""
     rows = config.vocab_size if name in (TABLE, OUTPUT) else math.prod(shape[:-1] or shape)

@@ -12,11 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.manifest import read_manifest
 from megatron_packed.checkpoint.read_tensors import read_tensor
 from megatron_packed.cli.main import main
+from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.data.tokenizers.limited_process import Limits
 from megatron_packed.models.convert.megatron.import_megatron import from_megatron
 from megatron_packed.models.convert.megatron.pickle_process import OBJECTS, PickleProcess
@@ -26,6 +29,12 @@ from support import megatron_checkpoint as theirs
 
 MAMBA = "decoder.layers.0.mixer."
 MOE = "decoder.layers.3.mlp."
+MODEL = {
+    **{name: theirs.ARGS[name] for name in theirs.ARGS if name != "group_query_attention"},
+    "moe_router_load_balancing_type": "aux_loss",
+    "residual_multiplier": 0.5,
+}
+"""Options of the hybrid model, with one that Megatron does not have."""
 
 
 def imported(path: Path) -> dict[str, Tensor]:
@@ -377,3 +386,32 @@ def test_every_opcode_that_builds_objects_by_name_is_refused():
     record = zipfile.ZipFile(archive).read("archive/data.pkl")
     with pytest.raises(RefusedPickle, match=r"torch\.ComplexFloatStorage"):
         load(record)
+
+
+def test_weights_written_back_are_those_that_megatron_wrote(tmp_path, capsys):
+    """torch's own reader finds the same names, shapes and bits."""
+    found = theirs.tensors()
+    theirs.write(tmp_path / "c", found, parts=2)
+    done = from_megatron(tmp_path / "c", tmp_path / "ours")
+    back = tmp_path / "back"
+    words = ["convert", "--to-megatron", str(back), "--load", str(tmp_path / "ours")]
+    assert main(words) == 0 and f"--load {back} --finetune" in capsys.readouterr().out
+    assert (back / "latest_checkpointed_iteration.txt").read_text() == "release"
+    reader = FileSystemReader(back / "release")
+    names = set(reader.read_metadata().state_dict_metadata)
+    assert names == {*found, "common_state/shard_0_1"}
+    read = {name: torch.zeros_like(tensor) for name, tensor in found.items()}
+    checkpoint.load(read, storage_reader=reader, no_dist=True)
+    assert all(torch.equal(read[name], found[name]) for name in found)
+    assert from_megatron(back, tmp_path / "again").model == done.model
+    assert main(words) == 4 and "exists; name a new directory" in capsys.readouterr().err
+
+
+def test_a_model_that_megatron_does_not_have_is_not_written(tmp_path, capsys):
+    theirs.write(tmp_path / "c", theirs.tensors(), None)
+    model = from_megatron(tmp_path / "c", tmp_path / "ours", model=ModelConfig(**MODEL)).model
+    assert model.residual_multiplier == 0.5 and model.vocab_size == 128
+    back = tmp_path / "back"
+    words = ["convert", "--to-megatron", str(back), "--load", str(tmp_path / "ours")]
+    assert main(words) == 4 and not back.exists()
+    assert "--residual-multiplier, which Megatron does not have" in capsys.readouterr().err

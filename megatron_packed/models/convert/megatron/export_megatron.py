@@ -1,0 +1,198 @@
+"""Export of the weights of a checkpoint as a ``torch_dist`` checkpoint that Megatron loads."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import pickle
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from megatron_packed.checkpoint.directory import sync_directory
+from megatron_packed.checkpoint.errors import CheckpointError
+from megatron_packed.checkpoint.load import Step
+from megatron_packed.checkpoint.manifest import Manifest, read_manifest
+from megatron_packed.checkpoint.read_tensors import read_tensor
+from megatron_packed.config.section import section_fields
+from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.config.stored_config import stored_problem
+from megatron_packed.models.convert.export_huggingface import newest_checkpoint
+from megatron_packed.models.convert.families.family import TABLE
+from megatron_packed.models.convert.import_huggingface import OnProgress, silent
+from megatron_packed.models.convert.megatron.names import new_weights
+from megatron_packed.models.convert.megatron.torch_dist import (
+    BACKEND_FILE,
+    COMMON_STATE,
+    FORMAT,
+    METADATA_FILE,
+    TRACKER,
+)
+from megatron_packed.torch_private import storage_info
+
+FOLDER = "release"
+"""Folder and entry of the tracker file of weights without an iteration, as in Megatron."""
+_OURS = (
+    "attention_norm_placement",
+    "embedding_multiplier",
+    "linear_allow_neg_eigval",
+    "linear_norm_epsilon",
+    "logits_scaling",
+    "mamba_conv_bias",
+    "mamba_norm_epsilon",
+    "mamba_norm_groups",
+    "qk_layernorm_scope",
+    "residual_multiplier",
+)
+"""Options that Megatron does not have; only their defaults can be exported."""
+
+
+def to_megatron(
+    checkpoint: Path, directory: Path, *, step: Step = None, on_progress: OnProgress = silent
+) -> Path:
+    """Write the weights of a checkpoint as a hybrid model of Megatron.
+
+    The model's options are stored as ``args``. ``directory`` appears only after all files are
+    written. Host memory: twice the largest tensor.
+
+    Args:
+        checkpoint: one checkpoint, or a directory of checkpoints, of which the newest is exported.
+        directory: new directory, for ``--load`` of Megatron.
+        step: export the checkpoint of this step; see `checkpoint.load.Step`.
+    Returns:
+        The folder of the checkpoint in ``directory``.
+    Raises:
+        CheckpointError: Megatron does not have the model, the checkpoint is damaged, or
+            ``directory`` exists.
+    """
+    if os.path.lexists(directory):
+        raise CheckpointError("exists", path=directory, cure="name a new directory")
+    found = newest_checkpoint(checkpoint, step)
+    manifest = read_manifest(found)
+    model, dtype = _model(manifest, found)
+    temporary = directory.with_name(f"{directory.name}.tmp-{uuid.uuid4().hex[:12]}")
+    folder = temporary / FOLDER
+    folder.mkdir(parents=True)
+    try:
+        tensors = _tensors(found, manifest, model, dtype, on_progress)
+        _write(folder, tensors, _arguments(model))
+        (temporary / TRACKER).write_text(FOLDER)
+        sync_directory(temporary)
+        os.rename(temporary, directory)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    sync_directory(directory.parent)
+    return directory / FOLDER
+
+
+def _model(manifest: Manifest, path: Path) -> tuple[ModelConfig, torch.dtype]:
+    """Return the model of a checkpoint, whose vocabulary are all stored rows, and its dtype."""
+    stored = manifest.metadata.get("config", {})
+    problem = stored_problem(stored)
+    table = manifest.tensors.get(f"model/{TABLE}")
+    if problem is not None or table is None:
+        raise CheckpointError(f"its configuration{problem or ' has no table'}", path=path)
+    model = ModelConfig(**{**stored["model"], "vocab_size": table.shape[0]})
+    changed = [
+        about.flag
+        for about in section_fields(ModelConfig)
+        if about.name in _OURS and getattr(model, about.name) != about.default
+    ]
+    if changed:
+        raise CheckpointError(
+            f"its model has {', '.join(changed)}, which Megatron does not have",
+            path=path,
+            cure="export it with --to-hf",
+        )
+    return model, torch.bfloat16 if stored["training"]["bf16"] else torch.float32
+
+
+def _arguments(model: ModelConfig) -> argparse.Namespace:
+    """Return the model's options under Megatron's names."""
+    values = {
+        about.name: getattr(model, about.name)
+        for about in section_fields(ModelConfig)
+        if about.name not in (*_OURS, "vocab_size", "window_size", "window_attn_skip_freq")
+    }
+    window = model.window_size
+    return argparse.Namespace(
+        **values,
+        num_layers=model.num_layers,
+        group_query_attention=model.num_query_groups != model.num_attention_heads,
+        padded_vocab_size=model.vocab_size,
+        window_size=None if window is None else [int(one) for one in window.split(",")],
+        window_attn_skip_freq=model.window_attn_skip_freq,
+    )
+
+
+def _tensors(
+    path: Path,
+    manifest: Manifest,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    on_progress: OnProgress,
+) -> Iterator[tuple[str, Tensor]]:
+    weights = new_weights(model, dtype)
+    for number, (weight, names) in enumerate(weights):
+        whole = read_tensor(path, f"model/{weight.name}", manifest)
+        if whole.shape != weight.shape:
+            raise CheckpointError(
+                f"{weight.name} has another shape",
+                path=path,
+                expected=list(weight.shape),
+                found=list(whole.shape),
+            )
+        for part, tensor in weight.split(whole).items():
+            yield names[part], tensor
+        on_progress(number + 1, len(weights))
+
+
+def _write(
+    folder: Path, tensors: Iterator[tuple[str, Tensor]], arguments: argparse.Namespace
+) -> None:
+    """Write one file with all tensors, its ``.metadata``, and the options."""
+    about: dict[str, Any] = {}
+    places: dict[MetadataIndex, Any] = {}
+    name = "__0_0.distcp"
+    with (folder / name).open("wb") as file:
+
+        def put(index: MetadataIndex, value: Any) -> None:
+            archive = io.BytesIO()
+            torch.save(value, archive)
+            places[index] = storage_info(name, file.tell(), archive.tell())
+            file.write(archive.getbuffer())
+
+        for their, tensor in tensors:
+            begin = torch.Size([0] * tensor.dim())
+            about[their] = TensorStorageMetadata(
+                TensorProperties(dtype=tensor.dtype),
+                tensor.shape,
+                [ChunkStorageMetadata(begin, tensor.shape)],
+            )
+            put(MetadataIndex(their, begin), tensor)
+        common = f"{COMMON_STATE}shard_0_1"
+        about[common] = BytesStorageMetadata()
+        state = {"args": arguments, "checkpoint_version": 3.0, "iteration": 0}
+        put(MetadataIndex(common), [state])
+        file.flush()
+        os.fsync(file.fileno())
+    (folder / METADATA_FILE).write_bytes(pickle.dumps(Metadata(about, None, places)))
+    backend = {"sharded_backend": FORMAT, "sharded_backend_version": 1}
+    (folder / BACKEND_FILE).write_text(json.dumps(backend))
+    sync_directory(folder)
