@@ -176,13 +176,3 @@ def set_timeout(
     collectives.
     """
     group._get_backend(device)._set_default_timeout(timeout)
-
-
-def storage_info(name: str, offset: int, length: int) -> Any:
-    """Return the place of a part of a tensor, as ``.metadata`` of a distributed checkpoint has it.
-
-    torch reads only this class there, and has no public constructor for it.
-    """
-    from torch.distributed.checkpoint import filesystem
-
-    return _bound(lambda: filesystem._StorageInfo)(name, offset, length)

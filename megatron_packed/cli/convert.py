@@ -3,6 +3,7 @@
   megatron-packed convert --to-hf NEW_DIR --load CHECKPOINTS
   megatron-packed convert --from-hf MODEL_DIR --save DIR [--bf16]
   megatron-packed convert --to-hf NEW_DIR --load CHECKPOINTS --hf-base MODEL_DIR
+
   megatron-packed convert --from-megatron CHECKPOINT_DIR --save DIR [--bf16]
   megatron-packed convert --to-megatron NEW_DIR --load CHECKPOINTS
 
@@ -277,7 +278,10 @@ def _to_megatron(arguments: argparse.Namespace) -> None:
             on_progress=lambda done, total: bar.update(done, total=total),
         )
     print(f"{directory}: written")
-    print(f"Load it in Megatron with: --load {shlex.quote(str(directory))} --finetune")
+    print(
+        f"Load it in Megatron with: --load {shlex.quote(str(directory))} --finetune "
+        "--dist-ckpt-strictness log_all"
+    )
 
 
 def _print_imported(done: Imported, root: Path) -> None:

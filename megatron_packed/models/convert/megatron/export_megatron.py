@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import os
-import pickle
 import shutil
 import uuid
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed import checkpoint as torch_checkpoint
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 
 from megatron_packed.checkpoint.directory import sync_directory
 from megatron_packed.checkpoint.errors import CheckpointError
@@ -40,10 +33,8 @@ from megatron_packed.models.convert.megatron.torch_dist import (
     BACKEND_FILE,
     COMMON_STATE,
     FORMAT,
-    METADATA_FILE,
     TRACKER,
 )
-from megatron_packed.torch_private import storage_info
 
 FOLDER = "release"
 """Folder and entry of the tracker file of weights without an iteration, as in Megatron."""
@@ -68,7 +59,7 @@ def to_megatron(
     """Write the weights of a checkpoint as a hybrid model of Megatron.
 
     The model's options are stored as ``args``. ``directory`` appears only after all files are
-    written. Host memory: twice the largest tensor.
+    written. Host memory: the whole model.
 
     Args:
         checkpoint: one checkpoint, or a directory of checkpoints, of which the newest is exported.
@@ -166,33 +157,17 @@ def _tensors(
 def _write(
     folder: Path, tensors: Iterator[tuple[str, Tensor]], arguments: argparse.Namespace
 ) -> None:
-    """Write one file with all tensors, its ``.metadata``, and the options."""
-    about: dict[str, Any] = {}
-    places: dict[MetadataIndex, Any] = {}
-    name = "__0_0.distcp"
-    with (folder / name).open("wb") as file:
-
-        def put(index: MetadataIndex, value: Any) -> None:
-            archive = io.BytesIO()
-            torch.save(value, archive)
-            places[index] = storage_info(name, file.tell(), archive.tell())
-            file.write(archive.getbuffer())
-
-        for their, tensor in tensors:
-            begin = torch.Size([0] * tensor.dim())
-            about[their] = TensorStorageMetadata(
-                TensorProperties(dtype=tensor.dtype),
-                tensor.shape,
-                [ChunkStorageMetadata(begin, tensor.shape)],
-            )
-            put(MetadataIndex(their, begin), tensor)
-        common = f"{COMMON_STATE}shard_0_1"
-        about[common] = BytesStorageMetadata()
-        state = {"args": arguments, "checkpoint_version": 3.0, "iteration": 0}
-        put(MetadataIndex(common), [state])
-        file.flush()
-        os.fsync(file.fileno())
-    (folder / METADATA_FILE).write_bytes(pickle.dumps(Metadata(about, None, places)))
+    """Write the tensors and the options with torch's writer, and the name of the format."""
+    options = {"args": arguments, "checkpoint_version": 3.0, "iteration": 0}
+    state: dict[str, Any] = {f"{COMMON_STATE}shard_0_1": [options], **dict(tensors)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that it saves on a single process
+        torch_checkpoint.save(
+            state,
+            storage_writer=FileSystemWriter(folder),
+            planner=DefaultSavePlanner(flatten_state_dict=False),
+            no_dist=True,
+        )
     backend = {"sharded_backend": FORMAT, "sharded_backend_version": 1}
     (folder / BACKEND_FILE).write_text(json.dumps(backend))
     sync_directory(folder)

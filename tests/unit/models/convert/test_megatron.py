@@ -34,7 +34,7 @@ MODEL = {
     "moe_router_load_balancing_type": "aux_loss",
     "residual_multiplier": 0.5,
 }
-"""Options of the hybrid model, with one that Megatron does not have."""
+"""Options of the hybrid model, with an option that Megatron does not have."""
 
 
 def imported(path: Path) -> dict[str, Tensor]:
