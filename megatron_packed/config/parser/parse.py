@@ -227,8 +227,7 @@ def _resolve(
     here: bool = True,
     read_model: ReadModel | None = None,
 ) -> Parsed:
-    # The checkpoint of a run on another machine cannot be read, so the flags count.
-    taken_model = take_model(given, read_model) if here else ""
+    taken_model = take_model(given, read_model) if here else ""  # else it cannot be read
     problems = list(given.problems)
     unsound = set(given.unsound)
     sections = {name: unchecked(kind, _values_of(name, given)) for name, kind in SECTIONS.items()}
