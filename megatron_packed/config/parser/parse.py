@@ -69,8 +69,7 @@ class Parsed:
         sources: by key, e.g. ``model.hidden_size``: ``default``, ``derived: ...``, ``run.yaml:3``,
             ``@run.args`` or ``flag``.
         always: given flags of Megatron whose effect is always on, with the reason.
-        accepted: given flags of Megatron that change nothing, with their values; and what is done
-            instead.
+        accepted: given flags of Megatron without effect, and what is done instead.
         warnings: sentences about deprecated spellings and repeated flags.
         idle: given options that have no effect in this run, by key, with the reason.
     """
@@ -270,11 +269,7 @@ def _resolve(
             sources[described.key] = f"derived: {described.option.derived}"
     object.__setattr__(run, "origins", sources)
     always = {flag: ALWAYS[flag].reason for flag in given.taken if flag in ALWAYS}
-    accepted = {
-        " ".join((flag, *texts)): ACCEPTED[flag].reason
-        for flag, (texts, _) in given.taken.items()
-        if flag in ACCEPTED
-    }
+    accepted = _accepted(given)
     if stages:
         accepted["| in --hybrid-layer-pattern"] = "there is one pipeline stage"
     idle = without_effect(run, world_size)
@@ -290,9 +285,7 @@ def _values_of(section: str, given: Given) -> dict[str, object]:
 
 
 def _without_stages(run: RunConfig, unsound: set[str]) -> bool:
-    """Remove the marks of pipeline stages from the pattern if there is one stage. Return whether
-    the pattern had marks.
-    """
+    """Remove the marks of one pipeline stage from the pattern; return whether it had marks."""
     pattern = run.model.hybrid_layer_pattern
     if not isinstance(pattern, str) or "model.hybrid_layer_pattern" in unsound:
         return False
@@ -335,6 +328,15 @@ def _derive_iterations(run: RunConfig, unsound: set[str]) -> None:
         assert samples is not None
         if run.training.train_iters is None and samples >= batch:
             object.__setattr__(run.training, "train_iters", run.last_iteration())
+
+
+def _accepted(given: Given) -> dict[str, str]:
+    """Return the given flags that change nothing, with their values; and what is done instead."""
+    return {
+        " ".join((flag, *texts)): ACCEPTED[flag].reason
+        for flag, (texts, _) in given.taken.items()
+        if flag in ACCEPTED
+    }
 
 
 def _taken_problems(given: Given, run: RunConfig) -> list[Problem]:
