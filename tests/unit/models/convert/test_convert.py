@@ -502,7 +502,7 @@ def test_of_two_conversions_at_the_same_time_into_one_directory_one_writes(
     assert "--bf16" in args and len(list(ours.glob("step*"))) == 1
     shutil.rmtree(ours)
     # While the first conversion writes, the second finds the directory locked.
-    assert meanwhile("_save", import_huggingface.save_weights) == [0, 4]
+    assert meanwhile("save_weights", import_huggingface.save_weights) == [0, 4]
     assert "another run writes its checkpoints to this directory" in capsys.readouterr().err
     assert "--bf16" not in (ours / "model.args").read_text()
 
