@@ -24,6 +24,7 @@ from megatron_packed.models.convert.import_huggingface import (
 )
 from megatron_packed.models.convert.megatron.arguments import model_of_arguments
 from megatron_packed.models.convert.megatron.names import (
+    OPTIMIZER,
     WORD_TABLE,
     NamedWeights,
     named_weights,
@@ -84,7 +85,18 @@ def from_megatron(
             )
             (root / ARGS_FILE).write_text(text)
         rounded = _rounded(source, found)
-    return Imported(saved, model, text, rounded, ())
+        notes = _notes(source)
+    return Imported(saved, model, text, rounded, notes)
+
+
+def _notes(source: TorchDist) -> tuple[str, ...]:
+    """Return a sentence about the optimizer's tensors, if the checkpoint has any."""
+    count = sum(name.startswith(OPTIMIZER) for name in source.tensors)
+    sentence = (
+        f"The optimizer's {count} tensors are not imported: training begins with new moments and a "
+        "new schedule."
+    )
+    return (sentence,) if count else ()
 
 
 def _rounded(source: TorchDist, found: NamedWeights) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ OUTPUT_TABLE = "output_layer.weight"
 PREFIXES = ("", "module.", "model.")
 """Beginnings of all names: none in Megatron, ``module.`` in NeMo."""
 _GPT_NORM = "decoder.final_layernorm.weight"
-_OPTIMIZER = ("optimizer.", "chained_")
+OPTIMIZER = ("optimizer.", "chained_")
 """Beginnings of the names of the optimizer's tensors."""
 _OUTSIDE = {
     TABLE: (WORD_TABLE,),
@@ -135,7 +135,7 @@ def named_weights(
     problems += [
         f"{name} is extra"
         for name in tensors
-        if not name.startswith(_OPTIMIZER) and name not in used
+        if not name.startswith(OPTIMIZER) and name not in used
     ]
     if problems:
         more = [f"{len(problems) - 10} more"] if len(problems) > 10 else []

@@ -95,6 +95,16 @@ def test_bf16_weights_stay_bf16_and_float32_weights_are_reported(tmp_path, capsy
     assert "tensors were rounded to bf16" in capsys.readouterr().out
 
 
+def test_moments_are_named_as_left_out(tmp_path):
+    found = theirs.tensors()
+    theirs.write(tmp_path / "plain", found)
+    assert from_megatron(tmp_path / "plain", tmp_path / "first").notes == ()
+    moments = {f"optimizer.state.exp_avg.{name}": tensor for name, tensor in found.items()}
+    theirs.write(tmp_path / "c", {**found, **moments})
+    [note] = from_megatron(tmp_path / "c", tmp_path / "ours").notes
+    assert note.startswith(f"The optimizer's {len(moments)} tensors are not imported")
+
+
 def test_layers_of_a_gpt_model_are_taken_from_stacked_tensors(tmp_path):
     """Layer n is the layers 2n and 2n + 1; its tensors are entry n of the first dimension."""
     draw = torch.Generator().manual_seed(1)
