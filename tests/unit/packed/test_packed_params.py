@@ -9,7 +9,7 @@ import torch
 
 from megatron_packed.ops.varlen_attention.tables import MaskTable
 from megatron_packed.packed.params import PackedSeqParams
-from megatron_packed.packed.shared_tables import NO_TABLES, RankOrder, SharedTables
+from megatron_packed.packed.shared_tables import NO_TABLES, RankOrder, Samples, SharedTables
 
 
 def test_fields():
@@ -87,11 +87,14 @@ def test_all_tensors_of_tables_are_listed():
     order = RankOrder(torch.arange(4), torch.arange(4))
     mask = MaskTable(mask_TT=torch.ones(4, 4, dtype=torch.bool), window_size=None)
     alone = {name: torch.zeros(1) for name in ("rope_position_ids", "rank_valid", "num_valid")}
+    samples = Samples(torch.zeros(1), torch.zeros(1))
     chunks = (torch.zeros(1), torch.zeros(2))
-    tables = SharedTables(rank_order=order, attention={None: mask}, delta_rule=chunks, **alone)
-    expected = {id(x) for x in (*order, mask.mask_TT, *chunks, *alone.values())}
+    tables = SharedTables(
+        rank_order=order, attention={None: mask}, delta_rule=chunks, samples=samples, **alone
+    )
+    expected = {id(x) for x in (*order, mask.mask_TT, *chunks, *samples, *alone.values())}
     assert {id(x) for x in tables.tensors()} == expected
-    assert vars(tables).keys() == {"rank_order", "attention", "delta_rule", *alone}
+    assert vars(tables).keys() == {"rank_order", "attention", "delta_rule", "samples", *alone}
     assert NO_TABLES.tensors() == ()
 
 

@@ -78,6 +78,7 @@ def test_every_option_of_the_training_data_is_named_when_a_resume_is_refused() -
         "data.data_cache_path",
         "data.mmap_bin_files",
         "data.num_workers",
+        "data.padded_vocab_size",
     }
     options = {about.key for about in section_fields(DataConfig)}
     assert options - set(_DECIDES_TOKENS) == same_tokens

@@ -109,7 +109,7 @@ def _model(manifest: Manifest, path: Path) -> tuple[ModelConfig, torch.dtype]:
         raise CheckpointError(
             f"its model has {', '.join(changed)}, which Megatron does not have",
             path=path,
-            cure="export it with --to-hf",
+            cure="export it as a Hugging Face model",
         )
     return model, torch.bfloat16 if stored["training"]["bf16"] else torch.float32
 
