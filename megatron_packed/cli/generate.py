@@ -22,7 +22,7 @@ from megatron_packed.cli.plan import NO_DATA, without_data
 from megatron_packed.config.environment_variables import apply_environment
 from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.run import RunConfig
-from megatron_packed.config.sections.data import TRAINED_BPE
+from megatron_packed.config.sections.data_parts.tokenizer import TRAINED_BPE
 
 if TYPE_CHECKING:
     from megatron_packed.cli.answers import Answers

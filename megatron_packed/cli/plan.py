@@ -21,7 +21,7 @@ from megatron_packed.cli.packing import with_unused_flags
 from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.parser.precedence import gather
 from megatron_packed.config.run import RunConfig
-from megatron_packed.config.sections.data import TRAINING_DATA
+from megatron_packed.config.sections.data_parts.files import TRAINING_DATA
 from megatron_packed.config.sections.parallel import fewest_processes
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.parser.precedence import gather
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
-from megatron_packed.config.sections.data import TRAINING_DATA
+from megatron_packed.config.sections.data_parts.files import TRAINING_DATA
 
 if TYPE_CHECKING:
     import numpy as np

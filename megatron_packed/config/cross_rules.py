@@ -10,7 +10,8 @@ from megatron_packed.config.kernel_options import ZIGZAG_BACKENDS, kernel_rules
 from megatron_packed.config.layer_pattern import ATTENTION
 from megatron_packed.config.section import Sound
 from megatron_packed.config.sections.cuda_graph import graph_rules
-from megatron_packed.config.sections.data import TRAINING_DATA, vocabulary_rules
+from megatron_packed.config.sections.data_parts.files import TRAINING_DATA
+from megatron_packed.config.sections.data_parts.tokenizer import vocabulary_rules
 from megatron_packed.config.sections.memory import recompute_rules
 from megatron_packed.config.sections.offload_rules import offload_rules
 from megatron_packed.config.sections.optim import SAMPLE_UNITS, OptimizerConfig

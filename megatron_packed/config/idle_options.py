@@ -17,7 +17,7 @@ from megatron_packed.config.options import Field
 from megatron_packed.config.parser.flag_registry import every_field
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.section import section_fields, unchecked
-from megatron_packed.config.sections.data import TIKTOKEN, TRAINED_BPE
+from megatron_packed.config.sections.data_parts.tokenizer import TIKTOKEN, TRAINED_BPE
 from megatron_packed.config.sections.memory import FULL, SELECTIVE
 
 

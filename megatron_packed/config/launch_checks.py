@@ -13,7 +13,11 @@ from megatron_packed.config.optional_packages import is_installed
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.section import Sound
 from megatron_packed.config.sections.cuda_graph import TRANSFORMER_ENGINE
-from megatron_packed.config.sections.data import HUGGING_FACE, SENTENCEPIECE, TIKTOKEN
+from megatron_packed.config.sections.data_parts.tokenizer import (
+    HUGGING_FACE,
+    SENTENCEPIECE,
+    TIKTOKEN,
+)
 from megatron_packed.config.sections.parallel import NOT_BUILT, SIZES, processes_rules
 
 

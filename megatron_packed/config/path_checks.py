@@ -31,12 +31,8 @@ from megatron_packed.config.optional_packages import is_installed
 from megatron_packed.config.parser.flag_registry import every_field
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.section import Sound
-from megatron_packed.config.sections.data import (
-    CACHE_NAME,
-    CHAT_TEMPLATES,
-    HUGGING_FACE,
-    TRAINING_DATA,
-)
+from megatron_packed.config.sections.data_parts.files import CACHE_NAME, TRAINING_DATA
+from megatron_packed.config.sections.data_parts.tokenizer import CHAT_TEMPLATES, HUGGING_FACE
 
 _LONGEST_PATH = 4096
 _LOG_BEGINS = b'{"iteration"'

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.parser.flag_registry import every_field
 from megatron_packed.config.run import RunConfig
-from megatron_packed.config.sections.data import AT_DOCUMENT, AT_TURN
+from megatron_packed.config.sections.data_parts.tokenizer import AT_DOCUMENT, AT_TURN
 from megatron_packed.config.serialise import as_flag
 
 Stored = Mapping[str, Mapping[str, Any]]

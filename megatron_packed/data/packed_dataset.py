@@ -12,7 +12,7 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 from megatron_packed.config.data_fields import DataFields, fields_from
-from megatron_packed.config.sections.data import AT_TURN
+from megatron_packed.config.sections.data_parts.tokenizer import AT_TURN
 from megatron_packed.config.sections.packing import default_overlong_policy
 from megatron_packed.data.collate import collate
 from megatron_packed.data.documents import DocumentRange, Documents, JoinedDocuments

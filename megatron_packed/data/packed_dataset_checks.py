@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from numbers import Integral
 from typing import Any
 
-from megatron_packed.config.sections.data import ANSWER_ENDS
+from megatron_packed.config.sections.data_parts.tokenizer import ANSWER_ENDS
 
 StrPath = str | os.PathLike[str]
 

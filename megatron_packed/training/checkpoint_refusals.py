@@ -10,7 +10,7 @@ import torch
 
 from megatron_packed.config.resumed_options import with_implied
 from megatron_packed.config.section import section_fields, unchecked
-from megatron_packed.config.sections.data import TRAINING_DATA
+from megatron_packed.config.sections.data_parts.files import TRAINING_DATA
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.sections.packing import PackingConfig
 from megatron_packed.config.sections.parallel import ParallelConfig

@@ -17,14 +17,14 @@ from megatron_packed.checkpoint.manifest import read_manifest
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.hub_paths import MODEL
 from megatron_packed.config.run import RunConfig
-from megatron_packed.config.sections.data import (
+from megatron_packed.config.sections.data import DataConfig
+from megatron_packed.config.sections.data_parts.tokenizer import (
     BYTES,
     GPT2,
     HUGGING_FACE,
     MODEL_FILES,
     SENTENCEPIECE,
     TRAINED_BPE,
-    DataConfig,
 )
 from megatron_packed.data.sources.hub import local_path
 from megatron_packed.data.tokenizers.base import ByteTokenizer, Tokenizer, vocabulary

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_packed.config.run import RunConfig
-from megatron_packed.config.sections.data import TRAINED_BPE, DataConfig
+from megatron_packed.config.sections.data import DataConfig
+from megatron_packed.config.sections.data_parts.tokenizer import TRAINED_BPE
 from megatron_packed.data.errors import DataError, NotTokenizedError
 from megatron_packed.data.index.indexed_file import index_path
 from megatron_packed.data.sources.jsonl_lines import MAX_LINE_BYTES

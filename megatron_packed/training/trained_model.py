@@ -12,7 +12,8 @@ import torch
 from megatron_packed.checkpoint.errors import NoCheckpointError
 from megatron_packed.checkpoint.load import BEST, Step, newest_metadata
 from megatron_packed.config.run import RunConfig
-from megatron_packed.config.sections.data import TRAINED_BPE, TRAINING_DATA
+from megatron_packed.config.sections.data_parts.files import TRAINING_DATA
+from megatron_packed.config.sections.data_parts.tokenizer import TRAINED_BPE
 from megatron_packed.config.serialise import from_dict
 from megatron_packed.data.tokenizers.base import Tokenizer, answer_text, vocabulary
 from megatron_packed.data.tokenizers.untrusted_tokenizer import open_tokenizer

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from megatron_packed.config import flag_names as flags
-from megatron_packed.config.sections.data import AT_TURN
+from megatron_packed.config.sections.data_parts.tokenizer import AT_TURN
 from megatron_packed.data.errors import BadLine, DataError
 from megatron_packed.data.sources.line_schema import Conversation
 from megatron_packed.data.tokenizers.base import Tokenizer

@@ -19,7 +19,8 @@ from megatron_packed.config.parser.flag_registry import (
     usable_flags,
 )
 from megatron_packed.config.parser.parse import parse, parse_with_sources
-from megatron_packed.config.sections.data import CACHE_NAME, CHAT_TEMPLATES, PROMPT_FORMATS
+from megatron_packed.config.sections.data_parts.files import CACHE_NAME
+from megatron_packed.config.sections.data_parts.tokenizer import CHAT_TEMPLATES, PROMPT_FORMATS
 from megatron_packed.config.sections.packing import PackingConfig
 
 

@@ -1,0 +1,263 @@
+"""Options of the tokenizer and of the format of conversations, and the rules between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_packed.config.errors import Problem
+from megatron_packed.config.options import derived_option, option
+from megatron_packed.config.section import Section, Sound
+
+HUGGING_FACE, BYTES, TRAINED_BPE = "HuggingFaceTokenizer", "ByteTokenizer", "TrainedBPETokenizer"
+GPT2, TIKTOKEN, SENTENCEPIECE = "GPT2BPETokenizer", "TikTokenizer", "SentencePieceTokenizer"
+NULL = "NullTokenizer"
+MODEL_FILES = {
+    HUGGING_FACE: "a tokenizer.json or its directory",
+    TIKTOKEN: "a vocabulary of tiktoken",
+    SENTENCEPIECE: "a SentencePiece .model",
+}
+"""Kind of file that --tokenizer-model names, by tokenizer type."""
+ANSWER_ENDS = AT_TURN, AT_DOCUMENT = "turn", "document"
+"""Values of --answer-end."""
+CHAT_TEMPLATES = ("chatml",)
+"""Names of built-in chat templates."""
+PROMPT_FORMATS = ("nemotron-h-aligned", "nemotron-nano-v2", "identity", "default")
+"""Prompt formats of Megatron's SFTTokenizer."""
+_TIKTOKEN_NEEDS = ("<unk>", "<s>", "</s>")
+_CONVERT = f"convert it to a tokenizer.json and give {HUGGING_FACE}"
+_NOT_BUILT = {
+    **dict.fromkeys(("BertWordPieceLowerCase", "BertWordPieceCase"), _CONVERT),
+    "MultimodalTokenizer": f"models read text only: give {HUGGING_FACE}",
+    "NullMultimodalTokenizer": f"models read text only: give {NULL}",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerOptions(Section):
+    """Tokenizer, chat template and prompt format."""
+
+    tokenizer_type: str = derived_option(
+        "Tokenizer type. ByteTokenizer uses bytes as tokens, NullTokenizer reads text of token "
+        "numbers, and TrainedBPETokenizer trains a BPE on the training data. The other types "
+        "read --tokenizer-model, and GPT2BPETokenizer reads --vocab-file and --merge-file.",
+        group="tokenizer",
+        choices=(HUGGING_FACE, GPT2, TIKTOKEN, SENTENCEPIECE, BYTES, NULL, TRAINED_BPE),
+        value_aliases={
+            "SFTTokenizer": HUGGING_FACE,
+            "GPTSentencePieceTokenizer": SENTENCEPIECE,
+            "Llama2Tokenizer": SENTENCEPIECE,
+        },
+        not_built=_NOT_BUILT,
+        derived=f"{GPT2} with --vocab-file or --merge-file, else {BYTES}",
+        megatron=(
+            f"{GPT2} in its training scripts, else none: required",
+            "a byte tokenizer needs no file",
+        ),
+    )
+    tokenizer_model: str | None = option(
+        None,
+        "Path of a tokenizer.json or of its directory, of the vocabulary of a TikTokenizer "
+        "(JSON or .tiktoken), or of the .model file of a SentencePieceTokenizer.",
+        group="tokenizer",
+        path="input_file",
+    )
+    vocab_file: str | None = option(
+        None, f"Path of the vocab.json of a {GPT2}.", group="tokenizer", path="input_file"
+    )
+    merge_file: str | None = option(
+        None, f"Path of the merges.txt of a {GPT2}.", group="tokenizer", path="input_file"
+    )
+    tokenizer_vocab_size: int = option(
+        4096,
+        "Vocabulary size of a TrainedBPETokenizer.",
+        unit="tokens",
+        group="tokenizer",
+        minimum=260,
+        maximum=1 << 20,
+    )
+    padded_vocab_size: int | None = option(
+        None,
+        "Size that the vocabulary must have after padding; the run ends before its first step if "
+        "it has another one.",
+        unit="tokens",
+        group="tokenizer",
+        minimum=2,
+        megatron=("pads the vocabulary to it", "--make-vocab-size-divisible-by sets the padding"),
+    )
+    tokenizer_special_tokens: tuple[str, ...] = option(
+        (),
+        "Names of special tokens: the first ones of a TikTokenizer (<unk> <s> </s> <mask> <pad> "
+        "<cls> <sep> when not given), or additional ones of a SentencePieceTokenizer.",
+        group="tokenizer",
+        aliases=("tiktoken-special-tokens",),
+    )
+    tiktoken_num_special_tokens: int = option(
+        1000,
+        "Number of special tokens of a TikTokenizer. They come before its vocabulary; tokens "
+        "without a name are called <SPECIAL_n>.",
+        unit="tokens",
+        group="tokenizer",
+        minimum=3,
+        maximum=1 << 20,
+    )
+    tiktoken_pattern: str = option(
+        "v2",
+        "Version of the pattern by which a TikTokenizer splits text before it merges bytes.",
+        group="tokenizer",
+        choices=("v1", "v2"),
+    )
+    null_tokenizer_eod_id: int | None = option(
+        None,
+        "Number of the end-of-document token of a NullTokenizer; the last token of --vocab-size "
+        "when not given.",
+        group="tokenizer",
+        minimum=0,
+    )
+    sft_tokenizer_prompt_format: str | None = option(
+        None,
+        "Megatron prompt format for the tokens and targets of a conversation. When not given, "
+        "the chat template is used and the assistant's answers are the targets.",
+        group="tokenizer",
+        choices=PROMPT_FORMATS,
+        megatron=(
+            "nemotron-h-aligned",
+            "a model is trained for the chat template of its tokenizer",
+        ),
+    )
+    chat_template: str | None = option(
+        None,
+        f"Chat template: a jinja2 file, or {' or '.join(CHAT_TEMPLATES)}; the template of the "
+        "tokenizer when not given.",
+        group="tokenizer",
+    )
+    answer_end: str = option(
+        AT_TURN,
+        "End of a conversation with a chat template. With turn, the end of the last learned turn "
+        "is the last token. With document, an end-of-document token is learned after this turn, "
+        "as in checkpoints without this option.",
+        group="tokenizer",
+        choices=ANSWER_ENDS,
+    )
+
+    def tokenizer_rules(self, sound: Sound) -> Iterator[Problem]:
+        """Yield problems of the tokenizer: its files and special tokens."""
+        if sound("tokenizer_type", "tokenizer_model"):
+            wanted = MODEL_FILES.get(self.tokenizer_type)
+            if wanted is not None and self.tokenizer_model is None:
+                yield Problem(
+                    "--tokenizer-model",
+                    "",
+                    f"is required with --tokenizer-type {self.tokenizer_type}",
+                    f"give the path of {wanted}",
+                )
+            elif wanted is None and self.tokenizer_model is not None:
+                yield Problem(
+                    "--tokenizer-model",
+                    self.tokenizer_model,
+                    f"{self.tokenizer_type} does not use a model file",
+                    f"leave it out, or give --tokenizer-type {', '.join(MODEL_FILES)}",
+                )
+        if sound("tokenizer_type", "vocab_file", "merge_file"):
+            for name in ("vocab_file", "merge_file"):
+                given = getattr(self, name)
+                if self.tokenizer_type == GPT2 and given is None:
+                    yield Problem(
+                        self.flag(name),
+                        "",
+                        f"is required with --tokenizer-type {GPT2}",
+                        "give its path",
+                    )
+                elif self.tokenizer_type != GPT2 and given is not None:
+                    yield Problem(
+                        self.flag(name),
+                        given,
+                        f"{self.tokenizer_type} does not use this file",
+                        f"leave it out, or give --tokenizer-type {GPT2}",
+                    )
+        if sound("tokenizer_type", "tokenizer_special_tokens", "tiktoken_num_special_tokens"):
+            yield from self._special_token_rules()
+
+    def _special_token_rules(self) -> Iterator[Problem]:
+        flag, named = self.flag("tokenizer_special_tokens"), self.tokenizer_special_tokens
+        given = " ".join(named)
+        if named and self.tokenizer_type not in (TIKTOKEN, SENTENCEPIECE):
+            yield Problem(
+                flag,
+                given,
+                f"{self.tokenizer_type} does not accept additional special tokens",
+                f"leave it out, or give --tokenizer-type {TIKTOKEN} or {SENTENCEPIECE}",
+            )
+        elif "" in named or len(set(named)) < len(named):
+            yield Problem(
+                flag, given, "contains a duplicate or an empty name", "give each name once"
+            )
+        elif named and self.tokenizer_type == TIKTOKEN:
+            if missing := [token for token in _TIKTOKEN_NEEDS if token not in named]:
+                yield Problem(
+                    flag,
+                    given,
+                    f"must include {' '.join(missing)}",
+                    f"include all of {' '.join(_TIKTOKEN_NEEDS)}",
+                )
+            if len(named) > self.tiktoken_num_special_tokens:
+                yield Problem(
+                    flag,
+                    given,
+                    f"names {len(named)} tokens, but --tiktoken-num-special-tokens is "
+                    f"{self.tiktoken_num_special_tokens}",
+                    "raise --tiktoken-num-special-tokens, or give fewer names",
+                )
+        elif self.tokenizer_type == TIKTOKEN and self.tiktoken_num_special_tokens < 7:
+            yield Problem(
+                "--tiktoken-num-special-tokens",
+                str(self.tiktoken_num_special_tokens),
+                "is less than the 7 special tokens with default names",
+                f"raise it, or give fewer names with {flag}",
+            )
+
+
+def vocabulary_rules(
+    data: TokenizerOptions, vocab_size: int | None, sound: Sound
+) -> Iterator[Problem]:
+    """Yield problems between the tokenizer and the model's --vocab-size."""
+    if not sound(
+        "data.tokenizer_type",
+        "data.null_tokenizer_eod_id",
+        "data.tiktoken_num_special_tokens",
+        "model.vocab_size",
+    ):
+        return
+    kind, end, special = (
+        data.tokenizer_type,
+        data.null_tokenizer_eod_id,
+        data.tiktoken_num_special_tokens,
+    )
+    if kind == NULL and vocab_size is None:
+        yield Problem(
+            "--vocab-size",
+            "",
+            f"is required with --tokenizer-type {NULL}",
+            "give the number of tokens, including the end of document",
+        )
+    if kind == NULL and vocab_size is not None and end is not None and end >= vocab_size:
+        yield Problem(
+            "--null-tokenizer-eod-id",
+            str(end),
+            f"is not below --vocab-size ({vocab_size})",
+            f"give at most {vocab_size - 1}, or leave it out",
+        )
+    if kind != NULL and end is not None:
+        yield Problem(
+            "--null-tokenizer-eod-id",
+            str(end),
+            f"{kind} already has an end-of-document token",
+            f"leave it out, or give --tokenizer-type {NULL}",
+        )
+    if kind == TIKTOKEN and vocab_size is not None and vocab_size <= special:
+        yield Problem(
+            "--vocab-size",
+            str(vocab_size),
+            f"leaves no entries after --tiktoken-num-special-tokens ({special})",
+            "raise it, or leave it out",
+        )
