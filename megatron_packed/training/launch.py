@@ -25,7 +25,7 @@ from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.launch_nodes import Agreement, ManyNodes, NodesError, OneNode
 from megatron_packed.training.local_ranks import LocalRanks, Placement, RankFailure
 from megatron_packed.training.signals import SIGNALS, SignalFlag
-from megatron_packed.training.stored_model import stored_model
+from megatron_packed.training.stored_options import stored_options
 from megatron_packed.training.worker import explain
 
 POLL_SECONDS = 0.05
@@ -271,7 +271,7 @@ def _read_flags(options: LaunchOptions, arguments: Sequence[str]) -> RunConfig:
     values = (node * options.processes, 0, node, world_size)
     with _variables({name: str(value) for name, value in zip(names, values, strict=True)}):
         return parse_or_exit(
-            arguments, explain, world_size=world_size, warns=False, read_model=stored_model
+            arguments, explain, world_size=world_size, warns=False, read_stored=stored_options
         )
 
 

@@ -17,7 +17,7 @@ from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.standard_streams import guard_standard_streams
 from megatron_packed.training.signals import SignalFlag
-from megatron_packed.training.stored_model import stored_model
+from megatron_packed.training.stored_options import stored_options
 from megatron_packed.training.under_launcher import end_with_launcher
 
 
@@ -25,7 +25,7 @@ def main() -> NoReturn:
     """Run the job that the command line of this process describes."""
     guard_standard_streams()
     # Parsed before torch is imported, so that a wrong command line fails within a second.
-    config = parse_or_exit(sys.argv[1:], explain, read_model=stored_model)
+    config = parse_or_exit(sys.argv[1:], explain, read_stored=stored_options)
     # Install the handler before slow work: a signal during start-up takes effect at the first step.
     with SignalFlag(speaks=os.environ.get("RANK", "0") == "0") as signal_flag:
         _run(config, signal_flag)
@@ -41,7 +41,7 @@ def launched() -> NoReturn:
     with SignalFlag() as signal_flag:
         # A signal that arrived while this process started is delivered now, to the handler.
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        _run(parse_or_exit(sys.argv[1:], explain, read_model=stored_model), signal_flag)
+        _run(parse_or_exit(sys.argv[1:], explain, read_stored=stored_options), signal_flag)
 
 
 def explain(config: RunConfig) -> str:

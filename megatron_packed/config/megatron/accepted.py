@@ -89,8 +89,11 @@ ACCEPTED: dict[str, AcceptedFlag] = _table(
     ),
     (
         "checkpoints never hold the tokenizer; the run reads --tokenizer-model",
+        _switches("--no-save-tokenizer-assets --disable-save-tokenizer-assets"),
+    ),
+    (
+        "--use-checkpoint-args takes the tokenizer only if none is given",
         _switches(
-            "--no-save-tokenizer-assets --disable-save-tokenizer-assets "
             "--no-use-tokenizer-model-from-checkpoint-args "
             "--disable-use-tokenizer-model-from-checkpoint-args"
         ),

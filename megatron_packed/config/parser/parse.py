@@ -31,9 +31,9 @@ from megatron_packed.config.launch_checks import (
 from megatron_packed.config.layer_pattern import STAGE
 from megatron_packed.config.megatron.accepted import ACCEPTED
 from megatron_packed.config.megatron.flags import ALWAYS, TAKEN
-from megatron_packed.config.parser.checkpoint_model import ReadModel, take_model
 from megatron_packed.config.parser.flag_registry import every_field
 from megatron_packed.config.parser.precedence import Given, gather
+from megatron_packed.config.parser.stored_options import ReadStored, take_stored
 from megatron_packed.config.path_checks import path_problems
 from megatron_packed.config.run import SECTIONS, RunConfig, unchecked_run
 from megatron_packed.config.section import problems_of, unchecked
@@ -80,8 +80,8 @@ class Parsed:
     accepted: Mapping[str, str]
     warnings: tuple[str, ...]
     idle: Mapping[str, str]
-    taken_model: str = ""
-    """Line with the options of the model that come from a checkpoint; empty without any."""
+    taken_options: str = ""
+    """Line with the options that come from a checkpoint; empty without any."""
 
 
 def parse(argv: Sequence[str], world_size: int | None = None) -> RunConfig:
@@ -102,16 +102,16 @@ def parse_with_sources(
     world_size: int | None = None,
     *,
     here: bool = True,
-    read_model: ReadModel | None = None,
+    read_stored: ReadStored | None = None,
 ) -> Parsed:
     """Return the configuration with the origin of each value; see ``parse``.
 
     Args:
         here: False for a run on another machine. Paths, packages and the environment are then not
             checked, and the default world size is the smallest for the layout.
-        read_model: reads the model's options for ``--use-checkpoint-args``.
+        read_stored: reads the checkpoint for ``--use-checkpoint-args``.
     """
-    return _resolve(gather(argv), world_size, os.environ, here, here, read_model)
+    return _resolve(gather(argv), world_size, os.environ, here, here, read_stored)
 
 
 def parse_or_exit(
@@ -123,7 +123,7 @@ def parse_or_exit(
     here: bool = True,
     typed: Mapping[str, str] | None = None,
     warns: bool = True,
-    read_model: ReadModel | None = None,
+    read_stored: ReadStored | None = None,
 ) -> RunConfig:
     """Parse the command line for a program: print problems and exit, instead of raising.
 
@@ -140,7 +140,7 @@ def parse_or_exit(
             the environment are not checked.
         typed: maps a flag of a run to the program's own flag, which problems name instead.
         warns: print warnings and options without effect; a launcher leaves them to its processes.
-        read_model: reads the model's options for ``--use-checkpoint-args``.
+        read_stored: reads the checkpoint for ``--use-checkpoint-args``.
     Raises:
         RefusedCommandLine: the command line is wrong.
         SystemExit: code 0 after --help and similar flags.
@@ -149,12 +149,12 @@ def parse_or_exit(
     speaks = environment_number(os.environ, "RANK", 0, given.problems) == 0
     _answer_without_checks(given, speaks)
     try:
-        parsed = _resolve(given, world_size, os.environ, launched, here, read_model)
+        parsed = _resolve(given, world_size, os.environ, launched, here, read_stored)
     except ConfigError as error:
         _refuse([_as_typed(problem, typed or {}) for problem in error.problems], speaks)
     if speaks and warns:
-        if parsed.taken_model:
-            _write(sys.stderr, f"{printable(parsed.taken_model, 4000)}\n")
+        if parsed.taken_options:
+            _write(sys.stderr, f"{printable(parsed.taken_options, 4000)}\n")
         _write(
             sys.stderr,
             "".join(f"warning: {printable(warning, 1000)}\n" for warning in parsed.warnings),
@@ -224,9 +224,9 @@ def _resolve(
     environ: Mapping[str, str],
     launched: bool = True,
     here: bool = True,
-    read_model: ReadModel | None = None,
+    read_stored: ReadStored | None = None,
 ) -> Parsed:
-    taken_model = take_model(given, read_model) if here else ""  # else it cannot be read
+    taken_options = take_stored(given, read_stored) if here else ""  # else it cannot be read
     problems = list(given.problems)
     unsound = set(given.unsound)
     sections = {name: unchecked(kind, _values_of(name, given)) for name, kind in SECTIONS.items()}
@@ -273,7 +273,7 @@ def _resolve(
     if stages:
         accepted["| in --hybrid-layer-pattern"] = "there is one pipeline stage"
     idle = without_effect(run, world_size)
-    return Parsed(run, sources, always, accepted, tuple(given.warnings), idle, taken_model)
+    return Parsed(run, sources, always, accepted, tuple(given.warnings), idle, taken_options)
 
 
 def _values_of(section: str, given: Given) -> dict[str, object]:

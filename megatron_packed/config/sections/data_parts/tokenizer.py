@@ -24,6 +24,18 @@ CHAT_TEMPLATES = ("chatml",)
 """Names of built-in chat templates."""
 PROMPT_FORMATS = ("nemotron-h-aligned", "nemotron-nano-v2", "identity", "default")
 """Prompt formats of Megatron's SFTTokenizer."""
+TOKENIZER_CHOICE = (
+    "tokenizer_type",
+    "tokenizer_model",
+    "vocab_file",
+    "merge_file",
+    "tokenizer_vocab_size",
+    "tokenizer_special_tokens",
+    "tiktoken_num_special_tokens",
+    "tiktoken_pattern",
+    "null_tokenizer_eod_id",
+)
+"""Options that together choose the tokenizer."""
 _TIKTOKEN_NEEDS = ("<unk>", "<s>", "</s>")
 _CONVERT = f"convert it to a tokenizer.json and give {HUGGING_FACE}"
 _NOT_BUILT = {

@@ -1,4 +1,4 @@
-"""Options of the model in the checkpoint that a command line loads."""
+"""Configuration in the checkpoint that a command line loads."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from megatron_packed.config.section import unchecked
 from megatron_packed.config.sections.training import TrainingConfig
 
 
-def stored_model(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the options of the model in the newest checkpoint of ``--load``, or of
-    ``--pretrained-checkpoint`` if there is none; see `checkpoint_model.ReadModel`.
+def stored_options(given: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]] | None:
+    """Return the configuration in the newest checkpoint of ``--load``, or of
+    ``--pretrained-checkpoint`` if there is none; see `stored_options.ReadStored`.
 
     Raises:
         ConfigError: the checkpoint cannot be read.
@@ -40,6 +40,6 @@ def stored_model(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
             cure = "load another checkpoint, or leave --use-checkpoint-args out"
             raise ConfigError([Problem(f"--{name.replace('_', '-')}", folder, fault, cure)])
         if found is not None:
-            model: Mapping[str, Any] = found["config"]["model"]
-            return model
+            config: Mapping[str, Mapping[str, Any]] = found["config"]
+            return config
     return None

@@ -1,4 +1,4 @@
-"""Options of the model from a checkpoint, with ``--use-checkpoint-args``."""
+"""Test of options from a checkpoint, with ``--use-checkpoint-args``."""
 
 import json
 import os
@@ -13,12 +13,14 @@ from megatron_packed.config.parser.parse import Parsed, parse_with_sources
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.serialise import model_differences, section_to_dict
 from megatron_packed.training.from_python import train
-from megatron_packed.training.stored_model import stored_model
+from megatron_packed.training.stored_options import stored_options
 
 SCRIPT = Path(__file__).parents[3] / "pretrain_hybrid.py"
 MODEL = "--hybrid-layer-pattern -- --hidden-size 16 --ffn-hidden-size 24 --squared-relu"
-RUN = """--mock-data --seq-length 64 --lr 1e-2 --lr-decay-style constant --global-batch-size 2
+TOKENIZER = "--tokenizer-type NullTokenizer --null-tokenizer-eod-id 7 --vocab-size 100"
+REST = """--mock-data --lr 1e-2 --lr-decay-style constant --global-batch-size 2
     --no-isolation-self-test --device cpu --save runs --load runs"""
+RUN = f"{REST} --seq-length 64 {TOKENIZER}"
 
 
 @pytest.fixture
@@ -31,26 +33,37 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
 
 
 def parsed(words: str) -> Parsed:
-    argv = [*RUN.split(), "--train-iters", "5", "--use-checkpoint-args", *words.split()]
-    return parse_with_sources(argv, read_model=stored_model)
+    argv = [*REST.split(), "--train-iters", "5", "--use-checkpoint-args", *words.split()]
+    return parse_with_sources(argv, read_stored=stored_options)
 
 
 def test_the_model_comes_from_the_checkpoint(run: RunConfig) -> None:
     found = parsed("")
     assert model_differences(section_to_dict(run.model), found.config.model) == []
     assert found.config.model.hidden_size == 16 and found.config.model.ffn_hidden_size == 24
-    line = "model of the checkpoint (--use-checkpoint-args): "
-    assert found.taken_model.startswith(line)
+    line = "options of the checkpoint (--use-checkpoint-args): "
+    assert found.taken_options.startswith(line)
     for flag in ("--hybrid-layer-pattern --", "--hidden-size 16", "--squared-relu"):
-        assert flag in found.taken_model
+        assert flag in found.taken_options
     assert found.sources["model.hidden_size"] == "checkpoint"
+
+
+def test_length_and_tokenizer_come_from_the_checkpoint_unless_given(run: RunConfig) -> None:
+    found = parsed("")
+    assert found.config.data == run.data
+    assert found.config.packing == run.packing
+    for flag in ("--seq-length 64", "--tokenizer-type NullTokenizer", "--null-tokenizer-eod-id 7"):
+        assert flag in found.taken_options
+    assert parsed("--seq-length 32").config.packing.seq_length == 32
+    other = parsed("--tokenizer-type ByteTokenizer").config.data
+    assert (other.tokenizer_type, other.null_tokenizer_eod_id) == ("ByteTokenizer", None)
 
 
 def test_given_options_are_overridden_and_named(run: RunConfig) -> None:
     found = parsed("--hidden-size 32 --swiglu --hidden-dropout 0.1 --hybrid-layer-pattern ---")
     assert found.config.model.hidden_size == 16 and not found.config.model.swiglu
-    assert "--hidden-size 16 instead of 32" in found.taken_model
-    assert "--hybrid-layer-pattern -- instead of ---" in found.taken_model
+    assert "--hidden-size 16 instead of 32" in found.taken_options
+    assert "--hybrid-layer-pattern -- instead of ---" in found.taken_options
     assert found.config.model.hidden_dropout == 0.1  # only affects training
 
 
@@ -64,9 +77,9 @@ def test_without_a_checkpoint_the_flags_count(run: RunConfig) -> None:
             "5",
             "--use-checkpoint-args",
         ],
-        read_model=stored_model,
+        read_stored=stored_options,
     )
-    assert found.config.model.hidden_size == 32 and found.taken_model == ""
+    assert found.config.model.hidden_size == 32 and found.taken_options == ""
     fine_tuned = parse_with_sources(
         [
             *RUN.replace("runs", "new").split(),
@@ -76,7 +89,7 @@ def test_without_a_checkpoint_the_flags_count(run: RunConfig) -> None:
             "5",
             "--use-checkpoint-args",
         ],
-        read_model=stored_model,
+        read_stored=stored_options,
     )
     assert fine_tuned.config.model.hidden_size == 16
 
@@ -92,14 +105,14 @@ def test_a_damaged_checkpoint_and_other_programs_are_one_problem(run: RunConfig)
         parsed("")
 
 
-def test_a_run_resumes_without_the_options_of_its_model(run: RunConfig) -> None:
-    words = [*RUN.split(), "--train-iters", "5", "--use-checkpoint-args", "--log-jsonl", "log"]
+def test_a_run_resumes_without_options_of_model_and_tokenizer(run: RunConfig) -> None:
+    words = [*REST.split(), "--train-iters", "5", "--use-checkpoint-args", "--log-jsonl", "log"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
         [sys.executable, str(SCRIPT), *words], capture_output=True, text=True, env=environment
     )
     assert ended.returncode == 0, ended.stderr
-    assert ended.stderr.count("model of the checkpoint (--use-checkpoint-args): ") == 1
+    assert ended.stderr.count("options of the checkpoint (--use-checkpoint-args): ") == 1
     assert "resuming from" in ended.stdout
     steps = [
         one for one in map(json.loads, Path("log").read_text().splitlines()) if "lm_loss" in one
