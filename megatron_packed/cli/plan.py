@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Any
 from megatron_packed.cli.errors import EXIT_DATA, UsageError
 from megatron_packed.cli.lengths import read_numbers
 from megatron_packed.cli.packing import with_unused_flags
+from megatron_packed.config.batch_ramp import BatchStage
 from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.parser.precedence import gather
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.data_parts.files import TRAINING_DATA
+from megatron_packed.config.sections.packing import PackingConfig
 from megatron_packed.config.sections.parallel import fewest_processes
 
 if TYPE_CHECKING:
@@ -174,6 +176,7 @@ def _lines(
 
     layout, packing = config.layout(world_size), config.packing
     parameters = count_parameters(config.model, vocab_size)
+    growth = "" if packing.batch_ramp is None else packing.batch_ramp.sentence()
     lines = [
         f"{parameters.total:,} parameters ({parameters.active:,} active), vocabulary {vocab_size:,}; "
         f"{world_size:,} rank{'s' if world_size > 1 else ''}: "
@@ -181,6 +184,7 @@ def _lines(
         f"experts TP {layout.expert_tp_size} x EP {layout.ep_size} x DP {layout.expert_dp_size}.",
         f"Packs of {packing.tokens_per_pack:,} slots, capacity {documents:,} documents; "
         f"{config.micro_batches_per_step(layout.dp_size)} micro-batches of each rank in a step.",
+        *([growth] if growth else []),
         "",
         *_table(ranks),
         "",
@@ -267,6 +271,13 @@ def _verdict(ranks: dict[str, Estimate], limit: int, cures: Sequence[Change]) ->
     return lines
 
 
+def _stages(packing: PackingConfig) -> Sequence[BatchStage]:
+    """Return the stages of the batch size: one, or those of ``--rampup-batch-size``."""
+    ramp = packing.batch_ramp
+    full = BatchStage(0, 0, packing.global_batch_size // packing.micro_batch_size)
+    return [full] if ramp is None else ramp.stages()
+
+
 def _as_json(
     config: RunConfig,
     world_size: int,
@@ -294,6 +305,9 @@ def _as_json(
         "fits": {kind: one.total <= limit for kind, one in ranks.items()},
         "changes": [asdict(cure) for cure in cures],
         "lengths": source,
+        "batch_stages": [
+            {"step": stage.step, "packs": stage.packs} for stage in _stages(config.packing)
+        ],
         "step": {
             **asdict(work),
             "total_flops": work.total,

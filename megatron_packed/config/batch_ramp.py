@@ -47,6 +47,20 @@ class BatchRamp:
         last = self.stages(step, 0, samples)[-1]
         return samples + last.pack * self.micro - last.step * self.full
 
+    def sentence(self) -> str:
+        """Return the growth in words; empty if the batch is full from the first step.
+
+        Example:
+            ``The batch grows from 2 packs to 6 over the first 5 steps (14 samples).``
+        """
+        first, last = self.stages()[0], self.stages()[-1]
+        if first == last:
+            return ""
+        return (
+            f"The batch grows from {first.packs:,} pack{'s' if first.packs > 1 else ''} to "
+            f"{last.packs:,} over the first {last.step:,} steps ({last.pack * self.micro:,} samples)."
+        )
+
     def stages(self, step: int = 0, pack: int = 0, samples: int = 0) -> list[BatchStage]:
         """Return the stages of a run from ``step`` on, before which the run trained on ``pack``
         packs of its plan and on ``samples`` samples.

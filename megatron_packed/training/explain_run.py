@@ -173,6 +173,9 @@ class PlannedRun:
         )
         if self.known.lengths is not None and self.work is not None:
             text += f", with about {self.work.documents_per_pack * packs:,.0f} documents"
+        ramp = packing.batch_ramp
+        if ramp is not None and ramp.sentence():
+            text = f"{ramp.sentence()} {text.replace('A step', 'A later step', 1)}"
         ranks = f"Each of {replicas} data-parallel ranks" if replicas > 1 else "The model"
         if micro == 1:
             return f"{text}. {ranks} runs one pack in a step; no gradients are accumulated."
@@ -195,7 +198,9 @@ class PlannedRun:
         if training.train_epochs is not None:
             text = f"About {self.steps:,} steps for {training.train_epochs:g} epochs"
         elif lengths is not None:
-            tokens = self.steps * self.config.packs_per_step() * self.config.packing.tokens_per_pack
+            packing = self.config.packing
+            ahead = 0 if packing.batch_ramp is None else packing.batch_ramp.ahead()
+            tokens = (self.steps * packing.global_batch_size + ahead) * packing.seq_length
             text += f", about {tokens / max(int(lengths.sum()), 1):.3g} epochs"
         yield text + "."
 

@@ -126,6 +126,20 @@ def test_table_for_people(capsys):
     assert rows >= {"parameters", "gradients", "optimizer state", "total"}
 
 
+def test_a_growing_batch_is_described(capsys):
+    """The numbers of a step are those of the full batch; memory does not depend on the batch."""
+    flags = [*SMALL, "--global-batch-size", "6", "--train-samples", "200"]
+    ramp = [*flags, "--rampup-batch-size", "2", "2", "12", "--lr-decay-samples", "200"]
+    full, grows = plan(capsys, *flags), plan(capsys, *ramp)
+    assert full.pop("batch_stages") == [{"step": 0, "packs": 6}]
+    steps = {0: 2, 3: 4, 5: 6}
+    assert grows.pop("batch_stages") == [{"step": s, "packs": p} for s, p in steps.items()]
+    assert full == grows
+    assert main(["plan", *ramp]) == 0
+    sentence = "The batch grows from 2 packs to 6 over the first 5 steps (14 samples).\n"
+    assert sentence in capsys.readouterr().out
+
+
 def test_what_to_change_is_found_by_estimating_again(capsys):
     flags = [*SMALL, "--world-size", 8, "--global-batch-size", 8]
     before = plan(capsys, *flags)["ranks"]["every rank"]["bytes"]["total"]

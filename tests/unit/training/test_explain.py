@@ -498,6 +498,23 @@ def test_the_report_begins_with_the_verdict_and_the_run(tmp_path):
     assert "18 documents with 180 tokens for training, 10 on average" in after["data"]
     assert "with about 51 documents" in after["batch"]
     assert "30 steps, about 85.3 epochs." in after["steps"]
+    samples = [
+        "--train-samples",
+        "100",
+        "--global-batch-size",
+        "6",
+        "--rampup-batch-size",
+        "2",
+        "2",
+        "12",
+    ]
+    grows = said([*argv[: argv.index("--train-iters")], *argv[argv.index("--lr") :], *samples])
+    assert grows["batch"].startswith(
+        "The batch grows from 2 packs to 6 over the first 5 steps (14 samples). A later step takes "
+        "6 packs of 128 tokens"
+    )
+    # 5 steps with 14 samples, and 14 steps of 6
+    assert "19 steps, about 69.7 epochs." in grows["steps"]
     epochs = said([flag for flag in argv if flag not in ("--train-iters", "30")] + EPOCHS)
     assert epochs["steps"].startswith("About 2 steps for 5 epochs.")
 
