@@ -173,6 +173,8 @@ PANELS = (
     Panel("Parameter norm", "after the update", (Curve("params_norm"),), low=None),
     Panel("Zeros in the gradient", "elements", (Curve("num_zeros"),)),
 )
+OF_A_SET = "valid_loss_"
+"""Begin of the field with the loss of one validation set; the name of the set follows."""
 OF_A_STEP = (
     "iteration",
     "consumed_tokens",
@@ -262,13 +264,22 @@ def _limit_of_line(line: Sequence[tuple[float, float]], keeps_first: bool) -> fl
 def panels_of(runs: Sequence[Run]) -> list[Panel]:
     """Return the panels and curves for which at least one run has numbers."""
     found = []
-    for panel in PANELS:
+    loss, *others = PANELS
+    for panel in (loss, _validation_sets(runs), *others):
         curves = tuple(
             curve for curve in panel.curves if any(points(run.records, curve) for run in runs)
         )
         if curves:
             found.append(replace(panel, curves=curves))
     return found
+
+
+def _validation_sets(runs: Sequence[Run]) -> Panel:
+    """Return the panel with the loss of each validation set, without curves for a single set."""
+    fields = dict.fromkeys(field for run in runs for record in run.validations for field in record)
+    sets = [field for field in fields if field.startswith(OF_A_SET)]
+    curves = (Curve(field, field.removeprefix(OF_A_SET), dots=True) for field in sets)
+    return Panel("Loss of validation sets", "nats per target token", tuple(curves), low=None)
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[Record]:

@@ -84,7 +84,7 @@ def lines_of(panel: Panel, runs: Sequence[Run]) -> list[Line]:
                 points(run.records, curve),
                 COLOURS[(place if alone else number) % len(COLOURS)],
                 curve.legend,
-                "" if alone else DASHES[place % len(DASHES)],
+                DASHES[(place // len(COLOURS) if alone else place) % len(DASHES)],
                 curve.dots,
             )
             # On a CPU, the memory in use is that of the host.

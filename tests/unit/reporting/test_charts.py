@@ -168,6 +168,24 @@ def test_runs_have_colours_and_their_curves_dashes():
     assert all(f'var(--c{at})">&#9679;</b> {name}<' in page for at, name in enumerate("ab"))
 
 
+def test_each_validation_set_has_a_curve():
+    """Sets beyond the number of colours differ by their dashes."""
+    names = [f"set {number}" for number in range(len(COLOURS) + 1)]
+    of_sets = {f"valid_loss_{name}": 2.0 + at for at, name in enumerate(names)}
+    step = {"iteration": 1, "lm_loss": 2.0}
+    run = Run("a", [step, {"iteration": 1, "valid_loss": 2.5, **of_sets}])
+    loss, sets = run_charts.panels_of([run])
+    assert [line.legend for line in run_charts.lines_of(loss, [run])] == ["training", "validation"]
+    lines = run_charts.lines_of(sets, [run])
+    assert [(line.legend, line.points) for line in lines] == [
+        (name, [(1.0, 2.0 + at)]) for at, name in enumerate(names)
+    ]
+    assert len({(line.colour, line.dash) for line in lines}) == len(names)
+    page = run_charts.curves_html([run])
+    assert "Loss of validation sets" in page and all(f">{name}<" in page for name in names)
+    assert "Loss of validation sets" not in run_charts.curves_html([Run("b", [step])])
+
+
 def test_without_matplotlib_a_page_has_a_sentence_and_an_image_is_refused(tmp_path, monkeypatch):
     for module in [name for name in sys.modules if name.startswith("matplotlib.")]:
         monkeypatch.delitem(sys.modules, module)
