@@ -55,6 +55,7 @@ for name in "${@:?which steps?}"; do
     attention_head_256) step attention_head_256 300 python3 benchmarks/attention_head_256.py ;;
     gated_delta_rule) step gated_delta_rule 200 python3 benchmarks/gated_delta_rule.py ;;
     recipe_mfu) step recipe_mfu 240 python3 benchmarks/recipe_mfu.py runs/real.zip docs_longtail --graphs full_iteration local ;;
+    beside_megatron) step beside_megatron 240 python3 benchmarks/beside_megatron.py runs/beside.zip ;;
     rope) step rope 100 python3 benchmarks/rope_bench.py ;;
     padded) step padded 300 python3 benchmarks/packed_vs_padded.py ;;
     cublas) step cublas 100 python3 benchmarks/cublas_workspace.py ;;

@@ -119,19 +119,25 @@ def our_model(c: dict, device: torch.device | str = "cuda") -> HybridModel:
     )
 
 
+def begin_megatron(backend: str = "nccl") -> None:
+    """Set up megatron-core's process groups and random states for one process, once."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group(backend, rank=0, world_size=1)
+        parallel_state.initialize_model_parallel()
+        model_parallel_cuda_manual_seed(1, te_rng_tracker=True)
+
+
 def megatron_model(c: dict, **options: Any) -> torch.nn.Module:
     """Return megatron-core's model in bf16. ``options`` are added to its configuration."""
-    from megatron.core import parallel_state
     from megatron.core.activations import squared_relu
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
     from megatron.core.models.hybrid.hybrid_model import HybridModel as MegatronHybridModel
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
 
-    if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group("nccl", rank=0, world_size=1)
-        parallel_state.initialize_model_parallel()
-        model_parallel_cuda_manual_seed(1, te_rng_tracker=True)
+    begin_megatron()
     config = TransformerConfig(
         num_layers=len(c["pattern"]),
         hidden_size=c["hidden"],
@@ -169,6 +175,7 @@ def megatron_model(c: dict, **options: Any) -> torch.nn.Module:
 _LAYER_NAMES = {
     "M": {
         "norm.weight": "mixer.in_proj.layer_norm_weight",
+        "norm.bias": "mixer.in_proj.layer_norm_bias",
         "mixer.in_proj.weight": "mixer.in_proj.weight",
         "mixer.conv1d.weight": "mixer.conv1d_weight",
         "mixer.conv1d.bias": "mixer.conv1d_bias",
@@ -180,13 +187,19 @@ _LAYER_NAMES = {
     },
     "*": {
         "norm.weight": "self_attention.linear_qkv.layer_norm_weight",
+        "norm.bias": "self_attention.linear_qkv.layer_norm_bias",
         "mixer.qkv.weight": "self_attention.linear_qkv.weight",
+        "mixer.qkv.bias": "self_attention.linear_qkv.bias",
         "mixer.proj.weight": "self_attention.linear_proj.weight",
+        "mixer.proj.bias": "self_attention.linear_proj.bias",
     },
     "-": {
         "norm.weight": "mlp.linear_fc1.layer_norm_weight",
+        "norm.bias": "mlp.linear_fc1.layer_norm_bias",
         "mixer.fc1.weight": "mlp.linear_fc1.weight",
+        "mixer.fc1.bias": "mlp.linear_fc1.bias",
         "mixer.fc2.weight": "mlp.linear_fc2.weight",
+        "mixer.fc2.bias": "mlp.linear_fc2.bias",
     },
 }
 
@@ -199,12 +212,15 @@ def copy_weights(ours: HybridModel, theirs: torch.nn.Module, pattern: str) -> No
     names = {
         "embedding.weight": "embedding.word_embeddings.weight",
         "final_norm.weight": "decoder.final_norm.weight",
+        "final_norm.bias": "decoder.final_norm.bias",
         "output.weight": "output_layer.weight",
     }
     for number, symbol in enumerate(pattern):
         for mine, their in _LAYER_NAMES[symbol].items():
             names[f"layers.{number}.{mine}"] = f"decoder.layers.{number}.{their}"
     source, target = dict(ours.named_parameters()), dict(theirs.named_parameters())
+    # The names of biases and of the output layer stand for models that have them.
+    names = {mine: their for mine, their in names.items() if mine in source}
     assert set(names) == set(source), set(names) ^ set(source)
     assert set(names.values()) == set(target), set(names.values()) ^ set(target)
     with torch.no_grad():

@@ -7,6 +7,8 @@ the list of pages, ``summary:`` and ``deciding:``, and continues with the text o
 
 - ``{{NAME}}`` on a separate line is replaced by a table.
 - ``{{NAME | COLUMN=CELL | COLUMN}}`` is replaced by one number of a table.
+- ``{{chart NAME | TEXT}}`` on a separate line is replaced by an image with this alternative text.
+  The image is written next to the pages.
 - ``{{circumstances}}`` is replaced by the command, device, date and versions of the results that
   the page uses.
 
@@ -24,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import attention_head_256
+import beside_megatron
 import capacity_cost
 import full_step
 import generation
@@ -286,6 +289,7 @@ TABLES = {
     ),
     "rope": Table("rope_bench.py", "rope", rope_bench.rows_of),
     "rope_errors": Table("rope_bench.py", "rope", rope_bench.error_rows_of),
+    "beside_megatron": Table("beside_megatron.py", "beside_megatron", beside_megatron.rows_of),
     "packed_vs_padded": Table("packed_vs_padded.py", "packed_vs_padded", packed_vs_padded.rows_of),
     "packed_vs_padded_data": Table(
         "packed_vs_padded.py", "packed_vs_padded", packed_vs_padded.data_rows_of
@@ -304,6 +308,9 @@ TABLES = {
     "two_checkouts": Table("two_checkouts.py", "two_checkouts", list),
     "tune_prediction": Table("tune_prediction.py", "tune_prediction", tune_prediction.rows_of),
 }
+
+CHARTS: dict[str, Callable[[dict[str, Any]], str]] = {"beside_megatron": beside_megatron.chart_of}
+"""Functions that draw an SVG image from a result file, by the name of the file."""
 
 
 class Results:
@@ -340,6 +347,10 @@ class Results:
             written = ", ".join(f"`benchmarks/results/{file}.json`" for file in TABLES[name].files)
             return f"Not measured yet: `python benchmarks/{TABLES[name].script}` writes {written}."
         return harness.markdown(rows)
+
+    def chart(self, name: str, text: str) -> str:
+        """Return an image in Markdown; empty if its result file does not exist."""
+        return f"![{text}]({name}.svg)" if self.file(name) else ""
 
     def cell(self, name: str, *conditions: str) -> str:
         """Return the number in one cell, without its percentiles.
@@ -422,6 +433,8 @@ class Page(NamedTuple):
             name, *conditions = match[1].split(" | ")
             if name == "circumstances":
                 return results.circumstances(tables)
+            if name.startswith("chart "):
+                return results.chart(name.removeprefix("chart "), *conditions)
             return results.cell(name, *conditions) if conditions else results.table(name)
 
         note = f"<!-- Written by benchmarks/tables.py from measurement_pages/{template.name}. -->"
@@ -451,13 +464,16 @@ A cell `1.9 [1.7, 2.4]` has the median, and in brackets the 10th and 90th percen
 
 
 def pages_of(templates: Path, folder: Path) -> dict[str, str]:
-    """Return the text of each page, and of the list of pages, by file name."""
+    """Return the text of each page, of each chart, and of the list of pages, by file name."""
     results = Results(folder)
     pages = [Page.of(template, results) for template in sorted(templates.glob("*.md"))]
     rows = [
         f"| [{page.title}]({page.name}.md) | {page.summary} | {page.deciding} |" for page in pages
     ]
     texts = {f"{page.name}.md": page.text for page in pages}
+    for name, draw in CHARTS.items():
+        if document := results.file(name):
+            texts[f"{name}.svg"] = draw(document["results"])
     return {"README.md": INDEX + "\n".join(rows) + "\n", **texts}
 
 
@@ -475,7 +491,11 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=harness.RESULTS)
     arguments = parser.parse_args()
     texts = pages_of(arguments.templates, arguments.results)
-    old = {page.name: page.read_text() for page in arguments.docs.glob("*.md")}
+    old = {
+        page.name: page.read_text()
+        for page in arguments.docs.glob("*")
+        if page.suffix in (".md", ".svg")
+    }
     stale = sorted(name for name in {*texts, *old} if texts.get(name) != old.get(name))
     if not arguments.check:
         arguments.docs.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,445 @@
+"""Trains one model with megatron_packed and with megatron-core, and compares the losses.
+
+    python benchmarks/beside_megatron.py runs/beside.zip
+
+The archive comes from `prepare_real.py`. Model, batch and schedule are those of Megatron-LM's
+functional test ``hybrid_mr_mcore_te_tp1_pp1_cp1``. The tests ``tp2_pp1_cp1`` and ``tp2_pp1_cp4``
+train the same model in other layouts.
+
+First `pretrain_hybrid.py` trains in a separate process, with the flags of that test and whole steps
+in CUDA graphs. Then megatron-core trains in this process from the same initial weights on the same
+packs in the same order: its model, `DistributedDataParallel`, forward-backward schedule, optimizer
+and learning-rate schedule, called in the order of Megatron-LM's training step. Both sides train in
+bf16 without dropout. Losses are means over the target tokens of a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import harness
+from graph_runs import Run
+from megatron_packed.config.parser.parse import parse
+from megatron_packed.config.run import RunConfig
+from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.training.build_job import build_model
+from megatron_packed.training.run_data import RunData, build_data
+from model_step import begin_alone, begin_megatron, copy_weights
+from train_real import command_line
+from workloads import device_from
+
+TEST = "hybrid_mr_mcore_te_tp1_pp1_cp1"
+MODEL = {
+    "hybrid-layer-pattern": "M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M-",
+    "hidden-size": 1024,
+    "num-attention-heads": 16,
+    "num-query-groups": 8,
+    "seq-length": 1024,
+    "max-position-embeddings": 1024,
+    "micro-batch-size": 4,
+    "global-batch-size": 32,
+}
+TINY_MODEL = {
+    "hybrid-layer-pattern": "M-*-",
+    "hidden-size": 32,
+    "num-attention-heads": 2,
+    "num-query-groups": 1,
+    "mamba-num-heads": 4,
+    "mamba-head-dim": 16,
+    "mamba-state-dim": 16,
+    "mamba-num-groups": 1,
+    "seq-length": 64,
+    "max-position-embeddings": 64,
+    "micro-batch-size": 2,
+    "global-batch-size": 4,
+}
+TRAINING = {
+    "train-iters": 50,
+    "lr": 0.00015,
+    "min-lr": 1.0e-5,
+    "lr-decay-style": "cosine",
+    "lr-decay-iters": 320000,
+    "lr-warmup-fraction": 0.01,
+    "weight-decay": 1e-2,
+    "clip-grad": 1.0,
+    "use-distributed-optimizer": True,
+    "eval-interval": 1000,
+    "eval-iters": 10,
+}
+"""Flags of the test. Its paths, its flags of logs and checkpoints, ``--transformer-impl`` and
+``--attention-backend`` are left out: each side chooses its kernels.
+"""
+OURS = {"tokenizer-type": "HuggingFaceTokenizer", "no-isolation-self-test": True}
+GRAPHS = {"cuda-graph-impl": "full_iteration"}
+LARGEST = 0.003
+"""Largest relative difference of the losses of a step that the check allows."""
+SIDES = {"megatron_packed": "megatron_packed, graphs", "megatron_core": "megatron-core, eager"}
+COLOURS = {"megatron_packed": "#1f77b4", "megatron_core": "#d62728"}
+
+
+def their_config(model: ModelConfig, **options: Any) -> Any:
+    """Return megatron-core's configuration of a model without experts, as Megatron-LM sets it.
+
+    Args:
+        model: configuration of megatron_packed.
+        options: fields that replace those of the GPU run.
+    """
+    from megatron.core.transformer import TransformerConfig
+
+    return TransformerConfig(
+        **{
+            "num_layers": len(model.hybrid_layer_pattern),
+            "hidden_size": model.hidden_size,
+            "num_attention_heads": model.num_attention_heads,
+            "num_query_groups": model.num_query_groups,
+            "kv_channels": model.kv_channels,
+            "ffn_hidden_size": model.ffn_hidden_size,
+            "mamba_num_heads": model.mamba_num_heads,
+            "mamba_head_dim": model.mamba_head_dim,
+            "mamba_state_dim": model.mamba_state_dim,
+            "mamba_num_groups": model.mamba_num_groups,
+            "normalization": model.normalization,
+            "add_bias_linear": model.add_bias_linear,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+            "bias_activation_fusion": True,
+            "bias_dropout_fusion": True,
+            "calculate_per_token_loss": True,
+            "bf16": True,
+            "params_dtype": torch.bfloat16,
+            "pipeline_dtype": torch.bfloat16,
+            **options,
+        }
+    )
+
+
+def their_model(config: Any, model: ModelConfig, rows: int, spec: Any) -> torch.nn.Module:
+    """Return megatron-core's hybrid model.
+
+    Args:
+        config: result of `their_config`.
+        model: configuration of megatron_packed.
+        rows: rows of the table of words.
+        spec: megatron-core's specification of the layers.
+    """
+    from megatron.core.models.hybrid.hybrid_model import HybridModel as MegatronHybridModel
+
+    return MegatronHybridModel(
+        config=config,
+        hybrid_stack_spec=spec,
+        vocab_size=rows,
+        max_sequence_length=model.max_position_embeddings,
+        hybrid_layer_pattern=model.hybrid_layer_pattern,
+        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+        position_embedding_type=model.position_embedding_type,
+    )
+
+
+class TheirTraining:
+    """Training step of megatron-core on one GPU, in the order of Megatron-LM's training step.
+
+    Args:
+        run: configuration of the run.
+        model: result of `their_model`, with its initial weights, on the device.
+    """
+
+    def __init__(self, run: RunConfig, model: Any) -> None:
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+        from megatron.core.transformer.module import Float16Module
+
+        config = model.config
+        wrapped = Float16Module(config, model) if config.bf16 else model
+        shared = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=True
+        )
+        self.model = DistributedDataParallel(config, shared, wrapped)
+        self.model.train()
+        self.optimizer = self._optimizer(run, config)
+        self.schedule = self._schedule(run)
+        config.grad_scale_func = self.optimizer.scale_loss
+        config.finalize_model_grads_func = finalize_model_grads
+        self._forward_backward = get_forward_backward_func()
+        self._samples = run.packing.global_batch_size
+        self._device = next(model.parameters()).device
+
+    def _optimizer(self, run: RunConfig, config: Any) -> Any:
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        optim = run.optim
+        options = OptimizerConfig(
+            optimizer="adam",
+            lr=optim.lr,
+            min_lr=optim.min_lr,
+            weight_decay=optim.weight_decay,
+            adam_beta1=optim.adam_beta1,
+            adam_beta2=optim.adam_beta2,
+            adam_eps=optim.adam_eps,
+            clip_grad=optim.clip_grad,
+            bf16=config.bf16,
+            params_dtype=config.params_dtype,
+            use_distributed_optimizer=True,
+        )
+        return get_megatron_optimizer(options, [self.model])
+
+    def _schedule(self, run: RunConfig) -> Any:
+        """Return the learning-rate schedule. megatron-core counts it in samples."""
+        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+        optim, samples = run.optim, run.packing.global_batch_size
+        assert optim.lr_decay_iters is not None and optim.lr_warmup_fraction is not None
+        return OptimizerParamScheduler(
+            self.optimizer,
+            init_lr=optim.lr_warmup_init,
+            max_lr=optim.lr,
+            min_lr=optim.min_lr,
+            lr_warmup_steps=optim.lr_warmup_fraction * optim.lr_decay_iters * samples,
+            lr_decay_steps=optim.lr_decay_iters * samples,
+            lr_decay_style=optim.lr_decay_style,
+            start_wd=optim.weight_decay,
+            end_wd=optim.weight_decay,
+            wd_incr_steps=run.training.train_iters * samples,
+            wd_incr_style="constant",
+            use_checkpoint_opt_param_scheduler=False,
+        )
+
+    def step(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+        """Run one optimizer step, and return loss, norm of the gradients and learning rate."""
+        rate = self.optimizer.param_groups[0]["lr"]
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        sums = self._forward_backward(
+            forward_step_func=self._forward,
+            data_iterator=iter(micro_batches),
+            model=[self.model],
+            num_microbatches=len(micro_batches),
+            seq_length=micro_batches[0].packed.total_tokens,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        successful, norm, _ = self.optimizer.step()
+        assert successful
+        self.schedule.step(increment=self._samples)
+        loss, targets = torch.stack([one["lm loss"] for one in sums]).sum(0).tolist()
+        return {"loss": loss / targets, "grad_norm": float(norm), "learning_rate": rate}
+
+    def _forward(self, batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Any]:
+        batch = next(batches).to(self._device)
+        losses = model(
+            input_ids=batch.tokens.long()[None],
+            position_ids=batch.packed.position_ids.long()[None],
+            attention_mask=None,
+            labels=batch.labels.long()[None],
+            packed_seq_params=batch.packed.to_megatron_core(),
+        )
+        return losses, partial(_summed, batch.loss_mask)
+
+
+def _summed(mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return the sum of the losses, the number of target tokens, and both for the log."""
+    loss, targets = (losses.float().view(-1) * mask).sum(), mask.sum()
+    return loss, targets.int(), {"lm loss": torch.stack([loss.detach(), targets.float()])}
+
+
+def packs(data: RunData, steps: int) -> Iterator[list[MicroBatch]]:
+    """Yield the micro-batches of each step."""
+    for step in range(steps):
+        yield data.train.loader.micro_batches(step)
+
+
+def run_theirs(config: RunConfig, data: RunData, device: torch.device) -> dict[str, Any]:
+    """Train megatron-core's model on a GPU, and return its curves and step times."""
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+
+    begin_megatron()
+    ours = build_model(config, data.vocab_size, device)
+    rows = ours.embedding.weight.shape[0]
+    if rows != data.vocab_size:
+        raise SystemExit(
+            f"the vocabulary has {data.vocab_size} entries and {rows} rows; megatron-core would "
+            "count the additional rows. Choose another --vocab-size of prepare_real.py."
+        )
+    theirs = their_model(their_config(config.model), config.model, rows, hybrid_stack_spec)
+    theirs = theirs.to(device).bfloat16()
+    copy_weights(ours, theirs, config.model.hybrid_layer_pattern)
+    del ours
+    return trained(TheirTraining(config, theirs), data, config.training.train_iters or 0)
+
+
+def trained(training: TheirTraining, data: RunData, steps: int) -> dict[str, Any]:
+    """Return the curves and step times of a training."""
+    found: list[dict[str, float]] = []
+    for micro_batches in packs(data, steps):
+        # A step ends when its loss has been read, as with --log-interval 1.
+        begun = time.perf_counter()
+        values = training.step(micro_batches)
+        found.append({**values, "step_time_ms": 1e3 * (time.perf_counter() - begun)})
+    return side(found)
+
+
+def side(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the curves of one side, and its step time after a quarter of the steps.
+
+    The first quarter compiles and tunes kernels, and captures graphs.
+    """
+    settled = steps[len(steps) // 4 :]
+    return {
+        "loss": [round(step["loss"], 6) for step in steps],
+        "grad_norm": [round(step["grad_norm"], 5) for step in steps],
+        "learning_rate": [step["learning_rate"] for step in steps],
+        "step_ms": harness.Spread.of([step["step_time_ms"] / 1e3 for step in settled]),
+    }
+
+
+def run_ours(folder: Path, options: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Train with `pretrain_hybrid.py`; return its curves and the hash of its pack plan."""
+    steps, _ = Run("beside", folder, options).result()
+    found = side([{**step, "loss": step["lm_loss"]} for step in steps])
+    found["replays"] = sum(step.get("graph_replays", 0) for step in steps)
+    found["fallbacks"] = sum(step.get("graph_fallbacks", 0) for step in steps)
+    return found, steps[0]["plan_hash"]
+
+
+def compared(sides: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the relative differences of the losses of megatron_packed from megatron-core's."""
+    ours, theirs = sides["megatron_packed"], sides["megatron_core"]
+    differences = {
+        name: [abs(a - b) / b for a, b in zip(ours[name], theirs[name], strict=True)]
+        for name in ("loss", "grad_norm")
+    }
+    return {
+        "loss_difference": [float(f"{value:.3g}") for value in differences["loss"]],
+        "largest_loss_difference": max(differences["loss"]),
+        "largest_norm_difference": max(differences["grad_norm"]),
+        "step_ratio": round(theirs["step_ms"][0] / ours["step_ms"][0], 3),
+    }
+
+
+def problems_of(results: Mapping[str, Any]) -> list[str]:
+    ours, theirs = results["megatron_packed"], results["megatron_core"]
+    problems = []
+    if not results["largest_loss_difference"] <= LARGEST:
+        problems.append(
+            f"losses differ by up to {results['largest_loss_difference']:.2%}, not {LARGEST:.1%}"
+        )
+    rates = zip(ours["learning_rate"], theirs["learning_rate"], strict=True)
+    if any(abs(a - b) > 1e-6 * b for a, b in rates):
+        problems.append("learning rates differ")
+    if ours["fallbacks"] or not ours["replays"]:
+        problems.append(
+            f"{ours['replays']} micro-batches were replayed and {ours['fallbacks']} ran eagerly"
+        )
+    return problems
+
+
+def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
+    """Return a row for each side, from results in the form of a result file."""
+    return [
+        {
+            "side": SIDES[name],
+            "steps": len(results[name]["loss"]),
+            "first loss": results[name]["loss"][0],
+            "last loss": results[name]["loss"][-1],
+            "loss differs by at most": percentage(results["largest_loss_difference"]),
+            "gradient norm differs by at most": percentage(results["largest_norm_difference"]),
+            "step ms": harness.shown(results[name]["step_ms"]),
+            "plan": results["plan_hash"][:12],
+        }
+        for name in SIDES
+    ]
+
+
+def percentage(share: float) -> str:
+    return f"{100 * share:.3f} %"
+
+
+def chart_of(results: dict[str, Any]) -> str:
+    """Return the loss curves of both sides as an SVG image."""
+    width, height, left, bottom = 720, 320, 50, 40
+    losses = {name: results[name]["loss"] for name in SIDES}
+    values = [value for curve in losses.values() for value in curve]
+    low, high, steps = min(values), max(values), len(losses["megatron_core"])
+
+    def x(step: float) -> float:
+        return left + (width - left - 10) * (step - 1) / max(1, steps - 1)
+
+    def y(value: float) -> float:
+        return 10 + (height - bottom - 20) * (high - value) / ((high - low) or 1.0)
+
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        'font-family="sans-serif" font-size="12">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+    ]
+    for part in range(5):
+        value, step = low + (high - low) * part / 4, 1 + (steps - 1) * part / 4
+        lines += [
+            f'<path d="M{left} {y(value):.1f}H{width - 10}" stroke="#ddd"/>',
+            f'<text x="{left - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{value:.2f}</text>',
+            f'<text x="{x(step):.1f}" y="{height - 22}" text-anchor="middle">{step:.0f}</text>',
+        ]
+    lines.append(f'<text x="{width / 2:.0f}" y="{height - 5}" text-anchor="middle">step</text>')
+    # The dashes of one curve leave the other visible where both have the same values.
+    for number, (name, curve) in enumerate(reversed(losses.items())):
+        points = " ".join(f"{x(at):.1f},{y(value):.1f}" for at, value in enumerate(curve, start=1))
+        dashes = ' stroke-dasharray="6 5"' if number else ""
+        lines += [
+            f'<polyline points="{points}" fill="none" stroke="{COLOURS[name]}" '
+            f'stroke-width="2.5"{dashes}/>',
+            f'<text x="{width - 20}" y="{34 + 18 * number}" text-anchor="end" '
+            f'fill="{COLOURS[name]}">{SIDES[name]}</text>',
+        ]
+    return "\n".join([*lines, "</svg>"]) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("archive", type=Path, help="file made by prepare_real.py, with one set")
+    harness.common_arguments(parser)
+    arguments = parser.parse_args()
+    device = device_from(arguments.device)
+    if device.type != "cuda":
+        raise SystemExit("beside_megatron.py trains megatron-core's model and needs a GPU.")
+    options = {**(TINY_MODEL if arguments.quick else MODEL), **TRAINING, "bf16": True, **OURS}
+    results: dict[str, Any] = {"test": TEST}
+    with tempfile.TemporaryDirectory() as root:
+        with zipfile.ZipFile(arguments.archive) as archive:
+            archive.extractall(root)
+        (folder,) = Path(root).iterdir()
+        results["megatron_packed"], plan = run_ours(folder, {**options, **GRAPHS})
+        begin_alone(port=29517)
+        config = parse(command_line(folder.name, folder, options)[2:], 1)
+        data = build_data(config, ParallelGroups.single(device), print)
+        results["plan_hash"] = data.train.plan.hash
+        if plan != data.train.plan.hash:
+            raise SystemExit(f"the sides have the pack plans {plan} and {data.train.plan.hash}")
+        results["megatron_core"] = run_theirs(config, data, device)
+        data.close()
+    results |= compared(results)
+    path = harness.save("beside_megatron", results, folder=arguments.results)
+    print(harness.table(rows_of(harness.plain(results))))
+    print(f"{path}; step of megatron-core / step of megatron_packed: {results['step_ratio']}")
+    if problems := problems_of(results):
+        raise SystemExit("failed: " + "; ".join(problems))
+
+
+if __name__ == "__main__":
+    main()
