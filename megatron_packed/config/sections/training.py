@@ -251,7 +251,7 @@ class TrainingConfig(Section, title="training"):
         "auto",
         "Kernel of the causal convolution.",
         group=KERNELS,
-        choices=("auto", "reference", "causal_conv1d"),
+        choices=("auto", "reference", "triton", "causal_conv1d"),
     )
     require_fast_kernels: bool = option(
         False,

@@ -17,6 +17,7 @@ from megatron_packed.ops.backend_dispatch import Backend, Op
 OP = Op(
     "causal_conv1d",
     (
+        Backend("triton", "megatron_packed.ops.causal_conv1d.triton_kernels"),
         Backend("causal_conv1d", "megatron_packed.ops.causal_conv1d.library"),
         Backend("reference", "megatron_packed.ops.causal_conv1d.reference"),
     ),

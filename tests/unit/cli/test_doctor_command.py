@@ -37,7 +37,7 @@ def answers(**changes):
         "varlen_attention": ["flash_attn_4", "transformer_engine", "flash_attn_2", "reference"],
         "ssd": ["mamba_ssm", "reference"],
         "gated_delta_rule": ["triton", "reference"],
-        "causal_conv1d": ["causal_conv1d", "reference"],
+        "causal_conv1d": ["triton", "causal_conv1d", "reference"],
         "adamw": ["torch", "transformer_engine", "apex"],
         "layers": ["local", "transformer_engine"],
     }
