@@ -16,7 +16,7 @@ EFFECTIVE: frozenset[str] = frozenset(
         # other than 0, pipeline sizes other than 1, and experts without an E layer.
         "model.attention_dropout",
         "parallel.pipeline_model_parallel_size",
-        *keys_in("model", "num_experts moe_shared_expert_intermediate_size"),
+        *keys_in("model", "num_experts moe_shared_expert_intermediate_size moe_latent_size"),
         *keys_in(
             "parallel",
             "tensor_model_parallel_size context_parallel_size expert_model_parallel_size",

@@ -14,7 +14,8 @@ Operations per token in the forward pass, with hidden size h:
   window of w tokens a longer document has ``w L - w^2 / 2`` visible pairs.
 * ``-``: ``2 h F1 + 2 F h`` (F1 = 2 F for SwiGLU).
 * ``E``: router ``2 h E``, K experts like ``-``, and the shared expert with its gate
-  ``2 h``.
+  ``2 h``. With a latent size L, the K experts have L in place of h, and the projections are
+  ``4 h L``.
 * ``M``: projections ``2 h (2 I + 2 G S + N) + 2 I h``; convolution ``2 W (I + 2 G S)``; and the
   scan.
 * Scan in chunks of Q tokens: ``2 G S + 2 I`` per pair of tokens within a chunk, with ``q^2 / 2``
@@ -55,7 +56,9 @@ from megatron_packed.models.estimate.parameter_count import (
     count_parameters,
     feed_forward,
     gated_delta_net_rows,
+    latent_projections,
     qkv_rows,
+    routed_expert,
     shared_expert,
 )
 
@@ -219,5 +222,6 @@ def projection_weights(config: ModelConfig, symbol: str) -> int:
     if symbol == GATED_DELTA_NET:
         return hidden * (gated_delta_net_rows(config) + config.linear_value_dim)
     assert symbol == MOE and config.num_experts is not None, symbol
-    experts = config.moe_router_topk * feed_forward(config, config.moe_ffn_hidden_size)
-    return hidden * config.num_experts + experts + shared_expert(config)
+    experts = config.moe_router_topk * routed_expert(config)
+    others = shared_expert(config) + latent_projections(config)
+    return hidden * config.num_experts + experts + others

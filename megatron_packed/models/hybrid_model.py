@@ -360,7 +360,7 @@ class HybridModel(nn.Module):
         return ExpertBuffer(
             rows=dispatcher.buffer_rows(tokens),
             worst_rows=dispatcher.worst_rows(tokens),
-            bytes_per_row=self.config.hidden_size * self.dtype.itemsize,
+            bytes_per_row=self.config.routed_width * self.dtype.itemsize,
         )
 
     @property

@@ -95,6 +95,8 @@ RULES: dict[str, Fill] = {
     "fc2.bias": _zeros,
     "router.weight": _normal,
     "shared_expert_gate.weight": _normal,
+    "fc1_latent_proj.weight": _normal,
+    "fc2_latent_proj.weight": _residual_normal,
     "experts.fc1": _normal,
     "experts.fc2": _residual_normal,
     "in_proj.weight": _normal,

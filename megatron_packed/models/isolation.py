@@ -215,6 +215,7 @@ def small_config(
         "moe_shared_expert_intermediate_size": HIDDEN * ranks
         if symbol == MOE and config.moe_shared_expert_intermediate_size
         else None,
+        "moe_latent_size": HIDDEN // 2 if symbol == MOE and config.moe_latent_size else None,
         "moe_aux_loss_coeff": 0.0,  # this loss couples documents by design
         "moe_z_loss_coeff": None,
         "moe_expert_capacity_factor": None,

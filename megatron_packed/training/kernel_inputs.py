@@ -238,7 +238,7 @@ def _feed_forward_ops(config: RunConfig, kind: str) -> Iterator[tuple[Op, Hashab
         yield (
             grouped_mlp.OP,
             grouped_mlp.GroupedMLPInputs(
-                channels=model.hidden_size,
+                channels=model.routed_width,
                 experts=model.num_experts // parallel.expert_model_parallel_size,
                 hidden_in=expert * gated,
                 hidden_out=expert,
@@ -250,7 +250,7 @@ def _feed_forward_ops(config: RunConfig, kind: str) -> Iterator[tuple[Op, Hashab
         yield (
             permute.OP,
             permute.PermuteInputs(
-                channels=model.hidden_size,
+                channels=model.routed_width,
                 routes=model.moe_router_topk,
                 dtype=dtype,
                 device_type=kind,

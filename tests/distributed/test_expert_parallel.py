@@ -84,6 +84,7 @@ ALLGATHER, ALLTOALL = (
     {"moe_token_dispatcher_type": "allgather"},
     {"moe_token_dispatcher_type": "alltoall"},
 )
+LATENT = {"moe_latent_size": 12}
 CAPACITY = {"moe_expert_capacity_factor": 0.6}
 PADDED = {**CAPACITY, "moe_pad_expert_input_to_capacity": True}
 
@@ -274,9 +275,9 @@ def test_ranks_compute_what_one_process_computes(
     split = layout.get("tp_size", 1) > 1
     runs = [
         Run({**SOFTMAX, **ALLGATHER}),
-        Run({**SOFTMAX, **ALLTOALL}, sequence_parallel=split),
-        Run({**GATED, **ALLGATHER}, "E*E", split),
-        Run({**GATED, **ALLTOALL}, "E*E"),
+        Run({**SOFTMAX, **ALLTOALL, **LATENT}, sequence_parallel=split),
+        Run({**GATED, **ALLGATHER, **LATENT}, "E*E", split),
+        Run({**GATED, **ALLTOALL, **LATENT}, "E*E"),
         Run({**SIGMOID, **ALLGATHER}, "E", dtype=torch.float32),
         Run({**SIGMOID, **ALLTOALL}, "E", split, torch.float32),
         Run({**GATED, **ALLGATHER, "moe_router_load_balancing_type": "seq_aux_loss"}, "E*E", split),

@@ -16,7 +16,9 @@ def test_models_of_transformers():
     import transformers_models
 
     assert (
-        transformers_models.main(4, 2, ["nemotron_h", "qwen3_5", "olmo_hybrid", "granitemoehybrid"])
+        transformers_models.main(
+            4, 2, ["nemotron_h", "nemotron_h_super", "qwen3_5", "olmo_hybrid", "granitemoehybrid"]
+        )
         == 0
     )
 

@@ -97,6 +97,7 @@ def config_of(way: Way) -> RunConfig:
         position_embedding_type="rope",
         num_experts=8,
         moe_ffn_hidden_size=16,
+        moe_latent_size=24,
         moe_shared_expert_intermediate_size=16,
         moe_shared_expert_gate=True,
         moe_aux_loss_coeff=1e-2,

@@ -15,8 +15,14 @@ NO_STEP_LIMIT = 1e-12
 """transformers clamps the step of Mamba from below; Megatron's kernels do not."""
 
 
-def nemotron_h(draw: random.Random, number: int) -> Any:
-    pattern = "".join(draw.choices("M*-E", k=draw.randint(1, 6)))
+def nemotron_h_super(draw: random.Random, number: int) -> Any:
+    """Return a model with latent experts, as Nemotron 3 Super and Ultra have them."""
+    pattern = "E" + "".join(draw.choices("M*E", k=draw.randint(1, 4)))
+    return nemotron_h(draw, number, pattern, moe_latent_size=draw.choice([8, 12, 44]))
+
+
+def nemotron_h(draw: random.Random, number: int, pattern: str | None = None, **more: Any) -> Any:
+    pattern = pattern or "".join(draw.choices("M*-E", k=draw.randint(1, 6)))
     config = transformers.NemotronHConfig(
         vocab_size=cases.VOCAB,
         hidden_size=draw.choice([16, 24, 40]),
@@ -37,6 +43,7 @@ def nemotron_h(draw: random.Random, number: int) -> Any:
         num_experts_per_tok=draw.randint(2, 4),
         routed_scaling_factor=draw.choice([1.0, 2.5]),
         time_step_min=NO_STEP_LIMIT,
+        **more,
     )
     model = filled(transformers.NemotronHForCausalLM(config), draw)
     for layer, symbol in zip(model.model.layers, pattern):
@@ -303,6 +310,7 @@ FAMILIES: dict[str, Callable[[random.Random, int], Any]] = {
     made.__name__: made
     for made in (
         nemotron_h,
+        nemotron_h_super,
         llama,
         mixtral,
         qwen3_next,

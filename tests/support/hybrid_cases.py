@@ -80,6 +80,12 @@ VARIANTS = {
         "moe_shared_expert_intermediate_size": 24,
         "moe_shared_expert_gate": True,
     },
+    "latent experts": {
+        "moe_latent_size": 12,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_topk": 4,
+        "moe_shared_expert_intermediate_size": 24,
+    },
 }
 
 
@@ -113,7 +119,9 @@ def tiny_config(pattern: str, **changes) -> ModelConfig:
     }
     if "E" not in pattern:
         changes = {
-            name: value for name, value in changes.items() if not name.startswith("moe_shared")
+            name: value
+            for name, value in changes.items()
+            if not name.startswith(("moe_shared", "moe_latent"))
         }
         values["num_experts"] = None
     return ModelConfig(**values | changes)

@@ -43,6 +43,7 @@ MODEL = ModelConfig(
     position_embedding_type="rope",
     num_experts=8,
     moe_ffn_hidden_size=24,
+    moe_latent_size=4,
     moe_shared_expert_intermediate_size=16,
     moe_aux_loss_coeff=1e-2,
     moe_router_score_function="sigmoid",

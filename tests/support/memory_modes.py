@@ -28,6 +28,7 @@ def model_of(memory=None, *, dtype=torch.float32, **changes):
         "moe_z_loss_coeff": 1e-3,
         "moe_shared_expert_intermediate_size": 24,
         "moe_shared_expert_gate": True,
+        "moe_latent_size": 20,
         "residual_multiplier": 0.7,
         "position_embedding_type": "rope",
         **changes,

@@ -199,11 +199,14 @@ def experts(x, p, config, bias):
         if config.moe_router_topk > 1:
             weights = weights / weights.sum(-1, keepdim=True)
     weights = weights * (config.moe_router_topk_scaling_factor or 1.0)
-    result = torch.zeros_like(x)
+    z = x if config.moe_latent_size is None else x @ p["fc1_latent_proj.weight"].T
+    result = torch.zeros_like(z)
     for expert in range(config.num_experts):
         share = (weights * (chosen == expert)).sum(-1, keepdim=True)
-        y = activate(x @ p["experts.fc1"][expert].T, config) @ p["experts.fc2"][expert].T
+        y = activate(z @ p["experts.fc1"][expert].T, config) @ p["experts.fc2"][expert].T
         result = result + (share * y).to(x.dtype)
+    if config.moe_latent_size is not None:
+        result = result @ p["fc2_latent_proj.weight"].T
     if config.moe_shared_expert_intermediate_size:
         y = mlp(x, p, "shared_expert.", config)
         if config.moe_shared_expert_gate:

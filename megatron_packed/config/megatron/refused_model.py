@@ -70,7 +70,7 @@ MODEL: tuple[RefusedFlags, ...] = (
     RefusedFlags(
         "this variant of an expert layer is not supported",
         "use --num-experts, --moe-ffn-hidden-size and --moe-shared-expert-intermediate-size",
-        ("--moe-latent-size", "--moe-upcycling-granularity"),
+        ("--moe-upcycling-granularity",),
     ),
     RefusedFlags(
         "this way of dispatching tokens is not supported",

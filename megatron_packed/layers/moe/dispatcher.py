@@ -83,7 +83,7 @@ class ExpertBuffer:
     worst_rows: int
     """Number of rows with which the buffer cannot overflow."""
     bytes_per_row: int
-    """Bytes of the hidden state of one row."""
+    """Bytes of one row before the experts."""
 
 
 class Dispatcher(ABC):

@@ -3,7 +3,14 @@
 With ``--moe-shared-expert-gate`` the shared expert's output for token x is multiplied by
 ``sigmoid(w . x)``, with one weight vector w ``(1, D)``.
 
-Letters: T tokens, D hidden size, E experts, K experts per token.
+[Note: latent experts]
+With ``--moe-latent-size`` L, ``fc1_latent_proj`` ``(L, D)`` projects a token before the dispatch, and
+the routed experts have the width L at both ends. ``fc2_latent_proj`` ``(D, L)`` projects the weighted
+sum of their outputs. So dispatch and combination exchange rows of L channels. The router and the
+shared expert process the D channels of the token. There are no norms and no biases. Every rank holds
+both projections whole and applies them to the rows that it routes, so its gradients are terms of sums.
+
+Letters: T tokens, D hidden size, E experts, K experts per token, L latent size.
 """
 
 from __future__ import annotations
@@ -115,12 +122,18 @@ class MoE(nn.Module):
         self.router = Router(config, tp=tp, cp=cp, rows_group=self.ep.rows_group, device=device)
         self.experts = GroupedExperts(
             self.router.num_experts,
-            config.hidden_size,
+            config.routed_width,
             config.moe_ffn_hidden_size,
             ep=self.ep,
             **options,
         )
         self.dispatcher = make_dispatcher(config, self.ep, backends)
+        self.fc1_latent_proj: Linear | None = None
+        self.fc2_latent_proj: Linear | None = None
+        if config.moe_latent_size is not None:
+            sizes = (config.hidden_size, config.moe_latent_size)
+            self.fc1_latent_proj = self._build_projection(*sizes, device, dtype)
+            self.fc2_latent_proj = self._build_projection(*sizes[::-1], device, dtype)
         self.shared_expert: MLP | None = None
         self.shared_expert_gate: Linear | None = None
         if config.moe_shared_expert_intermediate_size:
@@ -135,6 +148,14 @@ class MoE(nn.Module):
             )
             if config.moe_shared_expert_gate:
                 self.shared_expert_gate = self._build_gate(device, dtype)
+
+    def _build_projection(
+        self, width_in: int, width_out: int, device: torch.device | str, dtype: torch.dtype
+    ) -> Linear:
+        """Build a projection of the rows that this rank routes; each rank holds all of it."""
+        projection = Linear(width_in, width_out, bias=False, device=device, dtype=dtype)
+        self.tp.use_inside(projection.weight)
+        return projection
 
     def _build_gate(self, device: torch.device | str, dtype: torch.dtype) -> Linear:
         """Build the projection to the gate of the shared expert; each rank holds all of it.
@@ -152,38 +173,41 @@ class MoE(nn.Module):
         own_TD = self.ep.enter(x_TD)
         valid_T = self.cp.valid(packed)
         routing = self.router(own_TD, packed)
-        entered_TD = self.ep.share(own_TD) if self.ep.splits_tokens else own_TD
+        routed_TL = own_TD if self.fc1_latent_proj is None else self.fc1_latent_proj(own_TD)
         ids_TK, dropped = self._destinations(routing, valid_T)
         dispatched = self.dispatcher.dispatch(
-            entered_TD,
+            self.ep.share(routed_TL) if self.ep.splits_tokens else routed_TL,
             self.ep.dispatched(ids_TK),
             self.ep.dispatched(routing.topk_weights_TK),
         )
-        y_RD = self.experts(dispatched.x_RD, dispatched.offsets_E)
-        y_TD = self.dispatcher.combine(y_RD, dispatched)
+        y_RL = self.experts(dispatched.x_RD, dispatched.offsets_E)
+        y_TL = self.dispatcher.combine(y_RL, dispatched)
+        if self.ep.splits_tokens:
+            y_TL = self.ep.unshare(y_TL)
         overflow = dispatched.overflow
         # Free these tensors before the shared expert allocates memory; autograd holds what the
         # backward pass needs.
-        del dispatched, y_RD
-        y_TD = self._leave_with_shared_expert(y_TD, entered_TD, x_TD)
+        del dispatched, y_RL, routed_TL
+        y_TD = y_TL if self.fc2_latent_proj is None else self.fc2_latent_proj(y_TL)
+        y_TD = self._leave_with_shared_expert(y_TD, own_TD, x_TD)
         chosen_TE = chosen_experts(routing.topk_expert_ids_TK, valid_T, self.router.num_experts)
         aux_loss = self._aux_loss(routing.logits_TE, chosen_TE, valid_T, packed)
         return MoEOutput(y_TD, aux_loss, chosen_TE.sum(dim=0), dropped, overflow)
 
-    def _leave_with_shared_expert(self, y_TD: Tensor, entered_TD: Tensor, x_TD: Tensor) -> Tensor:
+    def _leave_with_shared_expert(self, y_TD: Tensor, own_TD: Tensor, x_TD: Tensor) -> Tensor:
         """Leave the region of the experts, and add the shared expert's output.
 
         Args:
-            y_TD: output of the experts for the rows that this rank dispatched.
-            entered_TD: rows that this rank dispatched.
+            y_TD: output of the experts for the rows that this rank routed.
+            own_TD: rows that this rank routed.
             x_TD: input of the layer.
         """
         if self.shared_expert is None:
             return self.ep.leave(y_TD)
         if self.ep.splits_tokens:
-            # The dispatched rows are only a part of the rows that the shared expert processes.
+            # The routed rows are only a part of the rows that the shared expert processes.
             return self.ep.leave(y_TD) + self._shared_expert(self.shared_expert, x_TD)
-        return self.ep.leave(y_TD + self._shared_expert(self.shared_expert, entered_TD))
+        return self.ep.leave(y_TD + self._shared_expert(self.shared_expert, own_TD))
 
     def _shared_expert(self, shared_expert: MLP, x_TD: Tensor) -> Tensor:
         """Return the shared expert's output, multiplied by its gate if there is one."""

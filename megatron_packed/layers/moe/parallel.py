@@ -95,13 +95,19 @@ class ExpertParallel:
         """Gather the entered rows of all ranks that share matrices; only if tokens are split."""
         return gather_rows(x_TD, self.split.group)
 
+    def unshare(self, y_TD: Tensor) -> Tensor:
+        """Sum the results over the ranks that share matrices; return those of the entered rows.
+
+        Call it only if tokens are split. Otherwise results are terms of a sum that ``leave`` makes.
+        """
+        return scatter_rows(y_TD, self.split.group)
+
     def leave(self, y_TD: Tensor) -> Tensor:
-        """Convert results of the dispatched rows back to the layout of the hidden state."""
+        """Convert results of the entered rows back to the layout of the hidden state."""
         if self.tp.group is None:
             return y_TD
         if not self.splits_tokens:
             return self.tp.leave(y_TD)
-        y_TD = scatter_rows(y_TD, self.split.group)
         return y_TD if self.tp.sequence_parallel else join_rows(y_TD, self.tp.group)
 
     def dispatched(self, x_TK: Tensor) -> Tensor:

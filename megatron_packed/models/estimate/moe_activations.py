@@ -38,10 +38,11 @@ class _MoESizes:
         """
         self.rows, self.returned = _expert_rows(dispatcher, self.entered, even=rank.even)
         """Numbers of rows that the experts of this rank process and that the combination reads."""
-        self.row = rank.hidden * b
+        self.row = rank.config.routed_width * b
         self.first = mixer.experts.fc1.shape[1] * b
         self.inner = mixer.experts.fc2.shape[2] * b
-        """``first`` and ``inner`` are bytes of one row."""
+        """``row``, ``first`` and ``inner`` are bytes of one row."""
+        self.latent = rank.config.moe_latent_size is not None
         self.fc1 = mixer.experts.fc1.numel() * b
         self.fc2 = mixer.experts.fc2.numel() * b
         self.has_shared = mixer.shared_expert is not None
@@ -90,6 +91,10 @@ def _saved(rank: RankSizes, sizes: _MoESizes) -> dict[str, Term]:
             "shared.fc1": Term(sizes.shared_first),
             "shared.activation": Term(sizes.shared_inner),
         }
+    if sizes.latent:
+        # The first projection and the shared expert save the same tensor.
+        x = 0 if sizes.has_shared else sizes.routed * rank.hidden * rank.element
+        saved |= {"latent.input": Term(x), "latent.output": Term(sizes.routed * sizes.row)}
     if sizes.shared_gate:
         saved["shared.output"] = Term(sizes.shared_rows)
     return rank.dropped(saved)
@@ -103,7 +108,7 @@ def _forward(rank: RankSizes, sizes: _MoESizes, saved: dict[str, Term]) -> tuple
     # The exchange holds rows as sent, rows as received, and rows on their way back.
     exchanged = (sizes.returned + 2 * sizes.rows) * sizes.row if sizes.exchanges else 0
     experts = {
-        Purpose.ACTIVATIONS: rank.inside_bytes,
+        Purpose.ACTIVATIONS: rank.inside_bytes + sizes.latent * sizes.entered * sizes.row,
         Purpose.EXPERTS: exchanged,
         Purpose.COMMUNICATION: sizes.moved,
     }
@@ -116,7 +121,8 @@ def _forward(rank: RankSizes, sizes: _MoESizes, saved: dict[str, Term]) -> tuple
 def _backward(rank: RankSizes, sizes: _MoESizes, saved: dict[str, Term]) -> tuple[Moment, ...]:
     of_shared, rows = _of_shared(saved), sizes.rows
     # The input gradient of the shared expert is held until the layer's backward pass ends.
-    x = sizes.entered * sizes.row if sizes.has_shared else 0
+    x = sizes.entered * rank.hidden * rank.element if sizes.has_shared else 0
+    latent = sizes.latent * sizes.entered * sizes.row  # gradient of the combined rows
 
     def moment(what: str, rows_bytes: int, moving: int, *absent: str, more: int = 0) -> Moment:
         amounts = {
@@ -138,7 +144,7 @@ def _backward(rank: RankSizes, sizes: _MoESizes, saved: dict[str, Term]) -> tupl
                 a=sizes.shared_inner, fc1=sizes.shared_first, gated=sizes.shared_gate * x
             ),
         ),
-        moment("the combination", sizes.returned * sizes.row, moving),
+        moment("the combination", sizes.returned * sizes.row, moving, more=latent),
         moment("the experts' fc2", rows * sizes.row + inner, 0, output, more=sizes.fc2),
         moment("the experts' activation", first + inner, 0, output, activation),
         moment(

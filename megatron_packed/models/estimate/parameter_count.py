@@ -30,8 +30,19 @@ def fc1_rows(config: ModelConfig, inner_size: int) -> int:
 
 
 def feed_forward(config: ModelConfig, inner_size: int) -> int:
-    """Return the number of weights of one feed-forward network or expert, without biases."""
+    """Return the number of weights of one feed-forward network, without biases."""
     return config.hidden_size * (fc1_rows(config, inner_size) + inner_size)
+
+
+def routed_expert(config: ModelConfig) -> int:
+    """Return the number of weights of one routed expert, which has no biases."""
+    inner_size = config.moe_ffn_hidden_size
+    return config.routed_width * (fc1_rows(config, inner_size) + inner_size)
+
+
+def latent_projections(config: ModelConfig) -> int:
+    """Return the number of weights of an expert layer's two latent projections."""
+    return 2 * config.hidden_size * (config.moe_latent_size or 0)
 
 
 def shared_expert(config: ModelConfig) -> int:
@@ -92,9 +103,9 @@ def layer_parameters(config: ModelConfig, symbol: str) -> tuple[int, int]:
         count = norm + projections + channels * config.linear_conv_kernel_dim + per_head
     else:
         assert symbol == MOE and config.num_experts is not None, symbol
-        expert = feed_forward(config, config.moe_ffn_hidden_size)
+        expert = routed_expert(config)
         everyone = norm + config.num_experts * hidden
-        everyone += shared_expert(config)
+        everyone += shared_expert(config) + latent_projections(config)
         return everyone + config.num_experts * expert, everyone + config.moe_router_topk * expert
     return count, count
 

@@ -47,6 +47,11 @@ def test_router_and_experts_by_hand():
     assert gate == 10 * 2 * 32
     assert flops.output == 10 * 2 * 32 * 64
     assert flops.attention == flops.scan == 0
+    latent = cases.tiny_config(
+        "E", moe_router_topk=3, moe_shared_expert_intermediate_size=24, moe_latent_size=12
+    )
+    inside = 10 * (3 * 2 * (2 * (32 - 12) * 16) - 4 * 32 * 12)
+    assert flops.projections - FlopCounter(latent, cases.VOCAB).forward([10]).projections == inside
 
 
 @pytest.mark.parametrize("value_head_dim", [8, 6])

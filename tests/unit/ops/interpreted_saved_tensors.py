@@ -44,6 +44,11 @@ CASES = {
             "moe_shared_expert_intermediate_size": 24,
         },
     ),
+    "latent experts": ("E", {"moe_latent_size": 24}),
+    "latent experts and a shared one": (
+        "E",
+        {"moe_latent_size": 8, "moe_shared_expert_intermediate_size": 24},
+    ),
 }
 
 

@@ -39,6 +39,15 @@ class ExpertOptions(StackOptions):
         group=EXPERTS,
         minimum=1,
     )
+    moe_latent_size: int | None = option(
+        None,
+        "Width of the rows that are sent to routed experts. One projection before the dispatch and "
+        "one after the combination connect it to --hidden-size. The router and the shared expert "
+        "keep --hidden-size. No projections when not given.",
+        unit="channels",
+        group=EXPERTS,
+        minimum=1,
+    )
     moe_shared_expert_intermediate_size: int | None = option(
         None,
         "Inner width of the shared expert that processes every token; no shared expert when not "
@@ -164,6 +173,11 @@ class ExpertOptions(StackOptions):
     )
 
     @property
+    def routed_width(self) -> int:
+        """Return the width of the rows that routed experts process: latent or hidden size."""
+        return self.hidden_size if self.moe_latent_size is None else self.moe_latent_size
+
+    @property
     def dispatch_asks_the_device(self) -> bool:
         """Return whether the token dispatcher reads row counts from the device. Such a read (a host
         sync) cannot be part of a CUDA graph.
@@ -182,7 +196,7 @@ class ExpertOptions(StackOptions):
                 "give --num-experts N",
             )
         if known and not has_experts:
-            for name in ("num_experts", "moe_shared_expert_intermediate_size"):
+            for name in ("num_experts", "moe_shared_expert_intermediate_size", "moe_latent_size"):
                 if getattr(self, name) is not None:
                     yield Problem(
                         self.flag(name),

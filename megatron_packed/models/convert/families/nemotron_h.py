@@ -77,6 +77,12 @@ def _nemotron_h_rules(fields: Fields) -> Iterator[str]:
         )
 
 
+def _nemotron_h_derive(fields: Fields, pattern: str) -> Fields:
+    """Return the epsilon of Mamba's norm, and the latent size of experts, which may be missing."""
+    latent = {"moe_latent_size": fields.get("moe_latent_size")} if MOE in pattern else {}
+    return {**mamba_norm_epsilon(fields["layer_norm_epsilon"], pattern), **latent}
+
+
 NEMOTRON_H = Family(
     model_type="nemotron_h",
     architecture="NemotronHForCausalLM",
@@ -127,7 +133,7 @@ NEMOTRON_H = Family(
             "time_step_limit": [0.0, math.inf],
         },
         ATTENTION: {"attention_bias": False, "attention_dropout": 0.0, "sliding_window": None},
-        MOE: {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "moe_latent_size": None},
+        MOE: {"n_shared_experts": 1, "n_group": 1, "topk_group": 1},
     },
     repeats={
         "attention_head_dim": "head_dim",
@@ -142,12 +148,14 @@ NEMOTRON_H = Family(
     partial_rotary_factor rescale_prenorm_residual rope_theta tie_word_embeddings time_step_floor time_step_max
     time_step_min time_step_rank use_mamba_kernels""",
     rules=_nemotron_h_rules,
-    derive=lambda fields, pattern: mamba_norm_epsilon(fields["layer_norm_epsilon"], pattern),
-    derived=MAMBA_NORM,
+    derive=_nemotron_h_derive,
+    derived=(*MAMBA_NORM, "moe_latent_size"),
+    derived_from="moe_latent_size",
     written=lambda model: {
         "hybrid_override_pattern": model.hybrid_layer_pattern,
         "num_hidden_layers": model.num_layers,
         "norm_topk_prob": model.moe_router_topk != 1,
+        "moe_latent_size": model.moe_latent_size,
         "time_step_min": NO_STEP_LIMIT,
     },
     outside={
@@ -194,6 +202,8 @@ NEMOTRON_H = Family(
             "mixer.experts.fc2": "mixer.experts.{e}.down_proj.weight",
             "mixer.shared_expert.fc1.weight": "mixer.shared_experts.up_proj.weight",
             "mixer.shared_expert.fc2.weight": "mixer.shared_experts.down_proj.weight",
+            "mixer.fc1_latent_proj.weight": "mixer.fc1_latent_proj.weight",
+            "mixer.fc2_latent_proj.weight": "mixer.fc2_latent_proj.weight",
         },
     },
 )

@@ -63,6 +63,8 @@ _MODULES = {
         "mixer.shared_expert.fc1.": ("mlp.shared_experts.linear_fc1.",),
         "mixer.shared_expert.fc2.": ("mlp.shared_experts.linear_fc2.",),
         "mixer.shared_expert_gate.weight": ("mlp.shared_experts.gate_weight",),
+        "mixer.fc1_latent_proj.": ("mlp.fc1_latent_proj.",),
+        "mixer.fc2_latent_proj.": ("mlp.fc2_latent_proj.",),
     },
     GATED_DELTA_NET: {
         "norm.": ("self_attention.in_proj.layer_norm_", "input_layernorm."),

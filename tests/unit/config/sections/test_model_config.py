@@ -174,6 +174,7 @@ def test_defaults_that_hashes_of_saved_models_rest_on() -> None:
         "num_experts": None,
         "moe_router_topk": 2,
         "moe_ffn_hidden_size": None,
+        "moe_latent_size": None,
         "moe_shared_expert_intermediate_size": None,
         "moe_shared_expert_gate": False,
         "moe_router_score_function": "softmax",

@@ -62,6 +62,8 @@ def expected(found: dict[str, Tensor]) -> dict[str, Tensor]:
         "layers.2.mixer.fc1.weight": found["decoder.layers.2.mlp.linear_fc1.weight"],
         "layers.3.mixer.experts.fc1": found[f"{MOE}experts.experts.linear_fc1.weight"],
         "layers.3.mixer.experts.fc2": found[f"{MOE}experts.experts.linear_fc2.weight"],
+        "layers.3.mixer.fc1_latent_proj.weight": found[f"{MOE}fc1_latent_proj.weight"],
+        "layers.3.mixer.fc2_latent_proj.weight": found[f"{MOE}fc2_latent_proj.weight"],
         "layers.3.mixer.router.expert_bias": found[f"{MOE}router.expert_bias"],
         "final_norm.weight": found["decoder.final_norm.weight"],
         "output.weight": found["output_layer.weight"],
@@ -171,7 +173,7 @@ def test_a_checkpoint_without_options_needs_the_flags_of_its_model(tmp_path, cap
     ("change", "sentence"),
     [
         ({"multi_latent_attention": True}, "--multi-latent-attention True, which is not supported"),
-        ({"moe_latent_size": 8}, "--moe-latent-size 8"),
+        ({"moe_latent_size": None}, "decoder.layers.3.mlp.fc1_latent_proj.weight is extra"),
         ({"hybrid_layer_pattern": "M*-E/*E"}, "it starts a multi-token-prediction depth"),
         ({"hidden_size": 32}, "but the model needs [128, 32]"),
         (

@@ -49,6 +49,9 @@ MODELS = {
         f"ME*M- {MAMBA} {SIGMOID} --moe-router-enable-expert-bias "
         "--tokenizer-type TrainedBPETokenizer --tokenizer-vocab-size 280"
     ),
+    "nemotron_h, latent experts": (
+        f"ME*E {MAMBA} {SIGMOID} {UNTIED} --moe-router-enable-expert-bias --moe-latent-size 12"
+    ),
     "nemotron_h, without E": f"*M-M {MAMBA} {UNTIED}",
     "nemotron_h, without a bias of experts": (
         f"E*ME {MAMBA} {SIGMOID} --moe-router-topk 1 --moe-router-topk-scaling-factor 2.5"
