@@ -51,7 +51,11 @@ PADDED: dict[str, Any] = {
     "moe_expert_capacity_factor": 2.0,
     "moe_pad_expert_input_to_capacity": True,
 }
-LAYOUTS = [{"ep_size": 2}, {"tp_size": 2, "expert_tp_size": 1, "ep_size": 2}]
+LAYOUTS = [
+    {"ep_size": 2},
+    {"tp_size": 2, "expert_tp_size": 1, "ep_size": 2},
+    {"tp_size": 2, "expert_tp_size": 1},
+]
 
 
 def build(
@@ -127,7 +131,7 @@ def compare_rank(groups: ParallelGroups, changes: dict[str, Any]) -> dict[str, f
     of=lambda layout: (2, layout, {"sequence_parallel": True}),
 )
 @pytest.mark.multi_gpu
-@pytest.mark.parametrize("layout", LAYOUTS, ids=["ep2", "tp2 ep2, whole experts"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["ep2", "tp2 ep2, whole experts", "tp2 etp1"])
 def test_two_gpus_compute_what_one_does(layout: dict[str, int]) -> None:
     for changes in (ALLGATHER, BOUNDED, ALLTOALL, PADDED):
         for errors in run_distributed(

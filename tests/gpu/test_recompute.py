@@ -44,6 +44,9 @@ from support.gpu_memory_modes import (
 from support.host_waits import waiting
 
 pytestmark = pytest.mark.gpu
+needs_transformer_engine = pytest.mark.skipif(
+    find_spec("transformer_engine") is None, reason="TransformerEngine is not installed"
+)
 
 
 def full(method: str, number: int) -> MemoryConfig:
@@ -85,9 +88,7 @@ def test_steps_are_those_without(mode: str, dropout: float, groups: ParallelGrou
 
 
 @pytest.mark.shows("recompute", "TE layers")
-@pytest.mark.skipif(
-    find_spec("transformer_engine") is None, reason="TransformerEngine is not installed"
-)
+@needs_transformer_engine
 @pytest.mark.parametrize("mode", ["groups", "parts", "small parts"])
 def test_with_transformer_engines_layers(mode: str, groups: ParallelGroups) -> None:
     job = build_job(config_with(MODES[mode], transformer_engine=True), groups, VOCAB)
@@ -98,17 +99,26 @@ def test_with_transformer_engines_layers(mode: str, groups: ParallelGroups) -> N
 @pytest.mark.parametrize(
     ("impl", "mode"),
     [("local", mode) for mode in MODES if mode != "groups"]
-    + [("full_iteration", mode) for mode in ("layers", "groups", "parts", "small parts")],
+    + [("full_iteration", mode) for mode in ("layers", "groups", "parts", "small parts")]
+    + [
+        pytest.param("transformer_engine", mode, marks=needs_transformer_engine)
+        for mode in ("layers", "two layers", "core_attn", "parts", "small parts")
+    ],
 )
 def test_replayed_steps_are_those_without_and_wait_for_nothing(
     impl: str, mode: str, groups: ParallelGroups
 ) -> None:
-    replayed(
-        dataclasses.replace(
-            config_with(MODES[mode]), cuda_graph=CudaGraphConfig(cuda_graph_impl=impl)
-        ),
-        groups,
-    )
+    graphs = CudaGraphConfig(cuda_graph_impl=impl)
+    replayed(dataclasses.replace(config_with(MODES[mode]), cuda_graph=graphs), groups)
+
+
+@pytest.mark.shows("graphs: transformer_engine", "recompute", "TE layers")
+@needs_transformer_engine
+@pytest.mark.parametrize("mode", ["parts", "small parts"])
+def test_replays_of_transformer_engines_layers(mode: str, groups: ParallelGroups) -> None:
+    graphs = CudaGraphConfig(cuda_graph_impl="transformer_engine")
+    config = config_with(MODES[mode], transformer_engine=True)
+    replayed(dataclasses.replace(config, cuda_graph=graphs), groups, transformer_engine=True)
 
 
 @pytest.mark.shows("no host sync", "recompute")

@@ -74,6 +74,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
     "tp2": {"tensor_model_parallel_size": 2},
     "tp2 sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "tp2 sp etp1": {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "expert_tensor_parallel_size": 1,
+    },
     "cp2 a2a": {"context_parallel_size": 2, "cp_comm_type": "a2a"},
     "cp2 all_gather": {"context_parallel_size": 2, "cp_comm_type": "all_gather"},
     "cp2 p2p": {"context_parallel_size": 2, "cp_comm_type": "p2p"},
@@ -84,6 +89,11 @@ _TP2_SP = LAYOUTS["tp2 sp"]
 LAYOUTS_OF_FOUR: dict[str, dict[str, Any]] = {
     "tp2 sp cp2": _TP2_SP | LAYOUTS["cp2 a2a"],
     "tp2 sp ep2": _TP2_SP | LAYOUTS["ep2"],
+    "tp4 sp etp2": {
+        "tensor_model_parallel_size": 4,
+        "sequence_parallel": True,
+        "expert_tensor_parallel_size": 2,
+    },
     "cp2 dp2 zero overlap": LAYOUTS["cp2 a2a"] | LAYOUTS["dp2 zero overlap"],
 }
 EVERY_LAYOUT = [(name, 2) for name in LAYOUTS] + [

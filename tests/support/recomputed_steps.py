@@ -1,11 +1,14 @@
 """Steps with recomputation and offload, and the eager steps that they must equal."""
 
 import dataclasses
+from copy import copy
 
+from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.config.sections.memory import OFFLOADED_IN, MemoryConfig
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs
 from megatron_packed.training.build_job import build_job
 from support.step_jobs import CAPTURE_SIZES, GROUPS, config_of, micro_batch, state_hash
+from support.te_stand_in import stand_in
 
 VOCAB = 211
 STEPS = [[[48], [20, 9, 3]], [[5] * 5], [[], [1] * 9, [30, 2]]]
@@ -30,16 +33,25 @@ TRAVELLERS = MemoryConfig(
 """Options that offload the tensors saved by every part of the layers ``M``, ``*``, ``-`` and ``E``."""
 
 
+def captured_by(impl):
+    """Return a configuration with this capture, also with one that a CPU refuses."""
+    config = config_of(cuda_graph_impl="local")
+    object.__setattr__(config, "cuda_graph", CudaGraphConfig(cuda_graph_impl=impl))
+    return config
+
+
 class Run:
     """Training job, captured if ``backend`` is given."""
 
     def __init__(self, config, memory, backend=None):
-        self.config = dataclasses.replace(config, memory=memory)
+        self.config = copy(config)
+        object.__setattr__(self.config, "memory", memory)
         self.job, self.backend = build_job(self.config, GROUPS, VOCAB), backend
         self.graphs = None
         if backend is not None:
+            made_by = stand_in()[0] if self.config.cuda_graph.uses_transformer_engine else None
             self.graphs = build_graphs(
-                self.config, self.job, CAPTURE_SIZES, GROUPS, lambda line: None, backend
+                self.config, self.job, CAPTURE_SIZES, GROUPS, lambda line: None, backend, made_by
             )
             self.job.step.graphs = self.graphs
             capture_graphs(self.graphs, self.job.step, 3, GROUPS, first=True)

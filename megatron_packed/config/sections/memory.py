@@ -16,7 +16,7 @@ from megatron_packed.config.layer_pattern import (
 )
 from megatron_packed.config.options import option
 from megatron_packed.config.section import Section, Sound
-from megatron_packed.config.sections.cuda_graph import LOCAL, CudaGraphConfig
+from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.config.sections.model import ModelConfig
 
 FULL, SELECTIVE = "full", "selective"
@@ -292,21 +292,14 @@ def _others(pattern: str) -> str:
 
 
 def _graph_rules(memory: MemoryConfig, graphs: CudaGraphConfig) -> Iterator[Problem]:
-    if graphs.uses_transformer_engine:
-        yield Problem(
-            "--cuda-graph-impl",
-            graphs.cuda_graph_impl,
-            f"cannot be used with {GRANULARITY} {memory.recompute_granularity}: recomputation "
-            "inside TransformerEngine's graphs is not supported",
-            f"give --cuda-graph-impl {LOCAL}",
-        )
-    if graphs.cuda_graph_impl != LOCAL:
+    if not graphs.enabled or graphs.captures_steps:
         return
     if memory.layers_per_unit > 1:
         yield Problem(
             NUM_LAYERS,
             str(memory.recompute_num_layers),
-            f"forms groups of layers, but --cuda-graph-impl {LOCAL} captures single layers",
+            f"forms groups of layers, but --cuda-graph-impl {graphs.cuda_graph_impl} captures "
+            "single layers",
             "give 1, or --cuda-graph-impl full_iteration",
         )
     if "moe_router" in graphs.modules and (memory.recomputes_layers or "moe" in memory.modules):

@@ -717,6 +717,19 @@ def test_transformer_engine_layers(
     ), str(problem)
 
 
+FULL_RECOMPUTATION = "--recompute-granularity full --recompute-method"
+
+
+@pytest.mark.parametrize("impl", ["local", "transformer_engine"])
+def test_graphs_of_layers_recompute_no_group_of_layers(right, monkeypatch, impl: str) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: ModuleSpec("any", None))
+    argv, _ = command_line(
+        right, f"{FULL_RECOMPUTATION} uniform --recompute-num-layers 2 --cuda-graph-impl {impl}"
+    )
+    with pytest.raises(ConfigError, match=f"--cuda-graph-impl {impl} captures single layers"):
+        parse(argv)
+
+
 @pytest.mark.parametrize(
     ("change", "installed", "rule", "cure"),
     [
@@ -728,12 +741,8 @@ def test_transformer_engine_layers(
             "give local, which runs eagerly",
         ),
         ("--hidden-dropout 0.1", True, "dropout inside captured modules", "leave one of them out"),
-        (
-            "--recompute-activations",
-            True,
-            "recomputation inside TransformerEngine's graphs",
-            "give --cuda-graph-impl local",
-        ),
+        ("--recompute-activations --recompute-modules core_attn layernorm", True, "", ""),
+        (f"{FULL_RECOMPUTATION} block --recompute-num-layers 2", True, "", ""),
         (f"{OFFLOAD} mlp_act", True, "in their own memory", "local or full_iteration"),
         ("--cuda-graph-modules mamba --cuda-graph-max-packed-seqs 16", True, "", ""),
         (

@@ -20,6 +20,7 @@ from support.recomputed_steps import (
     TRAVELLERS,
     VOCAB,
     Run,
+    captured_by,
 )
 from support.stand_in import RecordingBackend
 from support.step_jobs import config_of, micro_batch, state_hash
@@ -42,6 +43,9 @@ def mode_of(memory):
         pytest.param("local", LAYERS, id="captured layers, layers"),
         pytest.param("local", PARTS, id="captured layers, parts"),
         pytest.param("local", SMALL_PARTS, id="captured layers, small parts"),
+        pytest.param("transformer_engine", LAYERS, id="by TransformerEngine, layers"),
+        pytest.param("transformer_engine", PARTS, id="by TransformerEngine, parts"),
+        pytest.param("transformer_engine", SMALL_PARTS, id="by TransformerEngine, small parts"),
         pytest.param("full_iteration", GROUPS_OF_3, id="whole steps, groups"),
         pytest.param("full_iteration", PARTS, id="whole steps, parts"),
         pytest.param("none", INPUTS, id="eager, inputs offloaded"),
@@ -57,9 +61,7 @@ def test_every_step_has_the_same_bits(impl, memory, eager_steps):
 
     The state has weights, moments, expert biases and random state.
     """
-    run = Run(
-        config_of(cuda_graph_impl=impl), memory, RecordingBackend() if impl != "none" else None
-    )
+    run = Run(captured_by(impl), memory, RecordingBackend() if impl != "none" else None)
     for number, (metrics, digest) in enumerate(eager_steps):
         assert torch.equal(run.step(number), metrics) and state_hash(run.job) == digest, number
     if memory.offloads:
