@@ -34,7 +34,7 @@ TRAVELLERS = MemoryConfig(
 
 
 def captured_by(impl):
-    """Return a configuration with this capture, also with one that a CPU refuses."""
+    """Return a configuration with this capture, even if a CPU refuses the capture."""
     config = config_of(cuda_graph_impl="local")
     object.__setattr__(config, "cuda_graph", CudaGraphConfig(cuda_graph_impl=impl))
     return config
