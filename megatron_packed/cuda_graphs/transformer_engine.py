@@ -15,6 +15,9 @@ forwards in order, backwards in reverse. The differences from `TorchModuleGraphs
 * TransformerEngine frees memory that no later graph needs, also the memory of outputs. It stores
   only address and shape, so outputs must be contiguous. A gradient that autograd stores in a leaf
   has the strides of the leaf, so gradients of contiguous leaves are contiguous too.
+* A part that recomputation runs again belongs to the capture of the backward, as with
+  `TorchModuleGraphs`. Until then its saved inputs own their memory: tensors of the pool, or the
+  module's static input, which no other module shares.
 * Autograd nodes of parameters run on the stream on which they were created. So no such node of an
   earlier pass may be alive: a loss that was stored without ``detach()`` makes the capture fail. See
   [Note: nodes of parameters] in whole_step_graphs.py.

@@ -36,7 +36,7 @@ LAYOUTS = {
 EXTRAS, COUNTERS = {"loss": 1, "signs": 9}, {"expert_counts": 10}
 
 
-def built(layout, device, *, dtype=BF16, pattern="M*-E", **changes):
+def built(layout, device, *, dtype=BF16, pattern="M*-E", memory=None, **changes):
     groups = ParallelGroups.unjoined(ParallelLayout(**layout), device)
     model = HybridModel(
         tiny_config(pattern, **changes),
@@ -45,6 +45,7 @@ def built(layout, device, *, dtype=BF16, pattern="M*-E", **changes):
         groups=groups,
         device=device,
         dtype=dtype,
+        memory=memory,
     )
     return model, groups
 
@@ -537,6 +538,13 @@ def test_graphs_hold_what_they_captured_beside_what_runs_eagerly():
     assert (eager.graph_pool, whole.graph_pool) == (0, eager.peak.bytes)
     assert eager.peak.bytes < local.peak.bytes < engine.peak.bytes
     assert 0 < half.graph_pool < local.graph_pool < local.peak.bytes
+    recomputed = MemoryConfig(recompute_granularity="selective", recompute_modules=("mlp",))
+    less = of(
+        pattern="M-M-",
+        memory=recomputed,
+        graphs=CudaGraphConfig(cuda_graph_impl="transformer_engine"),
+    )
+    assert 0 < less.graph_pool < engine.graph_pool == local.graph_pool
 
 
 def test_the_loss_holds_one_chunk_of_logits():
