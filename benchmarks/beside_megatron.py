@@ -19,7 +19,7 @@ import argparse
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from graph_runs import Run
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.data.loader import Loader
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_job import build_model
@@ -257,10 +258,17 @@ def _summed(mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Ten
     return loss, targets.int(), {"lm loss": torch.stack([loss.detach(), targets.float()])}
 
 
-def packs(data: RunData, steps: int) -> Iterator[list[MicroBatch]]:
-    """Yield the micro-batches of each step."""
-    for step in range(steps):
-        yield data.train.loader.micro_batches(step)
+def packs(config: RunConfig, data: RunData, device: torch.device) -> Iterator[list[MicroBatch]]:
+    """Yield the micro-batches of each step, each with exactly the size of its documents.
+
+    The loader of the data would pad them for graphs.
+    """
+    stream, tokens = data.train, config.packing.tokens_per_pack
+    with Loader(
+        stream.dataset, stream.plan, dp_rank=0, total_tokens=tokens, device=device
+    ) as loader:
+        for step in range(config.training.train_iters or 0):
+            yield loader.micro_batches(step)
 
 
 def run_theirs(config: RunConfig, data: RunData, device: torch.device) -> dict[str, Any]:
@@ -279,13 +287,13 @@ def run_theirs(config: RunConfig, data: RunData, device: torch.device) -> dict[s
     theirs = theirs.to(device).bfloat16()
     copy_weights(ours, theirs, config.model.hybrid_layer_pattern)
     del ours
-    return trained(TheirTraining(config, theirs), data, config.training.train_iters or 0)
+    return trained(TheirTraining(config, theirs), packs(config, data, device))
 
 
-def trained(training: TheirTraining, data: RunData, steps: int) -> dict[str, Any]:
+def trained(training: TheirTraining, steps: Iterable[list[MicroBatch]]) -> dict[str, Any]:
     """Return the curves and step times of a training."""
     found: list[dict[str, float]] = []
-    for micro_batches in packs(data, steps):
+    for micro_batches in steps:
         # A step ends when its loss has been read, as with --log-interval 1.
         begun = time.perf_counter()
         values = training.step(micro_batches)
@@ -424,7 +432,8 @@ def main() -> None:
         with zipfile.ZipFile(arguments.archive) as archive:
             archive.extractall(root)
         (folder,) = Path(root).iterdir()
-        results["megatron_packed"], plan = run_ours(folder, {**options, **GRAPHS})
+        options |= GRAPHS  # part of the pack plan, so also for the plan of megatron-core's packs
+        results["megatron_packed"], plan = run_ours(folder, options)
         begin_alone(port=29517)
         config = parse(command_line(folder.name, folder, options)[2:], 1)
         data = build_data(config, ParallelGroups.single(device), print)
