@@ -463,7 +463,7 @@ def without_boundaries(batch: MicroBatch) -> MicroBatch:
 
 
 def leaks(groups: ParallelGroups, runs: list[Run], joined: bool = False) -> list[dict[str, float]]:
-    """Return the largest change in other documents when every second document is changed in turn.
+    """Return the largest change in other documents when the first and a middle document change.
 
     The change in the document itself is returned too, to show that the test sees changes. With
     ``joined`` all documents are one document, without boundaries.
@@ -479,7 +479,7 @@ def leaks(groups: ParallelGroups, runs: list[Run], joined: bool = False) -> list
             batch = pack(lengths, run)
             seen = without_boundaries(batch) if joined else batch
             before = observe(model, seen)
-            for changed in range(0, len(lengths), 2):
+            for changed in {0, len(lengths) // 2}:
                 changed_T = batch.packed.seq_idx[0] == changed
                 other = batch.with_buffer(batch.buffer.clone())
                 other.tokens.add_(changed_T.int()).remainder_(cases.VOCAB)

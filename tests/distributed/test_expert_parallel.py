@@ -46,8 +46,6 @@ from support.recorder import Recorder
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5}
 EXPERTS = 8
-PACKS = 4
-"""Number of packs; one pack has no documents, only a tail."""
 LAYOUTS: list[tuple[int, dict[str, int]]] = [
     (2, {"ep_size": 2}),
     (2, {"tp_size": 2, "expert_tp_size": 1}),
@@ -101,6 +99,8 @@ class Run:
     """Expert that every token selects first."""
     full_buffers: bool = False
     mutation: str | None = None
+    replicas: int = 1
+    """Data-parallel ranks of the layout, which decide the number of packs."""
 
     @property
     def of_one_process(self) -> Run:
@@ -129,13 +129,15 @@ def build(run: Run, groups: ParallelGroups | None) -> HybridModel:
 
 
 @lru_cache
-def packs() -> list[MicroBatch]:
-    every = [cases.make_documents(cases.AWKWARD, seed=seed) for seed in range(PACKS - 1)]
+def packs(replicas: int = 1) -> list[MicroBatch]:
+    """Return two packs for one replica, otherwise four; one has no documents, only a tail."""
+    count = 2 if replicas == 1 else 4
+    every = [cases.make_documents(cases.AWKWARD, seed=seed) for seed in range(count - 1)]
     slots, targets = sum(cases.AWKWARD) + 13, sum(map(cases.count_targets, every))
-    every.insert(2, [])
+    every.insert(count // 2, [])
     return [
         cases.make_pack(
-            documents, slots - sum(len(tokens) for tokens, _ in documents), 2, 1 / PACKS, targets
+            documents, slots - sum(len(tokens) for tokens, _ in documents), 2, 1 / count, targets
         )
         for documents in every
     ]
@@ -148,9 +150,9 @@ def train(run: Run, groups: ParallelGroups | None = None) -> dict[str, Any]:
         model = build(run, groups)
         shared = model.shared_gradients()
         outputs = {}
-        for number in range(rank, PACKS, ranks):
+        for number, pack in list(enumerate(packs(run.replicas)))[rank::ranks]:
             with model.full_expert_buffers() if run.full_buffers else nullcontext():
-                output = model(packs()[number])
+                output = model(pack)
             output.loss.backward()
             outputs[number] = of_pack(output, groups)
         shared.sum()
@@ -193,7 +195,11 @@ def shards_of(model: HybridModel) -> dict[str, Any]:
 
 
 def train_ranks(groups: ParallelGroups, runs: list[Run]) -> list[dict[str, Any]]:
-    return [train(run, groups) for run in runs]
+    return [train(replace(run, replicas=groups.dp_size), groups) for run in runs]
+
+
+def replicas_of(world_size: int, layout: dict[str, int]) -> int:
+    return world_size // (layout.get("tp_size", 1) * layout.get("cp_size", 1))
 
 
 @lru_cache
@@ -250,13 +256,15 @@ def errors(
 
 def check(pools: WorkerPools, world_size: int, layout: dict[str, int], runs: list[Run]) -> None:
     results = pools.run(train_ranks, world_size, runs, layout=layout)
+    replicas = replicas_of(world_size, layout)
     for i, run in enumerate(runs):
         ranks = [result[i] for result in results]
         assert all(not outputs[-1] for rank in ranks for outputs in rank["outputs"].values()), (
             "no buffer overflows"
         )
-        assert {number for rank in ranks for number in rank["outputs"]} == set(range(PACKS))
-        found = errors(ranks, reference(run.of_one_process))
+        numbers = {number for rank in ranks for number in rank["outputs"]}
+        assert numbers == set(range(len(packs(replicas))))
+        found = errors(ranks, reference(replace(run.of_one_process, replicas=replicas)))
         where = max(found, key=found.__getitem__)
         assert found[where] <= TOLERANCES[run.dtype], (
             f"{run}: {where} differs by {found[where]:.2e}"
@@ -309,7 +317,8 @@ def test_all_tokens_to_one_expert(
     runs = [Run({**FAVOURITE, **kind}, "E", favourite=6) for kind in (ALLGATHER, ALLTOALL)]
     results = pools.run(train_ranks, world_size, runs, layout=layout)
     for i, run in enumerate(runs):
-        expected = reference(run.of_one_process)
+        replicas = replicas_of(world_size, layout)
+        expected = reference(replace(run.of_one_process, replicas=replicas))
         ranks = [result[i] for result in results]
         for name, gradient in expected["gradients"].items():
             if name.endswith("experts.fc1"):
@@ -384,9 +393,10 @@ def test_two_inputs_may_be_between_dispatch_and_combine(pools: WorkerPools) -> N
 
 
 def overflows(groups: ParallelGroups, runs: list[Run]) -> list[list[float]]:
-    """Return the overflow flags of this rank's packs for each run."""
+    """Return the overflow flags of this rank's packs for each run of four packs."""
     return [
-        [float(outputs[-1]) for outputs in train(run, groups)["outputs"].values()] for run in runs
+        [float(outputs[-1]) for outputs in found["outputs"].values()]
+        for found in (train(replace(run, replicas=4), groups) for run in runs)
     ]
 
 
@@ -469,8 +479,8 @@ def optimized(run: Run, groups: ParallelGroups | None, distributed: bool) -> dic
     reported = []
     for _ in range(2):
         buffers.zero_grad()
-        for number in range(rank, PACKS, ranks):
-            output = model(packs()[number])
+        for pack in packs(run.replicas)[rank::ranks]:
+            output = model(pack)
             output.loss.backward()
             buffers.extras["loss"].add_(output.loss.detach())
             buffers.counters["counts"].add_(output.tokens_per_expert)
@@ -505,7 +515,8 @@ def optimized_ranks(
 def test_steps_over_flat_buffers(
     pools: WorkerPools, world_size: int, layout: dict[str, int], distributed: bool
 ) -> None:
-    run = Run({**SOFTMAX, **ALLGATHER}, "*E", dtype=torch.float32)
+    replicas = replicas_of(world_size, layout)
+    run = Run({**SOFTMAX, **ALLGATHER}, "*E", dtype=torch.float32, replicas=replicas)
     results = pools.run(optimized_ranks, world_size, [run], distributed, layout=layout)
     expected = optimized(run, None, False)
     ranks = [result[0] for result in results]
@@ -667,8 +678,8 @@ MUTATIONS = {
 
 
 def test_a_missing_sum_is_seen(pools: WorkerPools) -> None:
-    expected = reference(Run(SOFTMAX, "E"))
     for name, layout in MUTATIONS.items():
+        expected = reference(Run(SOFTMAX, "E", replicas=replicas_of(2, layout)))
         results = pools.run(
             train_ranks, 2, [Run(SOFTMAX, "E"), Run(SOFTMAX, "E", mutation=name)], layout=layout
         )

@@ -160,9 +160,8 @@ def train(run: Run, groups: ParallelGroups | None = None) -> dict[str, Any]:
             if number == 0:
                 output = model.forward_backward(batch)
             else:
-                for _ in range(2):
-                    output = model(batch)
-                    (output.loss / 2).backward()
+                output = model(batch)
+                (output.loss / 2).backward()
             outputs = (
                 output.loss,
                 output.aux_loss,

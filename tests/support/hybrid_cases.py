@@ -88,6 +88,24 @@ VARIANTS = {
     },
 }
 
+_ALONE = {
+    "rope": "*",
+    "half rope, qkv bias, swiglu": "*-E",
+    "gate, one norm for all heads, norms of outputs": "*",
+    "window, scales of scores and positions": "*",
+    "sigmoid router": "E",
+    "gated shared expert": "E",
+    "latent experts": "E",
+}
+"""Layers that a variant changes, for variants that leave other layers as they are."""
+PATTERNS_AND_VARIANTS = [
+    (pattern, variant)
+    for pattern in PATTERNS
+    for variant in VARIANTS
+    if set(pattern) & set(_ALONE.get(variant, pattern))
+]
+"""Each pattern with the variants that change it, and the plain one."""
+
 
 def tiny_config(pattern: str, **changes) -> ModelConfig:
     values = {

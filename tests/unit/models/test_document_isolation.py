@@ -58,8 +58,7 @@ def visible_changes(model, batch, at) -> dict[str, float]:
 
 
 @pytest.mark.shows("isolation", "one process")
-@pytest.mark.parametrize("variant", cases.VARIANTS)
-@pytest.mark.parametrize("pattern", cases.PATTERNS)
+@pytest.mark.parametrize(("pattern", "variant"), cases.PATTERNS_AND_VARIANTS)
 def test_other_documents_do_not_change_by_a_bit(pattern, variant):
     model = cases.tiny_model(pattern, **cases.VARIANTS[variant])
     batch = cases.make_pack(cases.make_documents(LENGTHS), tail=TAIL, spare=2)

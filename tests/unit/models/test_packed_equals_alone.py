@@ -34,8 +34,7 @@ def test_packed_equals_alone(pattern, pack):
 
 
 @pytest.mark.shows("eager", "one process")
-@pytest.mark.parametrize("variant", cases.VARIANTS)
-@pytest.mark.parametrize("pattern", cases.PATTERNS)
+@pytest.mark.parametrize(("pattern", "variant"), cases.PATTERNS_AND_VARIANTS)
 def test_packed_equals_the_plain_oracle(pattern, variant):
     model, documents, packed = check(pattern, variant, *PACKS["capacity for more documents"])
     oracle = plain_model.run_plain(
