@@ -64,6 +64,16 @@ MODEL_IDLE: tuple[Idle, ...] = (
         ),
     ),
     Idle(
+        "the pattern has no / part",
+        lambda run, _: not run.model.mtp_depths,
+        keys_in("model", "mtp_num_layers mtp_use_repeated_layer mtp_loss_scaling_factor"),
+    ),
+    Idle(
+        "the pattern has one / part",
+        lambda run, _: run.model.mtp_depths == 1,
+        ("model.mtp_use_repeated_layer",),
+    ),
+    Idle(
         "--position-embedding-type is none",
         lambda run, _: run.model.position_embedding_type == "none",
         keys_in(

@@ -1,7 +1,8 @@
 """The hybrid layer pattern: one character per layer, in Megatron's spelling.
 
 ``M`` Mamba-2, ``G`` gated delta net, ``*`` attention, ``-`` MLP, ``E`` mixture of experts. ``M*-E`` is
-a model of four layers.
+a model of four layers. After each ``/`` are the layers of one depth of multi-token prediction, the
+same for all depths: ``M*-E/*E/*E`` has two depths of two layers.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ MOE = "E"
 GATED_DELTA_NET = "G"
 STAGE = "|"
 """Mark of pipeline stages between layers; command lines may have it with one stage."""
+DEPTH = "/"
+"""Mark before the layers of each depth of multi-token prediction."""
 LAYER_NAMES = {
     MAMBA: "Mamba-2",
     GATED_DELTA_NET: "gated delta net",
@@ -33,10 +36,6 @@ REFUSED = {
         "it marks a pipeline stage, but pipeline parallelism is not supported",
         "remove it: every rank holds all layers",
     ),
-    "/": (
-        "it starts a multi-token-prediction depth, which is not supported",
-        "keep only the part before the first /",
-    ),
 }
 
 
@@ -44,9 +43,9 @@ def pattern_problems(pattern: str, flag: str = "--hybrid-layer-pattern") -> list
     """Return a problem for each character that is not a layer, once, with its first position
     (counted from 1).
     """
-    found = []
+    found = _depth_problems(pattern, flag)
     for symbol in dict.fromkeys(pattern):
-        if symbol in LAYER_NAMES:
+        if symbol in LAYER_NAMES or symbol == DEPTH:
             continue
         positions = [i + 1 for i, other in enumerate(pattern) if other == symbol]
         where = f"position {positions[0]}" + (
@@ -64,3 +63,17 @@ def pattern_problems(pattern: str, flag: str = "--hybrid-layer-pattern") -> list
                 Problem(flag, repr(pattern), f"{symbol!r} at {where} is not a layer symbol", cure)
             )
     return found
+
+
+def _depth_problems(pattern: str, flag: str) -> list[Problem]:
+    """Return the problems of the parts of a pattern."""
+    main, *parts = pattern.split(DEPTH)
+    cure = f"write the same layers after each {DEPTH}, for example M*-E/*E/*E"
+    if not parts:
+        return []
+    if not main or not all(parts):
+        return [Problem(flag, repr(pattern), f"has no layer before or after a {DEPTH}", cure)]
+    if len(set(parts)) > 1:
+        rule = f"has other layers after one {DEPTH} than after another"
+        return [Problem(flag, repr(pattern), rule, cure)]
+    return []

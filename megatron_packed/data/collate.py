@@ -24,7 +24,7 @@ def collate(
     *,
     total_tokens: int,
     capacity: int | None = None,
-    scales: tuple[float, float] | None = None,
+    scales: Sequence[float] | None = None,
     max_seqlen: int | None = None,
     alignment: int = 1,
 ) -> MicroBatch:

@@ -97,8 +97,13 @@ class ContextParallel:
         """
         return x_T if self.size == 1 else self.partition.own(x_T, self.order(packed))
 
-    def valid(self, packed: PackedSeqParams) -> Tensor:
-        """Return ``(T / c,)`` bool: True for each row of this rank that is in a real document."""
+    def valid(self, packed: PackedSeqParams, depth: int = 0) -> Tensor:
+        """Return ``(T / c,)`` bool: True for each row of this rank that is in a real document.
+
+        At a depth of multi-token prediction: True for each row that reaches its token.
+        """
+        if depth:
+            return packed.tables.depths[depth - 1].rank_reaches
         prepared_T = packed.tables.rank_valid
         return self.own(packed.valid, packed) if prepared_T is None else prepared_T
 

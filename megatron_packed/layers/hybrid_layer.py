@@ -128,11 +128,24 @@ def build_norm(
     )
 
 
+def build_layers(config: ModelConfig, **options: Any) -> HybridLayers:
+    """Build all layers of the pattern: the main model, then each depth of multi-token prediction.
+
+    Args:
+        options: arguments of `build_layer` that are the same for all layers.
+    """
+    return HybridLayers(
+        build_layer(symbol, config, number=number, depth=config.depth_of_layer(number), **options)
+        for number, symbol in enumerate(config.layer_types)
+    )
+
+
 def build_layer(
     symbol: str,
     config: ModelConfig,
     *,
     number: int = 0,
+    depth: int = 0,
     rotary: Rotary | None = None,
     backends: Backends,
     tp: TensorParallel = SINGLE,
@@ -147,6 +160,7 @@ def build_layer(
         symbol: ``M`` Mamba, ``G`` gated delta net, ``*`` attention, ``-`` MLP or ``E`` MoE.
         config: sizes of the model.
         number: number of the layer in the pattern, from 0.
+        depth: depth of multi-token prediction, 0 in the main model.
         rotary: tables of the rotary embedding, shared by all attention layers, or None.
         backends: backend of each op.
         tp: tensor parallelism of this rank.
@@ -163,7 +177,7 @@ def build_layer(
     }
     options: dict[str, Any] = {"backends": backends, "tp": tp, "device": device, "dtype": dtype}
     if symbol == MOE:
-        moe = MoE(config, cp=cp, ep=ep, **options)
+        moe = MoE(config, cp=cp, ep=ep, depth=depth, **options)
         return HybridMoELayer(norm, moe, **residual)
     mixer: nn.Module
     if symbol == MAMBA:

@@ -11,6 +11,7 @@ it changes none of them. The modules differ from those of the model as follows:
   processes all tokens.
 * There is no sequence parallelism, so any number of tokens is possible.
 * Experts have no capacity, so no token is dropped.
+* There is no multi-token prediction.
 * Linear layers and norms are those of ``--transformer-impl local``.
 """
 
@@ -30,10 +31,11 @@ from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
 from megatron_packed.layers.decoding.state import CACHE_BLOCK, NextTokens
 from megatron_packed.layers.decoding.states import DecodedLayer
 from megatron_packed.layers.embedding import Embedding
-from megatron_packed.layers.hybrid_layer import HybridLayers, build_layer, build_norm
+from megatron_packed.layers.hybrid_layer import build_layers, build_norm
 from megatron_packed.layers.transformer_impl import LOCAL_NAME
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.lm_head_and_loss import scaled_logits
+from megatron_packed.models.multi_token_prediction import share_weights
 from megatron_packed.models.pack_tables import PackTables
 from megatron_packed.packed.params import PackedSeqParams
 
@@ -49,6 +51,9 @@ class DecoderModules(nn.Module):
         super().__init__()
         config = replace(
             model.config,
+            # Multi-token prediction is not used.
+            hybrid_layer_pattern=model.config.main_layers,
+            mtp_num_layers=None,
             moe_expert_capacity_factor=None,
             moe_pad_expert_input_to_capacity=False,
             moe_expert_rank_capacity_factor=None,
@@ -57,7 +62,7 @@ class DecoderModules(nn.Module):
         ep = replace(model.ep, tp=tp)
         backends = replace(model.backends, transformer_impl=LOCAL_NAME)
         num_rows = config.padded_vocab_size(model.vocab_size, tp.size)
-        # The meta device has no memory: `_share` puts the model's tensors in place.
+        # The meta device has no memory: `share_weights` puts the model's tensors in place.
         meta = torch.device("meta")
         # The copy has the same tables, and its own mode.
         rotary = copy(model.rotary)
@@ -69,19 +74,14 @@ class DecoderModules(nn.Module):
             device=meta,
             dtype=model.dtype,
         )
-        self.layers = HybridLayers(
-            build_layer(
-                symbol,
-                config,
-                number=number,
-                rotary=rotary,
-                backends=backends,
-                tp=tp,
-                ep=ep,
-                device=meta,
-                dtype=model.dtype,
-            )
-            for number, symbol in enumerate(config.layer_types)
+        self.layers = build_layers(
+            config,
+            rotary=rotary,
+            backends=backends,
+            tp=tp,
+            ep=ep,
+            device=meta,
+            dtype=model.dtype,
         )
         self.final_norm = build_norm(config, backends, meta, model.dtype, tp)
         self.pack_tables = PackTables(
@@ -96,17 +96,8 @@ class DecoderModules(nn.Module):
         self.tp = tp
         self.row_multiple = tp.size if ep.splits_tokens else 1
         """Multiple of tokens that MoE layers need: each tensor-parallel rank dispatches a part."""
-        _share(self, model)
+        share_weights(self, model)
         self.eval()
-
-
-def _share(modules: nn.Module, model: nn.Module) -> None:
-    """Give the parameters and buffers of ``model`` to the submodules with the same names."""
-    for name, module in modules.named_modules():
-        source = model.get_submodule(name)
-        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        for key, _ in tensors:
-            setattr(module, key, getattr(source, key))
 
 
 class Decoder:

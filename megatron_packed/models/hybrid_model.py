@@ -10,17 +10,16 @@ the same capacity.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import record_function
 
 from megatron_packed.config.sections.memory import MemoryConfig
 from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.distributed.differentiable import gather_last
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.overlapped_collectives import Stage
 from megatron_packed.distributed.tensor_parallel_gradients import SharedGradients
@@ -33,10 +32,8 @@ from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.layers.embedding import Embedding
 from megatron_packed.layers.hybrid_layer import (
-    HybridLayer,
-    HybridLayers,
     HybridMoELayer,
-    build_layer,
+    build_layers,
     build_norm,
 )
 from megatron_packed.layers.moe.dispatcher import ExpertBuffer
@@ -52,10 +49,12 @@ from megatron_packed.models.lm_head_and_loss import (
     Output,
     loss_shard,
     scaled_logits,
+    whole_logits,
 )
+from megatron_packed.models.multi_token_prediction import MultiTokenPrediction, depth_scales
 from megatron_packed.models.pack_tables import PackTables
 from megatron_packed.ops.cross_entropy.api import linear_cross_entropy
-from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.packed.micro_batch import FIRST_DEPTH, MicroBatch
 from megatron_packed.packed.params import PackedSeqParams
 from megatron_packed.packed.shared_tables import NO_TABLES
 
@@ -64,7 +63,9 @@ class HybridModel(nn.Module):
     """Embedding, one layer for each symbol of the pattern, final norm, output projection.
 
     Parameter names: ``embedding.weight``, ``layers.N.norm.weight``, ``layers.N.mixer.*``,
-    ``final_norm.weight``, and ``output.weight`` if the output projection is not tied.
+    ``final_norm.weight``, and ``output.weight`` if the output projection is not tied. Layers of
+    multi-token prediction follow those of the main model; ``mtp.K.*`` are the other parameters of
+    depth K + 1. With repeated layers the modules of all depths have the parameters of the first.
 
     Args:
         config: the model; its layer pattern decides which layers are built.
@@ -137,45 +138,29 @@ class HybridModel(nn.Module):
         # Positions of a document's padding continue after its last token.
         positions = max_positions + -max_positions % self.cp.partition.alignment
         self.rotary = Rotary.of(config, positions, backend=self.backends.rope, device=device)
-        self.layers = HybridLayers(self._build_layers(device))
+        parts = {"backends": self.backends, "tp": self.tp, "cp": self.cp, "dtype": dtype}
+        self.layers = build_layers(config, rotary=self.rotary, ep=self.ep, device=device, **parts)
         self.final_norm = build_norm(config, self.backends, device, dtype, self.tp)
+        self.mtp = MultiTokenPrediction(config, self.layers, device=device, **parts)
         self.output: Output | None = None
         if config.untie_embeddings_and_output_weights:
             self.output = Output(num_rows, config.hidden_size, **options)
-        self.pack_tables = self._build_pack_tables()
+        self.pack_tables = PackTables(
+            config, rotary=self.rotary, max_positions=max_positions, **parts
+        )
         self.moe_layers = [layer for layer in self.layers if isinstance(layer, HybridMoELayer)]
         self.register_buffer("_no_aux_loss", torch.zeros((), device=device), persistent=False)
         self.register_buffer("_no_overflow", torch.zeros((), device=device), persistent=False)
         self.register_buffer("_no_counts", torch.zeros(0, 0, device=device), persistent=False)
-        self.vocab_shard = loss_shard(self.embedding, num_rows, self.tp)
+        self._cross_entropy = partial(
+            linear_cross_entropy,
+            vocab_size=vocab_size,
+            logits_scaling=config.logits_scaling,
+            shard=loss_shard(self.embedding, num_rows, self.tp),
+            backend=self.backends.cross_entropy,
+        )
         initialize(self, config, seed, tp_rank=self.tp.rank, tp_size=self.tp.size)
         apply_memory(self.layers, config.layer_types, self.memory, self.offload)
-
-    def _build_layers(self, device: torch.device | str) -> Iterator[HybridLayer]:
-        for number, symbol in enumerate(self.config.layer_types):
-            yield build_layer(
-                symbol,
-                self.config,
-                number=number,
-                rotary=self.rotary,
-                backends=self.backends,
-                tp=self.tp,
-                cp=self.cp,
-                ep=self.ep,
-                device=device,
-                dtype=self.dtype,
-            )
-
-    def _build_pack_tables(self) -> PackTables:
-        return PackTables(
-            self.config,
-            tp=self.tp,
-            cp=self.cp,
-            backends=self.backends,
-            rotary=self.rotary,
-            max_positions=self.max_positions,
-            dtype=self.dtype,
-        )
 
     def sharded_parameters(self) -> dict[str, ShardedParameter]:
         """Return every parameter by name, with its full shape and this rank's part of it."""
@@ -195,12 +180,13 @@ class HybridModel(nn.Module):
     def stages(self) -> list[Stage]:
         """Modules that the hidden state passes through, in order, each with the parameters it uses.
 
-        The last stage is the final norm; it also has the output projection.
+        The final norms also have the output projection.
         """
-        before = [self.embedding, *self.layers]
+        main = [self.layers[number] for number in self.config.layers_of_depth(0)]
         return [
-            *(Stage(module, list(module.parameters())) for module in before),
+            *(Stage(module, list(module.parameters())) for module in (self.embedding, *main)),
             Stage(self.final_norm, [*self.final_norm.parameters(), self.output_weight]),
+            *self.mtp.stages(self.embedding.weight, self.output_weight),
         ]
 
     @property
@@ -255,10 +241,23 @@ class HybridModel(nn.Module):
                 and in the result.
         """
         hidden_TD = self.embedding(tokens_T)
-        hidden_TD, reports = self.layers(hidden_TD, packed)
+        hidden_TD, reports = self.layers(hidden_TD, packed, self.config.layers_of_depth(0))
         return self.final_norm(hidden_TD), reports
 
-    def forward(self, micro_batch: MicroBatch, *, grad_scale: Tensor | None = None) -> HybridOutput:
+    def _loss_sum(
+        self, hidden_TD: Tensor, labels_T: Tensor, loss_mask_T: Tensor, grad_scale: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the summed cross-entropy, and that of each token. See `linear_cross_entropy`."""
+        inputs = (self.tp.enter(hidden_TD), self.output_weight, labels_T, loss_mask_T)
+        return self._cross_entropy(*inputs, grad_scale=grad_scale)
+
+    def forward(
+        self,
+        micro_batch: MicroBatch,
+        *,
+        grad_scale: Tensor | None = None,
+        depth_grad_scales: Sequence[Tensor] = (),
+    ) -> HybridOutput:
         """Return the losses of one pack.
 
         ``loss``, ``loss_sum`` and ``aux_loss`` may be scaled, summed and combined before
@@ -268,27 +267,20 @@ class HybridModel(nn.Module):
         Args:
             grad_scale: gradient that ``loss_sum`` will receive from upstream in the backward pass;
                 see `linear_cross_entropy`.
+            depth_grad_scales: the same for each of ``depth_loss_sums``.
         """
         packed = self.prepare(micro_batch.packed)
-        tokens_T, labels_T = micro_batch.tokens, micro_batch.labels
-        loss_mask_T = micro_batch.loss_mask
-        if self.cp.size > 1:
-            tokens_T, labels_T, loss_mask_T = (
-                self.cp.own(x_T, packed) for x_T in (tokens_T, labels_T, loss_mask_T)
-            )
+        whole = (micro_batch.tokens, micro_batch.labels, micro_batch.loss_mask)
+        tokens_T, labels_T, loss_mask_T = (self.cp.own(x_T, packed) for x_T in whole)
         hidden_TD, reports = self.hidden_states(tokens_T, packed)
-        loss_sum, per_token_loss_T = linear_cross_entropy(
-            self.tp.enter(hidden_TD),
-            self.output_weight,
-            labels_T,
-            loss_mask_T,
-            vocab_size=self.vocab_size,
-            logits_scaling=self.config.logits_scaling,
-            grad_scale=grad_scale,
-            shard=self.vocab_shard,
-            backend=self.backends.cross_entropy,
-        )
-        loss_scale, aux_scale = micro_batch.scales.unbind()
+        loss_sum, per_token_loss_T = self._loss_sum(hidden_TD, labels_T, loss_mask_T, grad_scale)
+        loss_scale, aux_scale = micro_batch.scales[:FIRST_DEPTH].unbind()
+        depth_losses: list[Tensor] = []
+        if self.training and self.mtp:
+            depth_losses, found = self.mtp.losses(
+                hidden_TD, whole, packed, self.embedding, self._loss_sum, depth_grad_scales
+            )
+            reports += found
         loss, aux_loss, counts = loss_sum * loss_scale, self._no_aux_loss, self._no_counts
         dropped, overflow = self._no_counts.view(-1), self._no_overflow
         if reports:
@@ -300,7 +292,10 @@ class HybridModel(nn.Module):
         if reports and self.training:
             aux_loss = torch.stack([report.aux_loss for report in reports]).sum()
             loss = loss + aux_loss * aux_scale
-        return HybridOutput(loss, loss_sum, aux_loss, per_token_loss_T, counts, dropped, overflow)
+        for depth_loss, scale in zip(depth_losses, depth_scales(micro_batch, self.config)):
+            loss = loss + depth_loss * scale
+        results = (loss, loss_sum, aux_loss, per_token_loss_T, counts, dropped, overflow)
+        return HybridOutput(*results, tuple(depth_losses))
 
     def forward_backward(self, micro_batch: MicroBatch) -> HybridOutput:
         """Run forward and backward of one pack, and add the gradients of ``loss``.
@@ -313,18 +308,21 @@ class HybridModel(nn.Module):
         """
         # Give the scale the dtype of the loss. Otherwise autograd would convert the upstream
         # gradient and pass on another tensor than ``grad_scale``.
-        loss_scale, aux_scale = micro_batch.scales.to(
-            torch.promote_types(self.dtype, torch.float32)
-        ).unbind()
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        loss_scale, aux_scale = micro_batch.scales[:FIRST_DEPTH].to(dtype).unbind()
+        depths = [scale.to(dtype) for scale in depth_scales(micro_batch, self.config)]
+        depths = depths if self.training else []
         with record_function("forward"):
-            output: HybridOutput = self(micro_batch, grad_scale=loss_scale)
+            output: HybridOutput = self(
+                micro_batch, grad_scale=loss_scale, depth_grad_scales=depths
+            )
         with record_function("backward"):
-            losses, scales = [output.loss_sum], [loss_scale]
+            losses, scales = [output.loss_sum, *output.depth_loss_sums], [loss_scale, *depths]
             if output.aux_loss.requires_grad:
                 losses.append(output.aux_loss)
                 scales.append(aux_scale)
             torch.autograd.backward(losses, scales)
-        return HybridOutput(*(value.detach() for value in output))
+        return output.detached()
 
     def logits(self, tokens_T: Tensor, packed: PackedSeqParams) -> Tensor:
         """Return ``(T, V)`` float32 logits of all tokens, for evaluation and tests.
@@ -340,12 +338,8 @@ class HybridModel(nn.Module):
                 "text and to evaluate logits (a checkpoint loads into any layout)."
             )
         hidden_TD, _ = self.hidden_states(tokens_T, self.prepare(packed))
-        if self.tp.group is None:
-            logits_TV = F.linear(hidden_TD, self.output_weight[: self.vocab_size])
-        else:
-            own_TV = F.linear(self.tp.enter(hidden_TD), self.output_weight)
-            logits_TV = gather_last(own_TV, self.tp.group)
-        return scaled_logits(logits_TV[:, : self.vocab_size].float(), self.config)
+        logits_TV = whole_logits(hidden_TD, self.output_weight, self.tp, self.vocab_size)
+        return scaled_logits(logits_TV, self.config)
 
     def expert_buffer(self, total_tokens: int) -> ExpertBuffer | None:
         """Return the sizes of the static buffer for rows of experts; None without such a buffer.
@@ -397,4 +391,5 @@ class HybridModel(nn.Module):
         biases = [layer.mixer.router.expert_bias for layer in self.moe_layers]
         if biases and biases[0] is not None:
             counts_LE = tokens_per_expert.view(len(biases), -1)
+            biases, counts_LE = self.mtp.joined_counts(biases, counts_LE)
             update_expert_bias(biases, counts_LE, self.config.moe_router_bias_update_rate, skip)

@@ -8,10 +8,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.collectives import all_reduce_max, all_reduce_sum
+from megatron_packed.distributed.differentiable import gather_last
 from megatron_packed.distributed.tensor_parallel_shards import set_shard
 from megatron_packed.layers.embedding import Embedding, vocab_shard
 from megatron_packed.layers.parameters import new_parameter
@@ -27,8 +29,8 @@ class HybridOutput(NamedTuple):
     """
 
     loss: Tensor
-    """0-d float32, differentiable: ``loss_sum * scales[0] + aux_loss * scales[1]``. It is this
-    pack's share of the loss of the step.
+    """0-d float32, differentiable: ``loss_sum * scales[0] + aux_loss * scales[1]``, and the weighted
+    loss of each depth. It is this pack's share of the loss of the step.
     """
     loss_sum: Tensor
     """0-d float32, differentiable: cross-entropy in nats, summed over the target tokens."""
@@ -48,6 +50,17 @@ class HybridOutput(NamedTuple):
     """0-d float32: above 0 if an expert buffer was too small, which makes all other results wrong.
     The same on all ranks that share experts or the pack. See `HybridModel.full_expert_buffers`.
     """
+    depth_loss_sums: tuple[Tensor, ...] = ()
+    """0-d float32 of each depth of multi-token prediction, differentiable: cross-entropy, summed
+    over the depth's targets. Empty outside training.
+    """
+
+    def detached(self) -> HybridOutput:
+        """Return the same values without gradients."""
+        *values, depths = self
+        return HybridOutput(
+            *(value.detach() for value in values), tuple(loss.detach() for loss in depths)
+        )
 
 
 class Output(nn.Module):
@@ -68,6 +81,15 @@ class Output(nn.Module):
         self.weight = set_shard(
             new_parameter(rows.local_length, hidden_size, device=device, dtype=dtype), rows
         )
+
+
+def whole_logits(hidden_TD: Tensor, weight: Tensor, tp: TensorParallel, vocab_size: int) -> Tensor:
+    """Return ``(T, V)`` float32 logits of the complete vocabulary, on all tensor-parallel ranks."""
+    if tp.group is None:
+        logits_TV = F.linear(hidden_TD, weight[:vocab_size])
+    else:
+        logits_TV = gather_last(F.linear(tp.enter(hidden_TD), weight), tp.group)
+    return logits_TV[:, :vocab_size].float()
 
 
 def scaled_logits(logits_TV: Tensor, config: ModelConfig) -> Tensor:

@@ -16,9 +16,11 @@ from megatron_packed.layers.moe.layer import count_valid
 from megatron_packed.layers.tensor_parallel import TensorParallel
 from megatron_packed.ops.gated_delta_rule.tables import build_tables as build_delta_rule_tables
 from megatron_packed.ops.varlen_attention.api import prepare_tables
+from megatron_packed.packed.later_tokens import reaches
 from megatron_packed.packed.params import PackedSeqParams
 from megatron_packed.packed.shared_tables import (
     AttentionTables,
+    DepthTables,
     RankOrder,
     Samples,
     SharedTables,
@@ -55,6 +57,7 @@ class PackTables:
         self.sample_shape: tuple[int, int] | None = None
         """Samples of a pack and slots of a sample, if experts are balanced in each sample."""
         self.windows = config.attention_windows
+        self.depths = range(1, config.mtp_depths + 1)
         self.has_experts = MOE in config.layer_types
         self.has_delta_rule = GATED_DELTA_NET in config.layer_types
         self.attended_heads: tuple[int, int] | None = None
@@ -95,18 +98,30 @@ class PackTables:
             attention=self._attention_tables(packed),
             rope_position_ids=positions_T,
             num_valid=count_valid(packed) if self.has_experts else None,
-            samples=self._samples(packed, order, *self.sample_shape) if self.sample_shape else None,
+            samples=self._samples(packed.valid, order, *self.sample_shape)
+            if self.sample_shape
+            else None,
             delta_rule=self._delta_rule_tables(packed) if self.has_delta_rule else None,
+            depths=tuple(self._at_depth(packed, order, depth) for depth in self.depths),
         )
 
-    def _samples(
-        self, packed: PackedSeqParams, order: RankOrder | None, count: int, slots: int
-    ) -> Samples:
+    def _at_depth(
+        self, packed: PackedSeqParams, order: RankOrder | None, depth: int
+    ) -> DepthTables:
+        """Return the tables of one depth of multi-token prediction."""
+        reaches_T = reaches(packed, depth)
+        count = reaches_T.sum(dtype=torch.float32).clamp(min=1) if self.has_experts else None
+        samples = None
+        if self.sample_shape:
+            samples = self._samples(reaches_T, order, *self.sample_shape)
+        return DepthTables(reaches_T, self.partition.own(reaches_T, order), count, samples)
+
+    def _samples(self, valid_T: Tensor, order: RankOrder | None, count: int, slots: int) -> Samples:
         """Return the samples of the pack; real tokens before a token decide on its sample."""
-        before_T = packed.valid.cumsum(0) - packed.valid.long()
+        before_T = valid_T.cumsum(0) - valid_T.long()
         sample_T = (before_T // slots).clamp(max=count - 1)
         begin_B = slots * torch.arange(count, device=sample_T.device)
-        num_valid_B = (packed.valid.sum() - begin_B).clamp(min=1, max=slots).float()
+        num_valid_B = (valid_T.sum() - begin_B).clamp(min=1, max=slots).float()
         return Samples(self.partition.own(sample_T, order), num_valid_B)
 
     @staticmethod

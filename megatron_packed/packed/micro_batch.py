@@ -35,6 +35,11 @@ from megatron_packed.packed.params import (
 NO_LABEL = 0
 """Label of a slot without a target: a valid token number, so that kernels can index with it."""
 
+FIRST_DEPTH = 2
+"""Entry of ``scales`` for the first depth of multi-token prediction."""
+NUM_SCALES = 16
+"""Entries of ``scales``; a constant, so that the layout of a micro-batch depends on T and N only."""
+
 IGNORED_BY_HUGGING_FACE = -100
 """Label of a token that is not a target, in Hugging Face's models and in torch's cross-entropy."""
 
@@ -74,7 +79,7 @@ def _buffer_layout(total_tokens: int, capacity: int) -> BufferLayout:
             ("tokens", torch.int32, (total_tokens,)),
             ("labels", torch.int32, (total_tokens,)),
             ("loss_mask", torch.float32, (total_tokens,)),
-            ("scales", torch.float32, (2,)),
+            ("scales", torch.float32, (NUM_SCALES,)),
             *packed_fields(total_tokens, capacity),
         ]
     )
@@ -95,8 +100,9 @@ class MicroBatch:
     """``(T,)`` float32, 1 for slots with a target, else 0."""
     packed: PackedSeqParams
     scales: Tensor
-    """``(2,)`` float32 factors of the summed losses: 1 / number of target tokens, and 1 / number of
-    non-empty packs. In training both numbers count the complete step.
+    """``(16,)`` float32 factors of the summed losses: 1 / number of target tokens, and 1 / number of
+    non-empty packs. Then 1 / number of targets of each depth of multi-token prediction. In training
+    the numbers count the complete step.
     """
     num_real_tokens: int
     """Number of tokens of real documents, on the host."""
@@ -109,7 +115,7 @@ class MicroBatch:
         documents: Sequence[Document | tuple[NDArray[np.integer], NDArray[np.integer] | None]],
         total_tokens: int,
         capacity: int | None = None,
-        scales: tuple[float, float] | None = None,
+        scales: Sequence[float] | None = None,
         max_seqlen: int | None = None,
         alignment: int = 1,
         vocab_size: int | None = None,
@@ -122,8 +128,8 @@ class MicroBatch:
             documents: documents, or pairs of tokens and target mask.
             total_tokens: number of slots, T.
             capacity: capacity in real documents; None for the number of ``documents``.
-            scales: values of the field ``scales``; None for those of this pack only, so that its
-                loss is a mean over its targets.
+            scales: first values of the field ``scales``; None for those of this pack only, so that
+                each loss is a mean over its targets.
             max_seqlen: upper bound of the longest row; None for the exact value.
             alignment: documents begin and end at multiples of this number of slots; unused slots of
                 a document are padding.
@@ -142,9 +148,9 @@ class MicroBatch:
         write_packed(views, cu_seqlens, as_lengths(lengths))
         _write_documents(views, documents, cu_seqlens, vocab_size)
         num_target_tokens = int(np.count_nonzero(views["loss_mask"].numpy()))
-        views["scales"].numpy()[:] = (
-            (1 / max(num_target_tokens, 1), 1.0) if scales is None else scales
-        )
+        if scales is None:
+            scales = _own_scales(views)
+        views["scales"].numpy()[: len(scales)] = scales
         return cls._from_buffer(
             buffer,
             layout,
@@ -292,6 +298,17 @@ def _write_documents(
     if tokens_T.min() < 0 or (vocab_size is not None and tokens_T.max() >= vocab_size):
         for number, (given, _) in enumerate(documents):
             _check_tokens(number, np.asarray(given), vocab_size)
+
+
+def _own_scales(views: dict[str, Tensor]) -> list[float]:
+    """Return the scales of a pack alone.
+
+    A target of depth k is a target of the main model that is at least k slots into its document.
+    """
+    positions = views["position_ids"].numpy()[views["loss_mask"].numpy() != 0]
+    own = [np.count_nonzero(positions >= depth) for depth in range(NUM_SCALES - FIRST_DEPTH + 1)]
+    main, *depths = (1 / max(int(count), 1) for count in own)
+    return [main, 1.0, *depths]
 
 
 def _check_tokens(number: int, tokens: NDArray[Any], vocab_size: int | None) -> None:

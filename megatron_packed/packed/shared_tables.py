@@ -47,6 +47,19 @@ class Samples(NamedTuple):
     """``(B,)`` float32, number of real tokens of each sample on all ranks, at least 1."""
 
 
+class DepthTables(NamedTuple):
+    """Tables of one depth of multi-token prediction. See `later_tokens.py`."""
+
+    reaches_T: Tensor
+    """``(T,)`` bool: True if the slot has a token at this depth."""
+    rank_reaches: Tensor
+    """``(T / c,)`` bool, ``reaches_T`` of this context-parallel rank's rows."""
+    num_valid: Tensor | None
+    """0-d float32, number of slots that reach their token, at least 1; None without routers."""
+    samples: Samples | None
+    """Samples for ``seq_aux_loss``, which count only slots that reach their token."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SharedTables:
     """Tensors that are computed from the metadata of one pack.
@@ -69,6 +82,8 @@ class SharedTables:
     """Samples of the pack; None if the pack is one sample, or if no loss is computed per sample."""
     delta_rule: tuple[Tensor, ...] | None = None
     """Chunks of the documents, int32; a `DeltaRuleTables` of ``ops.gated_delta_rule.tables``."""
+    depths: tuple[DepthTables, ...] = ()
+    """Tables of depths 1, 2, ... of multi-token prediction; empty without it."""
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return all tensors."""
@@ -80,7 +95,17 @@ class SharedTables:
             *(self.delta_rule or ()),
             *(self.samples or ()),
         )
-        return (*several, *(x for x in alone if x is not None))
+        of_depths = (
+            tensor
+            for depth in self.depths
+            for tensor in (*depth[:3], *(depth.samples or ()))
+            if tensor is not None
+        )
+        return (*several, *(x for x in alone if x is not None), *of_depths)
+
+    def samples_at(self, depth: int) -> Samples | None:
+        """Return the samples of the main model (depth 0) or of a depth."""
+        return self.depths[depth - 1].samples if depth else self.samples
 
 
 NO_TABLES = SharedTables()

@@ -20,7 +20,7 @@ from megatron_packed.data.packing.packer import Packer
 from megatron_packed.data.packing.packing_report import PackingReport
 from megatron_packed.data.packing.pieces import Pieces, TargetCounts
 from megatron_packed.data.packing.rank_balance import BY_TOKENS, PackCost
-from megatron_packed.data.packing.token_accounting import cut_documents
+from megatron_packed.data.packing.token_accounting import cut_documents, targets_at_depth
 from megatron_packed.data.source_blend import SourceBlend
 from megatron_packed.models.flops import FlopCounter
 from megatron_packed.packed.capture_sizes import CaptureSizes, choose_capacities
@@ -123,6 +123,10 @@ def plan_training(
         cost=cost,
         blend=_blend(config, dataset, pieces),
         ramp=config.packing.batch_ramp,
+        depth_targets=[
+            targets_at_depth(dataset, pieces, targets, depth)
+            for depth in range(1, config.model.mtp_depths + 1)
+        ],
         show_progress=show_progress,
     )
     room = room_of(to_dict(config)) if resumed is None else resumed.room

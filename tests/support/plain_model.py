@@ -18,8 +18,24 @@ def plain_logits(parameters, config, tokens, vocab_size, expert_biases=()):
         expert_biases: one for each E layer whose router has a bias.
     """
     expert_biases = list(expert_biases)
-    hidden = parameters["embedding.weight"][tokens] * (config.embedding_multiplier or 1)
-    for number, symbol in enumerate(config.layer_types):
+    hidden = embedded(parameters, config, tokens)
+    hidden = stack(hidden, parameters, config, range(config.num_layers), expert_biases)
+    return head(norm(hidden, parameters, "final_norm", config), parameters, config, vocab_size)
+
+
+def embedded(parameters, config, tokens):
+    return parameters["embedding.weight"][tokens] * (config.embedding_multiplier or 1)
+
+
+def head(hidden, parameters, config, vocab_size):
+    weight = parameters.get("output.weight", parameters["embedding.weight"])
+    return hidden @ weight[:vocab_size].T / (config.logits_scaling or 1)
+
+
+def stack(hidden, parameters, config, numbers, expert_biases):
+    """Return the hidden state after some layers. Biases of their E layers are removed."""
+    for number in numbers:
+        symbol = config.layer_types[number]
         prefix = f"layers.{number}."
         layer = {
             name.removeprefix(prefix): p
@@ -46,9 +62,67 @@ def plain_logits(parameters, config, tokens, vocab_size, expert_biases=()):
         if after:
             update = norm(update, layer, "norm", config)
         hidden = hidden + update * (config.residual_multiplier or 1)
+    return hidden
+
+
+def depth_losses(parameters, config, tokens, mask, vocab_size, expert_biases=()):
+    """Return the summed losses of one document at each depth of multi-token prediction.
+
+    Depth k runs only on the positions whose token k tokens ahead is in the document.
+    """
+    biases = list(expert_biases)
+    hidden = embedded(parameters, config, tokens)
+    hidden = stack(hidden, parameters, config, range(config.num_layers), biases)
     hidden = norm(hidden, parameters, "final_norm", config)
-    weight = parameters.get("output.weight", parameters["embedding.weight"])
-    return hidden @ weight[:vocab_size].T / (config.logits_scaling or 1)
+    found, main = [], config.num_layers
+    for depth in range(1, config.mtp_depths + 1):
+        if len(tokens) <= depth:
+            found.append(hidden.new_zeros(()))
+            continue
+        stored = 0 if config.mtp_use_repeated_layer else depth - 1
+        p = {
+            name.removeprefix(f"mtp.{stored}."): value
+            for name, value in parameters.items()
+            if name.startswith(f"mtp.{stored}.")
+        }
+        e = norm(embedded(parameters, config, tokens[depth:]), p, "enorm", config)
+        h = norm(hidden[: len(tokens) - depth], p, "hnorm", config)
+        hidden = torch.cat([e, h], dim=-1) @ p["eh_proj.weight"].T
+        first = main + stored * len(config.mtp_layers)
+        numbers = range(first, first + len(config.mtp_layers))
+        used = list(biases[: config.mtp_layers.count("E")])
+        hidden = stack(hidden, parameters, config, numbers, used)
+        if not config.mtp_use_repeated_layer:
+            biases = biases[config.mtp_layers.count("E") :]
+        hidden = norm(hidden, p, "final_norm", config)
+        logits = head(hidden[:-1], parameters, config, vocab_size)
+        loss = F.cross_entropy(logits, tokens[depth + 1 :], reduction="none")
+        found.append((loss * mask[depth + 1 :]).sum())
+    return found
+
+
+def run_plain_depths(model, documents, vocab_size):
+    """Return ([main loss, loss of each depth], gradients of the total loss) in float64.
+
+    Each loss is a mean over its own targets of all documents.
+    """
+    parameters = {n: p.detach().double().requires_grad_() for n, p in model.named_parameters()}
+    biases = [layer.mixer.router.expert_bias for layer in model.moe_layers]
+    biases = [] if None in biases else [bias.double() for bias in biases]
+    config, depths = model.config, model.config.mtp_depths
+    sums, counts = [0.0] * (depths + 1), [0] * (depths + 1)
+    for tokens, mask in documents:
+        tokens, mask = torch.as_tensor(tokens), torch.as_tensor(mask)
+        logits = plain_logits(parameters, config, tokens, vocab_size, biases)
+        main = F.cross_entropy(logits[:-1], tokens[1:], reduction="none") * mask[1:]
+        later = depth_losses(parameters, config, tokens, mask, vocab_size, biases)
+        sums = [total + loss for total, loss in zip(sums, [main.sum(), *later])]
+        counts = [n + int(mask[1 + depth :].sum()) for depth, n in enumerate(counts)]
+    losses = [total / max(count, 1) for total, count in zip(sums, counts)]
+    (losses[0] + config.mtp_loss_scaling_factor / depths * sum(losses[1:])).backward()
+    return [float(loss.detach()) for loss in losses], {
+        n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in parameters.items()
+    }
 
 
 def norm(x, p, name, config):

@@ -19,14 +19,9 @@ MODEL: tuple[RefusedFlags, ...] = (
         ("--linear-cp-mode",),
     ),
     RefusedFlags(
-        "multi-token prediction is not supported",
-        "train the next token only; multi-token prediction needs Megatron-LM",
-        (
-            "--mtp-num-layers",
-            "--mtp-hybrid-override-pattern",
-            "--mtp-use-repeated-layer",
-            "--mtp-loss-scaling-factor",
-        ),
+        "only the layer pattern sets the layers of multi-token prediction",
+        "write them after a / in --hybrid-layer-pattern, once for each depth, as in M*ME/*E/*E",
+        ("--mtp-hybrid-override-pattern",),
     ),
     RefusedFlags(
         "only the layer pattern sets the order and number of layers",

@@ -131,8 +131,8 @@ VARIANTS: tuple[RefusedFlags, ...] = (
         ),
     ),
     RefusedFlags(
-        "multi-token prediction is not supported, and would change the loss",
-        "train the next token only; multi-token prediction needs Megatron-LM",
+        "this kind of multi-token prediction is not supported, and would change the loss",
+        "leave it out: all weights learn from the losses of all depths",
         (
             "--freeze-base-for-mtp",
             "--mtp-detach-heads",

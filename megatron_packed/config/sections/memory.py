@@ -247,7 +247,7 @@ def recompute_rules(
     if sound(
         "model.hybrid_layer_pattern", "memory.recompute_num_layers", "memory.recompute_modules"
     ):
-        yield from _pattern_rules(memory, model.hybrid_layer_pattern)
+        yield from _pattern_rules(memory, "".join(model.layer_types))
     if sound(
         "cuda_graph.cuda_graph_impl",
         "cuda_graph.cuda_graph_modules",

@@ -20,6 +20,7 @@ from megatron_packed.config.sections.model_parts.attention import AttentionOptio
 from megatron_packed.config.sections.model_parts.experts import ExpertOptions
 from megatron_packed.config.sections.model_parts.gated_delta_net import GatedDeltaNetOptions
 from megatron_packed.config.sections.model_parts.mamba import MambaOptions
+from megatron_packed.config.sections.model_parts.multi_token_prediction import MultiTokenOptions
 from megatron_packed.config.sections.model_parts.multipliers import MultiplierOptions
 
 OUTPUT = "embedding and output"
@@ -27,6 +28,7 @@ OUTPUT = "embedding and output"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(  # dataclass fields follow the bases from right to left
+    MultiTokenOptions,
     MultiplierOptions,
     ExpertOptions,
     GatedDeltaNetOptions,
@@ -110,6 +112,7 @@ class ModelConfig(  # dataclass fields follow the bases from right to left
     def rules(self, sound: Sound) -> Iterator[Problem]:
         if sound("hybrid_layer_pattern"):
             yield from pattern_problems(self.hybrid_layer_pattern)
+            yield from self.multi_token_rules(sound, self.mtp_depths)
         known = sound("hybrid_layer_pattern")
         symbols = set(self.hybrid_layer_pattern) if known else set()
         if ATTENTION in symbols or (not known and self.num_attention_heads):

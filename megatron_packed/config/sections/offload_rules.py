@@ -94,7 +94,7 @@ def offload_rules(
         "memory.recompute_modules",
     ):
         for module in memory.offloaded_modules:
-            yield from _module_rules(module, memory, model.hybrid_layer_pattern)
+            yield from _module_rules(module, memory, "".join(model.layer_types))
 
 
 def _module_rules(module: str, memory: MemoryConfig, pattern: str) -> Iterator[Problem]:

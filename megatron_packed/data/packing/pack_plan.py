@@ -51,6 +51,8 @@ class PackPlan:
             run that resumes in a later epoch does not pack the earlier epochs again. The argument
             does not change the packs.
         show_progress: show a progress bar while the main thread waits for packing.
+        depth_targets: for each depth of multi-token prediction, the targets of each piece
+            (`token_accounting.targets_at_depth`).
     Raises:
         ValueError: there are no pieces, the numbers of pieces and target counts differ, or P is
             not divisible by dp_size.
@@ -70,9 +72,12 @@ class PackPlan:
         ramp: BatchRamp | None = None,
         epoch_starts: Sequence[int] = (0,),
         show_progress: bool = False,
+        depth_targets: Sequence[NDArray[np.integer]] = (),
     ) -> None:
         check_ranks(packs_per_step, dp_size)
-        self._table = PieceTable(pieces, targets, packer, seed, cost, blend, show_progress)
+        self._table = PieceTable(
+            pieces, targets, packer, seed, cost, blend, show_progress, depth_targets
+        )
         self.packs_per_step = packs_per_step
         self.dp_size = dp_size
         self._starts = list(epoch_starts)
@@ -241,6 +246,7 @@ class PackPlan:
             blend=table.blend,
             ramp=self._ramp,
             show_progress=table.show_progress,
+            depth_targets=table.depth_targets,
         )
         with self._lock:
             first = self._epochs.get(0)

@@ -51,18 +51,18 @@ class StepPlan:
     """
     dp_imbalance: float = 1.0
     """Estimated work of the busiest data-parallel rank over the mean of all ranks."""
+    depth_targets: tuple[int, ...] = ()
+    """Targets of the step at each depth of multi-token prediction, over all ranks."""
 
     @property
-    def scales(self) -> tuple[float, float]:
-        """Factors of a micro-batch's loss sum and of its auxiliary loss.
+    def scales(self) -> tuple[float, ...]:
+        """Factors of a micro-batch's loss sum, of its auxiliary loss, and of the loss of each depth.
 
-        The factors are ``1 / global_targets`` and ``1 / global_packs``; a factor is 0 if its count
-        is 0.
+        The factors are 1 over ``global_targets``, ``global_packs`` and each of ``depth_targets``; a
+        factor is 0 if its count is 0.
         """
-        return (
-            1.0 / self.global_targets if self.global_targets else 0.0,
-            1.0 / self.global_packs if self.global_packs else 0.0,
-        )
+        counts = (self.global_targets, self.global_packs, *self.depth_targets)
+        return tuple(1.0 / count if count else 0.0 for count in counts)
 
 
 class PieceTable:
@@ -77,6 +77,7 @@ class PieceTable:
         cost: PackCost,
         blend: SourceBlend | None,
         show_progress: bool = False,
+        depth_targets: Sequence[NDArray[np.integer]] = (),
     ) -> None:
         if len(targets) != len(pieces):
             raise ValueError(
@@ -88,6 +89,7 @@ class PieceTable:
             )
         self.pieces = pieces
         self.targets = np.asarray(targets, dtype=np.int64)
+        self.depth_targets = depth_targets
         self.squares = pieces.length**2
         self.cost = cost
         self.packer = packer
@@ -153,6 +155,10 @@ class PieceTable:
             global_tokens=int(tokens.sum()),
             max_documents=max(numbers.size for numbers in packs),
             dp_imbalance=float(imbalance_S[0]),
+            depth_targets=tuple(
+                sum(int(targets[numbers].sum()) for numbers in packs)
+                for targets in self.depth_targets
+            ),
         )
 
 

@@ -68,3 +68,18 @@ def _account(
     )
     assert counts.targets_in == accounted, counts
     return counts
+
+
+def targets_at_depth(
+    documents: Documents, pieces: Pieces, targets: NDArray[np.integer], depth: int
+) -> NDArray[np.int64]:
+    """Return the targets of each piece at a depth of multi-token prediction, ``(S,)``.
+
+    These are the targets of the piece except those among its first ``depth + 1`` tokens, as no
+    token of the piece is ``depth + 1`` tokens before them. Only these tokens are read.
+
+    Args:
+        targets: ``(S,)`` targets of each piece.
+    """
+    first = np.minimum(pieces.length, depth + 1)
+    return np.asarray(targets) - documents.count_targets(pieces.document, pieces.start, first)

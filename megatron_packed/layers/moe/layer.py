@@ -71,12 +71,14 @@ class MoEOutput(NamedTuple):
         return MoEReport(*self[1:])
 
 
-def count_valid(packed: PackedSeqParams) -> Tensor:
+def count_valid(packed: PackedSeqParams, depth: int = 0) -> Tensor:
     """Return the number of the pack's real tokens as a 0-d float32 tensor on the device.
 
-    The number is at least 1, because losses are divided by it.
+    At a depth of multi-token prediction, count the slots that reach their token. The number is at
+    least 1, because losses are divided by it.
     """
-    prepared = packed.tables.num_valid
+    tables = packed.tables
+    prepared = tables.depths[depth - 1].num_valid if depth else tables.num_valid
     return packed.valid.sum(dtype=torch.float32).clamp(min=1) if prepared is None else prepared
 
 
@@ -93,6 +95,8 @@ class MoE(nn.Module):
         tp: tensor parallelism of this rank.
         cp: context parallelism of this rank.
         ep: expert parallelism of this rank; by default this rank has all experts.
+        depth: depth of multi-token prediction, 0 in the main model. Slots that do not reach their
+            token at this depth are routed nowhere and counted nowhere.
         device: device of the parameters.
         dtype: dtype of the parameters.
     """
@@ -105,11 +109,13 @@ class MoE(nn.Module):
         tp: TensorParallel = SINGLE,
         cp: ContextParallel = ALL_ROWS,
         ep: ExpertParallel | None = None,
+        depth: int = 0,
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.config = config
+        self.depth = depth
         self.tp = tp
         self.cp = cp
         self.ep = ep or ExpertParallel(tp=tp)
@@ -171,7 +177,7 @@ class MoE(nn.Module):
 
     def forward(self, x_TD: Tensor, packed: PackedSeqParams) -> MoEOutput:
         own_TD = self.ep.enter(x_TD)
-        valid_T = self.cp.valid(packed)
+        valid_T = self.cp.valid(packed, self.depth)
         routing = self.router(own_TD, packed)
         routed_TL = own_TD if self.fc1_latent_proj is None else self.fc1_latent_proj(own_TD)
         ids_TK, dropped = self._destinations(routing, valid_T)
@@ -227,8 +233,8 @@ class MoE(nn.Module):
             logits_TE,
             chosen_TE,
             valid_T,
-            count_valid(packed),
-            samples=packed.tables.samples,
+            count_valid(packed, self.depth),
+            samples=packed.tables.samples_at(self.depth),
             cp=self.cp,
         )
         return self.tp.counted_once(loss)

@@ -171,17 +171,19 @@ class AttentionOptions(StackOptions):
         Returns:
             None without a window: a token then sees its document up to itself.
         """
-        if self.window_size is None or self.hybrid_layer_pattern[layer_number] != ATTENTION:
+        if self.window_size is None or self.layer_types[layer_number] != ATTENTION:
             return None
         layers = windowed_layers(self.window_attn_skip_freq, self.num_layers)
-        return window_sides(self.window_size)[0] + 1 if layers[layer_number] else None
+        # As in Megatron, the layers of a depth are numbered from 0 again.
+        windowed = layers[self.number_in_part(layer_number) % len(layers)]
+        return window_sides(self.window_size)[0] + 1 if windowed else None
 
     @property
     def attention_windows(self) -> tuple[int | None, ...]:
         """Windows of the ``*`` layers in the order of the layers, each once."""
         windows = (
             self.window_of(number)
-            for number, symbol in enumerate(self.hybrid_layer_pattern)
+            for number, symbol in enumerate(self.layer_types)
             if symbol == ATTENTION
         )
         return tuple(dict.fromkeys(windows))
@@ -194,9 +196,9 @@ class AttentionOptions(StackOptions):
         """
         if self.attention_norm_placement == "input":
             return False
-        symbol = self.hybrid_layer_pattern[layer_number]
-        before = self.hybrid_layer_pattern[:layer_number][-1:]
-        return symbol == ATTENTION or (before == ATTENTION and symbol in (MLP, MOE))
+        symbol = self.layer_types[layer_number]
+        before = self.layer_types[:layer_number][-1:]
+        return symbol == ATTENTION or (before == [ATTENTION] and symbol in (MLP, MOE))
 
     def attention_rules(self, sound: Sound) -> Iterator[Problem]:
         heads, groups, hidden = self.num_attention_heads, self.num_query_groups, self.hidden_size
@@ -276,7 +278,7 @@ class AttentionOptions(StackOptions):
             cure = "give a number, or a list such as [1]*3+[0] with an entry for each layer"
             yield Problem(skipped, str(self.window_attn_skip_freq), str(error), cure)
             return
-        attention = [symbol == ATTENTION for symbol in self.hybrid_layer_pattern]
+        attention = [symbol == ATTENTION for symbol in self.main_layers]
         if not any(both == (True, True) for both in zip(layers, attention, strict=True)):
             rule = "leaves no * layer with the window"
             cure = f"change it, or leave out {window}"

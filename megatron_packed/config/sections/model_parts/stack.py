@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_packed.config.layer_pattern import DEPTH
 from megatron_packed.config.options import derived_option, option, required_option
 from megatron_packed.config.section import Section
 
@@ -16,7 +17,8 @@ class StackOptions(Section):
 
     hybrid_layer_pattern: str = required_option(
         "Layers of the model, one character per layer: M Mamba-2, G gated delta net, * attention, "
-        "- MLP, E mixture of experts.",
+        "- MLP, E mixture of experts. After each / are the layers of one depth of multi-token "
+        "prediction.",
         group=STACK,
         deprecated=("hybrid-override-pattern",),
     )
@@ -73,9 +75,40 @@ class StackOptions(Section):
 
     @property
     def layer_types(self) -> list[str]:
-        """Layers in order, as symbols of the pattern."""
-        return list(self.hybrid_layer_pattern)
+        """Layers in order, as symbols of the pattern: the main model, then each depth."""
+        return list(self.hybrid_layer_pattern.replace(DEPTH, ""))
+
+    @property
+    def main_layers(self) -> str:
+        """Layers of the main model, without those of multi-token prediction."""
+        return self.hybrid_layer_pattern.partition(DEPTH)[0]
 
     @property
     def num_layers(self) -> int:
-        return len(self.hybrid_layer_pattern)
+        """Number of layers of the main model."""
+        return len(self.main_layers)
+
+    @property
+    def mtp_layers(self) -> str:
+        """Layers of one depth of multi-token prediction; empty without it."""
+        return self.hybrid_layer_pattern.rpartition(DEPTH)[2] if self.mtp_depths else ""
+
+    @property
+    def mtp_depths(self) -> int:
+        """Number of depths of multi-token prediction; 0 without it."""
+        return self.hybrid_layer_pattern.count(DEPTH)
+
+    def layers_of_depth(self, depth: int) -> range:
+        """Return the numbers of the layers of a depth; depth 0 is the main model."""
+        main, length = self.num_layers, len(self.mtp_layers)
+        return range(main + (depth - 1) * length, main + depth * length) if depth else range(main)
+
+    def depth_of_layer(self, layer_number: int) -> int:
+        """Return the depth of a layer, 0 for a layer of the main model."""
+        beyond = layer_number - self.num_layers
+        return 0 if beyond < 0 else 1 + beyond // len(self.mtp_layers)
+
+    def number_in_part(self, layer_number: int) -> int:
+        """Return the number of a layer in the main model or in its depth, from 0."""
+        beyond = layer_number - self.num_layers
+        return layer_number if beyond < 0 else beyond % len(self.mtp_layers)

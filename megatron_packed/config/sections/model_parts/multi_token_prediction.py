@@ -1,0 +1,68 @@
+"""Options of multi-token prediction: the parts of the pattern after a ``/``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_packed.config.errors import Problem
+from megatron_packed.config.layer_pattern import DEPTH
+from megatron_packed.config.options import option
+from megatron_packed.config.section import Section, Sound
+
+MULTI_TOKEN = "multi-token prediction"  # noqa: S105
+MOST_DEPTHS = 14
+"""Largest number of depths; a micro-batch has a factor for the loss of each depth."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiTokenOptions(Section):
+    """Depths of multi-token prediction. Depth k predicts the token k + 1 tokens ahead."""
+
+    mtp_num_layers: int | None = option(
+        None,
+        "Number of depths of multi-token prediction. It must be the number of / parts of "
+        "--hybrid-layer-pattern, which is used when not given.",
+        unit="depths",
+        group=MULTI_TOKEN,
+        minimum=0,
+        maximum=MOST_DEPTHS,
+    )
+    mtp_use_repeated_layer: bool = option(
+        False,
+        "Use the same weights at every depth of multi-token prediction.",
+        group=MULTI_TOKEN,
+    )
+    mtp_loss_scaling_factor: float = option(
+        0.1,
+        "Weight of the mean loss of all depths of multi-token prediction, which is added to the "
+        "loss of the next token.",
+        group=MULTI_TOKEN,
+        minimum=0,
+        training_only=True,
+    )
+
+    def multi_token_rules(self, sound: Sound, depths: int) -> Iterator[Problem]:
+        """Yield problems of the number of depths.
+
+        Args:
+            depths: number of parts of the pattern after a ``/``.
+        """
+        if not sound("hybrid_layer_pattern", "mtp_num_layers"):
+            return
+        given = depths if self.mtp_num_layers is None else self.mtp_num_layers
+        if given != depths:
+            yield Problem(
+                "--mtp-num-layers",
+                str(given),
+                f"is not the number of parts after a {DEPTH} in --hybrid-layer-pattern ({depths})",
+                f"give {depths}, or write the layers of each depth after a {DEPTH}, "
+                "for example M*ME/*E/*E",
+            )
+        if depths > MOST_DEPTHS:
+            yield Problem(
+                "--hybrid-layer-pattern",
+                "",
+                f"has {depths} parts after a {DEPTH}; at most {MOST_DEPTHS} depths are supported",
+                "leave parts out",
+            )

@@ -1,0 +1,192 @@
+"""Multi-token prediction: depth k predicts the token k + 1 tokens ahead of each token.
+
+Depth k combines the hidden state of depth k - 1 (0 is the main model, after its final norm) with
+the embedding of the token k tokens ahead. Its layers and a norm give the hidden state of depth k.
+The embedding and the output projection are those of the main model. `packed.later_tokens` shifts
+tokens, labels and masks inside their documents.
+
+Letters: T tokens, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megatron_packed.config.layer_pattern import MOE
+from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.distributed.overlapped_collectives import Stage
+from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.context_parallel import ContextParallel
+from megatron_packed.layers.hybrid_layer import HybridLayers, build_norm
+from megatron_packed.layers.linear import Linear
+from megatron_packed.layers.moe.layer import MoEReport
+from megatron_packed.layers.tensor_parallel import TensorParallel
+from megatron_packed.packed.later_tokens import later
+from megatron_packed.packed.micro_batch import FIRST_DEPTH, MicroBatch
+from megatron_packed.packed.params import PackedSeqParams
+
+LossSum = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+
+
+class DepthHead(nn.Module):
+    """Modules of one depth around its layers: two norms and a projection before, a norm after.
+
+    Parameter names: ``enorm``, ``hnorm``, ``eh_proj.weight`` ``(D, 2 D)`` and ``final_norm``. Each
+    tensor-parallel rank holds all of the projection and applies it to its rows of the hidden state.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        backends: Backends,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        tp: TensorParallel,
+    ) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.enorm = build_norm(config, backends, device, dtype, tp)
+        self.hnorm = build_norm(config, backends, device, dtype, tp)
+        self.eh_proj = Linear(2 * hidden, hidden, bias=False, device=device, dtype=dtype)
+        tp.use_on_rows(self.eh_proj.weight)
+        self.final_norm = build_norm(config, backends, device, dtype, tp)
+
+    def own_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that `forward` uses: all but those of the final norm."""
+        modules = (self.enorm, self.hnorm, self.eh_proj)
+        return [parameter for module in modules for parameter in module.parameters()]
+
+    def forward(self, hidden_TD: Tensor, embedded_TD: Tensor) -> Tensor:
+        """Return the input of the first layer of the depth.
+
+        Args:
+            hidden_TD: hidden state of the previous depth, after its final norm.
+            embedded_TD: embedding of the tokens of this depth.
+        """
+        both = torch.cat((self.enorm(embedded_TD), self.hnorm(hidden_TD)), dim=-1)
+        projected_TD: Tensor = self.eh_proj(both)
+        return projected_TD
+
+
+class MultiTokenPrediction(nn.ModuleList):
+    """A `DepthHead` for each depth. The layers between its modules are among those of the model.
+
+    Args:
+        layers: all layers of the model. With repeated layers, those of later depths get the
+            parameters of the first depth.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layers: HybridLayers,
+        *,
+        backends: Backends,
+        tp: TensorParallel,
+        cp: ContextParallel,
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(
+            DepthHead(config, backends, device, dtype, tp) for _ in range(config.mtp_depths)
+        )
+        self.config = config
+        self.cp = cp
+        # In a tuple, so that they are no submodules here.
+        self._layers = (layers,)
+        if config.mtp_use_repeated_layer:
+            self._repeat_first_depth(layers)
+
+    def _repeat_first_depth(self, layers: HybridLayers) -> None:
+        """Give the parameters of the first depth to the modules of the other depths."""
+        for depth, head in list(enumerate(self, start=1))[1:]:
+            share_weights(head, self[0])
+            first = self.config.layers_of_depth(1)
+            for number, source in zip(self.config.layers_of_depth(depth), first):
+                share_weights(layers[number], layers[source])
+
+    def stages(self, embedding: nn.Parameter, output: nn.Parameter) -> list[Stage]:
+        """Return the stages of all depths, in order, with the tables that they use."""
+        found: list[Stage] = []
+        (layers,) = self._layers
+        for depth, head in enumerate(self, start=1):
+            norm = list(head.final_norm.parameters())
+            found.append(Stage(head, [*head.own_parameters(), embedding]))
+            for number in self.config.layers_of_depth(depth):
+                found.append(Stage(layers[number], list(layers[number].parameters())))
+            found.append(Stage(head.final_norm, [*norm, output]))
+        return found
+
+    def joined_counts(
+        self, biases: Sequence[Tensor], counts_LE: Tensor
+    ) -> tuple[Sequence[Tensor], Tensor]:
+        """Return each bias once, with the counts of all depths that use it.
+
+        Args:
+            biases: expert biases of all E layers.
+            counts_LE: assignments of each of these layers.
+        """
+        once = self.config.mtp_layers.count(MOE)
+        if not once or not self.config.mtp_use_repeated_layer:
+            return biases, counts_LE
+        main = len(biases) - once * len(self)
+        repeated = counts_LE[main:].double().view(len(self), once, -1).sum(dim=0)
+        return biases[: main + once], torch.cat((counts_LE[:main].double(), repeated))
+
+    def losses(
+        self,
+        hidden_TD: Tensor,
+        whole: Sequence[Tensor],
+        packed: PackedSeqParams,
+        embedding: nn.Module,
+        loss_sum: LossSum,
+        grad_scales: Sequence[Tensor] = (),
+    ) -> tuple[list[Tensor], list[MoEReport]]:
+        """Return the summed loss of each depth, and the reports of their E layers.
+
+        Args:
+            hidden_TD: hidden state of the main model, after its final norm.
+            whole: tokens, labels and loss mask of the pack.
+            packed: metadata of the pack, with its tables.
+            embedding: embedding of the main model.
+            loss_sum: function of hidden state, labels, loss mask and gradient scale that returns
+                the summed loss first.
+            grad_scales: for each depth, as for `linear_cross_entropy`; empty for none.
+        """
+        losses: list[Tensor] = []
+        reports: list[MoEReport] = []
+        (layers,) = self._layers
+        scales = grad_scales or [None] * len(self)
+        for depth, (head, grad_scale) in enumerate(zip(self, scales, strict=True), start=1):
+            reaches_T = packed.tables.depths[depth - 1].reaches_T
+            # Shift in the whole pack, and split over context-parallel ranks after that.
+            tokens_T, labels_T, loss_mask_T = (
+                self.cp.own(later(x_T, depth, reaches_T), packed) for x_T in whole
+            )
+            hidden_TD = head(hidden_TD, embedding(tokens_T))
+            hidden_TD, found = layers(hidden_TD, packed, self.config.layers_of_depth(depth))
+            hidden_TD = head.final_norm(hidden_TD)
+            losses.append(loss_sum(hidden_TD, labels_T, loss_mask_T, grad_scale)[0])
+            reports += found
+        return losses, reports
+
+
+def depth_scales(micro_batch: MicroBatch, config: ModelConfig) -> tuple[Tensor, ...]:
+    """Return the factor of each depth's summed loss in the loss: its weight over its targets."""
+    depths = config.mtp_depths
+    if not depths:
+        return ()
+    factors = micro_batch.scales[FIRST_DEPTH : FIRST_DEPTH + depths]
+    return (factors * (config.mtp_loss_scaling_factor / depths)).unbind()
+
+
+def share_weights(modules: nn.Module, source: nn.Module) -> None:
+    """Give the parameters and buffers of ``source`` to the submodules with the same names."""
+    for name, module in modules.named_modules():
+        same = source.get_submodule(name)
+        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        for key, _ in tensors:
+            setattr(module, key, getattr(same, key))
