@@ -330,6 +330,7 @@ class FullIterationGraphs(StepGraphs):
             loss_mask=views["loss_mask"],
             packed=self.slot.static(size),
             scales=views["scales"],
+            depth_scales=views["depth_scales"],
             num_real_tokens=0,
             num_target_tokens=0,
         )

@@ -243,7 +243,9 @@ class RecomputedLayer:
 
 
 class RecomputedUnits:
-    """Forward of all layers in units; the backward pass runs one unit after the other again.
+    """Forward of layers in units; the backward pass runs one unit after the other again.
+
+    A call with the numbers of consecutive layers begins with a new unit.
 
     Args:
         layers: all layers.
@@ -255,15 +257,19 @@ class RecomputedUnits:
         self._forward = layers.forward
         self._save = save
         self._dropouts = dropouts_of(layers)
-        count = len(layers)
-        self._units = [range(at, min(at + size, count)) for at in range(0, count, size)]
+        self._size = size
+        self._all = range(len(layers))
 
-    def __call__(self, hidden: Tensor, *args: Any) -> tuple[Tensor, list[Any]]:
+    def __call__(
+        self, hidden: Tensor, packed: Any, numbers: Sequence[int] | None = None
+    ) -> tuple[Tensor, list[Any]]:
         reports: list[Any] = []
         rewind = draws(self._dropouts)
-        for numbers in self._units:
+        chosen = self._all if numbers is None else numbers
+        for at in range(0, len(chosen), self._size):
+            unit = chosen[at : at + self._size]
             hidden, found = checkpoint(
-                self._forward, hidden, *args, numbers, rewind=rewind, save=self._save
+                self._forward, hidden, packed, unit, rewind=rewind, save=self._save
             )
             reports += found
         return hidden, reports

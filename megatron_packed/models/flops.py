@@ -24,6 +24,8 @@ Operations per token in the forward pass, with hidden size h:
 * ``G``: projections ``2 h (2 G K + 2 N V + 2 N) + 2 N V h``; convolution ``2 W (2 G K + N V)``; rule
   ``8 N K V`` per token, as Megatron counts it.
 * Output: ``2 h V`` with V the padded vocabulary.
+* Each depth of multi-token prediction: its layers, a projection of ``4 h^2``, and the output.
+  Slots that do not reach their token are counted too.
 
 The backward pass has two products for each product of the forward pass, so twice its operations.
 Recomputation (``--recompute-granularity``) does not count: these are the operations of the model,
@@ -54,6 +56,7 @@ from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.estimate.parameter_count import (
     conv_channels,
     count_parameters,
+    depth_projection,
     feed_forward,
     gated_delta_net_rows,
     latent_projections,
@@ -101,7 +104,9 @@ class FlopCounter:
         self.projections_per_token = sum(
             2 * projection_weights(config, symbol) for symbol in symbols
         )
-        self.output_per_token = 2 * hidden * config.padded_vocab_size(vocab_size)
+        self.projections_per_token += config.mtp_depths * 2 * depth_projection(config)
+        outputs = 1 + config.mtp_depths
+        self.output_per_token = outputs * 2 * hidden * config.padded_vocab_size(vocab_size)
         attention_width = (
             config.num_attention_heads * config.head_dim if ATTENTION in symbols else 0
         )

@@ -10,9 +10,8 @@ the same capacity.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -47,14 +46,14 @@ from megatron_packed.models.init import initialize
 from megatron_packed.models.lm_head_and_loss import (
     HybridOutput,
     Output,
+    cross_entropy_of,
     loss_shard,
     scaled_logits,
     whole_logits,
 )
-from megatron_packed.models.multi_token_prediction import MultiTokenPrediction, depth_scales
+from megatron_packed.models.multi_token_prediction import MultiTokenPrediction
 from megatron_packed.models.pack_tables import PackTables
-from megatron_packed.ops.cross_entropy.api import linear_cross_entropy
-from megatron_packed.packed.micro_batch import FIRST_DEPTH, MicroBatch
+from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.packed.params import PackedSeqParams
 from megatron_packed.packed.shared_tables import NO_TABLES
 
@@ -126,20 +125,17 @@ class HybridModel(nn.Module):
         self.dtype = dtype
         self.backends = Backends.of(backends)
         num_rows = config.padded_vocab_size(vocab_size, self.tp.size)
-        options = {
-            "stored_rows": config.padded_vocab_size(vocab_size),
-            "tp": self.tp,
-            "device": device,
-            "dtype": dtype,
-        }
+        parts = {"backends": self.backends, "tp": self.tp, "cp": self.cp, "dtype": dtype}
+        options = {"tp": self.tp, "device": device, "dtype": dtype}
+        options["stored_rows"] = config.padded_vocab_size(vocab_size)
         self.embedding = Embedding(
             num_rows, config.hidden_size, multiplier=config.embedding_multiplier, **options
         )
         # Positions of a document's padding continue after its last token.
         positions = max_positions + -max_positions % self.cp.partition.alignment
         self.rotary = Rotary.of(config, positions, backend=self.backends.rope, device=device)
-        parts = {"backends": self.backends, "tp": self.tp, "cp": self.cp, "dtype": dtype}
         self.layers = build_layers(config, rotary=self.rotary, ep=self.ep, device=device, **parts)
+        self._main_layers = config.layers_of_depth(0)
         self.final_norm = build_norm(config, self.backends, device, dtype, self.tp)
         self.mtp = MultiTokenPrediction(config, self.layers, device=device, **parts)
         self.output: Output | None = None
@@ -152,13 +148,8 @@ class HybridModel(nn.Module):
         self.register_buffer("_no_aux_loss", torch.zeros((), device=device), persistent=False)
         self.register_buffer("_no_overflow", torch.zeros((), device=device), persistent=False)
         self.register_buffer("_no_counts", torch.zeros(0, 0, device=device), persistent=False)
-        self._cross_entropy = partial(
-            linear_cross_entropy,
-            vocab_size=vocab_size,
-            logits_scaling=config.logits_scaling,
-            shard=loss_shard(self.embedding, num_rows, self.tp),
-            backend=self.backends.cross_entropy,
-        )
+        shard = loss_shard(self.embedding, num_rows, self.tp)
+        self._cross_entropy = cross_entropy_of(config, vocab_size, shard, self.backends)
         initialize(self, config, seed, tp_rank=self.tp.rank, tp_size=self.tp.size)
         apply_memory(self.layers, config.layer_types, self.memory, self.offload)
 
@@ -182,7 +173,7 @@ class HybridModel(nn.Module):
 
         The final norms also have the output projection.
         """
-        main = [self.layers[number] for number in self.config.layers_of_depth(0)]
+        main = [self.layers[number] for number in self._main_layers]
         return [
             *(Stage(module, list(module.parameters())) for module in (self.embedding, *main)),
             Stage(self.final_norm, [*self.final_norm.parameters(), self.output_weight]),
@@ -241,7 +232,7 @@ class HybridModel(nn.Module):
                 and in the result.
         """
         hidden_TD = self.embedding(tokens_T)
-        hidden_TD, reports = self.layers(hidden_TD, packed, self.config.layers_of_depth(0))
+        hidden_TD, reports = self.layers(hidden_TD, packed, self._main_layers)
         return self.final_norm(hidden_TD), reports
 
     def _loss_sum(
@@ -256,7 +247,7 @@ class HybridModel(nn.Module):
         micro_batch: MicroBatch,
         *,
         grad_scale: Tensor | None = None,
-        depth_grad_scales: Sequence[Tensor] = (),
+        depth_grad_scales: Tensor | None = None,
     ) -> HybridOutput:
         """Return the losses of one pack.
 
@@ -267,21 +258,25 @@ class HybridModel(nn.Module):
         Args:
             grad_scale: gradient that ``loss_sum`` will receive from upstream in the backward pass;
                 see `linear_cross_entropy`.
-            depth_grad_scales: the same for each of ``depth_loss_sums``.
+            depth_grad_scales: the same for ``depth_loss_sums``.
         """
         packed = self.prepare(micro_batch.packed)
         whole = (micro_batch.tokens, micro_batch.labels, micro_batch.loss_mask)
-        tokens_T, labels_T, loss_mask_T = (self.cp.own(x_T, packed) for x_T in whole)
+        tokens_T, labels_T, loss_mask_T = whole
+        if self.cp.size > 1:
+            tokens_T, labels_T, loss_mask_T = (self.cp.own(x_T, packed) for x_T in whole)
         hidden_TD, reports = self.hidden_states(tokens_T, packed)
-        loss_sum, per_token_loss_T = self._loss_sum(hidden_TD, labels_T, loss_mask_T, grad_scale)
-        loss_scale, aux_scale = micro_batch.scales[:FIRST_DEPTH].unbind()
-        depth_losses: list[Tensor] = []
-        if self.training and self.mtp:
+        inputs = (self.tp.enter(hidden_TD), self.output_weight, labels_T, loss_mask_T)
+        loss_sum, per_token_loss_T = self._cross_entropy(*inputs, grad_scale=grad_scale)
+        loss_scale, aux_scale = micro_batch.scales.unbind()
+        loss, depth_losses = loss_sum * loss_scale, self._no_counts.view(-1)
+        if self.mtp and self.training:
             depth_losses, found = self.mtp.losses(
                 hidden_TD, whole, packed, self.embedding, self._loss_sum, depth_grad_scales
             )
             reports += found
-        loss, aux_loss, counts = loss_sum * loss_scale, self._no_aux_loss, self._no_counts
+            loss = loss + (depth_losses * self.mtp.scales(micro_batch)).sum()
+        aux_loss, counts = self._no_aux_loss, self._no_counts
         dropped, overflow = self._no_counts.view(-1), self._no_overflow
         if reports:
             counts = torch.stack([report.tokens_per_expert_E for report in reports])
@@ -292,10 +287,8 @@ class HybridModel(nn.Module):
         if reports and self.training:
             aux_loss = torch.stack([report.aux_loss for report in reports]).sum()
             loss = loss + aux_loss * aux_scale
-        for depth_loss, scale in zip(depth_losses, depth_scales(micro_batch, self.config)):
-            loss = loss + depth_loss * scale
         results = (loss, loss_sum, aux_loss, per_token_loss_T, counts, dropped, overflow)
-        return HybridOutput(*results, tuple(depth_losses))
+        return HybridOutput(*results, depth_losses)
 
     def forward_backward(self, micro_batch: MicroBatch) -> HybridOutput:
         """Run forward and backward of one pack, and add the gradients of ``loss``.
@@ -306,23 +299,26 @@ class HybridModel(nn.Module):
         Returns:
             The losses, detached.
         """
-        # Give the scale the dtype of the loss. Otherwise autograd would convert the upstream
+        # Give the scales the dtype of the losses. Otherwise autograd would convert the upstream
         # gradient and pass on another tensor than ``grad_scale``.
         dtype = torch.promote_types(self.dtype, torch.float32)
-        loss_scale, aux_scale = micro_batch.scales[:FIRST_DEPTH].to(dtype).unbind()
-        depths = [scale.to(dtype) for scale in depth_scales(micro_batch, self.config)]
-        depths = depths if self.training else []
+        loss_scale, aux_scale = micro_batch.scales.to(dtype).unbind()
+        scales = {"loss_sum": loss_scale}
+        if self.mtp and self.training:
+            scales["depth_loss_sums"] = self.mtp.scales(micro_batch).to(dtype)
         with record_function("forward"):
             output: HybridOutput = self(
-                micro_batch, grad_scale=loss_scale, depth_grad_scales=depths
+                micro_batch,
+                grad_scale=loss_scale,
+                depth_grad_scales=scales.get("depth_loss_sums"),
             )
         with record_function("backward"):
-            losses, scales = [output.loss_sum, *output.depth_loss_sums], [loss_scale, *depths]
             if output.aux_loss.requires_grad:
-                losses.append(output.aux_loss)
-                scales.append(aux_scale)
-            torch.autograd.backward(losses, scales)
-        return output.detached()
+                scales["aux_loss"] = aux_scale
+            torch.autograd.backward(
+                [getattr(output, name) for name in scales], list(scales.values())
+            )
+        return HybridOutput(*(value.detach() for value in output))
 
     def logits(self, tokens_T: Tensor, packed: PackedSeqParams) -> Tensor:
         """Return ``(T, V)`` float32 logits of all tokens, for evaluation and tests.
@@ -391,5 +387,6 @@ class HybridModel(nn.Module):
         biases = [layer.mixer.router.expert_bias for layer in self.moe_layers]
         if biases and biases[0] is not None:
             counts_LE = tokens_per_expert.view(len(biases), -1)
-            biases, counts_LE = self.mtp.joined_counts(biases, counts_LE)
+            if self.config.mtp_use_repeated_layer:
+                biases, counts_LE = self.mtp.joined_counts(biases, counts_LE)
             update_expert_bias(biases, counts_LE, self.config.moe_router_bias_update_rate, skip)

@@ -5,6 +5,8 @@ Letters: T tokens, L mixture-of-experts layers, E experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -15,10 +17,11 @@ from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.collectives import all_reduce_max, all_reduce_sum
 from megatron_packed.distributed.differentiable import gather_last
 from megatron_packed.distributed.tensor_parallel_shards import set_shard
+from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.embedding import Embedding, vocab_shard
 from megatron_packed.layers.parameters import new_parameter
 from megatron_packed.layers.tensor_parallel import TensorParallel
-from megatron_packed.ops.cross_entropy.api import VocabShard
+from megatron_packed.ops.cross_entropy.api import VocabShard, linear_cross_entropy
 
 
 class HybridOutput(NamedTuple):
@@ -50,17 +53,10 @@ class HybridOutput(NamedTuple):
     """0-d float32: above 0 if an expert buffer was too small, which makes all other results wrong.
     The same on all ranks that share experts or the pack. See `HybridModel.full_expert_buffers`.
     """
-    depth_loss_sums: tuple[Tensor, ...] = ()
-    """0-d float32 of each depth of multi-token prediction, differentiable: cross-entropy, summed
-    over the depth's targets. Empty outside training.
+    depth_loss_sums: Tensor
+    """``(K,)`` float32 for K depths of multi-token prediction, differentiable: cross-entropy, summed
+    over the targets of each depth. ``(0,)`` outside training.
     """
-
-    def detached(self) -> HybridOutput:
-        """Return the same values without gradients."""
-        *values, depths = self
-        return HybridOutput(
-            *(value.detach() for value in values), tuple(loss.detach() for loss in depths)
-        )
 
 
 class Output(nn.Module):
@@ -95,6 +91,19 @@ def whole_logits(hidden_TD: Tensor, weight: Tensor, tp: TensorParallel, vocab_si
 def scaled_logits(logits_TV: Tensor, config: ModelConfig) -> Tensor:
     """Return the logits divided by ``logits_scaling``, or unchanged without it."""
     return logits_TV if config.logits_scaling is None else logits_TV / config.logits_scaling
+
+
+def cross_entropy_of(
+    config: ModelConfig, vocab_size: int, shard: VocabShard | None, backends: Backends
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return `linear_cross_entropy` with the options that are the same for all losses of a model."""
+    return partial(
+        linear_cross_entropy,
+        vocab_size=vocab_size,
+        logits_scaling=config.logits_scaling,
+        shard=shard,
+        backend=backends.cross_entropy,
+    )
 
 
 def loss_shard(embedding: Embedding, num_rows: int, tp: TensorParallel) -> VocabShard | None:

@@ -25,7 +25,7 @@ from megatron_packed.layers.linear import Linear
 from megatron_packed.layers.moe.layer import MoEReport
 from megatron_packed.layers.tensor_parallel import TensorParallel
 from megatron_packed.packed.later_tokens import later
-from megatron_packed.packed.micro_batch import FIRST_DEPTH, MicroBatch
+from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.packed.params import PackedSeqParams
 
 LossSum = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
@@ -120,6 +120,11 @@ class MultiTokenPrediction(nn.ModuleList):
             found.append(Stage(head.final_norm, [*norm, output]))
         return found
 
+    def scales(self, micro_batch: MicroBatch) -> Tensor:
+        """Return the factor of each depth's summed loss in the loss: its weight over its targets."""
+        weight = self.config.mtp_loss_scaling_factor / len(self)
+        return micro_batch.depth_scales[: len(self)] * weight
+
     def joined_counts(
         self, biases: Sequence[Tensor], counts_LE: Tensor
     ) -> tuple[Sequence[Tensor], Tensor]:
@@ -143,9 +148,9 @@ class MultiTokenPrediction(nn.ModuleList):
         packed: PackedSeqParams,
         embedding: nn.Module,
         loss_sum: LossSum,
-        grad_scales: Sequence[Tensor] = (),
-    ) -> tuple[list[Tensor], list[MoEReport]]:
-        """Return the summed loss of each depth, and the reports of their E layers.
+        grad_scales: Tensor | None = None,
+    ) -> tuple[Tensor, list[MoEReport]]:
+        """Return the summed losses of the depths, and the reports of their E layers.
 
         Args:
             hidden_TD: hidden state of the main model, after its final norm.
@@ -154,12 +159,14 @@ class MultiTokenPrediction(nn.ModuleList):
             embedding: embedding of the main model.
             loss_sum: function of hidden state, labels, loss mask and gradient scale that returns
                 the summed loss first.
-            grad_scales: for each depth, as for `linear_cross_entropy`; empty for none.
+            grad_scales: one for each depth, as for `linear_cross_entropy`.
         """
         losses: list[Tensor] = []
         reports: list[MoEReport] = []
         (layers,) = self._layers
-        scales = grad_scales or [None] * len(self)
+        # The backward pass of `stack` splits the upstream gradient into views of its memory, by
+        # which the loss recognises its scale.
+        scales = [None] * len(self) if grad_scales is None else grad_scales.unbind()
         for depth, (head, grad_scale) in enumerate(zip(self, scales, strict=True), start=1):
             reaches_T = packed.tables.depths[depth - 1].reaches_T
             # Shift in the whole pack, and split over context-parallel ranks after that.
@@ -171,16 +178,7 @@ class MultiTokenPrediction(nn.ModuleList):
             hidden_TD = head.final_norm(hidden_TD)
             losses.append(loss_sum(hidden_TD, labels_T, loss_mask_T, grad_scale)[0])
             reports += found
-        return losses, reports
-
-
-def depth_scales(micro_batch: MicroBatch, config: ModelConfig) -> tuple[Tensor, ...]:
-    """Return the factor of each depth's summed loss in the loss: its weight over its targets."""
-    depths = config.mtp_depths
-    if not depths:
-        return ()
-    factors = micro_batch.scales[FIRST_DEPTH : FIRST_DEPTH + depths]
-    return (factors * (config.mtp_loss_scaling_factor / depths)).unbind()
+        return torch.stack(losses), reports
 
 
 def share_weights(modules: nn.Module, source: nn.Module) -> None:

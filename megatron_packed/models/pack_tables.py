@@ -102,8 +102,13 @@ class PackTables:
             if self.sample_shape
             else None,
             delta_rule=self._delta_rule_tables(packed) if self.has_delta_rule else None,
-            depths=tuple(self._at_depth(packed, order, depth) for depth in self.depths),
+            depths=self._of_depths(packed, order) if self.depths else (),
         )
+
+    def _of_depths(
+        self, packed: PackedSeqParams, order: RankOrder | None
+    ) -> tuple[DepthTables, ...]:
+        return tuple(self._at_depth(packed, order, depth) for depth in self.depths)
 
     def _at_depth(
         self, packed: PackedSeqParams, order: RankOrder | None, depth: int

@@ -35,10 +35,10 @@ from megatron_packed.packed.params import (
 NO_LABEL = 0
 """Label of a slot without a target: a valid token number, so that kernels can index with it."""
 
-FIRST_DEPTH = 2
-"""Entry of ``scales`` for the first depth of multi-token prediction."""
-NUM_SCALES = 16
-"""Entries of ``scales``; a constant, so that the layout of a micro-batch depends on T and N only."""
+MOST_DEPTHS = 14
+"""Largest number of depths of multi-token prediction, and the size of ``depth_scales``. It is a
+constant, so that the layout of a micro-batch depends on T and N only.
+"""
 
 IGNORED_BY_HUGGING_FACE = -100
 """Label of a token that is not a target, in Hugging Face's models and in torch's cross-entropy."""
@@ -79,7 +79,8 @@ def _buffer_layout(total_tokens: int, capacity: int) -> BufferLayout:
             ("tokens", torch.int32, (total_tokens,)),
             ("labels", torch.int32, (total_tokens,)),
             ("loss_mask", torch.float32, (total_tokens,)),
-            ("scales", torch.float32, (NUM_SCALES,)),
+            ("scales", torch.float32, (2,)),
+            ("depth_scales", torch.float32, (MOST_DEPTHS,)),
             *packed_fields(total_tokens, capacity),
         ]
     )
@@ -100,9 +101,12 @@ class MicroBatch:
     """``(T,)`` float32, 1 for slots with a target, else 0."""
     packed: PackedSeqParams
     scales: Tensor
-    """``(16,)`` float32 factors of the summed losses: 1 / number of target tokens, and 1 / number of
-    non-empty packs. Then 1 / number of targets of each depth of multi-token prediction. In training
-    the numbers count the complete step.
+    """``(2,)`` float32 factors of the summed losses: 1 / number of target tokens, and 1 / number of
+    non-empty packs. In training both numbers count the complete step.
+    """
+    depth_scales: Tensor
+    """``(14,)`` float32: 1 / number of targets of each depth of multi-token prediction, counted like
+    those of ``scales``; 0 for depths that do not exist.
     """
     num_real_tokens: int
     """Number of tokens of real documents, on the host."""
@@ -128,8 +132,8 @@ class MicroBatch:
             documents: documents, or pairs of tokens and target mask.
             total_tokens: number of slots, T.
             capacity: capacity in real documents; None for the number of ``documents``.
-            scales: first values of the field ``scales``; None for those of this pack only, so that
-                each loss is a mean over its targets.
+            scales: values of ``scales``, then of ``depth_scales``; None for those of this pack only,
+                so that each loss is a mean over its targets.
             max_seqlen: upper bound of the longest row; None for the exact value.
             alignment: documents begin and end at multiples of this number of slots; unused slots of
                 a document are padding.
@@ -150,7 +154,8 @@ class MicroBatch:
         num_target_tokens = int(np.count_nonzero(views["loss_mask"].numpy()))
         if scales is None:
             scales = _own_scales(views)
-        views["scales"].numpy()[: len(scales)] = scales
+        views["scales"].numpy()[:] = scales[:2]
+        views["depth_scales"].numpy()[: len(scales) - 2] = scales[2:]
         return cls._from_buffer(
             buffer,
             layout,
@@ -181,6 +186,7 @@ class MicroBatch:
             labels=views["labels"],
             loss_mask=views["loss_mask"],
             scales=views["scales"],
+            depth_scales=views["depth_scales"],
             packed=PackedSeqParams.from_views(
                 views, num_seqs=num_seqs, max_seqlen=max_seqlen, cu_seqlens_cpu=cu_seqlens_cpu
             ),
@@ -306,7 +312,7 @@ def _own_scales(views: dict[str, Tensor]) -> list[float]:
     A target of depth k is a target of the main model that is at least k slots into its document.
     """
     positions = views["position_ids"].numpy()[views["loss_mask"].numpy() != 0]
-    own = [np.count_nonzero(positions >= depth) for depth in range(NUM_SCALES - FIRST_DEPTH + 1)]
+    own = [np.count_nonzero(positions >= depth) for depth in range(MOST_DEPTHS + 1)]
     main, *depths = (1 / max(int(count), 1) for count in own)
     return [main, 1.0, *depths]
 

@@ -103,10 +103,6 @@ class SharedTables:
         )
         return (*several, *(x for x in alone if x is not None), *of_depths)
 
-    def samples_at(self, depth: int) -> Samples | None:
-        """Return the samples of the main model (depth 0) or of a depth."""
-        return self.depths[depth - 1].samples if depth else self.samples
-
 
 NO_TABLES = SharedTables()
 """Tables of a pack before any table was computed; all fields are None."""

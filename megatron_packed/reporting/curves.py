@@ -130,6 +130,14 @@ PANELS = (
         cut=True,
     ),
     Panel(
+        "Loss of later tokens",
+        "nats per target token of a depth",
+        tuple(Curve(f"mtp_{depth}_loss", f"depth {depth}") for depth in range(1, 9)),
+        low=None,
+        smooth=True,
+        cut=True,
+    ),
+    Panel(
         "Exact match",
         "% of the answers to validation conversations",
         (Curve("valid_exact_match", scale=100, dots=True),),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterable, Sequence
 
@@ -54,6 +55,10 @@ def _loss_rows(run: Run) -> list[tuple[str, str]]:
     """Return rows of the first and last training and validation losses, and of the test loss."""
     first, last = (number(run.steps[at], "lm_loss") for at in (0, -1))
     rows = [("first and last training loss", f"{first:.4f} → {last:.4f}")]
+    for name in (name for name in run.steps[-1] if re.fullmatch(r"mtp_\d+_loss", name)):
+        at = [number(step, name) for step in run.steps if name in step]
+        label = f"first and last training loss of depth {name.split('_')[1]}"
+        rows.append((label, f"{at[0]:.4f} → {at[-1]:.4f}"))
     losses = [number(r, "valid_loss") for r in run.validations]
     if losses:
         rows.append(("first and last validation loss", f"{losses[0]:.4f} → {losses[-1]:.4f}"))

@@ -96,6 +96,8 @@ class Console:
             f"lr {record.learning_rate:.2e}",
             f"grad norm {record.grad_norm:.3f}",
         ]
+        if record.mtp_losses:
+            parts.insert(3, "mtp loss " + " ".join(f"{loss:.4f}" for loss in record.mtp_losses))
         if record.params_norm is not None:
             parts.append(f"params norm {record.params_norm:.3f}")
         if record.num_zeros is not None:

@@ -174,7 +174,7 @@ def kernel(op: Op, inputs: Hashable, asked: str, device: torch.device) -> Capabi
 
 def _recomputation(config: RunConfig) -> Capability:
     """Return which activations the backward pass recomputes."""
-    name, memory, layers = "recomputation", config.memory, config.model.num_layers
+    name, memory, layers = "recomputation", config.memory, len(config.model.layer_types)
     if memory.recomputes_layers:
         size, count = memory.layers_per_unit, sum(map(memory.recomputes_layer, range(layers)))
         kept = (
@@ -207,7 +207,8 @@ def _recomputation(config: RunConfig) -> Capability:
 
 def _offload(config: RunConfig, device: torch.device) -> Capability:
     """Return which activations are offloaded to host memory."""
-    name, memory, layers = "offload", config.memory, range(config.model.num_layers)
+    symbols = config.model.layer_types
+    name, memory, layers = "offload", config.memory, range(len(symbols))
     if not memory.offloads:
         cure = (
             "--offload-layer-inputs"
@@ -219,9 +220,7 @@ def _offload(config: RunConfig, device: torch.device) -> Capability:
         )
     moved = {"the inputs": sum(map(memory.offloads_input, layers))}
     for module in memory.offloaded_modules:
-        of_layers = (
-            n for n in layers if config.model.hybrid_layer_pattern[n] in OFFLOADED_IN[module]
-        )
+        of_layers = (n for n in layers if symbols[n] in OFFLOADED_IN[module])
         moved[module] = sum(memory.offloads_module(module, number) for number in of_layers)
     what = ", ".join(f"{part} of {n} layer{'s' if n > 1 else ''}" for part, n in moved.items() if n)
     if device.type != "cuda":

@@ -152,13 +152,13 @@ class ExpertFigures:
         )
         if dropped is None:
             return figures
-        # Every layer assigns the same number of tokens to experts.
-        assigned = max(sum(counts) / layers, 1)
+        # A layer of multi-token prediction assigns fewer tokens than one of the main model.
+        assigned = [max(sum(counts[at : at + experts]), 1) for at in range(0, len(counts), experts)]
         return replace(
             figures,
             dropped=int(sum(dropped)),
-            dropped_share=sum(dropped) / (assigned * layers),
-            dropped_by_layer=[round(count / assigned, 6) for count in dropped],
+            dropped_share=sum(dropped) / sum(assigned),
+            dropped_by_layer=[round(count / all_, 6) for count, all_ in zip(dropped, assigned)],
         )
 
 
@@ -268,6 +268,8 @@ class StepRecord:
     """Gradient elements that are exactly zero; None without ``--log-num-zeros-in-grad``."""
     skip_reason: str | None = None
     """Reason why the update was not applied; None if it was applied."""
+    mtp_losses: tuple[float, ...] = ()
+    """Loss of each depth of multi-token prediction; in the log ``mtp_1_loss``, ``mtp_2_loss``, ..."""
     loss_median: float | None = None
     """Running median of the loss, if the loss is a spike; otherwise None."""
     grad_norm_median: float | None = None
@@ -276,6 +278,8 @@ class StepRecord:
     def as_dict(self) -> dict[str, object]:
         """Return the record as one flat JSON object; optional fields without a value are left out."""
         values = asdict(self)
+        for depth, loss in enumerate(values.pop("mtp_losses"), start=1):
+            values[f"mtp_{depth}_loss"] = loss
         groups = {
             "expert": values.pop("experts"),
             "graph": values.pop("graphs"),
@@ -303,16 +307,15 @@ def step_record(
     params_norm: float | None = None,
     num_zeros: int | None = None,
     skip_reason: str | None = None,
+    mtp_losses: tuple[float, ...] = (),
     medians: Mapping[str, float] | None = None,
 ) -> StepRecord:
     """Build the record of a step from numbers known on the host and values from the device.
 
     Args:
         seconds: time from the end of the previous step to the end of this step.
-        world_size: number of processes.
         peak: dense bf16 peak of a GPU in FLOP/s; None reports no MFU.
         experts: figures of the experts; None without experts.
-        skip_reason: reason why the update was not applied.
         medians: ``loss`` or ``grad_norm`` -> the running median that it exceeded as a spike.
     """
     flops_per_second = facts.flops / seconds / world_size
@@ -347,5 +350,6 @@ def step_record(
         params_norm=params_norm,
         num_zeros=num_zeros,
         skip_reason=skip_reason,
+        mtp_losses=mtp_losses,
         **{f"{name}_median": median for name, median in (medians or {}).items()},
     )

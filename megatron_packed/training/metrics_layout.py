@@ -57,13 +57,15 @@ class MetricsLayout:
     world_size: int
     counters: Mapping[str, int] = field(default_factory=dict)
     """Counters that are summed with the gradients: name -> number of counters."""
+    depths: int = 0
+    """Number of depths of multi-token prediction."""
 
     @classmethod
     def of(cls, groups: ParallelGroups, model: HybridModel) -> MetricsLayout:
         counters = {"expert_counts": model.num_moe_layers * (model.config.num_experts or 0)}
         if model.config.moe_expert_capacity_factor is not None:
             counters["dropped_assignments"] = model.num_moe_layers
-        return cls(groups.world_size, counters)
+        return cls(groups.world_size, counters, model.config.mtp_depths)
 
     @cached_property
     def metrics(self) -> tuple[Metric, ...]:
@@ -81,6 +83,7 @@ class MetricsLayout:
             Metric("bad_micro_batches", Reduction.ALL_RANKS, self.world_size),
             Metric("overflow", Reduction.REPLICAS),
             Metric("micro_batches", Reduction.REPLICAS),
+            *self._of_depths,
             Metric("grad_norm", Reduction.NONE),
             Metric("nonfinite", Reduction.NONE),
             Metric("held", Reduction.NONE),
@@ -90,6 +93,12 @@ class MetricsLayout:
             Metric("grad_zeros", Reduction.NONE, 2),
             Metric("spikes", Reduction.NONE, len(WATCHED)),
         )
+
+    @property
+    def _of_depths(self) -> tuple[Metric, ...]:
+        if not self.depths:
+            return ()
+        return (Metric("mtp_losses", Reduction.REPLICAS, self.depths),)
 
     @cached_property
     def slots(self) -> dict[str, slice]:
@@ -171,11 +180,17 @@ class StepValues(NamedTuple):
     """No micro-batch of any rank had a target token: the step changed nothing."""
     spikes: tuple[Spike, ...] = ()
     """Values of this step that are far above their running medians."""
+    mtp_losses: tuple[float, ...] = ()
+    """Loss of each depth of multi-token prediction."""
 
     @classmethod
-    def from_list(cls, values: Sequence[float]) -> StepValues:
-        """Return the values in a vector that `MetricsLayout.write` has filled."""
-        layout = MetricsLayout(len(values) - MetricsLayout(0).size)
+    def from_list(cls, values: Sequence[float], depths: int = 0) -> StepValues:
+        """Return the values in a vector that `MetricsLayout.write` has filled.
+
+        Args:
+            depths: number of depths of multi-token prediction.
+        """
+        layout = MetricsLayout(len(values) - MetricsLayout(0, depths=depths).size, depths=depths)
         found = {name: values[slots] for name, slots in layout.slots.items()}
         units, remainder = found["grad_zeros"]
         return cls(
@@ -199,4 +214,5 @@ class StepValues(NamedTuple):
                 for name, median in zip(WATCHED, found["spikes"], strict=True)
                 if median != 0
             ),
+            mtp_losses=tuple(found.get("mtp_losses", ())),
         )

@@ -20,7 +20,7 @@ from megatron_packed.data.packing.packer import Packer
 from megatron_packed.data.packing.packing_report import PackingReport
 from megatron_packed.data.packing.pieces import Pieces, TargetCounts
 from megatron_packed.data.packing.rank_balance import BY_TOKENS, PackCost
-from megatron_packed.data.packing.token_accounting import cut_documents, targets_at_depth
+from megatron_packed.data.packing.token_accounting import cut_documents, targets_of_depths
 from megatron_packed.data.source_blend import SourceBlend
 from megatron_packed.models.flops import FlopCounter
 from megatron_packed.packed.capture_sizes import CaptureSizes, choose_capacities
@@ -103,11 +103,11 @@ def plan_training(
     the options, but not on validation and test data.
 
     A resumed run keeps the packs of its checkpoint, whether or not it uses graphs. If no capacities
-    are given, they are chosen from the packs that are still to be trained on. A new phase keeps its
-    packs only if its data and options make the same.
+    are given, they are chosen from the packs to come. A new phase keeps its packs only if its data
+    and options make the same.
 
-    Args:
-        evaluations: plans of validation and test data. For other arguments see `plan_data`.
+    For the arguments see `plan_data`; ``evaluations`` are the plans of validation and test data.
+
     Raises:
         DataError: the options do not allow to pack the documents.
         CheckpointMismatchError: packs of the checkpoint exceed the given capacities.
@@ -123,10 +123,7 @@ def plan_training(
         cost=cost,
         blend=_blend(config, dataset, pieces),
         ramp=config.packing.batch_ramp,
-        depth_targets=[
-            targets_at_depth(dataset, pieces, targets, depth)
-            for depth in range(1, config.model.mtp_depths + 1)
-        ],
+        depth_targets=targets_of_depths(dataset, pieces, targets, config.model.mtp_depths),
         show_progress=show_progress,
     )
     room = room_of(to_dict(config)) if resumed is None else resumed.room

@@ -139,6 +139,7 @@ class StepResults:
             aux_loss=values.aux_loss,
             grad_norm=values.grad_norm,
             skip_reason=skip_reason(values, self._config.training),
+            mtp_losses=values.mtp_losses,
             medians={spike.name: spike.median for spike in values.spikes},
             # A coarse clock may give 0 seconds, and rates are divided by the time.
             seconds=max(arrived.seconds, 1e-9),

@@ -233,6 +233,11 @@ class TrainStep:
         with torch.no_grad():
             # The scales are device tensors, because a graph would freeze a number of the host.
             extras["loss"].add_(output.loss_sum * micro_batch.scales[0])
+            if "mtp_losses" in extras:
+                depths = self.layout.depths
+                extras["mtp_losses"].add_(
+                    output.depth_loss_sums * micro_batch.depth_scales[:depths]
+                )
             if self.model.num_moe_layers:
                 extras["aux_loss"].add_(output.aux_loss * micro_batch.scales[1])
                 extras["overflow"].add_(output.expert_overflow)

@@ -355,7 +355,9 @@ class Trainer:
         """
         if arrived is None:
             return None
-        values = StepValues.from_list(arrived.values[: self.step.metrics.numel()])
+        values = StepValues.from_list(
+            arrived.values[: self.step.metrics.numel()], self.step.layout.depths
+        )
         if values.held:
             return self._steps.redo(arrived.facts, self._settle)
         self._steps.forget(arrived.facts)

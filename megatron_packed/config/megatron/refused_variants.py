@@ -132,7 +132,7 @@ VARIANTS: tuple[RefusedFlags, ...] = (
     ),
     RefusedFlags(
         "this kind of multi-token prediction is not supported, and would change the loss",
-        "leave it out: all weights learn from the losses of all depths",
+        "all weights learn from the losses of all depths; other kinds need Megatron-LM",
         (
             "--freeze-base-for-mtp",
             "--mtp-detach-heads",

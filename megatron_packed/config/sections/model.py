@@ -39,7 +39,7 @@ class ModelConfig(  # dataclass fields follow the bases from right to left
     """Options that decide which function the weights compute and how the weights are initialised.
 
     Derived fields (``ffn_hidden_size``, ``num_query_groups``, ``kv_channels``, ``mamba_num_heads``,
-    ``moe_ffn_hidden_size``) hold numbers once the config is made, if the pattern has a layer that
+    ``moe_ffn_hidden_size``, ``mtp_num_layers``) hold numbers once the config is made, if the pattern has a layer that
     uses them. ``dataclasses.replace`` keeps those numbers.
 
     Raises:
@@ -86,6 +86,8 @@ class ModelConfig(  # dataclass fields follow the bases from right to left
 
     def derive(self, sound: Sound) -> dict[str, Any]:
         values: dict[str, Any] = {}
+        if sound("hybrid_layer_pattern"):
+            values["mtp_num_layers"] = self.mtp_depths
         if sound("hidden_size", "swiglu"):
             # A gated MLP has three matrices instead of two: as in Megatron, two thirds of the width
             # give the same number of parameters.

@@ -52,7 +52,7 @@ class PackPlan:
             does not change the packs.
         show_progress: show a progress bar while the main thread waits for packing.
         depth_targets: for each depth of multi-token prediction, the targets of each piece
-            (`token_accounting.targets_at_depth`).
+            (`token_accounting.targets_of_depths`).
     Raises:
         ValueError: there are no pieces, the numbers of pieces and target counts differ, or P is
             not divisible by dp_size.

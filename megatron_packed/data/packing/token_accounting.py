@@ -70,16 +70,21 @@ def _account(
     return counts
 
 
-def targets_at_depth(
-    documents: Documents, pieces: Pieces, targets: NDArray[np.integer], depth: int
-) -> NDArray[np.int64]:
-    """Return the targets of each piece at a depth of multi-token prediction, ``(S,)``.
+def targets_of_depths(
+    documents: Documents, pieces: Pieces, targets: NDArray[np.integer], depths: int
+) -> list[NDArray[np.int64]]:
+    """Return the targets of each piece, ``(S,)``, at each depth of multi-token prediction.
 
-    These are the targets of the piece except those among its first ``depth + 1`` tokens, as no
-    token of the piece is ``depth + 1`` tokens before them. Only these tokens are read.
+    At depth k these are the targets of the piece except those among its first k + 1 tokens, as no
+    token of the piece is k + 1 tokens before them. Only these tokens are read.
 
     Args:
         targets: ``(S,)`` targets of each piece.
+        depths: number of depths.
     """
-    first = np.minimum(pieces.length, depth + 1)
-    return np.asarray(targets) - documents.count_targets(pieces.document, pieces.start, first)
+    found = []
+    for depth in range(1, depths + 1):
+        first = np.minimum(pieces.length, depth + 1)
+        skipped = documents.count_targets(pieces.document, pieces.start, first)
+        found.append(np.asarray(targets) - skipped)
+    return found

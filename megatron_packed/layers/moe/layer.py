@@ -228,13 +228,14 @@ class MoE(nn.Module):
         """Return the auxiliary losses of this rank's rows; 0 outside training."""
         if not self.training:
             return torch.zeros((), dtype=torch.float32, device=valid_T.device)
+        tables = packed.tables
         loss = auxiliary_loss(
             self.config,
             logits_TE,
             chosen_TE,
             valid_T,
             count_valid(packed, self.depth),
-            samples=packed.tables.samples_at(self.depth),
+            samples=tables.depths[self.depth - 1].samples if self.depth else tables.samples,
             cp=self.cp,
         )
         return self.tp.counted_once(loss)

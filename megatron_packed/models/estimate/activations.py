@@ -71,6 +71,8 @@ def ends(model: HybridModel, work: Work) -> Footprint:
         "final_norm.statistics": Term(rank.statistics),
         "loss.hidden_gradient": Term(entered, Purpose.LOSS),
     }
+    for depth in range(1, model.config.mtp_depths + 1):
+        saved |= _saved_at_depth(rank, f"mtp.{depth}", entered)
     moments = (
         Moment(
             "loss",
@@ -93,6 +95,23 @@ def ends(model: HybridModel, work: Work) -> Footprint:
         ),
     )
     return Footprint("loss", "", saved, moments)
+
+
+def _saved_at_depth(rank: RankSizes, name: str, entered: int) -> dict[str, Term]:
+    """Return the tensors that the head of a depth of multi-token prediction saves.
+
+    The input of its first norm is the embedding, and that of the second is the hidden state of the
+    previous depth. They are normalised into one tensor.
+    """
+    rows = rank.rows_bytes
+    return {
+        f"{name}.embedding": Term(rows),
+        f"{name}.hidden": Term(rows),
+        f"{name}.eh_proj.input": Term(2 * rows),
+        f"{name}.final_norm.input": Term(rows),
+        f"{name}.statistics": Term(3 * rank.statistics),
+        f"{name}.loss.hidden_gradient": Term(entered, Purpose.LOSS),
+    }
 
 
 def mlp_footprint(rank: RankSizes, name: str, layer: nn.Module) -> Footprint:

@@ -110,19 +110,26 @@ def layer_parameters(config: ModelConfig, symbol: str) -> tuple[int, int]:
     return count, count
 
 
+def depth_projection(config: ModelConfig) -> int:
+    """Return the weights of the projection at the beginning of a depth of multi-token prediction."""
+    return 2 * config.hidden_size**2
+
+
 def count_parameters(config: ModelConfig, vocab_size: int) -> ParameterCount:
-    """Count the parameters of the complete model.
+    """Count the parameters of the complete model. Repeated depths count once.
 
     Args:
         vocab_size: entries of the tokenizer; the tables have
             ``config.padded_vocab_size(vocab_size)`` rows.
     """
     table = config.padded_vocab_size(vocab_size) * config.hidden_size
-    total = table + config.hidden_size * (2 if config.normalization == "LayerNorm" else 1)
+    norm = config.hidden_size * (2 if config.normalization == "LayerNorm" else 1)
+    depths = min(config.mtp_depths, 1) if config.mtp_use_repeated_layer else config.mtp_depths
+    total = table + norm + depths * (depth_projection(config) + 3 * norm)
     if config.untie_embeddings_and_output_weights:
         total += table
     active = total
-    for symbol in config.layer_types:
+    for symbol in config.main_layers + depths * config.mtp_layers:
         layer_total, layer_active = layer_parameters(config, symbol)
         total, active = total + layer_total, active + layer_active
     looked_up = table if config.untie_embeddings_and_output_weights else 0

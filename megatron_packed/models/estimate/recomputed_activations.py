@@ -70,7 +70,8 @@ class ResidentUnderRecompute:
         return EXPERT_ACTIVATION not in self._modules or term != "experts.activation"
 
     def group_start(self, layer: int) -> int:
-        return layer - layer % self._memory.layers_per_unit
+        # The units of each depth of multi-token prediction begin with its first layer.
+        return layer - self._model.config.number_in_part(layer) % self._memory.layers_per_unit
 
     def replacement_bytes(self, layers: Sequence[Footprint]) -> int:
         """Return the bytes that recomputed modules hold in place of their saved tensors.

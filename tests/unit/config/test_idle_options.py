@@ -87,6 +87,17 @@ CASES = [
         ),
     ),
     (
+        "--mtp-num-layers 0 --mtp-loss-scaling-factor 0.3 --mtp-use-repeated-layer",
+        dict.fromkeys(
+            ("mtp_num_layers", "mtp_loss_scaling_factor", "mtp_use_repeated_layer"),
+            "the pattern has no / part",
+        ),
+    ),
+    (
+        "--hybrid-layer-pattern M*-/*- --mtp-loss-scaling-factor 0.3 --mtp-use-repeated-layer",
+        {"mtp_use_repeated_layer": "the pattern has one / part"},
+    ),
+    (
         f"{MOE} ~--num-attention-heads --moe-shared-expert-gate",
         {"moe_shared_expert_gate": "--moe-shared-expert-intermediate-size is not given"},
     ),

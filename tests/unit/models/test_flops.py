@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron_packed.models.estimate.parameter_count import count_parameters
 from megatron_packed.models.flops import FlopCounter, model_flops
 from support import hybrid_cases as cases
 
@@ -23,6 +24,20 @@ def counted(model, lengths) -> int:
 def test_dense_layers_as_pytorch_counts_them(variant):
     model = cases.tiny_model("--", make_vocab_size_divisible_by=1, **cases.VARIANTS[variant])
     assert FlopCounter(model.config, cases.VOCAB).forward(LENGTHS).total == counted(model, LENGTHS)
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_depths_of_multi_token_prediction_as_pytorch_counts_them(repeated):
+    model = cases.tiny_model(
+        "-/-/-", make_vocab_size_divisible_by=1, mtp_use_repeated_layer=repeated
+    )
+    batch = cases.make_pack(cases.make_documents(LENGTHS))
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(batch)
+    flops = FlopCounter(model.config, cases.VOCAB)
+    assert flops.forward(LENGTHS).total == counter.get_total_flops()
+    counted_by_hand = count_parameters(model.config, cases.VOCAB).total
+    assert counted_by_hand == model.num_parameters
 
 
 def test_attention_is_half_of_all_pairs_of_each_document():

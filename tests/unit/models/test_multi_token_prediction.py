@@ -48,7 +48,7 @@ def run(model, batch):
     output = model(batch)
     output.loss.backward()
     sums = [output.loss_sum, *output.depth_loss_sums]
-    scales = [batch.scales[0], *batch.scales[2 : 1 + len(sums)]]
+    scales = [batch.scales[0], *batch.depth_scales]
     losses = [float(total.detach() * scale) for total, scale in zip(sums, scales)]
     return losses, cases.gradients(model)
 
@@ -82,7 +82,7 @@ def test_forward_backward_adds_the_same_gradients_to_flat_buffers():
     buffers.zero_grad()
     output = model.forward_backward(batch)
     for k, total in enumerate(output.depth_loss_sums, start=1):
-        assert float(total * batch.scales[1 + k]) == losses[k]
+        assert float(total * batch.depth_scales[k - 1]) == losses[k]
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.main_grad, gradients[name], rtol=1e-5, atol=1e-6)
 
@@ -149,7 +149,7 @@ def test_evaluation_computes_the_main_loss_only():
     training = model(batch)
     model.eval()
     output = model(batch)
-    assert output.depth_loss_sums == ()
+    assert output.depth_loss_sums.shape == (0,)
     assert output.loss_sum == training.loss_sum
     assert output.loss == output.loss_sum * batch.scales[0]
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megatron_packed.packed.later_tokens import later, reaches
-from megatron_packed.packed.micro_batch import FIRST_DEPTH, MicroBatch
+from megatron_packed.packed.micro_batch import MOST_DEPTHS, MicroBatch
 
 
 def make(lengths, total, alignment=1, seed=0):
@@ -40,5 +40,5 @@ def test_every_slot_gets_the_value_of_its_own_document(lengths, total, alignment
     for name, value in want.items():
         assert torch.equal(found[name].float(), value), name
     # The scale of the depth, if a micro-batch has one, is that of its own targets.
-    if FIRST_DEPTH + depth <= batch.scales.numel():
-        assert batch.scales[FIRST_DEPTH + depth - 1] == 1 / max(float(want["mask"].sum()), 1)
+    if depth <= MOST_DEPTHS:
+        assert batch.depth_scales[depth - 1] == 1 / max(float(want["mask"].sum()), 1)

@@ -9,7 +9,13 @@ import torch
 
 from megatron_packed.ops.varlen_attention.tables import MaskTable
 from megatron_packed.packed.params import PackedSeqParams
-from megatron_packed.packed.shared_tables import NO_TABLES, RankOrder, Samples, SharedTables
+from megatron_packed.packed.shared_tables import (
+    NO_TABLES,
+    DepthTables,
+    RankOrder,
+    Samples,
+    SharedTables,
+)
 
 
 def test_fields():
@@ -89,12 +95,29 @@ def test_all_tensors_of_tables_are_listed():
     alone = {name: torch.zeros(1) for name in ("rope_position_ids", "rank_valid", "num_valid")}
     samples = Samples(torch.zeros(1), torch.zeros(1))
     chunks = (torch.zeros(1), torch.zeros(2))
+    several = Samples(torch.zeros(1), torch.zeros(1))
+    depths = (DepthTables(*torch.zeros(3, 1), several), DepthTables(*torch.zeros(2, 1), None, None))
     tables = SharedTables(
-        rank_order=order, attention={None: mask}, delta_rule=chunks, samples=samples, **alone
+        rank_order=order,
+        attention={None: mask},
+        delta_rule=chunks,
+        samples=samples,
+        depths=depths,
+        **alone,
     )
-    expected = {id(x) for x in (*order, mask.mask_TT, *chunks, *samples, *alone.values())}
+    of_depths = (*depths[0][:3], *several, *depths[1][:2])
+    expected = {
+        id(x) for x in (*order, mask.mask_TT, *chunks, *samples, *of_depths, *alone.values())
+    }
     assert {id(x) for x in tables.tensors()} == expected
-    assert vars(tables).keys() == {"rank_order", "attention", "delta_rule", "samples", *alone}
+    assert vars(tables).keys() == {
+        "rank_order",
+        "attention",
+        "delta_rule",
+        "samples",
+        "depths",
+        *alone,
+    }
     assert NO_TABLES.tensors() == ()
 
 

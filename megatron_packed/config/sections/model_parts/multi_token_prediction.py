@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.layer_pattern import DEPTH
-from megatron_packed.config.options import option
+from megatron_packed.config.options import derived_option, option
 from megatron_packed.config.section import Section, Sound
 
 MULTI_TOKEN = "multi-token prediction"  # noqa: S105
@@ -19,14 +19,12 @@ MOST_DEPTHS = 14
 class MultiTokenOptions(Section):
     """Depths of multi-token prediction. Depth k predicts the token k + 1 tokens ahead."""
 
-    mtp_num_layers: int | None = option(
-        None,
-        "Number of depths of multi-token prediction. It must be the number of / parts of "
-        "--hybrid-layer-pattern, which is used when not given.",
+    mtp_num_layers: int = derived_option(
+        "Number of depths of multi-token prediction.",
+        derived="number of / parts of --hybrid-layer-pattern, which it must equal",
         unit="depths",
         group=MULTI_TOKEN,
         minimum=0,
-        maximum=MOST_DEPTHS,
     )
     mtp_use_repeated_layer: bool = option(
         False,
@@ -50,7 +48,7 @@ class MultiTokenOptions(Section):
         """
         if not sound("hybrid_layer_pattern", "mtp_num_layers"):
             return
-        given = depths if self.mtp_num_layers is None else self.mtp_num_layers
+        given = self.mtp_num_layers
         if given != depths:
             yield Problem(
                 "--mtp-num-layers",

@@ -101,7 +101,9 @@ def test_constructing_a_wrong_model_reports_everything() -> None:
         ("MD", ["'D' at position 2", "DS"]),
         ("+", ["'+' at position 1", "multi-latent"]),
         ("MM|M", ["'|' at position 3", "pipeline"]),
-        ("M/M/M", ["'/' at position 2 and 1 more", "multi-token"]),
+        ("M*E/*E/*", ["'M*E/*E/*'", "other layers after one /"]),
+        ("M*E/*E/", ["no layer before or after a /"]),
+        ("/*E", ["no layer before or after a /"]),
         ("m*", ["'m' at position 1", "upper case"]),
         ("M*\u2013", ["position 3", "- MLP"]),
     ],
@@ -114,6 +116,29 @@ def test_wrong_patterns_are_refused_by_name_and_position(pattern: str, words: li
 
 def test_a_pattern_of_known_layers_has_no_problem() -> None:
     assert pattern_problems("M*-EGM") == []
+    assert pattern_problems("M*-EGM/*E/*E") == []
+
+
+def test_parts_of_a_pattern_with_multi_token_prediction() -> None:
+    config = ModelConfig(
+        hybrid_layer_pattern="G*-/*-/*-", hidden_size=64, num_attention_heads=4, window_size="3,0"
+    )
+    assert (config.main_layers, config.mtp_layers) == ("G*-", "*-")
+    assert (config.num_layers, config.mtp_depths, config.mtp_num_layers) == (3, 2, 2)
+    assert "".join(config.layer_types) == "G*-*-*-"
+    assert [list(config.layers_of_depth(depth)) for depth in range(3)] == [
+        [0, 1, 2],
+        [3, 4],
+        [5, 6],
+    ]
+    assert [config.depth_of_layer(n) for n in range(7)] == [0, 0, 0, 1, 1, 2, 2]
+    # As in Megatron, the list of windows begins anew for each depth.
+    windows = dataclasses.replace(config, window_attn_skip_freq="[0,1,1]")
+    assert [windows.window_of(n) for n in (1, 3, 5)] == [4, None, None]
+    with pytest.raises(ConfigError, match=r"is not the number of parts after a / .*\(2\)"):
+        dataclasses.replace(config, mtp_num_layers=1)
+    with pytest.raises(ConfigError, match="at most 14 depths"):
+        dataclasses.replace(config, hybrid_layer_pattern="*" + 15 * "/*", mtp_num_layers=None)
 
 
 def test_divisors() -> None:
@@ -186,6 +211,8 @@ def test_defaults_that_hashes_of_saved_models_rest_on() -> None:
         "embedding_multiplier": None,
         "residual_multiplier": None,
         "logits_scaling": None,
+        "mtp_num_layers": None,
+        "mtp_use_repeated_layer": False,
         "make_vocab_size_divisible_by": 128,
     }
 
