@@ -131,8 +131,7 @@ def plan_training(
     if resumed is not None and resumed.begins and not resumed.is_of(plan):
         room = room_of(to_dict(config))
         plan = plan_with(packer=(packer := _packer(config, room)))
-    # Without given capacities, epoch 0 is packed without a limit. Its pack with the most documents
-    # then sets the limit of later epochs.
+    # Without given capacities, the fullest pack of epoch 0 sets the limit of later epochs.
     first = plan.epoch(0)
     if room == AUTO:
         plan = plan.keeping_to(int(first.documents_per_pack.max()))

@@ -2,7 +2,7 @@
 
 `LAYOUTS` is a pairwise covering list: each possible pair of options occurs in one of its rows
 (`test_the_list_covers_every_pair_that_can_exist` counts the pairs). Every row trains a tied
-``M*-EG`` model with the plan, `TrainStep` and its optimizer, in float64. Some rows train it in
+``M*-EG/*E/*E`` model with the plan, `TrainStep` and its optimizer, in float64. Some rows train it in
 float32 too, and every option occurs in one of these rows. One process on the same plan is the
 reference.
 """
@@ -32,6 +32,7 @@ from support.covering_layouts import (
 )
 from support.whole_state import Shards, assembled, everything
 
+LOSSES = ("loss", "aux_loss", "mtp_losses")
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5}
 
 
@@ -103,7 +104,9 @@ def dtypes_of(way: Way) -> list[torch.dtype]:
 
 class Found(NamedTuple):
     losses: Tensor
-    """``(STEPS, 3)``: token loss, load-balance loss of the routers, gradient norm."""
+    """``(STEPS, 5)``: token loss, load-balance loss of the routers, loss of each depth of multi-token
+    prediction, gradient norm.
+    """
     first: Shards
     """State after the first step, where the first moments still show the gradients."""
     last: Shards
@@ -135,7 +138,7 @@ def train_in(dtype: torch.dtype, groups: ParallelGroups, way: Way) -> Found:
         metrics = job.step(micro_batches(config, groups, step), config.optim.lr)
         norm = metrics[job.step.layout.slots["grad_norm"]]
         extras = job.buffers.extras
-        losses.append(torch.cat([extras["loss"], extras["aux_loss"], norm.to(dtype)]))
+        losses.append(torch.cat([*map(extras.get, LOSSES), norm.to(dtype)]))
         states.append(everything(job))
     return Found(torch.stack(losses), states[0], states[-1])
 
@@ -157,11 +160,11 @@ def test_steps_are_those_of_one_process(way: Way, pools: WorkerPools) -> None:
         expected = alone(way.packs)[dtype]
         assert all(torch.equal(rank[dtype].losses, ranks[0][dtype].losses) for rank in ranks)
         torch.testing.assert_close(
-            ranks[0][dtype].losses[:, :2], expected.losses[:, :2], rtol=tolerance, atol=0
+            ranks[0][dtype].losses[:, :-1], expected.losses[:, :-1], rtol=tolerance, atol=0
         )
         # The gradient norm is stored in float32 for all dtypes, so its tolerance is that of float32.
         torch.testing.assert_close(
-            ranks[0][dtype].losses[:, 2], expected.losses[:, 2], rtol=1e-6, atol=0
+            ranks[0][dtype].losses[:, -1], expected.losses[:, -1], rtol=1e-6, atol=0
         )
         for when in ("first", "last"):
             wanted = assembled([getattr(expected, when)])
@@ -188,7 +191,7 @@ def test_one_process_takes_steps_that_show_something() -> None:
     """
     found = alone(6)[torch.float64]
     first, last = assembled([found.first]), assembled([found.last])
-    assert found.losses[:, 2].min() > 0.5 and found.losses[:, :2].min() > 0
+    assert found.losses[:, -1].min() > 0.5 and found.losses[:, :-1].min() > 0
     moved = {
         name: relative_error(first[name], last[name]) for name in last if name.startswith("model/")
     }

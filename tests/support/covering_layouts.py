@@ -77,7 +77,9 @@ NONE = "none"
 
 def config_of(way: Way) -> RunConfig:
     model = ModelConfig(
-        hybrid_layer_pattern="M*-EG",
+        hybrid_layer_pattern="M*-EG/*E/*E",
+        mtp_use_repeated_layer=True,
+        mtp_loss_scaling_factor=0.5,
         hidden_size=32,
         num_attention_heads=4,
         num_query_groups=2,
@@ -144,6 +146,10 @@ def micro_batches(config: RunConfig, groups: ParallelGroups, step: int) -> list[
         packer=Packer.from_config(config.packing, config.document_alignment),
         packs_per_step=config.packs_per_step(),
         dp_size=groups.dp_size,
+        depth_targets=[
+            np.array([np.count_nonzero(mask[1 + depth :]) for _, mask in documents])
+            for depth in range(1, config.model.mtp_depths + 1)
+        ],
     ).step(step)
     return [
         MicroBatch.build(

@@ -132,7 +132,7 @@ def test_parts_of_a_pattern_with_multi_token_prediction() -> None:
         [5, 6],
     ]
     assert [config.depth_of_layer(n) for n in range(7)] == [0, 0, 0, 1, 1, 2, 2]
-    # As in Megatron, the list of windows begins anew for each depth.
+    # As in Megatron, the list of windows begins again for each depth.
     windows = dataclasses.replace(config, window_attn_skip_freq="[0,1,1]")
     assert [windows.window_of(n) for n in (1, 3, 5)] == [4, None, None]
     with pytest.raises(ConfigError, match=r"is not the number of parts after a / .*\(2\)"):
