@@ -38,6 +38,7 @@ def without_layers(symbols: str) -> Callable[[RunConfig, int], bool]:
 _EXPERT_OPTIONS = keys_in(
     "model",
     "moe_router_topk moe_ffn_hidden_size moe_router_score_function moe_router_pre_softmax "
+    "moe_router_num_groups moe_router_group_topk "
     "moe_router_topk_scaling_factor moe_router_enable_expert_bias moe_router_bias_update_rate "
     "moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff moe_expert_capacity_factor "
     "moe_token_drop_policy moe_pad_expert_input_to_capacity moe_token_dispatcher_type "
@@ -166,6 +167,11 @@ MODEL_IDLE: tuple[Idle, ...] = (
         "--moe-router-score-function is sigmoid",
         lambda run, _: run.model.moe_router_score_function == "sigmoid",
         ("model.moe_router_pre_softmax",),
+    ),
+    Idle(
+        "tokens may use all groups of experts",
+        lambda run, _: run.model.limiting_expert_groups is None,
+        keys_in("model", "moe_router_num_groups moe_router_group_topk"),
     ),
     Idle(
         "--moe-router-enable-expert-bias is not given",

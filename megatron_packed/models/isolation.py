@@ -185,6 +185,18 @@ def _kinds_of_layers(config: ModelConfig) -> list[tuple[str, int | None]]:
     ]
 
 
+_LEFT_OUT = (
+    "moe_z_loss_coeff",
+    "moe_expert_capacity_factor",
+    "moe_expert_rank_capacity_factor",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+)
+"""Options that the small models do not have. Groups of experts limit the choice of each token alone,
+and may not divide the few experts of a small model.
+"""
+
+
 def small_config(
     symbol: str,
     config: ModelConfig,
@@ -216,11 +228,9 @@ def small_config(
         if symbol == MOE and config.moe_shared_expert_intermediate_size
         else None,
         "moe_latent_size": HIDDEN // 2 if symbol == MOE and config.moe_latent_size else None,
+        **dict.fromkeys(_LEFT_OUT),
         "moe_aux_loss_coeff": 0.0,  # this loss couples documents by design
-        "moe_z_loss_coeff": None,
-        "moe_expert_capacity_factor": None,
         "moe_pad_expert_input_to_capacity": False,
-        "moe_expert_rank_capacity_factor": None,
         "make_vocab_size_divisible_by": VOCAB,
         "vocab_size": VOCAB,
     }

@@ -61,6 +61,8 @@ _PHASE_MODEL = frozenset(
         "--moe-router-score-function",
         "--moe-router-pre-softmax",
         "--moe-router-topk-scaling-factor",
+        "--moe-router-num-groups",
+        "--moe-router-group-topk",
         "--rotary-base",
         "--use-rope-scaling",
         "--rope-scaling-factor",

@@ -82,7 +82,7 @@ ALLGATHER, ALLTOALL = (
     {"moe_token_dispatcher_type": "allgather"},
     {"moe_token_dispatcher_type": "alltoall"},
 )
-LATENT = {"moe_latent_size": 12}
+LATENT = {"moe_latent_size": 12, "moe_router_num_groups": 4, "moe_router_group_topk": 2}
 CAPACITY = {"moe_expert_capacity_factor": 0.6}
 PADDED = {**CAPACITY, "moe_pad_expert_input_to_capacity": True}
 

@@ -16,34 +16,44 @@ NO_STEP_LIMIT = 1e-12
 
 
 def nemotron_h_super(draw: random.Random, number: int) -> Any:
-    """Return a model with latent experts, as Nemotron 3 Super and Ultra have them."""
+    """Return a model with latent experts, as Nemotron 3 Super and Ultra have them.
+
+    Two of three models have groups of experts. transformers then chooses the groups by two scores.
+    """
     pattern = "E" + "".join(draw.choices("M*E", k=draw.randint(1, 4)))
-    return nemotron_h(draw, number, pattern, moe_latent_size=draw.choice([8, 12, 44]))
+    groups, chosen = draw.choice([(1, 1), (4, 2), (3, 1)])
+    more = {"n_group": groups, "topk_group": chosen, "n_routed_experts": 12}
+    if chosen < groups:
+        more["num_experts_per_tok"] = draw.randint(2 * chosen, 3 * chosen - 1)
+    return nemotron_h(draw, number, pattern, moe_latent_size=draw.choice([8, 12, 44]), **more)
 
 
 def nemotron_h(draw: random.Random, number: int, pattern: str | None = None, **more: Any) -> Any:
     pattern = pattern or "".join(draw.choices("M*-E", k=draw.randint(1, 6)))
+    sizes: dict[str, Any] = {
+        "hidden_size": draw.choice([16, 24, 40]),
+        "num_attention_heads": 4,
+        "num_key_value_heads": draw.choice([1, 2, 4]),
+        "head_dim": draw.choice([4, 8, 10]),
+        "intermediate_size": draw.choice([12, 48]),
+        "ssm_state_size": draw.choice([4, 16]),
+        "mamba_num_heads": draw.choice([2, 4, 6]),
+        "mamba_head_dim": draw.choice([4, 8]),
+        "n_groups": draw.choice([1, 2]),
+        "chunk_size": draw.choice([4, 8, 16]),
+        "n_routed_experts": draw.choice([4, 5, 8]),
+        "moe_intermediate_size": draw.choice([8, 16]),
+        "moe_shared_expert_intermediate_size": 24,
+        "num_experts_per_tok": draw.randint(2, 4),
+        "routed_scaling_factor": draw.choice([1.0, 2.5]),
+        "time_step_min": NO_STEP_LIMIT,
+        **more,
+    }
     config = transformers.NemotronHConfig(
         vocab_size=cases.VOCAB,
-        hidden_size=draw.choice([16, 24, 40]),
         layers_block_type=None,
         hybrid_override_pattern=pattern,
-        num_attention_heads=4,
-        num_key_value_heads=draw.choice([1, 2, 4]),
-        head_dim=draw.choice([4, 8, 10]),
-        intermediate_size=draw.choice([12, 48]),
-        ssm_state_size=draw.choice([4, 16]),
-        mamba_num_heads=draw.choice([2, 4, 6]),
-        mamba_head_dim=draw.choice([4, 8]),
-        n_groups=draw.choice([1, 2]),
-        chunk_size=draw.choice([4, 8, 16]),
-        n_routed_experts=draw.choice([4, 5, 8]),
-        moe_intermediate_size=draw.choice([8, 16]),
-        moe_shared_expert_intermediate_size=24,
-        num_experts_per_tok=draw.randint(2, 4),
-        routed_scaling_factor=draw.choice([1.0, 2.5]),
-        time_step_min=NO_STEP_LIMIT,
-        **more,
+        **sizes,
     )
     model = filled(transformers.NemotronHForCausalLM(config), draw)
     for layer, symbol in zip(model.model.layers, pattern):

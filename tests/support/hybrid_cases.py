@@ -82,6 +82,9 @@ VARIANTS = {
     },
     "latent experts": {
         "moe_latent_size": 12,
+        "num_experts": 12,
+        "moe_router_num_groups": 4,
+        "moe_router_group_topk": 2,
         "moe_router_score_function": "sigmoid",
         "moe_router_topk": 4,
         "moe_shared_expert_intermediate_size": 24,
@@ -139,7 +142,7 @@ def tiny_config(pattern: str, **changes) -> ModelConfig:
         changes = {
             name: value
             for name, value in changes.items()
-            if not name.startswith(("moe_shared", "moe_latent"))
+            if not name.startswith(("moe_shared", "moe_latent", "num_experts"))
         }
         values["num_experts"] = None
     return ModelConfig(**values | changes)

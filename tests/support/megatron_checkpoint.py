@@ -41,6 +41,8 @@ ARGS: dict[str, Any] = {
     "moe_shared_expert_intermediate_size": 12,
     "moe_router_score_function": "sigmoid",
     "moe_router_enable_expert_bias": True,
+    "moe_router_num_groups": 2,
+    "moe_router_group_topk": 1,
     "moe_router_load_balancing_type": ["aux_loss"],
     "swiglu": True,
     "add_bias_linear": False,

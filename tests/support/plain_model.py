@@ -255,20 +255,32 @@ def gated_delta_net(u, p, config):
     return y @ p["out_proj.weight"].T
 
 
+def open_values(values, config):
+    """Return the values with -inf outside the best groups of experts of each token."""
+    groups, chosen = config.moe_router_num_groups or 1, config.moe_router_group_topk or 1
+    width, best = config.num_experts // groups, config.moe_router_topk // chosen
+    result = torch.full_like(values, -torch.inf)
+    for row, kept in zip(values.detach(), result):
+        sums = [sum(sorted(part.tolist())[-best:]) for part in row.split(width)]
+        for group in sorted(range(groups), key=lambda group: sums[group])[-chosen:]:
+            kept[group * width : (group + 1) * width] = 0
+    return values + result
+
+
 def experts(x, p, config, bias):
     router = p["router.weight"]
     logits = x.to(router.dtype) @ router.T
     if config.moe_router_score_function == "softmax":
         scores = torch.softmax(logits, dim=-1)
-        chosen = scores.topk(config.moe_router_topk, dim=-1).indices
+        ordered = open_values(scores if config.moe_router_pre_softmax else logits, config)
+        chosen = ordered.topk(config.moe_router_topk, dim=-1).indices
         weights = scores.gather(1, chosen)
         if not config.moe_router_pre_softmax:
             weights = weights / weights.sum(-1, keepdim=True)
     else:
         scores = torch.sigmoid(logits)
-        chosen = (
-            (scores if bias is None else scores + bias).topk(config.moe_router_topk, dim=-1).indices
-        )
+        ordered = open_values(scores if bias is None else scores + bias, config)
+        chosen = ordered.topk(config.moe_router_topk, dim=-1).indices
         weights = scores.gather(1, chosen)
         if config.moe_router_topk > 1:
             weights = weights / weights.sum(-1, keepdim=True)

@@ -201,10 +201,6 @@ ACCEPTED: dict[str, AcceptedFlag] = _table(
         ),
     ),
     (
-        "each token chooses among all experts",
-        {"--moe-router-num-groups": ("1",), "--moe-router-group-topk": ("1",)},
-    ),
-    (
         "rows of experts are padded for FP8 only, which is not supported",
         _switches("--moe-router-padding-for-quantization --moe-router-padding-for-fp8"),
     ),

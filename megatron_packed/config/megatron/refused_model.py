@@ -55,8 +55,6 @@ MODEL: tuple[RefusedFlags, ...] = (
         "this way of routing tokens is not supported",
         "use --moe-router-topk with --moe-router-score-function",
         (
-            "--moe-router-num-groups",
-            "--moe-router-group-topk",
             "--moe-input-jitter-eps",
             "--moe-apply-probs-on-input",
             "--moe-router-dtype",

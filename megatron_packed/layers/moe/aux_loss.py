@@ -5,7 +5,8 @@ Letters: T tokens, E experts, K experts per token.
 The formulas are Megatron's, but every sum excludes slots that belong to no document:
 
 * load-balance loss of one pack: ``coeff * E / (K n^2) * sum_e count_e * P_e``. n is the number of
-  tokens and ``count_e`` the number of assignments to expert e, computed without the expert bias.
+  tokens and ``count_e`` the number of assignments to expert e. These assignments are by scores
+  alone, without the expert bias and without groups of experts.
   ``P_e`` is the sum over tokens of the expert's probability (softmax over all experts, or sigmoids
   divided by their sum). The loss equals ``coeff`` for a perfectly balanced load. Source: Switch
   Transformer, arXiv:2101.03961, eq. 4.
@@ -64,7 +65,7 @@ def auxiliary_loss(
     total = torch.zeros((), dtype=torch.float32, device=valid_T.device)
     topk = config.moe_router_topk
     if config.moe_router_load_balancing_type != "none" and config.moe_aux_loss_coeff:
-        if config.moe_router_enable_expert_bias:
+        if config.moe_router_enable_expert_bias or config.limiting_expert_groups:
             chosen_TE = unbiased_experts(logits_TE, valid_T, topk)
         probabilities_TE = balance_probabilities(logits_TE, config.moe_router_score_function)
         factors = {"topk": topk, "coeff": config.moe_aux_loss_coeff}
@@ -172,7 +173,7 @@ def chosen_experts(topk_expert_ids_TK: Tensor, valid_T: Tensor, num_experts: int
 
 
 def unbiased_experts(logits_TE: Tensor, valid_T: Tensor, topk: int) -> Tensor:
-    """Return the `chosen_experts` of routing without the expert bias, for the load-balance loss."""
+    """Return the `chosen_experts` of routing by scores alone, for the load-balance loss."""
     ids_TK = logits_TE.detach().topk(topk, dim=-1).indices
     return chosen_experts(ids_TK, valid_T, logits_TE.shape[1])
 

@@ -160,6 +160,7 @@ class MoE(nn.Module):
     ) -> Linear:
         """Build a projection of the rows that this rank routes; each rank holds all of it."""
         projection = Linear(width_in, width_out, bias=False, device=device, dtype=dtype)
+        # See [Note: latent experts] for why the gradient is one term of a sum.
         self.tp.use_inside(projection.weight)
         return projection
 

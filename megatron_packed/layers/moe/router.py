@@ -10,6 +10,8 @@ of the auxiliary losses are in `aux_loss`.
   again.
 * Sigmoid scores: select the K highest of ``sigmoid(logit) + expert_bias``. The weights are the
   sigmoids without the bias, divided by their sum if K > 1.
+* Groups of experts: the values from which the K highest are selected are first limited to G of N
+  groups of consecutive experts. A group's value is the sum of its ``K // G`` highest values.
 * In all cases the weights are finally multiplied by ``scaling_factor``.
 * Expert bias: after an optimizer step, ``bias_e += rate * sign(mean count - count_e)`` over the
   global batch. Source: auxiliary-loss-free balancing, arXiv:2408.15664.
@@ -47,6 +49,28 @@ class Routing(NamedTuple):
     """``(T, E)`` float32: logits of all experts, for the auxiliary losses."""
 
 
+class ExpertGroups(NamedTuple):
+    """Groups of consecutive experts, of which every token uses the experts of a few."""
+
+    count: int
+    """Number of groups; they have equal numbers of experts."""
+    chosen: int
+    """Number of groups of a token."""
+
+    def limit(self, values_TE: Tensor, topk: int) -> Tensor:
+        """Return the values with -inf for each expert outside its token's best groups.
+
+        Args:
+            values_TE: ``(T, E)`` values from which the K highest are selected.
+            topk: K.
+        """
+        values_TNX = values_TE.unflatten(1, (self.count, -1))
+        best_TN = values_TNX.detach().topk(topk // self.chosen, dim=-1).values.sum(dim=-1)
+        groups_TG = best_TN.topk(self.chosen, dim=-1).indices
+        closed_TN = torch.ones_like(best_TN, dtype=torch.bool).scatter_(1, groups_TG, False)
+        return values_TNX.masked_fill(closed_TN[..., None], -torch.inf).flatten(1)
+
+
 def topk_routing(
     logits_TE: Tensor,
     topk: int,
@@ -55,6 +79,7 @@ def topk_routing(
     pre_softmax: bool = False,
     scaling_factor: float | None = None,
     expert_bias_E: Tensor | None = None,
+    groups: ExpertGroups | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Select the K experts of every token and return their weights and ids.
 
@@ -68,19 +93,26 @@ def topk_routing(
         scaling_factor: factor of the weights; None means 1.
         expert_bias_E: ``(E,)`` float32, for sigmoid scores only; it changes the selection, never
             the weights.
+        groups: groups of experts that limit the selection; None for no limit.
     Returns:
         ``(T, K)`` float32 weights and ``(T, K)`` int64 expert ids, in descending order of score.
     """
+
+    def highest(values_TE: Tensor) -> tuple[Tensor, Tensor]:
+        open_TE = values_TE if groups is None else groups.limit(values_TE, topk)
+        values_TK, ids_TK = open_TE.topk(topk, dim=-1)
+        return values_TK, ids_TK
+
     if score_function == "softmax":
         if pre_softmax:
-            weights_TK, ids_TK = torch.softmax(logits_TE, dim=-1).topk(topk, dim=-1)
+            weights_TK, ids_TK = highest(torch.softmax(logits_TE, dim=-1))
         else:
-            chosen_TK, ids_TK = logits_TE.topk(topk, dim=-1)
+            chosen_TK, ids_TK = highest(logits_TE)
             weights_TK = torch.softmax(chosen_TK, dim=-1)
     else:
         scores_TE = torch.sigmoid(logits_TE)
         biased_TE = scores_TE if expert_bias_E is None else scores_TE + expert_bias_E
-        ids_TK = biased_TE.detach().topk(topk, dim=-1).indices
+        ids_TK = highest(biased_TE.detach())[1]
         weights_TK = scores_TE.gather(1, ids_TK)
         if topk > 1:
             weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + EPSILON)
@@ -142,6 +174,8 @@ class Router(nn.Module):
         self.num_experts = config.num_experts
         self.topk = config.moe_router_topk
         self.score_function = config.moe_router_score_function
+        sizes = config.limiting_expert_groups
+        self.groups = ExpertGroups(*sizes) if sizes else None
         fp32 = {"device": device, "dtype": torch.float32}
         self.weight = keep_fp32(new_parameter(self.num_experts, config.hidden_size, **fp32))
         tp.use_inside(self.weight)
@@ -175,5 +209,6 @@ class Router(nn.Module):
             pre_softmax=self.config.moe_router_pre_softmax,
             scaling_factor=self.config.moe_router_topk_scaling_factor,
             expert_bias_E=self.expert_bias,
+            groups=self.groups,
         )
         return Routing(weights_TK, ids_TK, logits_TE)

@@ -137,6 +137,8 @@ def plain_model(model: ModelConfig) -> ModelConfig:
     }
     if model.window_size is not None:
         same |= plain_window(model)
+    if model.limiting_expert_groups is None:
+        same |= {"moe_router_num_groups": None, "moe_router_group_topk": None}
     if model.linear_norm_epsilon == model.norm_epsilon:
         same["linear_norm_epsilon"] = None
     if model.mamba_norm_groups == model.mamba_num_groups:

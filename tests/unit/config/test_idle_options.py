@@ -102,6 +102,14 @@ CASES = [
         {"moe_shared_expert_gate": "--moe-shared-expert-intermediate-size is not given"},
     ),
     (
+        f"{MOE} ~--num-attention-heads --moe-router-num-groups 2 --moe-router-group-topk 2",
+        dict.fromkeys(("moe_router_num_groups", "moe_router_group_topk"), "all groups of experts"),
+    ),
+    (
+        f"{MOE} ~--num-attention-heads --moe-router-num-groups 2",
+        {"moe_router_num_groups": "all groups of experts"},
+    ),
+    (
         "--hybrid-layer-pattern * --moe-aux-loss-coeff 0.01 --moe-expert-capacity-factor 1 --moe-router-topk 4 "
         "--moe-token-drop-policy position --ffn-hidden-size 64 --swiglu --expert-tensor-parallel-size 1",
         dict.fromkeys(

@@ -10,6 +10,7 @@ from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.parser.parse import parse
 
 MOE = "--hybrid-layer-pattern ME --num-experts 4 --disable-bias-linear"
+GROUPS = "--moe-router-num-groups"
 TIKTOKEN = "--tokenizer-type TikTokenizer --tokenizer-model train.jsonl"
 SENTENCEPIECE = "--tokenizer-type SentencePieceTokenizer --tokenizer-model train.jsonl"
 OFFLOAD = "--fine-grained-activation-offloading --offload-modules"
@@ -90,6 +91,14 @@ INVALID = [
     ("--num-experts 4", {"--num-experts": "no expert layer"}),
     (f"{MOE} --moe-router-topk 5", {"--moe-router-topk": "1 to 4"}),
     (f"{MOE} --moe-router-topk 1", {"--moe-router-topk": "--moe-router-pre-softmax"}),
+    (f"{MOE} --moe-router-group-topk 1", {"--moe-router-group-topk": "--moe-router-num-groups"}),
+    (f"{MOE} {GROUPS} 3 --moe-router-group-topk 1", {"--moe-router-num-groups": "1, 2, 4"}),
+    (f"{MOE} {GROUPS} 2 --moe-router-group-topk 3", {"--moe-router-group-topk": "1 to 2"}),
+    (f"{MOE} {GROUPS} 4 --moe-router-group-topk 1", {"--moe-router-group-topk": "1 experts"}),
+    (
+        f"{MOE} {GROUPS} 4 --moe-router-group-topk 3",
+        {"--moe-router-group-topk": "--moe-router-topk is 2"},
+    ),
     (f"{MOE} --moe-router-enable-expert-bias", {"--moe-router-enable-expert-bias": "sigmoid"}),
     (
         f"{MOE} --moe-router-load-balancing-type sinkhorn",

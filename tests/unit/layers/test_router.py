@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.layers.moe.router import Router, topk_routing, update_expert_bias
+from megatron_packed.layers.moe.router import ExpertGroups, Router, topk_routing, update_expert_bias
 from megatron_packed.packed.params import PackedSeqParams
 
 LOGITS = torch.tensor([[2.0, 0.5, -1.0, 1.0], [0.0, 3.0, 0.1, -2.0], [1.0, -1.0, 0.2, 0.9]])
@@ -58,6 +58,26 @@ def test_expert_bias_changes_the_choice_and_not_the_weights():
     assert logits.grad[0, 2] != 0 and logits.grad[0, 0] == 0
 
 
+def test_groups_are_chosen_by_the_sum_of_their_best_values():
+    """Six experts in three groups: a group of two good experts beats one with the best expert."""
+    logits = torch.tensor([[3.0, -3.0, 2.5, 2.4, 0.0, 1.0]])
+    by_two = topk_routing(logits, 2, score_function="sigmoid", groups=ExpertGroups(3, 1))
+    assert by_two[1].tolist() == [[2, 3]]
+    by_one = topk_routing(logits, 2, score_function="softmax", groups=ExpertGroups(3, 2))
+    assert by_one[1].tolist() == [[0, 2]]
+    # A token with five experts in two groups: a group's sum has two values, with the bias.
+    bias = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 2.0])
+    logits = torch.tensor([[4.0, 4.0, -9.0, 1.0, 1.0, 1.0, 0.0, 0.0, -5.0]])
+    limited = ExpertGroups(3, 2)
+    weights, ids = topk_routing(
+        logits, 5, score_function="sigmoid", expert_bias_E=bias, groups=limited
+    )
+    assert sorted(ids[0].tolist()) == [0, 1, 6, 7, 8]
+    _, ids = topk_routing(logits, 5, score_function="sigmoid", groups=limited)
+    assert sorted(ids[0].tolist()) == [0, 1, 3, 4, 5]
+    torch.testing.assert_close(weights.sum(), torch.tensor(1.0))
+
+
 def test_expert_bias_moves_towards_the_starved_and_not_on_a_skipped_step():
     biases = [torch.zeros(4), torch.ones(4)]
     counts = torch.tensor([[10, 2, 6, 6], [1, 1, 1, 1]])
@@ -105,7 +125,9 @@ def test_against_megatron_core():
             {},
             {"scaling_factor": 2.5},
             {"pre_softmax": True} if function == "softmax" else {"bias": bias},
+            {"groups": (3, 2)} if function == "softmax" else {"bias": bias, "groups": (2, 1)},
         ):
+            groups = options.get("groups")
             mine = topk_routing(
                 logits,
                 3,
@@ -113,6 +135,7 @@ def test_against_megatron_core():
                 pre_softmax=options.get("pre_softmax", False),
                 scaling_factor=options.get("scaling_factor"),
                 expert_bias_E=options.get("bias"),
+                groups=groups and ExpertGroups(*groups),
             )
             probs, routing_map = theirs.topk_routing_with_score_function(
                 logits,
@@ -121,6 +144,8 @@ def test_against_megatron_core():
                 scaling_factor=options.get("scaling_factor"),
                 score_function=function,
                 expert_bias=options.get("bias"),
+                num_groups=groups and groups[0],
+                group_topk=groups and groups[1],
             )
             torch.testing.assert_close(torch.zeros_like(logits).scatter(1, mine[1], mine[0]), probs)
             assert torch.equal(torch.zeros_like(routing_map).scatter(1, mine[1], True), routing_map)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.options import derived_option, option
 from megatron_packed.config.section import Sound
+from megatron_packed.config.sections.model_parts.divisors import divisors
 from megatron_packed.config.sections.model_parts.stack import StackOptions
 
 EXPERTS = "mixture of experts"
@@ -80,6 +81,22 @@ class ExpertOptions(StackOptions):
         "Factor applied to the scores of the chosen experts; 1 when not given.",
         group=EXPERTS,
         above=0,
+    )
+    moe_router_num_groups: int | None = option(
+        None,
+        "Number of groups of consecutive experts. A token uses the experts of "
+        "--moe-router-group-topk groups; of all groups when not given.",
+        unit="groups",
+        group=EXPERTS,
+        minimum=1,
+    )
+    moe_router_group_topk: int | None = option(
+        None,
+        "Number of groups for each token: those with the highest sums of their best scores. The "
+        "sum has --moe-router-topk / --moe-router-group-topk scores, rounded down.",
+        unit="groups",
+        group=EXPERTS,
+        minimum=1,
     )
     moe_router_enable_expert_bias: bool = option(
         False,
@@ -178,6 +195,12 @@ class ExpertOptions(StackOptions):
         return self.hidden_size if self.moe_latent_size is None else self.moe_latent_size
 
     @property
+    def limiting_expert_groups(self) -> tuple[int, int] | None:
+        """Return the number of groups of experts and of a token's groups; None if all are open."""
+        groups, chosen = self.moe_router_num_groups, self.moe_router_group_topk
+        return None if groups is None or chosen is None or chosen == groups else (groups, chosen)
+
+    @property
     def dispatch_asks_the_device(self) -> bool:
         """Return whether the token dispatcher reads row counts from the device. Such a read (a host
         sync) cannot be part of a CUDA graph.
@@ -244,10 +267,53 @@ class ExpertOptions(StackOptions):
                     "not learn",
                     "add --moe-router-pre-softmax, or choose at least two experts",
                 )
+        yield from self._group_rules(sound)
         if self.moe_router_enable_expert_bias and self.moe_router_score_function == "softmax":
             yield Problem(
                 "--moe-router-enable-expert-bias",
                 "",
                 "needs the sigmoid score function",
                 "add --moe-router-score-function sigmoid",
+            )
+
+    def _group_rules(self, sound: Sound) -> Iterator[Problem]:
+        """Yield problems of the groups of experts."""
+        groups, chosen = self.moe_router_num_groups, self.moe_router_group_topk
+        flag, flag_chosen = "--moe-router-num-groups", "--moe-router-group-topk"
+        if chosen is None:
+            return  # as in Megatron, all groups are open
+        if groups is None:
+            yield Problem(
+                flag_chosen, str(chosen), f"needs {flag}", f"give {flag}, or leave it out"
+            )
+            return
+        experts, topk = self.num_experts, self.moe_router_topk
+        if not sound("moe_router_num_groups", "moe_router_group_topk"):
+            return
+        if chosen > groups:
+            yield Problem(
+                flag_chosen,
+                str(chosen),
+                f"must be at most {flag} ({groups})",
+                f"give 1 to {groups}",
+            )
+            return
+        if experts is None or not sound("num_experts", "moe_router_topk"):
+            return
+        if experts % groups:
+            yield Problem(
+                flag,
+                str(groups),
+                f"does not divide --num-experts ({experts})",
+                f"choose from {divisors(experts)}",
+            )
+            return
+        most = experts // groups * chosen
+        if chosen < groups and topk <= experts and not chosen <= topk <= most:
+            yield Problem(
+                flag_chosen,
+                str(chosen),
+                f"gives a token groups with {most} experts, but --moe-router-topk is {topk}",
+                "choose a number that is at most --moe-router-topk, and whose groups have as many "
+                "experts",
             )

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MLP, MOE
+from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.families.decoder import HEADS, MAMBA_NORM, mamba_norm_epsilon
 from megatron_packed.models.convert.families.family import (
     LIBRARY,
@@ -64,23 +65,54 @@ def _nemotron_h_pattern(fields: Fields) -> str:
 
 
 def _nemotron_h_rules(fields: Fields) -> Iterator[str]:
-    """Check ``norm_topk_prob``.
+    """Check ``norm_topk_prob`` and the groups of experts.
 
     The model divides the weights of the chosen experts by their sum, except if a token has only one
     expert, as in Megatron.
     """
+    if MOE not in _nemotron_h_pattern(fields):
+        return
     divides, chosen = fields.get("norm_topk_prob", True), fields.get("num_experts_per_tok")
-    if MOE in _nemotron_h_pattern(fields) and divides is not (chosen != 1):
+    if divides is not (chosen != 1):
         yield (
             f"norm_topk_prob is {divides!r}, but with num_experts_per_tok {chosen!r} "
             f"only {chosen != 1} is supported"
         )
+    groups, open_groups = (fields.get(key, 1) for key in ("n_group", "topk_group"))
+    numbers = (groups, open_groups, chosen)
+    if not all(type(number) is int and number > 0 for number in numbers):
+        yield f"n_group is {groups!r} and topk_group {open_groups!r}; they must be numbers"
+    elif open_groups != groups and chosen // open_groups != 2:
+        yield (
+            f"n_group is {groups} and topk_group {open_groups}, but groups are chosen by their two "
+            "best experts only if num_experts_per_tok // topk_group is 2"
+        )
+
+
+def _nemotron_h_unfit(model: ModelConfig) -> Iterator[str]:
+    """Yield the groups of experts that transformers would choose otherwise.
+
+    transformers chooses groups by the sum of the two best scores in each, and Megatron by the sum of
+    ``topk // group_topk`` scores.
+    """
+    sizes = model.limiting_expert_groups
+    if sizes and model.moe_router_topk // sizes[1] != 2:
+        yield (
+            f"{model.flag('moe_router_group_topk')} {sizes[1]} with "
+            f"{model.flag('moe_router_topk')} {model.moe_router_topk} (the family adds two scores of "
+            "each group, and this model another number)"
+        )
 
 
 def _nemotron_h_derive(fields: Fields, pattern: str) -> Fields:
-    """Return the epsilon of Mamba's norm, and the latent size of experts, which may be missing."""
-    latent = {"moe_latent_size": fields.get("moe_latent_size")} if MOE in pattern else {}
-    return {**mamba_norm_epsilon(fields["layer_norm_epsilon"], pattern), **latent}
+    """Return the epsilon of Mamba's norm, and the options of experts that may be missing."""
+    found = dict(mamba_norm_epsilon(fields["layer_norm_epsilon"], pattern))
+    if MOE in pattern:
+        found["moe_latent_size"] = fields.get("moe_latent_size")
+        groups, chosen = (fields.get(key, 1) for key in ("n_group", "topk_group"))
+        found["moe_router_num_groups"] = None if groups == chosen else groups
+        found["moe_router_group_topk"] = None if groups == chosen else chosen
+    return found
 
 
 NEMOTRON_H = Family(
@@ -133,7 +165,7 @@ NEMOTRON_H = Family(
             "time_step_limit": [0.0, math.inf],
         },
         ATTENTION: {"attention_bias": False, "attention_dropout": 0.0, "sliding_window": None},
-        MOE: {"n_shared_experts": 1, "n_group": 1, "topk_group": 1},
+        MOE: {"n_shared_experts": 1},
     },
     repeats={
         "attention_head_dim": "head_dim",
@@ -149,13 +181,21 @@ NEMOTRON_H = Family(
     time_step_min time_step_rank use_mamba_kernels""",
     rules=_nemotron_h_rules,
     derive=_nemotron_h_derive,
-    derived=(*MAMBA_NORM, "moe_latent_size"),
-    derived_from="moe_latent_size",
+    derived=(
+        *MAMBA_NORM,
+        "moe_latent_size",
+        "moe_router_num_groups",
+        "moe_router_group_topk",
+    ),
+    derived_from="moe_latent_size n_group topk_group",
+    unfit=_nemotron_h_unfit,
     written=lambda model: {
         "hybrid_override_pattern": model.hybrid_layer_pattern,
         "num_hidden_layers": model.num_layers,
         "norm_topk_prob": model.moe_router_topk != 1,
         "moe_latent_size": model.moe_latent_size,
+        "n_group": model.moe_router_num_groups or 1,
+        "topk_group": model.moe_router_group_topk or 1,
         "time_step_min": NO_STEP_LIMIT,
     },
     outside={

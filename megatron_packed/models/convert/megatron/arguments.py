@@ -22,8 +22,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "experimental_attention_variant": (None,),
     "mtp_num_layers": (None, 0),
     "mtp_use_repeated_layer": (False,),
-    "moe_router_num_groups": (None, 1),
-    "moe_router_group_topk": (None, 1),
     "moe_apply_probs_on_input": (False,),
     "moe_input_jitter_eps": (None, 0.0),
     "openai_gelu": (False,),

@@ -174,8 +174,6 @@ def test_other_values_and_numbers_of_values_are_refused(right, flag: str) -> Non
 def test_values_that_change_the_model_are_refused(right) -> None:
     argv = [part for pair in right.items() for part in pair]
     for words in (
-        "--moe-router-num-groups 2",
-        "--moe-router-group-topk 2",
         "--softmax-type learnable",
         "--export-kd-teacher-load teacher",
         "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params",

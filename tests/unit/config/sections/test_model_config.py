@@ -205,6 +205,8 @@ def test_defaults_that_hashes_of_saved_models_rest_on() -> None:
         "moe_router_score_function": "softmax",
         "moe_router_pre_softmax": False,
         "moe_router_topk_scaling_factor": None,
+        "moe_router_num_groups": None,
+        "moe_router_group_topk": None,
         "moe_router_enable_expert_bias": False,
         "untie_embeddings_and_output_weights": False,
         "vocab_size": None,

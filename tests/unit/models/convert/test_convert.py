@@ -28,6 +28,7 @@ from megatron_packed.models.convert.families.registry import FAMILIES, WRITTEN
 from megatron_packed.models.convert.huggingface_config import model_of
 from megatron_packed.models.convert.huggingface_files import INDEX, SINGLE, ModelFiles, write_files
 from megatron_packed.models.convert.import_huggingface import open_model
+from megatron_packed.models.convert.trained_config import obstacles
 from megatron_packed.models.convert.weight_rows import weights_of
 from support.converted_model import FAMILIES as SMALL
 from support.converted_model import FIELDS, write_model
@@ -213,7 +214,8 @@ REFUSED = {
         False,
         "norm_topk_prob is False, but with num_experts_per_tok 2 only True is supported",
     ),
-    "n_group": (2, "n_group is 2"),
+    "n_group": (4, "gives a token groups with 1 experts"),
+    "topk_group": ("1", "n_group is 1 and topk_group '1'; they must be numbers"),
     "rms_norm_eps": (1e-6, "rms_norm_eps is 1e-06, which contradicts layer_norm_epsilon 1e-05"),
     "num_hidden_layers": (6, "num_hidden_layers is 6, but the pattern has 5 layers"),
     "hybrid_override_pattern": ("MG", "'MG'; only M, *, - and E may occur in it"),
@@ -233,6 +235,23 @@ def test_options_that_are_not_built_are_refused_by_name(key, tmp_path, capsys):
         main(["convert", "--from-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "ours")]) == 4
     )
     assert sentence in capsys.readouterr().err and not (tmp_path / "ours").exists()
+
+
+def test_groups_that_are_chosen_by_other_sums_are_refused():
+    """Megatron adds topk // group_topk scores of a group, and transformers always two."""
+    groups = {"n_routed_experts": 12, "n_group": 4, "topk_group": 2}
+    for topk, fits in ((3, False), (4, True), (5, True), (6, False)):
+        fields = {**FIELDS, **groups, "num_experts_per_tok": topk}
+        if fits:
+            assert model_of(fields, Path())[1].limiting_expert_groups == (4, 2)
+        else:
+            with pytest.raises(CheckpointError, match="n_group is 4 and topk_group 2, but"):
+                model_of(fields, Path())
+    model = model_of({**FIELDS, **groups, "num_experts_per_tok": 4}, Path())[1]
+    assert not obstacles(FAMILIES["nemotron_h"], model)
+    [other] = obstacles(FAMILIES["nemotron_h"], replace(model, moe_router_topk=6))
+    assert other.startswith("--moe-router-group-topk 2 with --moe-router-topk 6 (the family")
+    assert "--moe-router-num-groups 4" in " ".join(obstacles(FAMILIES["mixtral"], model))
 
 
 def test_sizes_that_no_memory_holds_are_refused_by_the_tensors(tmp_path, capsys):

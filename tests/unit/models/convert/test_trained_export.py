@@ -50,7 +50,8 @@ MODELS = {
         "--tokenizer-type TrainedBPETokenizer --tokenizer-vocab-size 280"
     ),
     "nemotron_h, latent experts": (
-        f"ME*E {MAMBA} {SIGMOID} {UNTIED} --moe-router-enable-expert-bias --moe-latent-size 12"
+        f"ME*E {MAMBA} {SIGMOID} {UNTIED} --moe-router-enable-expert-bias --moe-latent-size 12 "
+        "--num-experts 12 --moe-router-topk 5 --moe-router-num-groups 4 --moe-router-group-topk 2"
     ),
     "nemotron_h, without E": f"*M-M {MAMBA} {UNTIED}",
     "nemotron_h, without a bias of experts": (
