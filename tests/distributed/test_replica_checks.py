@@ -54,7 +54,7 @@ FLIPS = [
     Flip(1, "embedding.weight", -1, 14),
     Flip(0, "layers.0.mixer.A_log", 2, 3),  # This parameter stays in float32.
     Flip(1, "layers.1.norm.weight", 5, 6),
-    Flip(0, "layers.3.mixer.experts.fc1", 1234, 15),
+    Flip(0, "layers.3.mixer.experts.fc1", 734, 15),
     Flip(1, "layers.3.mixer.experts.fc1", 10, 1),
 ]
 """Flips of low and high bits, on both ranks.

@@ -118,7 +118,7 @@ def test_a_phase_with_longer_packs_captures_its_own_graphs(tmp_path: Path) -> No
         assert all(one["graph_replays"] and not one["graph_fallbacks"] for one in found), impl
 
 
-QUICKLY_TUNED = """
+UNTUNED = """
 import runpy, sys
 from megatron_packed.config import environment_variables
 
@@ -128,13 +128,16 @@ true = environment_variables.apply_environment
 def apply_environment(*options):
     true(*options)
     import harness  # imports torch, which must not be imported earlier
-    harness.tune_over(2)
+    harness.tune_over(1)
 
 environment_variables.apply_environment = apply_environment
 sys.argv = sys.argv[2:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-"""Program that runs a script with few tilings of each Triton kernel."""
+"""Program that runs a script with one tiling of each Triton kernel.
+
+Processes that run at the same time could choose different tilings, and so have other bits.
+"""
 
 
 def _start(options: dict[str, Any], impl: str, folder: Path) -> subprocess.Popen[str]:
@@ -143,7 +146,7 @@ def _start(options: dict[str, Any], impl: str, folder: Path) -> subprocess.Popen
     options = {**options, **in_folder(folder), "cuda_graph_impl": impl}
     folder.mkdir(exist_ok=True)
     return subprocess.Popen(
-        [sys.executable, "-c", QUICKLY_TUNED, *script, *command_line(options)],
+        [sys.executable, "-c", UNTUNED, *script, *command_line(options)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -406,7 +406,8 @@ def assert_same_state(found: Path, expected: Path, iteration: int) -> None:
 def assert_same_tensors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """Check that names and all bits are equal."""
     assert found.keys() == expected.keys()
-    assert [name for name, tensor in found.items() if not torch.equal(tensor, expected[name])] == []
+    different = [name for name, tensor in found.items() if not torch.equal(tensor, expected[name])]
+    assert not different, different
 
 
 def trained(folder: Path, processes: int, options: dict[str, Any], **more: Any) -> str:

@@ -41,7 +41,7 @@ def routed_expert(config: ModelConfig) -> int:
 
 
 def latent_projections(config: ModelConfig) -> int:
-    """Return the number of weights of an expert layer's two latent projections."""
+    """Return the number of weights of an expert layer's two projections [Note: latent experts]."""
     return 2 * config.hidden_size * (config.moe_latent_size or 0)
 
 

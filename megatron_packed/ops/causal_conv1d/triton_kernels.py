@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Convolution and SiLU in one pass over memory in forward and one in backward.
+"""Convolution and SiLU: one pass over memory in forward and one in backward.
 
 A program has a block of channels and a run of consecutive tokens. It goes along the tokens and keeps
 the last three rows in registers, so each row is read once. Backward computes the filter's output u
-again and stores the gradient of x three rows behind. The gradients of weight and bias are sums per
+again, and stores the gradient of x three rows after it has read the row. The gradients of weight and bias are sums per
 program, which a second small kernel adds in a fixed order. There are no atomics: equal inputs give
 equal bits.
 
@@ -31,13 +31,17 @@ _FLOATING = (torch.bfloat16, torch.float16, torch.float32)
 _WIDEST = 4
 """Largest width of the filter: the kernels have one variable for each tap."""
 
-_BLOCK_CHANNELS = 256
-_WARPS = 2
-_RUN = 64
-"""Tokens of a program; a multiple of the four rows of a step."""
+_BLOCK_CHANNELS = 128
+_WARPS = 1
+_SHORTEST_RUN = 32
+"""Fewest tokens of a program. Each program reads some rows of its neighbours, too."""
 
-_MOST_RUNS = 128
-"""Largest number of partial sums of a weight's gradient; longer packs have longer runs."""
+_PROGRAMS = 4096
+"""Programs of a launch, about two rounds on a GPU of 132 processors; longer packs have longer runs.
+
+Each program has a partial sum of ``_BLOCK_CHANNELS`` filters, so the sums of a launch take at most
+8 MiB for filters of width 4.
+"""
 
 
 def not_supported_reasons(inputs: CausalConvInputs) -> list[str]:
@@ -65,13 +69,13 @@ def run(
     slot = gradient_slot(x_TC)
     if x_TC.stride(1) != 1:
         x_TC, slot = x_TC.contiguous(), None
-    y_TC: Tensor = _Convolution.apply(
+    y_TC: Tensor = _TritonConvolution.apply(
         x_TC, weight_CW, bias_C, seq_idx_1T, activation == "silu", slot
     )
     return y_TC
 
 
-class _Convolution(torch.autograd.Function):
+class _TritonConvolution(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -82,10 +86,8 @@ class _Convolution(torch.autograd.Function):
         silu: bool,
         slot: GradientSlot | None,
     ) -> Tensor:
-        weight, y_TC = (
-            weight_CW.contiguous(),
-            torch.empty(x_TC.shape, dtype=x_TC.dtype, device=x_TC.device),
-        )
+        weight = weight_CW.contiguous()
+        y_TC = torch.empty(x_TC.shape, dtype=x_TC.dtype, device=x_TC.device)
         if x_TC.numel():
             grid, sizes = _launch(x_TC, weight_CW)
             _forward_kernel[grid](
@@ -100,7 +102,8 @@ class _Convolution(torch.autograd.Function):
                 **sizes,
             )
         ctx.save_for_backward(x_TC, weight, bias_C, seq_idx_1T)
-        ctx.silu, ctx.slot = silu, slot
+        ctx.silu = silu
+        ctx.slot = slot
         # Backward writes to these buffers, so save_for_backward would report a modified tensor.
         ctx.main_grads = [
             getattr(parameter, "main_grad", None) for parameter in (weight_CW, bias_C)
@@ -160,8 +163,10 @@ def _launch(x_TC: Tensor, weight_CW: Tensor) -> tuple[tuple[int, int], dict[str,
     The sizes do not depend on the device, so neither does the order of the sums.
     """
     tokens, channels = x_TC.shape
-    length = max(_RUN, triton.cdiv(triton.cdiv(tokens, _MOST_RUNS), 4) * 4)
-    return (triton.cdiv(tokens, length), triton.cdiv(channels, _BLOCK_CHANNELS)), {
+    blocks = triton.cdiv(channels, _BLOCK_CHANNELS)
+    # Four rows are one step of a program.
+    length = max(_SHORTEST_RUN, triton.cdiv(triton.cdiv(tokens * blocks, _PROGRAMS), 4) * 4)
+    return (triton.cdiv(tokens, length), blocks), {
         "length": length,
         "CHANNELS": channels,
         "WIDTH": weight_CW.shape[1],
@@ -212,10 +217,7 @@ def _forward_kernel(
                 yc * tl.sigmoid(yc),
                 yd * tl.sigmoid(yd),
             )
-        _store(y_ptr, t, ya, first, tokens, CHANNELS, column, CHANNELS)
-        _store(y_ptr, t + 1, yb, first, tokens, CHANNELS, column, CHANNELS)
-        _store(y_ptr, t + 2, yc, first, tokens, CHANNELS, column, CHANNELS)
-        _store(y_ptr, t + 3, yd, first, tokens, CHANNELS, column, CHANNELS)
+        _store_four(y_ptr, t, ya, yb, yc, yd, first, tokens, CHANNELS, column, CHANNELS)
         x3, x2, x1, d3, d2, d1 = b, c, d, db, dc, dd
 
 
@@ -241,7 +243,7 @@ def _backward_kernel(
 ):
     """Compute dx of ``length`` tokens and one block of channels, and their part of dw and dbias.
 
-    The names are those of forward, and g1, g2, g3, ga, gb, gc, gd are the gradients of u in the same
+    The names are those of forward. g1, g2, g3, ga, gb, gc and gd are the gradients of u in the same
     rows. dx of a row needs the gradients of the three rows after it. So it is complete three rows
     later, and a last step reads rows of the next program.
     """
@@ -272,10 +274,7 @@ def _backward_kernel(
         dx2 = _filter(g2, g1, ga, gb, d2, d1, da, db, w0, w1, w2, w3, WIDTH)
         dx1 = _filter(g1, ga, gb, gc, d1, da, db, dc, w0, w1, w2, w3, WIDTH)
         dxa = _filter(ga, gb, gc, gd, da, db, dc, dd, w0, w1, w2, w3, WIDTH)
-        _store(dx_ptr, t - 3, dx3, first, end, dx_stride, column, CHANNELS)
-        _store(dx_ptr, t - 2, dx2, first, end, dx_stride, column, CHANNELS)
-        _store(dx_ptr, t - 1, dx1, first, end, dx_stride, column, CHANNELS)
-        _store(dx_ptr, t, dxa, first, end, dx_stride, column, CHANNELS)
+        _store_four(dx_ptr, t - 3, dx3, dx2, dx1, dxa, first, end, dx_stride, column, CHANNELS)
         g3, g2, g1 = gb, gc, gd
         # Rows from end on count in the sums of the next program.
         ga = tl.where(t < end, ga, 0.0)
@@ -358,6 +357,15 @@ def _store(ptr, t, value, first, end, stride, column, CHANNELS: tl.constexpr):
     channels = tl.where((t >= first) & (t < end), CHANNELS, 0)
     row = ptr + t.to(tl.int64) * stride + column
     tl.store(row, value.to(ptr.dtype.element_ty), mask=column < channels)
+
+
+@triton.jit
+def _store_four(ptr, t, a, b, c, d, first, end, stride, column, CHANNELS: tl.constexpr):
+    """Store the rows t to t + 3 that are among those from ``first`` to before ``end``."""
+    _store(ptr, t, a, first, end, stride, column, CHANNELS)
+    _store(ptr, t + 1, b, first, end, stride, column, CHANNELS)
+    _store(ptr, t + 2, c, first, end, stride, column, CHANNELS)
+    _store(ptr, t + 3, d, first, end, stride, column, CHANNELS)
 
 
 @triton.jit

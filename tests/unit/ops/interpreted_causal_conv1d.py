@@ -15,7 +15,7 @@ C = 5
 def small_programs(monkeypatch):
     """Use two blocks of channels, the second not full, and several runs of tokens."""
     monkeypatch.setattr(triton_kernels, "_BLOCK_CHANNELS", 4)
-    monkeypatch.setattr(triton_kernels, "_RUN", 12)
+    monkeypatch.setattr(triton_kernels, "_SHORTEST_RUN", 12)
 
 
 def normal(*shape, seed=0):
@@ -56,7 +56,7 @@ def test_outputs_and_gradients_equal_the_reference(lengths, options):
 
 
 def test_long_packs_have_longer_runs(monkeypatch):
-    monkeypatch.setattr(triton_kernels, "_MOST_RUNS", 2)
+    monkeypatch.setattr(triton_kernels, "_PROGRAMS", 4)
     lengths = [5, 13, 9, 7]
     inputs = normal(sum(lengths), C), normal(C, 4, seed=1), normal(C, seed=2)
     (length, _), sizes = triton_kernels._launch(*inputs[:2])

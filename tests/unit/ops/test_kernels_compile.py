@@ -158,6 +158,15 @@ def permutation(size, dtype, in_flat_buffer):
     )
 
 
+def convolution(size, dtype, in_flat_buffer):
+    op = import_module(OPS + "causal_conv1d.triton_kernels")
+    bias = parameter(size, dtype=dtype, in_flat_buffer=in_flat_buffer)
+    for width, bias_C, activation in ((4, None, "silu"), (3, bias, None)):
+        weight_CW = parameter(size, width, dtype=dtype, in_flat_buffer=in_flat_buffer)
+        x_TC = leaf(7, size + 16, dtype=dtype)[:, 16:]
+        backward(op.run(x_TC, weight_CW, bias_C, torch.zeros(1, 7).int(), activation=activation))
+
+
 def rope(size, dtype, in_flat_buffer):
     angles_PR = torch.zeros(7, 16)
     q_TNH, k_TKH = leaf(7, min(size, 9), 48, dtype=dtype), leaf(7, 1, 48, dtype=dtype)
@@ -261,6 +270,7 @@ def test_the_search_for_transposed_operands_finds_one():
         activations,
         gates,
         permutation,
+        convolution,
         rope,
         cross_entropy,
     ],
