@@ -29,6 +29,7 @@ import attention_head_256
 import beside_megatron
 import capacity_cost
 import full_step
+import gated_delta_rule
 import generation
 import graph_runs
 import graph_step
@@ -41,6 +42,7 @@ import op_backends
 import packed_vs_padded
 import packing_report
 import plan_peaks
+import recipe_mfu
 import repeatability
 import rope_bench
 import train_real
@@ -287,6 +289,11 @@ TABLES = {
     "attention_head_256": Table(
         "attention_head_256.py", "attention_head_256", attention_head_256.rows_of
     ),
+    "gated_delta_rule": Table("gated_delta_rule.py", "gated_delta_rule", gated_delta_rule.rows_of),
+    "gated_delta_rule_ratios": Table(
+        "gated_delta_rule.py", "gated_delta_rule", gated_delta_rule.ratio_rows_of
+    ),
+    "recipe_gated_delta_1b": Table("recipe_mfu.py", "recipe_gated_delta_1b", recipe_mfu.rows_of),
     "rope": Table("rope_bench.py", "rope", rope_bench.rows_of),
     "rope_errors": Table("rope_bench.py", "rope", rope_bench.error_rows_of),
     "beside_megatron": Table("beside_megatron.py", "beside_megatron", beside_megatron.rows_of),

@@ -243,8 +243,8 @@ def _backward_kernel(
 ):
     """Compute dx of ``length`` tokens and one block of channels, and their part of dw and dbias.
 
-    The names are those of forward. g1, g2, g3, ga, gb, gc and gd are the gradients of u in the same
-    rows. dx of a row needs the gradients of the three rows after it. So it is complete three rows
+    The names are those of forward. The gradients of u in the same rows are g1, g2, g3, ga, gb, gc, gd.
+    The gradient dx of a row needs those of the three rows after it. So it is complete three rows
     later, and a last step reads rows of the next program.
     """
     column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
