@@ -44,6 +44,8 @@ def test_warmup_starts_at_init_and_reaches_lr_at_its_end() -> None:
     assert rate.at(11) == rate.at(10**9) == LR
     assert schedule(warmup_steps=10).at(0) == 0.0 and schedule(warmup_steps=10).at(1) == LR / 10
     assert schedule().at(0) == LR
+    flags = ("--train-iters", "100", "--lr-warmup-iters", "10", "--lr-warmup-init", "1e-4")
+    assert Schedule.from_config(run_of(*flags)).at(0) == 1e-4
 
 
 @pytest.mark.parametrize(

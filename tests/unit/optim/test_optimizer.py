@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_packed.config.sections.optim import OptimizerConfig
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.zero1_layout import BufferPart
 from megatron_packed.optim.optimizer import Optimizer
@@ -101,6 +102,27 @@ def test_clipped_steps_equal_torch_clipping() -> None:
         reference.step()
         assert norm > 0.5
         torch.testing.assert_close(stats.grad_norm, norm, rtol=2e-5, atol=0)
+    for p, q in zip(ours.parameters(), theirs.parameters()):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+def test_the_options_are_those_of_torch_adamw() -> None:
+    options = OptimizerConfig(
+        lr=LR, adam_beta1=0.7, adam_beta2=0.6, adam_eps=5e-3, weight_decay=3.0, clip_grad=0.5
+    )
+    ours, theirs = make_model(), make_model()
+    buffers = FlatBuffers(ours)
+    optimizer = Optimizer.from_config(buffers, options)
+    reference = torch_adamw(theirs, fused=True)
+    for group in reference.param_groups:
+        group.update(betas=(0.7, 0.6), eps=5e-3, weight_decay=3.0 * (group["weight_decay"] > 0))
+    for step in range(3):
+        backward(ours, buffers, step)
+        optimizer.step(LR)
+        reference.zero_grad()
+        loss_of(theirs, step).backward()
+        nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+        reference.step()
     for p, q in zip(ours.parameters(), theirs.parameters()):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 

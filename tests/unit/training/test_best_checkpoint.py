@@ -85,6 +85,11 @@ def test_the_best_checkpoint_outlives_newer_ones(
     assert kept(tmp_path) == [7]
 
 
+def test_checkpoints_of_an_interval_are_kept(flags: list[str], tmp_path: Path) -> None:
+    run(flags, "--save-retain-interval", "4")
+    assert kept(tmp_path) == [4, 8]
+
+
 def test_a_run_goes_back_to_its_best_checkpoint(
     flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -79,6 +79,29 @@ def test_growth_may_be_added_or_left_out_when_a_run_resumes(records) -> None:
     assert [one["iteration"] for one in left] == [5, 6, 7]
 
 
+@pytest.mark.parametrize("change", ["--seq-length 128", "--micro-batch-size 2"])
+def test_a_phase_goes_on_with_the_growth(records, change: str) -> None:
+    """The samples of all phases decide the size of a step. The phase begins with its first pack."""
+    words = f"{RAMP} --train-samples 33"
+    seq_length = 128 if "128" in change else 64
+    phases = {}
+    for folder, stops in (("whole", ()), ("parts", (4, 6))):
+        records(folder, f"{words} --begin-phase short --exit-interval 3")
+        longer = f"{words} --begin-phase long {change}"
+        lives = [f"{longer} --exit-interval {stop}" for stop in stops]
+        phases[folder] = [one for life in (*lives, longer) for one in records(folder, life)]
+    phase = phases["whole"]
+    slots = [record["real_tokens"] + record["padded_tokens"] for record in phase]
+    assert [count // seq_length for count in slots] == PACKS[3:]
+    before = np.cumsum([0, *PACKS])[3:-1]
+    expected = [1e-2 * min(n / 8, 1 - (n - 8) / (33 - 8)) for n in before]
+    assert [record["learning_rate"] for record in phase] == pytest.approx(expected)
+    assert compared(phases["parts"]) == compared(phase)
+    fresh = records("fresh", f"--global-batch-size 2 --train-samples 10 {change}")
+    tokens = [sum(one["real_tokens"] for one in some) for some in (phase[:2], fresh[:4])]
+    assert tokens[0] == tokens[1]
+
+
 def test_every_layout_trains_on_the_same_packs(tmp_path: Path) -> None:
     data = tmp_path / "x.jsonl"
     data.write_text("{}")

@@ -1,5 +1,7 @@
 """Profiles and memory snapshots are written if requested, and their errors never end a run."""
 
+import gzip
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -7,7 +9,7 @@ import torch
 
 from megatron_packed.config.sections.profiling import ProfilingConfig
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.training.out_of_memory import MemoryHistory
+from megatron_packed.training.out_of_memory import MemoryHistory, memory_history
 from megatron_packed.training.profiling import StepProfiler, kernel_table
 
 WINDOW = ProfilingConfig(
@@ -40,6 +42,16 @@ def test_a_window_that_the_run_does_not_finish_is_written(tmp_path) -> None:
         "kernels_rank0.txt",
         "trace_rank0.json.gz",
     ]
+
+
+def test_a_trace_has_shapes_if_they_are_requested(tmp_path) -> None:
+    for requested in (False, True):
+        made, _ = profiler(tmp_path / "p", replace(WINDOW, record_shapes=requested))
+        made.turn(3)
+        torch.ones(8, 8) @ torch.ones(8, 8)
+        made.turn(5)
+        trace = gzip.decompress((tmp_path / "p" / "trace_rank0.json.gz").read_bytes())
+        assert (b"Input Dims" in trace) == requested
 
 
 def test_what_cannot_be_written_costs_the_profile_alone(tmp_path) -> None:
@@ -107,3 +119,18 @@ def test_a_snapshot_of_the_moment_when_memory_ran_out(monkeypatch, tmp_path, cap
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", fails)
     observers[0](0, 1, 2, 3)
     assert "the memory snapshot cannot be written: disk is full" in capsys.readouterr().err
+
+
+def test_memory_of_a_gpu_is_recorded_if_that_is_requested(monkeypatch) -> None:
+    begun, told = [], []
+    monkeypatch.setattr(MemoryHistory, "start", lambda history: begun.append(str(history.path)))
+    gpu, cpu = (
+        SimpleNamespace(world_size=1, device=torch.device(name)) for name in ("cuda", "cpu")
+    )
+    on = ProfilingConfig(record_memory_history=True)
+    assert memory_history(ProfilingConfig(), gpu, told.append) is None
+    assert memory_history(on, gpu, told.append) is not None
+    memory_history(replace(on, memory_snapshot_path="here.pickle"), gpu, told.append)
+    assert begun == ["snapshot.pickle", "here.pickle"] and not told
+    assert memory_history(on, cpu, told.append) is None
+    assert len(told) == 1 and "no GPU is used" in told[0]

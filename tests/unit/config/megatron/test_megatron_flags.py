@@ -103,31 +103,35 @@ def test_a_typical_command_of_megatron_is_understood(right) -> None:
     }
 
 
-TRUE_ANYWAY = [
-    "--num-layers 3",
-    "--moe-router-dtype fp32",
-    "--vocab-extra-ids 0",
-    "--null-tokenizer-pad-id -1",
-    "--optimizer adam",
-    "--main-grads-dtype fp32",
-    "--te-rng-tracker",
-    "--cuda-graph-dynamic-microbatches",
-    "--cuda-graph-granularity layer",
-    "--cpu-offloading-num-layers 0",
-    "--activation-offload-fraction 1.0",
-    "--delta-offload-bytes-across-pp-ranks 0",
-    "--check-for-spiky-loss",
-    "--check-for-large-grads",
-    "--override-opt_param-scheduler",
-    "--exit-signal-handler",
-    "--ckpt-fully-parallel-save",
+EXAMPLES = {
+    "--num-layers": ["3"],
+    "--spec": ["module hybrid_stack_spec", "module mamba_stack_spec"],
+    "--group-query-attention": ["--num-query-groups 2"],
+    "--optimizer-cuda-graph": ["--cuda-graph-impl full_iteration"],
+    "--num-dataset-builder-threads": ["4"],
+    "--null-tokenizer-pad-id": ["-1"],
+    "--log-memory-interval": ["10"],
+}
+"""Values, or the other flag without which the flag is refused, for flags without a list of values."""
+EACH_ALWAYS = [
+    (flag, example)
+    for flag, always in ALWAYS.items()
+    for example in EXAMPLES.get(flag) or always.values or [""]
 ]
 
 
-@pytest.mark.parametrize("words", TRUE_ANYWAY)
-def test_values_that_are_true_anyway(right, words: str) -> None:
-    argv = [part for pair in right.items() for part in pair]
-    assert set(parse_with_sources([*argv, *words.split()]).always) == {words.split()[0]}
+@pytest.mark.parametrize(("flag", "example"), EACH_ALWAYS)
+def test_a_flag_whose_effect_is_always_on_changes_nothing(right, flag: str, example: str) -> None:
+    needed = example.split() if example.startswith("--") else []
+    argv = [*(part for pair in right.items() for part in pair), *needed]
+    values = [] if needed else example.split()
+    parsed = parse_with_sources([*argv, flag, *values])
+    assert parsed.config == parse(argv)
+    assert parsed.config.origins == parse_with_sources(argv).sources
+    assert parsed.always == {flag: ALWAYS[flag].reason} and not parsed.accepted
+    if needed:
+        with pytest.raises(ConfigError, match=f"{flag}: needs {needed[0]}"):
+            parse([*argv[: -len(needed)], flag])
 
 
 @pytest.mark.parametrize("spelling", ["opt_param", "opt-param"])
