@@ -15,8 +15,9 @@ reads config.json and safetensors as data and runs no code of the model. Model o
 supported are refused by name. The third command writes a converted model back with its original
 config.json and with the tensors of vision and of multi-token prediction, which a conversion passes
 over. Without the original's tensors, give its config.json with --hf-config. The fourth command reads
-the weights of a checkpoint that Megatron wrote in any layout with --ckpt-format torch_dist. A
-checkpoint of NeMo or Megatron-Bridge has no flags of Megatron: add the flags of its model. The fifth command writes
+a checkpoint that Megatron wrote in any layout with --ckpt-format torch_dist. If the optimizer was
+saved with --dist-ckpt-optim-fully-reshardable, --load continues the run. A checkpoint of NeMo or
+Megatron-Bridge has no flags of Megatron: add the flags of its model. The fifth command writes
 weights for Megatron's pretrain_hybrid.py.
 """
 
@@ -74,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--from-megatron",
         metavar="DIR",
         help="checkpoint of Megatron (torch_dist), or directory with its iter_* folders, to convert "
-        "the weights of",
+        "with the state of its optimizer",
     )
     way.add_argument(
         "--to-megatron",
@@ -262,7 +263,11 @@ def _from_megatron(arguments: argparse.Namespace, run_flags: Sequence[str]) -> N
         )
     _print_imported(done, root)
     print("Choose the tokenizer with --tokenizer-type.")
-    _print_command(root)
+    if done.saved.step:
+        quoted, args = shlex.quote(str(root)), shlex.quote(str(root / ARGS_FILE))
+        print(f"Continue with: @{args} --load {quoted} --save {quoted}")
+    else:
+        _print_command(root)
 
 
 def _to_megatron(arguments: argparse.Namespace) -> None:

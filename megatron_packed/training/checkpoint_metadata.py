@@ -104,6 +104,11 @@ def packs_per_step_of(metadata: Mapping[str, Any]) -> int:
     return 0 if packing is None else packing["global_batch_size"] // packing["micro_batch_size"]
 
 
+def holds_only_weights(metadata: Mapping[str, Any]) -> bool:
+    """Return whether metadata belongs to converted weights, which no run can continue."""
+    return "packing" not in metadata["config"] and "iteration" not in metadata["progress"]
+
+
 def progress_of(metadata: Mapping[str, Any]) -> RunProgress:
     """Return the progress of the run that saved this metadata."""
     saved = metadata["progress"]

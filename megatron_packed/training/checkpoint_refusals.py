@@ -18,6 +18,7 @@ from megatron_packed.config.serialise import changed_options, model_differences,
 from megatron_packed.data.packing.pack_plan import PackPlan
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.training.checkpoint_metadata import (
+    holds_only_weights,
     metadata_problem,
     packs_per_step_of,
     progress_of,
@@ -158,11 +159,13 @@ class CheckpointRefusals:
         problem = metadata_problem(metadata) or precision_refusal(metadata, self.model.dtype)
         if problem is not None:
             return problem
+        if holds_only_weights(metadata):
+            return "holds converted weights, which no run has trained; give --finetune to start a run from them"
         resumed = Resumed.of(metadata, begun_phase(self.config))
         return (
             self._phase_refusal(metadata, resumed)
             or model_refusal(metadata, self.model.config, new_phase=resumed.begins)
-            or (None if resumed.begins else self._data_refusal(metadata))
+            or (None if resumed.has_new_packs else self._data_refusal(metadata))
             or self._schedule_refusal(metadata)
         )
 
@@ -182,8 +185,6 @@ class CheckpointRefusals:
             )
         if not resumed.begins:
             return None
-        if "packing" not in metadata["config"]:
-            return "holds converted weights, which no run has trained; give --finetune to start a run from them"
         changed = changed_options(metadata["config"], self.config, _TOKENIZER)
         if not changed:
             return None
@@ -254,7 +255,8 @@ class CheckpointRefusals:
         if self.plan is None or len(self.schedule_units) < 2:
             return None
         done = progress_of(metadata)
-        samples = done.samples(metadata["config"]["packing"]["micro_batch_size"])
+        packing = metadata["config"].get("packing", {})
+        samples = done.samples(packing.get("micro_batch_size", 1))
         if samples == done.iteration * self.config["packing"]["global_batch_size"]:
             return None
         changed = "; ".join(changed_options(metadata["config"], self.config, ("packing",)))

@@ -128,7 +128,7 @@ def plan_training(
     )
     room = room_of(to_dict(config)) if resumed is None else resumed.room
     plan = plan_with(packer=(packer := _packer(config, room)))
-    if resumed is not None and resumed.begins and not resumed.is_of(plan):
+    if resumed is not None and resumed.has_new_packs and not resumed.is_of(plan):
         room = room_of(to_dict(config))
         plan = plan_with(packer=(packer := _packer(config, room)))
     # Without given capacities, the fullest pack of epoch 0 sets the limit of later epochs.

@@ -95,7 +95,12 @@ def _say_changes(
         console.say(f"changed since the checkpoint: {'; '.join(changed)}")
     # Another batch size changes the packs of each later step, so it is printed.
     then, now = packs_per_step_of(metadata), config.packs_per_step()
-    if then != now and not begins:
+    if state.resumed.imported:
+        console.say(
+            f"steps and samples of the imported checkpoint continue ({done.plan_samples:,} samples); "
+            "its data begins with the first pack"
+        )
+    elif then != now and not begins:
         sizes = "; ".join(changed_options(metadata["config"], state.config, ("packing",)))
         rate = "samples" if config.schedule_units == {"samples"} else "steps"
         onward = (

@@ -24,6 +24,7 @@ from megatron_packed.training.checkpoint_metadata import (
     PHASES,
     Phase,
     RunProgress,
+    holds_only_weights,
     metadata_problem,
     packs_per_step_of,
     phases_of,
@@ -54,6 +55,8 @@ class Resumed:
     """Phases of the run, the current one last; a phase that this run begins is included."""
     begins: bool = False
     """True if this run begins a phase."""
+    imported: bool = False
+    """True if another program trained the checkpoint, which has no packs."""
 
     @classmethod
     def of(cls, metadata: Mapping[str, Any], phase: str | None = None) -> Resumed:
@@ -76,7 +79,13 @@ class Resumed:
             progress=progress,
             phases=phases,
             begins=begins,
+            imported="packing" not in metadata["config"],
         )
+
+    @property
+    def has_new_packs(self) -> bool:
+        """True if this run does not continue the packs of the checkpoint."""
+        return self.begins or self.imported
 
     @property
     def phase_start(self) -> int:
@@ -217,17 +226,23 @@ def resumed_options(
         step=options.ckpt_step,
         problem=metadata_problem,
     )
-    # Converted weights have no packing options; the load refuses to resume from them.
-    if metadata is None or "packing" not in metadata["config"]:
+    # The load refuses to resume from converted weights.
+    if metadata is None or holds_only_weights(metadata):
         return config, None, []
     stored, lines = metadata["config"], []
     resumed = Resumed.of(metadata, options.begin_phase)
-    config, flags = (config, []) if resumed.begins else packs_as_stored(config, stored)
+    config, flags = (config, []) if resumed.has_new_packs else packs_as_stored(config, stored)
     if flags:
         lines.append(
             f"options taken from the checkpoint, so that packs do not change: {' '.join(flags)}"
         )
     if takes_schedule(config):
+        if "optim" not in stored:
+            raise CheckpointMismatchError(
+                "has no schedule; leave out --use-checkpoint-opt_param-scheduler, and give the "
+                "flags of the schedule",
+                path=options.load,
+            )
         config, changed = schedule_as_stored(config, stored)
         if changed:
             lines.append(f"schedule of the checkpoint: {'; '.join(changed)}")

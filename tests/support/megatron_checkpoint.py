@@ -100,6 +100,62 @@ def tensors(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     }
 
 
+GROUPS = [
+    {"wd_mult": mult, "lr": 0.002, "betas": [0.9, 0.95], "eps": 1e-7, "step": 6.0}
+    for mult in (1.0, 0.0)
+]
+TRAINED: dict[str, Any] = {
+    "optimizer": {
+        "optimizer": {"param_groups": GROUPS},
+        "param_state_sharding_type": "fully_reshardable",
+    },
+    "opt_param_scheduler": {
+        "max_lr": 0.003,
+        "lr_warmup_steps": 4,
+        "num_steps": 14,
+        "lr_decay_style": "cosine",
+        "lr_decay_steps": 400,
+        "min_lr": 0.0001,
+        "start_wd": 0.1,
+        "end_wd": 0.1,
+        "wd_incr_style": "constant",
+        "wd_incr_steps": 400,
+    },
+}
+"""Counters and constants of an optimizer after 7 iterations, one of which was skipped."""
+TRAINED_ARGS = {**ARGS, "consumed_train_samples": 14, "seq_length": 32, "clip_grad": 0.5}
+
+
+def optimizer(
+    found: Mapping[str, Tensor], master: str = "param", prefix: str = "", seed: int = 9
+) -> dict[str, Tensor]:
+    """Return random moments and float32 values of all trained tensors of a model.
+
+    Args:
+        master: Megatron's name of the float32 values.
+        prefix: beginning of the names, ``chained_0.`` for the first of several optimizers.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    state = {}
+    for name, tensor in found.items():
+        if name.endswith("expert_bias"):
+            continue
+        beginning = f"{prefix}optimizer.state"
+        state[f"{beginning}.exp_avg.{name}"] = torch.randn(tensor.shape, generator=draw)
+        state[f"{beginning}.exp_avg_sq.{name}"] = torch.rand(tensor.shape, generator=draw)
+        rest = torch.rand(tensor.shape, generator=draw) * 1e-3 * tensor.float()
+        state[f"{beginning}.{master}.{name}"] = tensor.float() + rest
+    return state
+
+
+def in_blocks(tensor: Tensor, counts: tuple[int, ...]) -> Tensor:
+    """Return a tensor as older versions store those of an optimizer: cut into blocks, each flat."""
+    rows = [tensor]
+    for dim, count in enumerate(counts):
+        rows = [part for one in rows for part in one.chunk(count, dim)]
+    return torch.stack([one.reshape(-1) for one in rows]).view(*counts, -1)
+
+
 def cut(tensor: Tensor, parts: int) -> list[tuple[tuple[int, ...], Tensor]]:
     """Return the parts of a tensor, cut along its first dimension that allows it."""
     for axis, size in enumerate(tensor.shape):
@@ -117,6 +173,8 @@ def write(
     *,
     parts: int = 1,
     common_file: bool = False,
+    more: Mapping[str, Any] | None = None,
+    blocks: Mapping[str, tuple[int, ...]] | None = None,
 ) -> None:
     """Write a checkpoint.
 
@@ -124,7 +182,13 @@ def write(
         args: Megatron's options; None writes none, as NeMo.
         parts: number of parts of each tensor, in one file for each.
         common_file: write the options to ``common.pt``, as older versions.
+        more: further plain values, for example `TRAINED`.
+        blocks: number of blocks along each dimension, for tensors that are stored as blocks.
     """
+    shapes = {
+        name: {"nd_reformulated_orig_global_shape": found[name].shape} for name in blocks or {}
+    }
+    found = {**found, **{name: in_blocks(found[name], how) for name, how in (blocks or {}).items()}}
     folder.mkdir(parents=True)
     files = [bytearray() for _ in range(parts)]
     about: dict[str, Any] = {}
@@ -144,7 +208,7 @@ def write(
         about[name] = TensorStorageMetadata(properties, tensor.shape, chunks)
         for number, (begin, piece) in enumerate(pieces):
             put(MetadataIndex(name, torch.Size(begin)), piece.clone(), number)
-    common = {"iteration": 7, "checkpoint_version": 3.0}
+    common = {"iteration": 7, "checkpoint_version": 3.0, **(more or {})}
     if args is not None:
         common["args"] = argparse.Namespace(**args)
     if common_file:
@@ -154,6 +218,8 @@ def write(
         put(MetadataIndex("common_state/shard_0_1"), [common], 0)
     for number, content in enumerate(files):
         (folder / f"__{number}_0.distcp").write_bytes(content)
-    (folder / ".metadata").write_bytes(pickle.dumps(Metadata(about, None, places)))
+    metadata = Metadata(about, None, places)
+    metadata.mcore_data = shapes
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     (folder / "metadata.json").write_text(json.dumps(backend))

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +38,20 @@ OnProgress = Callable[[int, int], None]
 
 def silent(done: int, total: int) -> None:
     """Report nothing; the default of ``on_progress``."""
+
+
+class TrainedState(NamedTuple):
+    """State of training that is saved with imported weights, so that a run continues it."""
+
+    iteration: int
+    steps: int
+    """Steps that the optimizer has made."""
+    progress: dict[str, Any]
+    """Counters of the run, by their names in a checkpoint."""
+    optim: dict[str, Any] | None
+    """Options of the optimizer and of its schedule; None if the schedule is not known."""
+    tensors: Mapping[str, tuple[Weight, Callable[[str], Tensor]]]
+    """By name, each tensor of the optimizer, and the function that reads its parts."""
 
 
 class Imported(NamedTuple):
@@ -159,48 +173,66 @@ def save_weights(
     *,
     bf16: bool,
     on_progress: OnProgress,
+    trained: TrainedState | None = None,
 ) -> SavedCheckpoint:
-    """Write the checkpoint of step 0.
+    """Write the checkpoint of step 0, or of the iteration of ``trained``.
 
     Args:
         directory: source of the weights, for messages.
         read: returns the tensor of a part of a weight by name.
+        trained: state of training to save with the weights.
     """
-    total, done = sum(math.prod(w.shape) * w.dtype.itemsize for w in weights.values()), 0
-    meta = {
-        f"model/{w.name}": torch.empty(w.shape, dtype=w.dtype, device="meta")
-        for w in weights.values()
-    }
+    sources = {f"model/{w.name}": (w, read) for w in weights.values()}
+    sources.update(trained.tensors if trained else {})
+    total, done = sum(math.prod(w.shape) * w.dtype.itemsize for w, _ in sources.values()), 0
 
     def value(shard: TensorShard) -> Tensor:
         nonlocal done
-        whole = weights[shard.name.removeprefix("model/")].join(read).view(-1)
-        low, high = (float(extreme) for extreme in torch.aminmax(whole))
-        if not (math.isfinite(low) and math.isfinite(high)):
-            found = f"{low} to {high}"
-            raise CheckpointError(
-                f"{shard.name} is not finite", path=directory, expected="finite values", found=found
-            )
+        if shard.name not in sources:
+            return shard.tensor
+        weight, read_part = sources[shard.name]
+        whole = weight.join(read_part).view(-1)
+        _check_values(shard.name, whole, directory)
         done += whole.nbytes
         on_progress(done, total)
         return whole
 
     # There is no run yet, so data positions, random states and hashes are empty.
+    config: dict[str, Any] = {"model": section_to_dict(model), "training": {"bf16": bf16}}
+    if trained is not None and trained.optim is not None:
+        config["optim"] = trained.optim
     metadata = {
-        "progress": {},
+        "progress": trained.progress if trained else {},
         "plan_hash": "",
         "data_hash": "",
         "layout": {},
         "rng": [],
-        "config": {"model": section_to_dict(model), "training": {"bf16": bf16}},
+        "config": config,
+    }
+    meta = {
+        name: torch.empty(w.shape, dtype=w.dtype, device="meta") for name, (w, _) in sources.items()
     }
     shards = [TensorShard.whole(name, tensor) for name, tensor in meta.items()]
+    if trained is not None:
+        shards.append(TensorShard.whole("optimizer/step", torch.tensor([float(trained.steps)])))
     return save_checkpoint(
         root,
-        0,
+        trained.iteration if trained else 0,
         shards,
         metadata,
         run_id=uuid.uuid4().hex[:12],
         config_hash=model_hash(model),
         values=value,
     )
+
+
+def _check_values(name: str, values: Tensor, directory: Path) -> None:
+    """Check that values are finite, and that those of Adam's second moment are not negative."""
+    low, high = (float(extreme) for extreme in torch.aminmax(values))
+    if not (math.isfinite(low) and math.isfinite(high)):
+        found = f"{low} to {high}"
+        raise CheckpointError(
+            f"{name} is not finite", path=directory, expected="finite values", found=found
+        )
+    if low < 0 and name.startswith("optimizer/exp_avg_sq/"):
+        raise CheckpointError(f"{name} is negative", path=directory, expected="squares", found=low)

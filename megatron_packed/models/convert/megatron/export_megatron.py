@@ -28,13 +28,9 @@ from megatron_packed.config.stored_config import stored_problem
 from megatron_packed.models.convert.export_huggingface import newest_checkpoint
 from megatron_packed.models.convert.families.family import TABLE
 from megatron_packed.models.convert.import_huggingface import OnProgress, silent
+from megatron_packed.models.convert.megatron.folders import BACKEND_FILE, FORMAT, TRACKER
 from megatron_packed.models.convert.megatron.names import new_weights
-from megatron_packed.models.convert.megatron.torch_dist import (
-    BACKEND_FILE,
-    COMMON_STATE,
-    FORMAT,
-    TRACKER,
-)
+from megatron_packed.models.convert.megatron.torch_dist import COMMON_STATE
 
 FOLDER = "release"
 """Folder and entry of the tracker file of weights without an iteration, as in Megatron."""

@@ -1,4 +1,4 @@
-"""Import of the weights of a Megatron checkpoint as a checkpoint of step 0."""
+"""Import of a Megatron checkpoint: its weights, and the state of its optimizer."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from megatron_packed.models.convert.import_huggingface import (
 )
 from megatron_packed.models.convert.megatron.arguments import model_of_arguments
 from megatron_packed.models.convert.megatron.names import (
-    OPTIMIZER,
     WORD_TABLE,
     NamedWeights,
     named_weights,
     prefix_of,
 )
+from megatron_packed.models.convert.megatron.optimizer_state import FoundState, optimizer_state
 from megatron_packed.models.convert.megatron.torch_dist import TorchDist
 
 
@@ -42,10 +42,12 @@ def from_megatron(
     model: ModelConfig | None = None,
     on_progress: OnProgress = silent,
 ) -> Imported:
-    """Write the weights of a Megatron checkpoint under ``root``, as a checkpoint of step 0.
+    """Write the weights of a Megatron checkpoint under ``root``.
 
-    The checkpoint may have been written in any parallel layout. The flags of the model are written
-    to ``root/model.args``. Host memory: the largest tensor, twice.
+    If the state of its optimizer can be read, the checkpoint is one of the same iteration, from
+    which ``--load`` continues. Otherwise it is a checkpoint of step 0 with only the weights. The
+    checkpoint may have been written in any parallel layout. The flags of the model are written to
+    ``root/model.args``. Host memory: the largest tensor, twice.
 
     Args:
         directory: folder that Megatron, NeMo or Megatron-Bridge saved to, in the format
@@ -70,6 +72,9 @@ def from_megatron(
             model = replace(model, vocab_size=rows)
         dtype = torch.bfloat16 if bf16 else torch.float32
         found = named_weights(model, source.tensors, dtype, path=source.directory)
+        state = optimizer_state(source, found)
+        if not isinstance(state, str):
+            _take_masters(found, state)
         text = "\n".join(as_flags(model) + [flags.BF16] * bf16) + "\n"
         root.mkdir(parents=True, exist_ok=True)
         with closing(RootLock(root, RUN_LOCK)), in_one_sentence():
@@ -82,21 +87,32 @@ def from_megatron(
                 found.weights,
                 bf16=bf16,
                 on_progress=on_progress,
+                trained=None if isinstance(state, str) else state.trained,
             )
             (root / ARGS_FILE).write_text(text)
         rounded = _rounded(source, found)
-        notes = _notes(source)
-    return Imported(saved, model, text, rounded, notes)
+    return Imported(saved, model, text, rounded, _notes(state))
 
 
-def _notes(source: TorchDist) -> tuple[str, ...]:
-    """Return a sentence about the optimizer's tensors, if the checkpoint has any."""
-    count = sum(name.startswith(OPTIMIZER) for name in source.tensors)
-    sentence = (
-        f"The optimizer's {count} tensors are not imported: training begins with new moments and a "
-        "new schedule."
+def _take_masters(found: NamedWeights, state: FoundState) -> None:
+    """Read float32 parameters from the optimizer's float32 values instead of rounded weights."""
+    for weight in found.weights.values():
+        if weight.dtype == torch.float32:
+            parts = [part.name for part in weight.parts if part.name in state.masters]
+            found.sources.update({name: state.masters[name] for name in parts})
+
+
+def _notes(state: FoundState | str) -> tuple[str, ...]:
+    """Return sentences about the state of the optimizer."""
+    if isinstance(state, str):
+        return (state,) if state else ()
+    trained = state.trained
+    first = (
+        f"Moments, counters and schedule of iteration {trained.iteration:,} are imported: "
+        f"{flags.LOAD} continues after {trained.progress['plan_samples']:,} samples, and the data "
+        "begins with its first pack."
     )
-    return (sentence,) if count else ()
+    return (first, *state.notes)
 
 
 def _rounded(source: TorchDist, found: NamedWeights) -> tuple[str, ...]:

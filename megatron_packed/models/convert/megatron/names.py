@@ -93,6 +93,8 @@ class NamedWeights:
 
     weights: dict[str, Weight]
     sources: dict[str, Source]
+    buffers: frozenset[str] = frozenset()
+    """Names of weights that are not trained, and have no state of the optimizer."""
 
 
 def prefix_of(tensors: Mapping[str, StoredTensor]) -> str | None:
@@ -120,7 +122,8 @@ def named_weights(
     )
     prefix = prefix_of(tensors) or ""
     gpt = f"{prefix}{_GPT_NORM}" in tensors
-    found = NamedWeights(weights={}, sources={})
+    buffers = frozenset(name for name, _ in model.named_buffers())
+    found = NamedWeights(weights={}, sources={}, buffers=buffers)
     problems: list[str] = []
     for name, parameter in model.state_dict().items():
         shape, parts = tuple(parameter.shape), []

@@ -33,6 +33,10 @@ _MOST_VALUES = 1_000_000
 """Limit of the values of options. References to one value count each time."""
 _LIMITS = Limits(cpu_seconds=60.0, cpu_seconds_per_mib=60.0)
 _CHECKPOINT = "torch.distributed.checkpoint.metadata."
+_WHOLE_SHAPE = "nd_reformulated_orig_global_shape"
+"""Key of the shape of a tensor that older versions store as blocks."""
+TENSOR_CALL = "torch._utils._rebuild_tensor_v2"
+"""Function that torch names in the pickle of a tensor."""
 _TENSOR_ARGUMENTS = 4
 """Arguments of a tensor that count: storage, offset, shape and strides."""
 
@@ -102,6 +106,9 @@ def _metadata(value: Any) -> dict[str, Any]:
             objects[name] = place
         else:
             tensors[name]["places"].append([list(index["offset"]), *place])
+    for name, about in (state.get("mcore_data") or {}).items():
+        if name in tensors and _WHOLE_SHAPE in about:
+            tensors[name]["whole_shape"] = list(about[_WHOLE_SHAPE])
     return {"tensors": tensors, "objects": objects}
 
 
@@ -114,6 +121,7 @@ def _described(about: Made) -> dict[str, Any]:
         "shape": list(state["size"]),
         "chunks": [[list(chunk["offsets"]), list(chunk["sizes"])] for chunk in chunks],
         "places": [],
+        "whole_shape": None,
     }
 
 
@@ -126,7 +134,7 @@ def _place(where: Any) -> list[Any]:
 
 def _tensor(value: Any) -> dict[str, Any]:
     """Return dtype, storage, offset, shape and strides of a pickled tensor."""
-    if not isinstance(value, Made) or value.name != "torch._utils._rebuild_tensor_v2":
+    if not isinstance(value, Made) or value.name != TENSOR_CALL:
         raise RefusedPickle("is damaged (a tensor is missing)")
     storage, offset, shape, strides = value.arguments[:_TENSOR_ARGUMENTS]
     assert isinstance(storage, Stored)

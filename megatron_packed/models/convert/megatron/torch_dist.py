@@ -7,12 +7,10 @@ The tensors lie in ``.distcp`` files as archives of ``torch.save``, one for each
 from __future__ import annotations
 
 import io
-import json
 import math
 import re
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,23 +19,29 @@ import torch
 from torch import Tensor
 
 from megatron_packed.checkpoint.errors import CheckpointError
-from megatron_packed.config import flag_names as flags
+from megatron_packed.models.convert.megatron.folders import (
+    COMMON_FILE,
+    METADATA_FILE,
+    TRAIN_STATE_FILE,
+    damage,
+    damaged,
+    find,
+)
 from megatron_packed.models.convert.megatron.pickle_process import (
     METADATA,
     OBJECTS,
     TENSOR,
+    TENSOR_CALL,
     PickleProcess,
 )
 from megatron_packed.models.convert.megatron.restricted_pickle import DTYPES, RefusedPickle
 
 Shape = tuple[int, ...]
 PICKLE = "/data.pkl"
-METADATA_FILE, COMMON_FILE, BACKEND_FILE = ".metadata", "common.pt", "metadata.json"
-TRACKER = "latest_checkpointed_iteration.txt"
 COMMON_STATE = "common_state/"
 """Beginning of the name of the object that newer versions write in place of ``common.pt``."""
-FORMAT = "torch_dist"
-_WRITE_AGAIN = "load it with Megatron, and save it in the format torch_dist"
+BUCKETS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
+"""Beginning of the names of an optimizer's flat buffers, which only the same layout can read."""
 _MOST_BYTES_OF_PICKLE = 2**29
 _MOST_BYTES_OF_TENSOR_PICKLE = 2**16
 _MOST_PARTS = 2**16
@@ -57,11 +61,17 @@ class StoredPart:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """Tensor of a checkpoint; its parts cover it exactly once."""
+    """Tensor of a checkpoint; its parts cover it exactly once.
+
+    Optimizer tensors of older versions are stored as blocks: the number of blocks along each
+    dimension, and the flattened elements of one block as an additional last dimension.
+    """
 
     shape: Shape
     dtype: torch.dtype
     parts: tuple[StoredPart, ...]
+    blocks: Shape | None = None
+    """Shape of the stored tensor, if it is stored as blocks; the places of parts refer to it."""
 
 
 class TorchDist:
@@ -80,6 +90,7 @@ class TorchDist:
         try:
             self.tensors, self._objects = self._read_metadata()
             self.common = self._read_common()
+            self.train_state = self._read_values(self.directory / TRAIN_STATE_FILE)
         except BaseException:
             self.close()
             raise
@@ -90,7 +101,10 @@ class TorchDist:
     def read(self, name: str, layer: int | None = None) -> Tensor:
         """Return a whole tensor, or the entry ``layer`` of its first dimension."""
         stored = self.tensors[name]
-        shape = stored.shape if layer is None else (1, *stored.shape[1:])
+        if layer is not None and stored.blocks is not None and stored.blocks[0] != stored.shape[0]:
+            raise damage(self.directory, f"{name} has no block for each layer")
+        stored_shape = stored.blocks or stored.shape
+        shape = stored_shape if layer is None else (1, *stored_shape[1:])
         whole = torch.empty(shape, dtype=stored.dtype)
         for part in stored.parts:
             if layer is not None and not part.begin[0] <= layer < part.begin[0] + part.shape[0]:
@@ -101,16 +115,20 @@ class TorchDist:
                 values = values[layer - begin[0]].unsqueeze(0)
                 begin = (0, *begin[1:])
             whole[tuple(slice(b, b + size) for b, size in zip(begin, values.shape))] = values
-        return whole if layer is None else whole[0]
+        shape = stored.shape if layer is None else stored.shape[1:]
+        whole = whole if layer is None else whole[0]
+        return whole if stored.blocks is None else _of_blocks(whole, shape)
 
     def _read_metadata(self) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
         path = self.directory / METADATA_FILE
         found = self._unpickle(METADATA, _read_file(path), path)
         with damaged(path):
             tensors = {
-                name: _stored(name, about, self.directory)
+                name: _stored(name, about)
                 for name, about in found["tensors"].items()
+                if not BUCKETS.match(name)
             }
+        self.has_buckets = any(map(BUCKETS.match, found["tensors"]))
         return tensors, found["objects"]
 
     def _read_common(self) -> dict[str, Any]:
@@ -118,22 +136,30 @@ class TorchDist:
         path = self.directory / COMMON_FILE
         places = [place for name, place in self._objects.items() if name.startswith(COMMON_STATE)]
         if path.is_file():
-            archive = _read_file(path)
-        elif places and places[0] is not None:
-            path = self.directory / places[0][0]
-            with damaged(path):
-                archive = _read_place(self.directory, *places[0])
-        else:
+            return self._read_values(path)
+        if not places or places[0] is None:
             return {}
+        path = self.directory / places[0][0]
+        with damaged(path):
+            archive = _read_place(self.directory, *places[0])
+        return self._values_of(archive, path)
+
+    def _read_values(self, path: Path) -> dict[str, Any]:
+        """Return the plain values of a file; empty if there is no such file."""
+        return self._values_of(_read_file(path), path) if path.is_file() else {}
+
+    def _values_of(self, archive: bytes, path: Path) -> dict[str, Any]:
+        """Return the plain values of an archive. A tensor with one element becomes a number."""
         with damaged(path):
             records, _ = _open_archive(archive)
             pickle = records(PICKLE)
-        common = self._unpickle(OBJECTS, pickle, path)
-        if isinstance(common, list) and len(common) == 1:
-            (common,) = common
-        if not isinstance(common, dict):
-            raise _damage(path, "its options are no dictionary")
-        return common
+        values = self._unpickle(OBJECTS, pickle, path)
+        if isinstance(values, list) and len(values) == 1:
+            (values,) = values
+        if not isinstance(values, dict):
+            raise damage(path, "its options are no dictionary")
+        with damaged(path):
+            return {name: _with_numbers(value, records) for name, value in values.items()}
 
     def _read_part(self, name: str, part: StoredPart, dtype: torch.dtype) -> Tensor:
         path = self.directory / part.file
@@ -160,88 +186,10 @@ class TorchDist:
             ) from None
 
 
-def find(directory: Path, iteration: int | None = None) -> Path:
-    """Return the folder with ``.metadata`` under ``directory``.
-
-    Raises:
-        CheckpointError: there is none, or it has another format.
-    """
-    if not directory.is_dir():
-        raise CheckpointError(
-            "is not a directory", path=directory, cure="name the folder that Megatron saved to"
-        )
-    chosen = _iteration_folder(directory, iteration)
-    if (chosen / "weights").is_dir():  # NeMo and Megatron-Bridge
-        chosen = chosen / "weights"
-    _check_format(chosen)
-    return chosen
-
-
-def _iteration_folder(directory: Path, iteration: int | None) -> Path:
-    tracker = directory / TRACKER
-    if iteration is None and tracker.is_file():
-        text = tracker.read_bytes()[:32].decode("ascii", "replace").strip()
-        if text != "release" and not text.isdecimal():
-            raise CheckpointError(
-                "names no iteration",
-                path=tracker,
-                cure=f"give the iteration with {flags.CKPT_STEP}",
-            )
-        name = text if text == "release" else f"iter_{int(text):07d}"
-        return directory / name
-    if iteration is not None:
-        return directory / f"iter_{iteration:07d}"
-    folders = sorted(path for path in directory.glob("iter_*") if path.is_dir())
-    has_own = (directory / METADATA_FILE).exists() or (directory / "weights").is_dir()
-    return directory if has_own or not folders else folders[-1]
-
-
-def _check_format(folder: Path) -> None:
-    cure = _WRITE_AGAIN
-    if not folder.is_dir():
-        raise CheckpointError("is missing", path=folder, cure="copy the folder again")
-    names = sorted(path.name for path in folder.iterdir())
-    backend = folder / BACKEND_FILE
-    if any(name.startswith("mp_rank_") for name in names):
-        raise CheckpointError("has the format torch", path=folder, cure=cure)
-    if "modelopt_state" in names:
-        raise CheckpointError(
-            "has modelopt_state, so its weights are quantised, pruned or distilled",
-            path=folder,
-            cure="save the checkpoint without ModelOpt",
-        )
-    if METADATA_FILE not in names:
-        cure = "name the folder that Megatron saved to"
-        raise CheckpointError(f"has no {METADATA_FILE}", path=folder, cure=cure)
-    if not backend.is_file():
-        found = f"has no {BACKEND_FILE}, so its format is fsdp_dtensor or torch_dcp"
-        raise CheckpointError(found, path=folder, cure=cure)
-    with damaged(backend):
-        kind = json.loads(backend.read_bytes()[:65536])["sharded_backend"]
-    if kind != FORMAT:
-        raise CheckpointError(f"has the format {kind}", path=folder, cure=cure)
-
-
-@contextmanager
-def damaged(path: Path, name: str = "") -> Iterator[None]:
-    """Report errors of reading damaged data as one sentence."""
-    try:
-        yield
-    except (CheckpointError, OSError):
-        raise
-    except Exception as error:  # damaged bytes make zipfile, json and torch fail in many ways
-        raise _damage(path, f"{name}: {error}" if name else str(error)) from None
-
-
-def _damage(path: Path, reason: str) -> CheckpointError:
-    first = " ".join(reason.split())[:300]
-    return CheckpointError(f"is damaged ({first})", path=path, cure="copy the checkpoint again")
-
-
 def _read_file(path: Path) -> bytes:
     size = path.stat().st_size
     if size > _MOST_BYTES_OF_PICKLE:
-        raise _damage(path, f"it has {size} bytes, but at most {_MOST_BYTES_OF_PICKLE} are read")
+        raise damage(path, f"it has {size} bytes, but at most {_MOST_BYTES_OF_PICKLE} are read")
     return path.read_bytes()
 
 
@@ -251,7 +199,7 @@ def _read_place(directory: Path, file: str, offset: int, length: int) -> bytes:
     if not path.is_file():
         raise CheckpointError("is missing", path=path, cure="copy the checkpoint again")
     if not 0 <= offset <= offset + length <= path.stat().st_size:
-        raise _damage(path, f"it ends before byte {offset + length}")
+        raise damage(path, f"it ends before byte {offset + length}")
     with path.open("rb") as opened:
         opened.seek(offset)
         return opened.read(length)
@@ -293,11 +241,40 @@ def _strided(values: Tensor, about: dict[str, Any]) -> Tensor:
     return values.as_strided(shape, strides, offset)
 
 
-def _stored(name: str, about: dict[str, Any], directory: Path) -> StoredTensor:
+def _of_blocks(stored: Tensor, shape: Shape) -> Tensor:
+    """Return a tensor of ``shape`` that is stored as blocks."""
+    counts = stored.shape[:-1]
+    sizes = [size // count for size, count in zip(shape, counts)]
+    # (C0, C1, ..., S0 * S1 * ...) -> (C0, C1, ..., S0, S1, ...) -> (C0, S0, C1, S1, ...)
+    order = [
+        dim for pair in zip(range(len(sizes)), range(len(sizes), 2 * len(sizes))) for dim in pair
+    ]
+    return stored.reshape(*counts, *sizes).permute(order).reshape(shape)
+
+
+def _with_numbers(value: Any, records: Callable[[str], bytes]) -> Any:
+    """Return plain values, with the number of each tensor of one element in its place."""
+    if isinstance(value, list):
+        return [_with_numbers(one, records) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if value.get("name") != TENSOR_CALL:
+        return {key: _with_numbers(one, records) for key, one in value.items()}
+    [[_, kind, key, *_]], offset, shape = value["arguments"][:3]
+    if math.prod(shape) != 1:
+        return None
+    dtype = getattr(torch, DTYPES[kind.removeprefix("torch.").removesuffix("Storage")])
+    return torch.frombuffer(bytearray(records(f"/data/{key}")), dtype=dtype)[offset].item()
+
+
+def _stored(name: str, about: dict[str, Any]) -> StoredTensor:
     """Return a tensor of ``.metadata``, whose parts must cover it exactly once."""
-    shape = _sizes(about["shape"])
+    shape = stored_shape = _sizes(about["shape"])
     if about["dtype"] not in DTYPES.values():
         raise ValueError(f"{name} has the data type {about['dtype']}, which is not supported")
+    if about["whole_shape"] is not None:
+        shape = _sizes(about["whole_shape"])
+        _check_blocks(name, shape, stored_shape)
     sizes = {_sizes(begin): _sizes(size) for begin, size in about["chunks"]}
     parts = []
     for begin, file, offset, length in about["places"]:
@@ -314,8 +291,23 @@ def _stored(name: str, about: dict[str, Any], directory: Path) -> StoredTensor:
         )
     if len(parts) > _MOST_PARTS or len(sizes) != len(parts):
         raise ValueError(f"{name} has {len(parts)} parts, but {len(sizes)} places")
-    _check_cover(name, shape, parts)
-    return StoredTensor(shape=shape, dtype=getattr(torch, about["dtype"]), parts=tuple(parts))
+    _check_cover(name, stored_shape, parts)
+    return StoredTensor(
+        shape=shape,
+        dtype=getattr(torch, about["dtype"]),
+        parts=tuple(parts),
+        blocks=None if about["whole_shape"] is None else stored_shape,
+    )
+
+
+def _check_blocks(name: str, shape: Shape, stored: Shape) -> None:
+    """Check that a tensor of ``shape`` consists of the blocks of a stored tensor."""
+    counts, size = stored[:-1], stored[-1:]
+    fits = len(counts) == len(shape) and all(
+        count > 0 and whole % count == 0 for whole, count in zip(shape, counts)
+    )
+    if not fits or math.prod(counts) * math.prod(size) != math.prod(shape):
+        raise ValueError(f"{name} has blocks {list(stored)}, which do not fit {list(shape)}")
 
 
 def _sizes(values: Any) -> Shape:

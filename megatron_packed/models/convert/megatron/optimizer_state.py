@@ -1,0 +1,338 @@
+"""Optimizer state of a Megatron checkpoint: Adam's moments, masters, counters and the schedule.
+
+Optimizers that Megatron saves in any layout (``fully_sharded_model_space``, ``fully_reshardable``,
+and optimizers that are not distributed) have a tensor ``optimizer.state.KIND.NAME`` for each tensor
+NAME of the model, of the same shape. KIND is ``exp_avg``, ``exp_avg_sq``, or for the float32 values
+of the parameter ``param`` (``fully_reshardable``) or ``fp32_param``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_packed.checkpoint.errors import CheckpointError
+from megatron_packed.config.errors import ConfigError
+from megatron_packed.config.sections.optim import OptimizerConfig
+from megatron_packed.config.serialise import section_to_dict
+from megatron_packed.config.value_checks import INT32_MAX
+from megatron_packed.models.convert.import_huggingface import TrainedState
+from megatron_packed.models.convert.megatron.names import OPTIMIZER, NamedWeights, Source
+from megatron_packed.models.convert.megatron.torch_dist import TorchDist
+from megatron_packed.models.convert.weight_rows import Weight
+
+_TENSOR = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([a-z0-9_]+)\.(.+)")
+"""Name of a tensor of the optimizer. Checkpoints with several optimizers may have their numbers."""
+FIRST, SECOND, MASTER = "exp_avg", "exp_avg_sq", "master"
+_KINDS = {FIRST: FIRST, SECOND: SECOND, "fp32_param": MASTER, "param": MASTER}
+"""Kinds of tensors, and their names in a checkpoint of this project."""
+_DEEPEST = 4
+"""Levels of dictionaries in which groups of parameters are looked for."""
+_ALONE = "only the weights are imported, and training begins with new moments"
+_MOST_SAMPLES = 1 << 62
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundState:
+    """State of an optimizer that a run can continue.
+
+    Args:
+        trained: what is saved with the weights.
+        masters: tensor with float32 values for parts of the model's parameters.
+        notes: sentences for the user.
+    """
+
+    trained: TrainedState
+    masters: Mapping[str, Source]
+    notes: tuple[str, ...]
+
+
+class _Alone(Exception):
+    """Reason why only the weights of a checkpoint can be imported, as a sentence."""
+
+
+def optimizer_state(source: TorchDist, found: NamedWeights) -> FoundState | str:
+    """Return the state of the optimizer, or the reason why there is none; empty if none was saved.
+
+    Args:
+        source: the open checkpoint.
+        found: the parameters, and the tensor of the checkpoint for each part.
+    Raises:
+        CheckpointError: a tensor has another shape than its parameter, or counters are damaged.
+    """
+    stored = _by_kind(source)
+    if not stored and not source.has_buckets:
+        return ""
+    try:
+        return _found(source, found, stored)
+    except _Alone as reason:
+        return f"{reason}: {_ALONE}."
+
+
+def _found(source: TorchDist, found: NamedWeights, stored: dict[str, dict[str, str]]) -> FoundState:
+    if not stored:
+        raise _Alone(
+            "The optimizer was saved in flat buffers that depend on its layout (dp_reshardable); "
+            "save it with Megatron's --dist-ckpt-optim-fully-reshardable to import it"
+        )
+    if not {FIRST, SECOND} <= stored.keys() <= {FIRST, SECOND, MASTER}:
+        raise _Alone(f"The optimizer is not Adam (it has {_some(sorted(stored))})")
+    _check_names(source, found, stored)
+    groups = list(_values(source.common.get("optimizer"), "param_groups"))
+    steps, iteration = _steps(source, groups), _iteration(source)
+    samples, tokens = _samples(source, iteration)
+    tensors: dict[str, tuple[Weight, Any]] = {}
+    masters = dict(_sources(source, found, stored.get(MASTER, {})))
+    for weight in found.weights.values():
+        if weight.name in found.buffers:
+            continue
+        for kind in (FIRST, SECOND, MASTER):
+            sources = dict(_sources(source, found, stored.get(kind, {}), weight))
+            if len(sources) < len(weight.parts) and kind != MASTER:
+                raise _Alone(f"The optimizer has no {kind} of {weight.name}")
+            # Float32 parameters are their own masters. Without masters, weights are copied to them.
+            if kind == MASTER and weight.dtype != torch.bfloat16:
+                continue
+            if kind == MASTER and len(sources) < len(weight.parts):
+                _check_exact(source, found, weight, stored)
+                sources = found.sources
+            name = f"optimizer/{kind}/{weight.name}"
+            tensors[name] = (_float32(weight), _reader(source, sources))
+    schedule, notes = _schedule(source, groups, samples)
+    progress = {
+        "iteration": iteration,
+        "validated_at": iteration,
+        "plan_samples": samples,
+        "consumed_tokens": tokens,
+    }
+    trained = TrainedState(
+        iteration=iteration, steps=steps, progress=progress, optim=schedule, tensors=tensors
+    )
+    return FoundState(trained=trained, masters=masters, notes=notes)
+
+
+def _by_kind(source: TorchDist) -> dict[str, dict[str, str]]:
+    """Return for each kind the tensor of the optimizer for each tensor of the model.
+
+    A tensor with an unknown name is a kind of its own.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for name in (name for name in source.tensors if name.startswith(OPTIMIZER)):
+        match = _TENSOR.fullmatch(name)
+        if match is None:
+            found[name] = {}
+            continue
+        names = found.setdefault(_KINDS.get(match[1], match[1]), {})
+        if match[2] in names:
+            raise CheckpointError(
+                f"has {match[1]} of {match[2]} twice", path=source.directory, cure="copy it again"
+            )
+        names[match[2]] = name
+    return found
+
+
+def _check_names(
+    source: TorchDist, found: NamedWeights, stored: Mapping[str, Mapping[str, str]]
+) -> None:
+    """Check that each tensor of the optimizer belongs to a tensor of the model."""
+    known = {one.tensor for one in found.sources.values()}
+    for names in stored.values():
+        for model, name in names.items():
+            if model not in known:
+                raise _damaged(source, f"{name} belongs to no tensor of the model")
+
+
+def _check_exact(
+    source: TorchDist, found: NamedWeights, weight: Weight, stored: Mapping[str, Mapping[str, str]]
+) -> None:
+    """Check that a weight without float32 values in the optimizer was saved in float32.
+
+    Optimizers that are not distributed have no second copy of float32 parameters. Optimizers of
+    float32 models have none of any parameter.
+    """
+    rounded = [
+        tensor
+        for tensor in (found.sources[part.name].tensor for part in weight.parts)
+        if source.tensors[tensor].dtype != torch.float32
+    ]
+    if rounded and stored.get(MASTER):
+        raise _damaged(source, f"the optimizer has no float32 values of {rounded[0]}")
+
+
+def _sources(
+    source: TorchDist, found: NamedWeights, names: Mapping[str, str], weight: Weight | None = None
+) -> Iterator[tuple[str, Source]]:
+    """Yield the tensors of one kind for parts of one parameter, or of all parameters."""
+    weights = found.weights.values() if weight is None else [weight]
+    for part in (part for one in weights for part in one.parts):
+        model = found.sources[part.name]
+        name = names.get(model.tensor)
+        if name is None:
+            continue
+        stored, expected = source.tensors[name], source.tensors[model.tensor]
+        if stored.shape != expected.shape or not stored.dtype.is_floating_point:
+            raise CheckpointError(
+                f"{name} is {list(stored.shape)} of {stored.dtype}, but its parameter is "
+                f"{list(expected.shape)}",
+                path=source.directory,
+                cure="save the checkpoint again",
+            )
+        yield part.name, Source(name, model.layer)
+
+
+def _float32(weight: Weight) -> Weight:
+    return replace(weight, dtype=torch.float32)
+
+
+def _reader(source: TorchDist, sources: Mapping[str, Source]) -> Any:
+    def read(part: str) -> Tensor:
+        return source.read(*sources[part])
+
+    return read
+
+
+def _values(value: Any, key: str, depth: int = _DEEPEST) -> Iterator[Any]:
+    """Yield the entries of all lists under ``key``, and all other values under it."""
+    if depth == 0:
+        return
+    # NeMo has a list of optimizers.
+    if isinstance(value, list):
+        for one in value:
+            yield from _values(one, key, depth - 1)
+    for name, one in _mapping(value).items():
+        if name == key:
+            yield from one if isinstance(one, list) else [one]
+        else:
+            yield from _values(one, key, depth - 1)
+
+
+def _steps(source: TorchDist, groups: list[Any]) -> int:
+    """Return the number of steps that Adam has made."""
+    optimizer = source.common.get("optimizer")
+    found = [group["step"] for group in groups if isinstance(group, Mapping) and "step" in group]
+    found += list(_values(optimizer, "common_step"))
+    steps = {one for one in found if one is not None}
+    if not steps:
+        raise _Alone("The optimizer's number of steps is not in the checkpoint")
+    if len(steps) > 1 or not all(_is_count(one, INT32_MAX) for one in steps):
+        raise _damaged(source, f"its optimizer has the steps {sorted(map(str, steps))[:4]}")
+    return int(steps.pop())
+
+
+def _iteration(source: TorchDist) -> int:
+    choices = (source.common.get("iteration"), source.train_state.get("step"))
+    # NeMo counts iterations as global_step.
+    more = source.common.get("global_step")
+    found = next((one for one in (*choices, more) if one is not None), None)
+    if found is None and source.directory.name.startswith("iter_"):
+        found = int(source.directory.name.removeprefix("iter_"))
+    if found is None or found == 0:
+        raise _Alone("The iteration of the optimizer is not in the checkpoint")
+    if not _is_count(found, INT32_MAX):
+        raise _damaged(source, f"its iteration is {str(found)[:40]}")
+    return int(found)
+
+
+def _samples(source: TorchDist, iteration: int) -> tuple[int, int]:
+    """Return the samples and the tokens of the run so far."""
+    args = _mapping(source.common.get("args"))
+    scheduler = _mapping(source.common.get("opt_param_scheduler"))
+    batch = args.get("global_batch_size")
+    choices = (
+        args.get("consumed_train_samples"),
+        source.train_state.get("consumed_train_samples"),
+        scheduler.get("num_steps"),
+        iteration * batch if _is_count(batch, INT32_MAX) else None,
+        *_values(source.common, "consumed_samples"),  # NeMo's data module
+    )
+    samples = next((one for one in choices if one is not None), None)
+    if samples is None:
+        raise _Alone("The number of samples so far is not in the checkpoint")
+    if not _is_count(samples, _MOST_SAMPLES):
+        raise _damaged(source, f"its number of samples is {str(samples)[:40]}")
+    length = args.get("seq_length")
+    tokens = int(samples) * int(length) if _is_count(length, INT32_MAX) else 0
+    return int(samples), min(tokens, _MOST_SAMPLES)
+
+
+def _schedule(
+    source: TorchDist, groups: list[Any], samples: int
+) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
+    """Return the options of the schedule and of Adam, with all lengths in samples, and notes."""
+    scheduler = _mapping(source.common.get("opt_param_scheduler"))
+    args = _mapping(source.common.get("args"))
+    if "max_lr" not in scheduler:
+        return None, ("The checkpoint has no learning-rate schedule; give its flags.",)
+    constants = _mapping(next((group for group in groups if group), None))
+    betas = constants.get("betas") or [None, None]
+    batch = args.get("global_batch_size") or 0
+    iters = args.get("lr_wsd_decay_iters")
+    values = {
+        "lr": scheduler["max_lr"],
+        "min_lr": scheduler.get("min_lr"),
+        "lr_decay_style": scheduler.get("lr_decay_style"),
+        "lr_decay_samples": scheduler.get("lr_decay_steps"),
+        "lr_warmup_samples": scheduler.get("lr_warmup_steps"),
+        "lr_warmup_init": args.get("lr_warmup_init"),
+        "lr_wsd_decay_samples": args.get("lr_wsd_decay_samples") or (iters and iters * batch),
+        "lr_wsd_decay_style": args.get("lr_wsd_decay_style"),
+        "weight_decay": scheduler.get("end_wd"),
+        "adam_beta1": betas[0],
+        "adam_beta2": betas[1],
+        "adam_eps": constants.get("eps"),
+        "clip_grad": args.get("clip_grad"),
+    }
+    # Megatron computes lengths in samples as products with a fraction.
+    lengths = {
+        name: int(value) for name, value in values.items() if name.endswith("_samples") and value
+    }
+    try:
+        config = OptimizerConfig(
+            **{name: one for name, one in {**values, **lengths}.items() if one is not None}
+        )
+    except (ConfigError, TypeError, ValueError) as error:
+        first = error.problems[0] if isinstance(error, ConfigError) else error
+        said = " ".join(str(first).split())[:200].rstrip(".")
+        return None, (f"The schedule is not imported ({said}); give its flags.",)
+    return section_to_dict(config), tuple(_schedule_notes(scheduler, samples))
+
+
+def _schedule_notes(scheduler: Mapping[str, Any], samples: int) -> Iterator[str]:
+    done = scheduler.get("num_steps", samples)
+    if done != samples:
+        yield (
+            f"The schedule continues at {samples:,} samples; in Megatron it was at {done:,}, because "
+            "skipped steps do not count there."
+        )
+    if scheduler.get("start_wd") != scheduler.get("end_wd"):
+        yield "The weight decay does not grow as in Megatron: its end value is imported."
+
+
+def _some(names: list[str]) -> str:
+    more = [f"{len(names) - 4} more"] if len(names) > 4 else []
+    return ", ".join([name[:80] for name in names[:4]] + more)
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _is_count(value: Any, most: int) -> bool:
+    """Return whether a value is a whole number of steps or samples; Adam counts in floats."""
+    return (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and 0 <= value <= most
+        and value == int(value)
+    )
+
+
+def _damaged(source: TorchDist, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"is damaged ({reason})", path=source.directory, cure="copy the checkpoint again"
+    )
