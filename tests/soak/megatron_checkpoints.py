@@ -1,18 +1,17 @@
-"""Write checkpoints with megatron-core in several layouts, convert them, and compare all weights.
+"""Train models with megatron-core, convert their checkpoints, and continue their runs.
 
-megatron-core must be installed, without its dependencies: ``pip install --no-deps megatron-core
-einops``. It runs on the CPU, so kernels that need a GPU have stand-ins that are never called.
+It runs on the CPU, so kernels that need a GPU have stand-ins. See ``_megatron_core.py``.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import functools
+import json
 import os
+import shlex
 import sys
 import tempfile
-import types
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,323 +20,239 @@ import _paths  # noqa: F401  helpers of the tests
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
+from _megatron_core import (
+    ARGS,
+    DOCUMENTS,
+    GPT_ARGS,
+    LENGTH,
+    ROWS,
+    OnCpu,
+    stand_ins,
+    their_model,
+)
+from _megatron_training import Trainer, documents_of, logits
+from torch import Tensor
 
 from megatron_packed.checkpoint.manifest import read_manifest
 from megatron_packed.checkpoint.read_tensors import read_tensor
+from megatron_packed.models.convert.import_huggingface import Imported
 from megatron_packed.models.convert.megatron.export_megatron import to_megatron
 from megatron_packed.models.convert.megatron.import_megatron import from_megatron
 from megatron_packed.models.hybrid_model import HybridModel
 from support import hybrid_cases as cases
+from support.runs import losses, run
 
-LAYOUTS = {
+LAYOUTS: dict[str, dict[str, int]] = {
     "one": {},
     "tp2": {"tensor_model_parallel_size": 2},
     "pp2": {"pipeline_model_parallel_size": 2},
     "ep2": {"expert_model_parallel_size": 2},
+    "dp2": {},
 }
+KINDS = {"hybrid": (ARGS, ("tp2", "pp2", "dp2")), "gpt": (GPT_ARGS, ("tp2", "pp2", "dp2"))}
+"""Options of each model, and the layouts that write the state of one rank again. With EP 2, Megatron
+has other optimizers than on one rank, so such a run has its own first steps.
+"""
 TOLERANCE = 1e-4
-"""Largest difference of logits, relative to the largest logit."""
-PATTERN = "M*-EM*-E"
-ROWS = 128
-ARGS: dict[str, Any] = {
-    "hybrid_layer_pattern": PATTERN,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "group_query_attention": True,
-    "num_query_groups": 2,
-    "kv_channels": 8,
-    "ffn_hidden_size": 48,
-    "mamba_num_heads": 4,
-    "mamba_head_dim": 16,
-    "mamba_num_groups": 2,
-    "mamba_state_dim": 16,
-    "num_experts": 4,
-    "moe_router_topk": 2,
-    "moe_ffn_hidden_size": 24,
-    "moe_shared_expert_intermediate_size": 40,
-    "moe_router_score_function": "sigmoid",
-    "moe_router_enable_expert_bias": True,
-    "moe_router_load_balancing_type": ["aux_loss"],
-    "moe_aux_loss_coeff": [0.0],
-    "swiglu": True,
-    "add_bias_linear": False,
-    "normalization": "RMSNorm",
-    "untie_embeddings_and_output_weights": True,
-    "position_embedding_type": "none",
-    "multi_latent_attention": False,
-}
+"""Largest difference of logits, relative to the largest logit, and of losses."""
+BF16_TOLERANCE = 2e-2
+"""Largest difference of losses of runs in bf16, whose rounding differs."""
+BEFORE, AFTER = 3, 3
+"""Steps before and after the checkpoint."""
+TOKENS = torch.arange(LENGTH) * 5 % ROWS
 
 
-def stand_ins() -> None:
-    """Put stand-ins for packages and calls that need a GPU."""
-    package = "mamba_ssm.ops.triton"
-    names = ("mamba_ssm", "mamba_ssm.ops", package)
-    leaves = (f"{package}.layernorm_gated", f"{package}.ssd_combined")
-    for name in (*names, *leaves):
-        sys.modules[name] = types.ModuleType(name)
-    gated, scans = (sys.modules[name] for name in leaves)
-    gated.RMSNorm = GatedNorm
-    scans.mamba_chunk_scan_combined = scan
-    scans.mamba_split_conv1d_scan_combined = scan
-    device = torch.device("cpu")
-    torch.cuda.synchronize = lambda *_: None
-    torch.cuda.current_device = lambda: device
-    from megatron.core import tensor_parallel
-    from megatron.core.models.hybrid import hybrid_block
-    from megatron.core.ssm import mamba_mixer
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-    hybrid_block.TENorm = WrappedTorchNorm
-    for module in (mamba_mixer, tensor_parallel):
-        module.get_cuda_rng_tracker = Tracker
-
-
-class Tracker:
-    """Random states of the GPU, which the CPU does not have."""
-
-    def fork(self, *_: Any) -> Any:
-        return contextlib.nullcontext()
-
-
-class GatedNorm(nn.Module):
-    """Gated norm of mamba-ssm: RMS of ``x * silu(z)`` for each group of channels."""
-
-    def __init__(self, size: int, *, eps: float, group_size: int, **_: Any) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-        self.group_size = group_size
-
-    def forward(self, x: Tensor, z: Tensor) -> Tensor:
-        gated = (x * F.silu(z)).float().unflatten(-1, (-1, self.group_size))
-        scale = torch.rsqrt(gated.square().mean(-1, keepdim=True) + self.eps)
-        return (gated * scale).flatten(-2).to(x.dtype) * self.weight
-
-
-def scan(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, **options: Any
-) -> Tensor:
-    """Run the recurrence of Mamba-2 token by token, with mamba-ssm's arguments."""
-    batch, length, heads, width = x.shape
-    dt = F.softplus(dt + options["dt_bias"])
-    B, C = (one.repeat_interleave(heads // one.shape[2], dim=2) for one in (B, C))
-    state, outputs = x.new_zeros(batch, heads, width, B.shape[-1]), []
-    for t in range(length):
-        added = (dt[:, t, :, None] * x[:, t]).unsqueeze(-1) * B[:, t].unsqueeze(-2)
-        state = torch.exp(dt[:, t] * A)[..., None, None] * state + added
-        outputs.append((state * C[:, t].unsqueeze(-2)).sum(-1))
-    skipped = options["D"].view(heads, -1) * x
-    return torch.stack(outputs, 1) + skipped
-
-
-def their_model(layout: dict[str, int]) -> nn.Module:
-    """Build megatron-core's model on this rank, with layers of torch in place of those of TE."""
-    from megatron.core import parallel_state
-    from megatron.core.models.hybrid.hybrid_model import HybridModel
-    from megatron.core.transformer import TransformerConfig
-
-    options = (
-        *("hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
-        *("ffn_hidden_size", "mamba_num_heads", "mamba_head_dim", "mamba_num_groups"),
-        *("mamba_state_dim", "moe_router_topk", "moe_ffn_hidden_size", "normalization"),
-        *("moe_shared_expert_intermediate_size", "moe_router_score_function"),
-        *("moe_router_enable_expert_bias", "add_bias_linear"),
-    )
-    config = TransformerConfig(
-        num_layers=len(PATTERN),
-        **{name: ARGS[name] for name in options},
-        num_moe_experts=ARGS["num_experts"],
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        moe_token_dispatcher_type="allgather",
-        use_cpu_initialization=True,
-        use_mamba_mem_eff_path=False,
-        gradient_accumulation_fusion=False,
-        bias_dropout_fusion=False,
-        persist_layer_norm=False,
-        pipeline_dtype=torch.float32,
-        **layout,
-    )
-    stages = layout.get("pipeline_model_parallel_size", 1)
-    half = len(PATTERN) // 2
-    return HybridModel(
-        config,
-        layer_specs(),
-        vocab_size=ROWS,
-        max_sequence_length=64,
-        hybrid_layer_pattern=PATTERN if stages == 1 else f"{PATTERN[:half]}|{PATTERN[half:]}",
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=False,
-        parallel_output=False,
-        pg_collection=None,
-    )
-
-
-def layer_specs() -> Any:
-    """Return the layers of megatron-core's hybrid models that need no Transformer Engine."""
-    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
-    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
-    from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
-    from megatron.core.ssm.mlp_layer import MLPLayer
-    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-    from megatron.core.transformer.enums import AttnMaskType
-    from megatron.core.transformer.mlp import MLP, MLPSubmodules
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-    from megatron.core.transformer.transformer_layer import (
-        TransformerLayer,
-        TransformerLayerSubmodules,
-    )
-
-    norms = {
-        MambaLayer: {"norm.": "mixer.in_proj.layer_norm_"},
-        TransformerLayer: {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
-        MLPLayer: {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
-    }  # names of Transformer Engine, whose linear layers contain the norm
-
-    def spec(module: Any, submodules: Any, **params: Any) -> Any:
-        if module in norms:
-            submodules.sharded_state_dict_keys_map = norms[module]
-        return ModuleSpec(module=module, submodules=submodules, params=params)
-
-    wide, narrow = ColumnParallelLinear, RowParallelLinear
-    mamba = spec(MambaMixer, MambaMixerSubmodules(in_proj=wide, out_proj=narrow))
-    attention = spec(
-        SelfAttention,
-        SelfAttentionSubmodules(
-            linear_qkv=wide, core_attention=DotProductAttention, linear_proj=narrow
-        ),
-        attn_mask_type=AttnMaskType.causal,
-    )
-    mlp = functools.partial(
-        MLP.as_mlp_submodule, submodules=MLPSubmodules(linear_fc1=wide, linear_fc2=narrow)
-    )
-    moe = get_moe_module_spec(use_te=False, num_experts=4, moe_grouped_gemm=False)
-    add = get_bias_dropout_add
-
-    def layer(module: Any, **parts: Any) -> Any:
-        return spec(module, TransformerLayerSubmodules(**parts))
-
-    return spec(
-        HybridStack,
-        HybridStackSubmodules(
-            mamba_layer=spec(
-                MambaLayer,
-                MambaLayerSubmodules(norm=WrappedTorchNorm, mixer=mamba, mamba_bda=add),
-            ),
-            attention_layer=layer(
-                TransformerLayer,
-                input_layernorm=WrappedTorchNorm,
-                self_attention=attention,
-                self_attn_bda=add,
-            ),
-            mlp_layer=layer(MLPLayer, pre_mlp_layernorm=WrappedTorchNorm, mlp=mlp, mlp_bda=add),
-            moe_layer=layer(
-                TransformerLayer, pre_mlp_layernorm=WrappedTorchNorm, mlp=moe, mlp_bda=add
-            ),
-        ),
-    )
-
-
-def on_rank(rank: int, world: int, port: int, name: str, folder: str, seed: str | None) -> None:
-    """Save a checkpoint in one layout, on one rank.
+def on_rank(rank: int, world: int, kind: str, layout: str, folder: str, seed: str | None) -> None:
+    """Save a checkpoint of one layout, on one rank.
 
     Args:
-        seed: folder with the weights; random weights when not given.
+        seed: checkpoint with the state to save; new weights are trained when not given.
     """
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=world)
+    os.environ.update(MASTER_ADDR="127.0.0.1")
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo", f"file://{folder}.store", rank=rank, world_size=world)
     stand_ins()
     from megatron.core import dist_checkpointing, parallel_state
 
-    parallel_state.initialize_model_parallel(**LAYOUTS[name])
-    torch.manual_seed(rank)
-    model = their_model(LAYOUTS[name])
-    group = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    if seed is not None:
-        wanted = {"model": model.sharded_state_dict(metadata=group)}
-        # A checkpoint of this project has no state of FP8 (_extra_state).
-        state = dist_checkpointing.load(wanted, seed, strict="log_all")
-        model.load_state_dict(state["model"], strict=False)
-    else:
-        with torch.no_grad():
-            for parameter in model.state_dict().values():
-                if isinstance(parameter, Tensor) and parameter.is_floating_point():
-                    parameter.normal_(std=0.5)
-    if world == 1:
-        torch.save(logits(model), f"{folder}.pt")
-    if rank == 0:
-        os.makedirs(folder)
-    dist.barrier()
-    state = {
-        "model": model.sharded_state_dict(metadata=group),
-        "args": argparse.Namespace(**ARGS),
-        "iteration": 7,
-    }
-    dist_checkpointing.save(state, folder)
-    dist.barrier()
+    parallel_state.initialize_model_parallel(**LAYOUTS[layout])
+    bf16 = Path(folder).name.endswith("bf16")
+    torch.manual_seed(1)
+    with OnCpu(), contextlib.redirect_stdout(None):
+        dtype = torch.bfloat16 if bf16 else torch.float32
+        trainer = Trainer(their_model(kind, LAYOUTS[layout], dtype), bf16)
+        args, documents, result = KINDS[kind][0], documents_of(7), {}
+        if layout == "ep2":  # each rank trains on its share of the documents
+            documents = documents[rank::world]
+        if seed is not None:
+            trainer.load(args, seed)
+        else:
+            result["before"] = [trainer.step(documents) for _ in range(BEFORE)]
+        for sharding in ("fully_reshardable", "dp_reshardable"):
+            name = folder if sharding == "fully_reshardable" else f"{folder}_buckets"
+            os.makedirs(name, exist_ok=True)
+            dist.barrier()
+            dist_checkpointing.save(trainer.state(args, sharding), name)
+            dist.barrier()
+        if world == 1 and seed is None:
+            with torch.no_grad():
+                result["float32"] = logits(trainer.model, TOKENS)
+                low = their_model(kind, {}, torch.bfloat16)
+                low.load_state_dict(trainer.model.state_dict(), strict=False)
+                result["bf16"] = logits(low, TOKENS).float()
+        if seed is None:
+            own = [trainer.step(documents) for _ in range(AFTER)]
+            after = torch.tensor(own, dtype=torch.float64)
+            dist.all_reduce(after)
+            result["after"] = (after / world).tolist()
+            if rank == 0:
+                torch.save(result, f"{folder}.pt")
     dist.destroy_process_group()
 
 
-def logits(model: nn.Module) -> Tensor:
-    """Return megatron-core's logits ``(T, V)`` of one document."""
-    tokens = torch.arange(24)[None] * 5 % ROWS
-    mask = torch.ones(1, 1, 24, 24).triu(1).bool()
-    with torch.no_grad():
-        return model(tokens, torch.arange(24)[None], mask)[0]
+def loaded_logits(rank: int, kind: str, folder: str, written: str) -> None:
+    """Save the logits of megatron-core's model with weights that this project wrote."""
+    dist.init_process_group("gloo", f"file://{folder}.store", rank=rank, world_size=1)
+    stand_ins()
+    from megatron.core import dist_checkpointing, parallel_state
+
+    parallel_state.initialize_model_parallel()
+    with OnCpu(), torch.no_grad():
+        model = their_model(kind, {})
+        # A checkpoint of this project has no state of FP8 (_extra_state).
+        wanted = {"model": model.sharded_state_dict()}
+        state = dist_checkpointing.load(wanted, written, strict="ignore_all")
+        model.load_state_dict(state["model"], strict=False)
+        torch.save(logits(model, TOKENS), f"{folder}.pt")
+    dist.destroy_process_group()
 
 
-def check(folder: Path) -> Iterator[tuple[bool, str]]:
-    """Write all checkpoints and convert them; yield whether each case is right, and its numbers."""
-    first: dict[str, Tensor] = {}
-    for number, name in enumerate(LAYOUTS):
-        world = 1 if name == "one" else 2
-        seed = None if name == "one" else str(folder / "one")
-        arguments = (world, 29700 + number, name, str(folder / name), seed)
-        torch.multiprocessing.spawn(on_rank, arguments, nprocs=world)
+def check(folder: Path, kind: str) -> Iterator[tuple[bool, str]]:
+    """Write all checkpoints of a model and convert them; yield whether each case is right."""
+    _, layouts = KINDS[kind]
+    spawn(on_rank, 1, 1, kind, "one", str(folder / "one"), None)
+    theirs = torch.load(folder / "one.pt")
+    converted = from_megatron(folder / "one", folder / "ours_one")
+    first = tensors_of(converted)
+    yield compare_logits(converted, theirs)
+    yield compare_bf16_logits(folder, theirs)
+    yield continued(folder, "one", theirs["after"], {})
+    for name in layouts:
+        spawn(on_rank, 2, 2, kind, name, str(folder / name), str(folder / "one"))
         found = from_megatron(folder / name, folder / f"ours_{name}")
-        manifest = read_manifest(found.saved.path)
-        ours = {key: read_tensor(found.saved.path, key, manifest) for key in manifest.tensors}
-        first = first or ours
-        same = all(torch.equal(ours[key], first[key]) for key in first)
-        yield same, f"{name}: {len(ours)} tensors, equal to those of one rank: {same}"
-        if name == "one":
-            yield compare_logits(found.model, ours, torch.load(folder / "one.pt"))
+        ours = tensors_of(found)
+        same = ours.keys() == first.keys() and all(torch.equal(ours[n], first[n]) for n in first)
+        yield same, f"{name}: {len(ours)} tensors are equal to those of one rank: {same}"
+    own = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    yield continued(folder, layouts[0], theirs["after"], own)
+    if kind == "hybrid":
+        spawn(on_rank, 2, 2, kind, "ep2", str(folder / "ep2"), None)
+        from_megatron(folder / "ep2", folder / "ours_ep2")
+        yield continued(folder, "ep2", torch.load(folder / "ep2.pt")["after"], {})
+    alone = from_megatron(folder / "one_buckets", folder / "ours_buckets")
+    same = alone.saved.step == 0 and "dp_reshardable" in alone.notes[0]
+    yield same, f"flat buffers: {len(tensors_of(alone))} tensors, and a sentence: {same}"
     written = to_megatron(folder / "ours_one", folder / "back")
-    arguments = (1, 29720, "one", str(folder / "again"), str(written))
-    torch.multiprocessing.spawn(on_rank, arguments, nprocs=1)
-    same = torch.equal(torch.load(folder / "again.pt"), torch.load(folder / "one.pt"))
-    yield same, f"written back: megatron-core's logits are the same: {same}"
+    if kind == "hybrid":  # a GPT model is written as a hybrid model
+        spawn(loaded_logits, 1, kind, str(folder / "again"), str(written))
+        same = torch.equal(torch.load(folder / "again.pt"), theirs["float32"])
+        yield same, f"written back: megatron-core's logits are the same: {same}"
+    spawn(on_rank, 1, 1, kind, "one", str(folder / "one_bf16"), None)
+    found = from_megatron(folder / "one_bf16", folder / "ours_one_bf16", bf16=True)
+    after = torch.load(folder / "one_bf16.pt")["after"]
+    yield continued(folder, "one_bf16", after, {"bf16": True}, BF16_TOLERANCE)
 
 
-def compare_logits(config: Any, tensors: dict[str, Tensor], theirs: Tensor) -> tuple[bool, str]:
-    model = HybridModel(config, vocab_size=ROWS, max_positions=64)
-    model.load_state_dict({name.removeprefix("model/"): one for name, one in tensors.items()})
-    tokens = torch.arange(24) * 5 % ROWS
-    batch = cases.make_pack([(tokens.numpy(), np.ones(24, bool))])
+def spawn(function: Any, processes: int, *arguments: Any) -> None:
+    torch.multiprocessing.spawn(function, arguments, nprocs=processes)
+
+
+def tensors_of(found: Imported) -> dict[str, Tensor]:
+    manifest = read_manifest(found.saved.path)
+    return {key: read_tensor(found.saved.path, key, manifest) for key in manifest.tensors}
+
+
+def our_logits(found: Imported, dtype: torch.dtype) -> Tensor:
+    model = HybridModel(found.model, vocab_size=ROWS, max_positions=64, dtype=dtype)
+    tensors = tensors_of(found).items()
+    weights = {n.removeprefix("model/"): one for n, one in tensors if n.startswith("model/")}
+    model.load_state_dict(weights)
+    batch = cases.make_pack([(TOKENS.numpy(), np.ones(LENGTH, bool))])
     with torch.no_grad():
-        ours = model.logits(batch.tokens, batch.packed)[:24, :ROWS]
-    worst = float((ours - theirs).abs().max())
-    largest = float(theirs.abs().max())
-    right = worst < TOLERANCE * largest
-    return right, f"logits: largest difference {worst:.1e}, largest logit {largest:.1f}"
+        return model.logits(batch.tokens, batch.packed)[:LENGTH, :ROWS].float()
+
+
+def compare_logits(found: Imported, theirs: dict[str, Any]) -> tuple[bool, str]:
+    worst = distance(our_logits(found, torch.float32), theirs["float32"])
+    return worst < TOLERANCE, f"logits: largest difference, relative to the largest: {worst:.1e}"
+
+
+def compare_bf16_logits(folder: Path, theirs: dict[str, Any]) -> tuple[bool, str]:
+    found = from_megatron(folder / "one", folder / "ours_low", bf16=True)
+    ours = rounding(our_logits(found, torch.bfloat16), theirs["float32"])
+    other = rounding(theirs["bf16"], theirs["float32"])
+    text = f"bf16 logits: {ours:.1e} from float32 (RMS), megatron-core's own are {other:.1e}"
+    return ours <= other, text
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def rounding(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).square().mean().sqrt() / expected.square().mean().sqrt())
+
+
+def continued(
+    folder: Path,
+    name: str,
+    expected: list[float],
+    options: dict[str, Any],
+    tolerance: float = TOLERANCE,
+) -> tuple[bool, str]:
+    """Continue a converted run on the documents of megatron-core's run, and compare the losses."""
+    data, own = folder / f"documents_{name}.jsonl", folder / f"run_{name}"
+    rows = (" ".join(map(str, row[:-1].tolist())) for row in documents_of(7))
+    data.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    lines = (folder / f"ours_{name}" / "model.args").read_text().splitlines()
+    flags = (shlex.split(line.removeprefix("--")) for line in lines)
+    model = {flag.replace("-", "_"): tuple(values) or True for flag, *values in flags}
+    done = run(
+        {
+            **model,
+            "tokenizer_type": "NullTokenizer",
+            "train_data_path": data,
+            "seq_length": LENGTH + 1,
+            "global_batch_size": DOCUMENTS,
+            "micro_batch_size": 1,
+            "train_iters": BEFORE + AFTER,
+            "lr": 1.0,
+            "use_checkpoint_opt_param_scheduler": True,
+            "adam_beta2": 0.95,
+            "load": folder / f"ours_{name}",
+            "save": own / "checkpoints",
+            "log_jsonl": own / "log.jsonl",
+            "device": "cpu",
+            "no_isolation_self_test": True,
+            **options,
+        },
+        own,
+        options.get("tensor_model_parallel_size", 1),
+    )
+    assert done.exit_code == 0, done.console
+    found = losses(own / "log.jsonl")
+    worst = max(abs(one / two - 1) for one, two in zip(found, expected, strict=True))
+    layout = f" with TP {options['tensor_model_parallel_size']}" if len(options) > 1 else ""
+    text = " ".join(f"{one:.5f}" for one in found)
+    return worst < tolerance, f"{name}{layout}: next losses {text}, {worst:.1e} from megatron-core"
 
 
 def main() -> int:
-    with tempfile.TemporaryDirectory() as folder:
-        results = []
-        for right, line in check(Path(folder)):
-            print(line, flush=True)
-            results.append(right)
+    results = []
+    for kind in KINDS:
+        with tempfile.TemporaryDirectory() as folder:
+            for right, line in check(Path(folder), kind):
+                print(f"{kind}, {line}", flush=True)
+                results.append(right)
     print(f"{sum(results)} of {len(results)}")
     return int(not all(results))
 
