@@ -50,7 +50,11 @@ def restore(config: RunConfig, state: RunState, console: Console) -> None:
     # progress.
     if loaded is None and options.pretrained_checkpoint is not None:
         options = replace(
-            options, load=options.pretrained_checkpoint, pretrained_checkpoint=None, finetune=True
+            options,
+            load=options.pretrained_checkpoint,
+            pretrained_checkpoint=None,
+            finetune=True,
+            begin_phase=None,
         )
         loaded = state.load(options)
     if loaded is None:
@@ -113,7 +117,8 @@ def _say_changes(
         )
     if done.iteration >= last:
         reached = _REACHED[config.training.length_flag].format(last=last, **vars(config.training))
-        console.say(f"{reached}: there is nothing left to train.")
+        totals = " The length of a run includes its earlier phases." if begins else ""
+        console.say(f"{reached}: there is nothing left to train.{totals}")
 
 
 def _phase_sentence(state: RunState, begins: bool) -> str:

@@ -1,0 +1,39 @@
+"""Phases of a run that starts from other weights, and phases without a step."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_packed.config.run import RunConfig
+from megatron_packed.training.exit_codes import ExitCode
+from megatron_packed.training.from_python import train
+
+
+def trained(folder: Path, words: str) -> list[dict]:
+    """Train a tiny model and return the metadata of its checkpoints, the newest last."""
+    data = folder / "documents.jsonl"
+    data.write_text("".join(json.dumps({"text": f"{n} hello"}) + "\n" for n in range(40)))
+    argv = "--hybrid-layer-pattern - --hidden-size 8 --seq-length 64 --lr 1e-2".split()
+    argv += f"--no-isolation-self-test --data-path {data} {words}".split()
+    assert train(RunConfig.from_args(argv)) is ExitCode.DONE
+    saved = sorted(folder.glob("own/step_*/manifest.json"))
+    return [json.loads(path.read_text())["metadata"] for path in saved]
+
+
+def test_a_run_may_begin_its_first_phase_with_pretrained_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained(tmp_path, f"--train-iters 2 --save {tmp_path}/base")
+    own = f"--save {tmp_path}/own --load {tmp_path}/own"
+    words = f"{own} --pretrained-checkpoint {tmp_path}/base"
+    (first,) = trained(tmp_path, f"{words} --begin-phase one --train-iters 2")
+    assert "weights of" in capsys.readouterr().out
+    assert first["phases"] == [{"name": "one", "iteration": 0}]
+    # The own checkpoint counts from now on, and its steps are part of the length.
+    trained(tmp_path, f"{words} --begin-phase two --train-iters 2")
+    said = capsys.readouterr().out
+    assert "phase two begins at step 3 after phase one" in said
+    assert "nothing left to train. The length of a run includes its earlier phases.\n" in said
+    *_, second = trained(tmp_path, f"{words} --begin-phase two --train-iters 3")
+    assert second["phases"] == [*first["phases"], {"name": "two", "iteration": 2}]
