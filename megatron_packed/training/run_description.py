@@ -43,7 +43,7 @@ def describe(
 
 def _ramp(config: RunConfig) -> str:
     ramp = config.packing.batch_ramp
-    if ramp is None:
+    if ramp is None or not ramp.sentence():
         return ""
     return f" (grows from {ramp.start // ramp.micro} over the first {ramp.samples:,} samples)"
 

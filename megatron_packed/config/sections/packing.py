@@ -152,7 +152,10 @@ class PackingConfig(Section, title="packing"):
             return
         start, increment, _ = self.rampup_batch_size
         full = self.global_batch_size
-        if start % unit or increment % unit or not start or not increment:
+        if not start or not increment:
+            rule, cure = "must begin with two numbers above 0", "give START and INCREMENT in samples"
+            yield Problem(flag, given, rule, cure)
+        elif start % unit or increment % unit:
             yield Problem(
                 flag,
                 given,
@@ -161,12 +164,10 @@ class PackingConfig(Section, title="packing"):
                 f"give multiples of {unit}",
             )
         elif start > full or (full - start) % increment:
-            yield Problem(
-                flag,
-                given,
-                f"does not reach --global-batch-size ({full}) from {start} in steps of {increment}",
-                "give an INCREMENT that divides the difference",
-            )
+            rule = f"does not reach --global-batch-size ({full}) from {start} in steps of {increment}"
+            smaller = f"give a START of at most {full}"
+            cure = smaller if start > full else "give an INCREMENT that divides the difference"
+            yield Problem(flag, given, rule, cure)
 
 
 def default_overlong_policy(sft: bool) -> str:

@@ -297,6 +297,14 @@ INVALID = [
         "--rampup-batch-size 3 1 9",
         {"--rampup-batch-size": "multiples of 2"},
     ),
+    (
+        "~--train-iters --train-samples 40 --global-batch-size 8 --rampup-batch-size 2 0 9",
+        {"--rampup-batch-size": "two numbers above 0"},
+    ),
+    (
+        "~--train-iters --train-samples 40 --global-batch-size 8 --rampup-batch-size 9 1 9",
+        {"--rampup-batch-size": "give a START of at most 8"},
+    ),
     ("--mock-data", {"--data-path": "contradicts --mock-data: both name the training data"}),
     (
         "~--data-path --mock-data --valid-data-path valid.jsonl --eval-interval 2",

@@ -42,15 +42,19 @@ def compared(records: list[dict]) -> list[tuple]:
     return [tuple(record[field] for field in fields) for record in records]
 
 
-def test_the_batch_grows_and_the_rate_counts_samples(records) -> None:
+def test_the_batch_grows_and_the_rate_counts_samples(records, capsys) -> None:
     whole = records("whole", f"{RAMP} --train-samples 33")
     slots = [record["real_tokens"] + record["padded_tokens"] for record in whole]
     assert [count // 64 for count in slots] == PACKS
     before = np.cumsum([0, *PACKS])[:-1]
     expected = [1e-2 * min(n / 8, 1 - (n - 8) / (33 - 8)) for n in before]
     assert [record["learning_rate"] for record in whole] == pytest.approx(expected)
-    constant = records("constant", "--global-batch-size 6 --train-samples 33")
+    assert "(grows from 2" in capsys.readouterr().out
+    full = "--global-batch-size 6 --train-samples 33"
+    constant = records("constant", full)
     assert [record["iteration"] for record in constant] == [1, 2, 3, 4, 5]
+    assert compared(records("at once", f"{full} --rampup-batch-size 2 2 0")) == compared(constant)
+    assert "(grows" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("stops", [(1,), (2, 4), (3, 5, 6, 7)])
