@@ -120,6 +120,11 @@ IDLE: tuple[Idle, ...] = (
     ),
     Idle("--split is not given", lambda run, _: run.data.split is None, ("data.split_order",)),
     Idle(
+        "--mock-data makes other documents for each part",
+        lambda run, _: run.data.mock_data,
+        ("data.split_order",),
+    ),
+    Idle(
         f"--tokenizer-type is not {TIKTOKEN}",
         lambda run, _: run.data.tokenizer_type != TIKTOKEN,
         keys_in("data", "tiktoken_num_special_tokens tiktoken_pattern"),

@@ -153,8 +153,8 @@ class PackingConfig(Section, title="packing"):
         start, increment, _ = self.rampup_batch_size
         full = self.global_batch_size
         if not start or not increment:
-            rule, cure = "must begin with two numbers above 0", "give START and INCREMENT in samples"
-            yield Problem(flag, given, rule, cure)
+            rule = "must begin with two numbers above 0"
+            yield Problem(flag, given, rule, "give START and INCREMENT in samples")
         elif start % unit or increment % unit:
             yield Problem(
                 flag,
@@ -164,7 +164,8 @@ class PackingConfig(Section, title="packing"):
                 f"give multiples of {unit}",
             )
         elif start > full or (full - start) % increment:
-            rule = f"does not reach --global-batch-size ({full}) from {start} in steps of {increment}"
+            steps = f"from {start} in steps of {increment}"
+            rule = f"does not reach --global-batch-size ({full}) {steps}"
             smaller = f"give a START of at most {full}"
             cure = smaller if start > full else "give an INCREMENT that divides the difference"
             yield Problem(flag, given, rule, cure)

@@ -213,6 +213,10 @@ CASES = [
         dict.fromkeys(("chat_template", "answer_end"), "--mock-data reads no text"),
     ),
     ("--sft --split-order shuffled", {"split_order": "--split is not given"}),
+    (
+        "~--data-path --mock-data --split 8,1,1 --split-order shuffled --eval-interval 5",
+        {"split_order": "--mock-data makes other documents for each part"},
+    ),
     ("--keep-pieces-without-targets", {"keep_pieces_without_targets": "--sft is not given"}),
     (
         "--data-path corpus_text --no-mmap-bin-files --max-bad-fraction 0.5 --data-cache-path .",

@@ -9,13 +9,16 @@ from megatron_packed.config.run import RunConfig
 from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.from_python import train
 
+MODEL = (
+    "--hybrid-layer-pattern - --hidden-size 8 --seq-length 64 --lr 1e-2 --no-isolation-self-test"
+)
+
 
 def trained(folder: Path, words: str) -> list[dict]:
     """Train a tiny model and return the metadata of its checkpoints, the newest last."""
     data = folder / "documents.jsonl"
     data.write_text("".join(json.dumps({"text": f"{n} hello"}) + "\n" for n in range(40)))
-    argv = "--hybrid-layer-pattern - --hidden-size 8 --seq-length 64 --lr 1e-2".split()
-    argv += f"--no-isolation-self-test --data-path {data} {words}".split()
+    argv = f"{MODEL} --data-path {data} {words}".split()
     assert train(RunConfig.from_args(argv)) is ExitCode.DONE
     saved = sorted(folder.glob("own/step_*/manifest.json"))
     return [json.loads(path.read_text())["metadata"] for path in saved]
