@@ -24,7 +24,15 @@ import torch
 from torch import Tensor
 
 from megatron_packed.config import flag_names as flags
-from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, LAYER_NAMES, MAMBA, MOE
+from megatron_packed.config.layer_pattern import (
+    ATTENTION,
+    DEPTH,
+    GATED_DELTA_NET,
+    LAYER_NAMES,
+    MAMBA,
+    MLP,
+    MOE,
+)
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.collectives import all_gather_rows
 from megatron_packed.distributed.groups import ParallelGroups
@@ -70,7 +78,7 @@ class IsolationResult:
     """
 
     symbol: str
-    """Symbol of the layer kind in the layer pattern."""
+    """Symbol of the layer kind in the layer pattern; ``/`` for multi-token prediction."""
     quantity: str
     """``outputs``, ``loss`` or ``input gradients``."""
     difference: float
@@ -96,7 +104,8 @@ class IsolationResult:
         return self.isolated and self.seeing
 
     def __str__(self) -> str:
-        measured = f"{LAYER_NAMES[self.symbol]} layers ({self.symbol}), {self.quantity}: "
+        name = LAYER_NAMES.get(self.symbol, "multi-token prediction")
+        measured = f"{name} layers ({self.symbol}), {self.quantity}: "
         if not self.isolated:
             return measured + (
                 f"changing one document changed other documents by {self.difference:.1e} (allowed {self.allowed:.1e}); "
@@ -131,8 +140,8 @@ def check_isolation(
     they shard those of the model.
 
     Returns:
-        Three results for each kind of layer. Attention with a window is a kind of its own. Refuse to
-        train unless all of them ``passed``, and print those that did not.
+        Two or three results for each kind of layer. Attention with a window is a kind of its own.
+        Refuse to train unless all of them ``passed``, and print those that did not.
     """
     device, backends = torch.device(device), Backends.of(backends)
     tp, cp = TensorParallel.of(groups), ContextParallel.of(groups, cp_comm_type)
@@ -176,11 +185,11 @@ def _slow_decay(model: HybridModel) -> None:
 
 
 def _kinds_of_layers(config: ModelConfig) -> list[tuple[str, int | None]]:
-    """Return the symbols of the pattern, with each attention window and without."""
+    """Return the symbols of the pattern and ``/``, with each attention window and without."""
     windows = {window and min(window, WINDOW) for window in config.attention_windows}
     return [
         (symbol, window)
-        for symbol in dict.fromkeys(config.layer_types)
+        for symbol in dict.fromkeys(config.layer_types + [DEPTH] * bool(config.mtp_depths))
         for window in (sorted(windows, key=bool) if symbol == ATTENTION else (None,))
     ]
 
@@ -215,7 +224,9 @@ def small_config(
     """
     experts = min(config.num_experts or 1, max(8, config.moe_router_topk))
     changes: dict[str, object] = {
-        "hybrid_layer_pattern": symbol,
+        "hybrid_layer_pattern": symbol if symbol != DEPTH else MLP + DEPTH + MLP,
+        "mtp_num_layers": None,
+        "mtp_use_repeated_layer": False,
         "window_size": None if window is None else f"{window - 1},0",
         "window_attn_skip_freq": None,
         "hidden_size": HIDDEN,
@@ -291,7 +302,7 @@ def _check_layer(
     others_T = packs[0].packed.seq_idx[0] != CHANGED
     before, again, after = (observe(model, pack) for pack in (packs[0], packs[0], packs[1]))
     joined = None
-    if symbol in (MAMBA, GATED_DELTA_NET, ATTENTION):
+    if symbol in (MAMBA, GATED_DELTA_NET, ATTENTION, DEPTH):
         joined = [observe(model, _without_boundaries(pack)) for pack in packs]
     results = []
     for quantity, value in before.items():
@@ -336,7 +347,7 @@ def _make_pack(lengths: list[int], total: int, alignment: int, change: bool) -> 
     documents = [(rng.integers(0, VOCAB, length), None) for length in lengths]
     if change:
         documents[CHANGED] = ((documents[CHANGED][0] + 1) % VOCAB, None)
-    return MicroBatch.build(documents, total, scales=(1.0, 0.0), alignment=alignment)
+    return MicroBatch.build(documents, total, scales=(1.0, 0.0, 1.0), alignment=alignment)
 
 
 def _without_boundaries(pack: MicroBatch) -> MicroBatch:
@@ -360,33 +371,27 @@ def _without_boundaries(pack: MicroBatch) -> MicroBatch:
 
 
 def observe(model: HybridModel, pack: MicroBatch) -> dict[str, Tensor]:
-    """Return outputs, losses and input gradients of all slots."""
+    """Return outputs, losses and input gradients of all slots; no losses with ``/`` parts."""
     captured: list[Tensor] = []
+    final_norm = model.mtp[-1].final_norm if model.mtp else model.final_norm
     handles = [
-        model.embedding.register_forward_hook(
-            lambda _module, _inputs, output: captured.append(output)
-        ),
-        model.final_norm.register_forward_hook(
-            lambda _module, _inputs, output: captured.append(output)
-        ),
+        module.register_forward_hook(lambda _module, _inputs, output: captured.append(output))
+        for module in (model.embedding, final_norm)
     ]
     try:
         output = model(pack)
     finally:
         for handle in handles:
             handle.remove()
-    embedded_TD, normed_TD = captured
+    embedded_TD, *_, normed_TD = captured
     (input_grad_TD,) = torch.autograd.grad(output.loss, [embedded_TD])
     normed_TD = normed_TD.detach()
     if model.tp.sequence_parallel:
         normed_TD, input_grad_TD = (
             all_gather_rows(own, model.tp.group) for own in (normed_TD, input_grad_TD)
         )
-    found = {
-        "outputs": normed_TD,
-        "loss": output.per_token_loss_T,
-        "input gradients": input_grad_TD,
-    }
+    loss_T = {} if model.mtp else {"loss": output.per_token_loss_T}
+    found = {"outputs": normed_TD, **loss_T, "input gradients": input_grad_TD}
     return {
         quantity: model.cp.gather(value.detach(), pack.packed) for quantity, value in found.items()
     }

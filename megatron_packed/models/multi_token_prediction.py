@@ -24,7 +24,7 @@ from megatron_packed.layers.hybrid_layer import HybridLayers, build_norm
 from megatron_packed.layers.linear import Linear
 from megatron_packed.layers.moe.layer import MoEReport
 from megatron_packed.layers.tensor_parallel import TensorParallel
-from megatron_packed.packed.later_tokens import later
+from megatron_packed.packed.later_tokens import later, reached
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.packed.params import PackedSeqParams
 
@@ -168,7 +168,7 @@ class MultiTokenPrediction(nn.ModuleList):
         # which the loss recognises its scale.
         scales = [None] * len(self) if grad_scales is None else grad_scales.unbind()
         for depth, (head, grad_scale) in enumerate(zip(self, scales, strict=True), start=1):
-            reaches_T = packed.tables.depths[depth - 1].reaches_T
+            reaches_T = reached(packed, depth)
             # Shift in the whole pack, and split over context-parallel ranks after that.
             tokens_T, labels_T, loss_mask_T = (
                 self.cp.own(later(x_T, depth, reaches_T), packed) for x_T in whole

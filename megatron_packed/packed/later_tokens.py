@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_packed.packed.params import PackedSeqParams
+from megatron_packed.packed.shared_tables import DepthTables
 
 
 def reaches(packed: PackedSeqParams, depth: int) -> Tensor:
@@ -24,6 +25,23 @@ def reaches(packed: PackedSeqParams, depth: int) -> Tensor:
     count = max(slots - depth, 0)
     same = (document_T[:count] == document_T[slots - count :]) & valid_T[slots - count :]
     return F.pad(same, (0, slots - count))
+
+
+def prepared(packed: PackedSeqParams, depth: int) -> DepthTables | None:
+    """Return the tables of a depth; None if the shared tables are not computed."""
+    depths = packed.tables.depths
+    return depths[depth - 1] if depths else None
+
+
+def reached(packed: PackedSeqParams, depth: int) -> Tensor:
+    """Return `reaches` from the shared tables, or computed without them.
+
+    At depth 0, the main model, return the slots with a token.
+    """
+    if depth == 0:
+        return packed.valid
+    tables = prepared(packed, depth)
+    return reaches(packed, depth) if tables is None else tables.reaches_T
 
 
 def later(x_T: Tensor, depth: int, reaches_T: Tensor) -> Tensor:

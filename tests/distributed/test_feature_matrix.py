@@ -21,7 +21,7 @@ from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.packed.shared_tables import SharedTables
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
 from megatron_packed.training.build_job import build_job
-from support.layouts import SLOTS, VOCAB, Way, config_of
+from support.layouts import SLOTS, VOCAB, Way, config_of, scales_of
 from support.parallel_graphs import CAPTURE_SIZES
 from support.stand_in import RecordingBackend
 
@@ -59,7 +59,8 @@ def step_of(way: Way, groups: ParallelGroups, packing: bool, number: int) -> lis
     packs = [[(draw.integers(0, VOCAB, length), None) for length in pack] for pack in LENGTHS]
     if not packing:
         packs = [[document] for pack in packs for document in pack]
-    scales = (1 / sum(length - 1 for pack in LENGTHS for length in pack), 1 / len(packs))
+    main, aux, later = scales_of(LENGTHS)
+    scales = (main, aux * len(LENGTHS) / len(packs), later)
     made = []
     for first in range(0, len(packs), groups.dp_size):
         together = packs[first : first + groups.dp_size]

@@ -109,7 +109,7 @@ def test_the_same_bits_with_and_without_overlap(way: Way, count: int, pools: Wor
     )
     for one, other in zip(expected, found):
         assert torch.equal(one["metrics"], other["metrics"]) and one["metrics"][:, 0].min() > 1
-        assert other["begun"] == [other["early"]] * 3 and other["early"] >= 2 and one["begun"] == []
+        assert other["begun"] == [other["early"]] * 3 and other["early"] >= 1 and one["begun"] == []
         assert (other["experts"] > 0) == (way.ep_size > 1)
         if way.distributed_optimizer:
             assert min(other["under_way"]) >= 5
@@ -175,7 +175,10 @@ def readers(groups: ParallelGroups, way: Way, folder: str) -> dict[str, Any]:
             # No explicit wait: modules wait for the parameters that they use.
             losses[overlap] = job.model(packs[0]).loss_sum.item()
             job.model.train()
-        assert gather is None or gather.under_way == 0
+        # Evaluation does not use the parameters of multi-token prediction.
+        stages = stages_of_buckets(job.buffers, job.model.stages)
+        unused = sum(used[0] > job.model.config.num_layers + 1 for used in stages)
+        assert unused and (gather is None or gather.under_way == unused)
         job.step(packs, 1e-2)
         run_state(job, groups, way).save(CheckpointConfig(save=f"{folder}/{overlap}"))
         assert gather is None or gather.under_way == 0
@@ -211,4 +214,4 @@ def test_the_same_numbers_on_two_gpus(way: Way) -> None:
     )
     for one, other in zip(expected, found):
         torch.testing.assert_close(one["metrics"], other["metrics"], rtol=2e-2, atol=2e-3)
-        assert other["begun"] == [other["early"]] * 3 and other["early"] >= 2
+        assert other["begun"] == [other["early"]] * 3 and other["early"] >= 1

@@ -20,9 +20,8 @@ from megatron_packed.training.build_graphs import (
     released,
 )
 from megatron_packed.training.build_job import build_job
-from megatron_packed.training.metrics_layout import StepValues
 from megatron_packed.training.train_step import LAST_MICRO_BATCH
-from support.layouts import VOCAB, Way, config_of
+from support.layouts import VOCAB, Way, config_of, step_values
 from support.parallel_graphs import LENGTHS, graphed, step_of
 from support.whole_state import everything, same_bits
 
@@ -98,7 +97,7 @@ def test_replayed_steps_are_the_eager_ones(way: Way, pools: WorkerPools) -> None
             else " on another rank that runs the same captured collectives"
         )
         assert result["fallbacks"] == {f"more than 6 documents{where}": 1}
-        assert result["audited"] == f"5 modules {EQUAL}"
+        assert result["audited"] == f"7 modules {EQUAL}"
 
 
 @pytest.mark.shows("graphs: full_iteration", of=lambda way: (way.world_size, config_of(way)))
@@ -135,7 +134,7 @@ def test_experts_padded_to_a_capacity(pools: WorkerPools) -> None:
     way = Way(2, ep_size=2)
     for result in pools.run(compare, 2, way, PADDED, layout=way.layout):
         assert (
-            all(result["metrics"]) and result["state"] and result["audited"] == f"5 modules {EQUAL}"
+            all(result["metrics"]) and result["state"] and result["audited"] == f"7 modules {EQUAL}"
         ), result
 
 
@@ -148,9 +147,9 @@ def overflowing(groups: ParallelGroups, way: Way, impl: str) -> dict[str, Any]:
     for one in (job, eager):
         one.step.validation_micro_batch(micro_batches[0])
     with released(graphs):
-        held = StepValues.from_list(job.step(micro_batches, 1e-2).tolist()).held
-        again = StepValues.from_list(job.step.redo(micro_batches, 1e-2).tolist())
-        wanted = StepValues.from_list(eager.step(micro_batches, 1e-2).tolist())
+        held = step_values(job.step(micro_batches, 1e-2).tolist()).held
+        again = step_values(job.step.redo(micro_batches, 1e-2).tolist())
+        wanted = step_values(eager.step(micro_batches, 1e-2).tolist())
         validated = job.step.validation_loss.equal(eager.step.validation_loss)
         fallbacks = dict(graphs.counters.fallbacks)
         return {
@@ -184,7 +183,7 @@ def test_replayed_layers_of_transformer_engine_are_the_eager_ones(
         compare, way.world_size, way, {}, "transformer_engine", layout=way.layout
     ):
         assert all(result["metrics"]) and result["state"] and not result["module_fallbacks"], result
-        assert result["audited"] == f"5 modules {EQUAL}"
+        assert result["audited"] == f"7 modules {EQUAL}"
 
 
 def other_words(reason: str) -> str:
@@ -204,7 +203,7 @@ def test_what_one_rank_cannot_capture_none_does(impl: str, pools: WorkerPools) -
     why = "OutOfMemoryError: capture 4 has no memory"
     for result, reason in zip(results, (other_words(why), why), strict=True):
         assert all(result["metrics"]) and result["state"], result
-        assert result["audited"] == f"4 modules {EQUAL}"
+        assert result["audited"] == f"6 modules {EQUAL}"
         assert result["fallbacks"] == {"no graphs for this capacity": 3, "more than 6 documents": 1}
         assert result["module_fallbacks"] == {f"layers.2: {reason}": 2}
 
@@ -245,10 +244,8 @@ def moves(groups: ParallelGroups, way: Way, impl: str) -> list[tuple[bool, bool,
                 capture_graphs(graphs, job.step, 4, groups)
             replays, micro_batches = graphs.counters.replays, step_of(way, groups, number, LENGTHS)
             values, wanted = (one.step(micro_batches, 1e-2).tolist() for one in (job, eager))
-            moved = StepValues.from_list(values).weights_moved
-            same = StepValues.from_list(values)._replace(
-                weights_moved=False
-            ) == StepValues.from_list(wanted)
+            moved = step_values(values).weights_moved
+            same = step_values(values)._replace(weights_moved=False) == step_values(wanted)
             found.append((same, moved, graphs.counters.replays - replays))
     return found
 

@@ -28,9 +28,8 @@ from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_job import Job, build_job
 from megatron_packed.training.kernel_inputs import op_inputs
 from megatron_packed.training.loss_spikes_and_skipped_steps import bad_places
-from megatron_packed.training.metrics_layout import StepValues
 from megatron_packed.training.replica_checks import ReplicaCheck, ReplicaMismatchError
-from support.layouts import MODEL, VOCAB, Way, config_of, mine, packs_of, run_state
+from support.layouts import MODEL, VOCAB, Way, config_of, mine, packs_of, run_state, step_values
 from support.whole_state import Shards, assembled, assert_same_bits, everything, same_bits
 
 NUMBERS = (
@@ -54,7 +53,7 @@ def train(
     job = build_job(config_of(way, **model), groups, VOCAB)
     metrics, states = [], []
     for step in range(3):
-        values = StepValues.from_list(job.step(mine(groups, way, step, count), 1e-2).tolist())
+        values = step_values(job.step(mine(groups, way, step, count), 1e-2).tolist())
         metrics.append(torch.tensor([float(getattr(values, name)) for name in NUMBERS]))
         states.append(everything(job))
     return torch.stack(metrics), states[0], states[-1]
@@ -128,7 +127,7 @@ def dropped(groups: ParallelGroups, way: Way) -> tuple[list[float], Tensor]:
     The count compares the tokens per expert with the capacity.
     """
     job = build_job(config_of(way, moe_expert_capacity_factor=0.5), groups, VOCAB)
-    forward, beyond = job.model.forward, torch.zeros(1)
+    forward, beyond = job.model.forward, torch.zeros(2)
 
     def counted(micro_batch: MicroBatch, **options: Any) -> HybridOutput:
         output = forward(micro_batch, **options)
@@ -153,7 +152,7 @@ def test_assignments_dropped_by_capacity_are_counted_once(way: Way, pools: Worke
     their own slice.
     """
     for found, expected in pools.run(dropped, way.world_size, way, layout=way.layout):
-        assert found == expected.tolist() and found[0] > 10
+        assert found == expected.tolist() and min(found) > 10
 
 
 # -- decisions -------------------------------------------------------------------------------------
@@ -177,7 +176,7 @@ def spoilt(groups: ParallelGroups, way: Way) -> dict[str, dict[str, Any]]:
         values = job.step(packs, 1e-2, stop_requested=last and where == "stop")
         after = everything(job)
         unchanged = all(same_bits(one[3], other[3]) for one, other in zip(before, after))
-        found[where] = {"values": StepValues.from_list(values.tolist()), "unchanged": unchanged}
+        found[where] = {"values": step_values(values.tolist()), "unchanged": unchanged}
     return found
 
 
@@ -222,11 +221,12 @@ def poisoned(groups: ParallelGroups, way: Way) -> dict[int, int]:
 
         def poison(grad_TD: Tensor) -> None:
             calls.append(1)
-            keep(grad_TD * float("nan") if len(calls) == 2 else grad_TD)
+            # The table of words is used twice in a micro-batch, once for each depth.
+            keep(grad_TD * float("nan") if len(calls) == 4 else grad_TD)
 
         job.step._keep_sum = poison  # type: ignore[method-assign]
     values = job.step(mine(groups, way, 0, 3 * way.dp_size), 1e-2)
-    return StepValues.from_list(values.tolist()).bad_micro_batches
+    return step_values(values.tolist()).bad_micro_batches
 
 
 @pytest.mark.parametrize("way", [Way(4, 2, True), Way(4, cp_size=2)], ids=str)
@@ -355,7 +355,7 @@ def test_a_checkpoint_of_one_layout_loads_into_others(
         tensor.any() for name, tensor in expected.items() if name.startswith("optimizer/exp_avg/")
     )
     sizes = written[0]["sizes"]
-    assert len(sizes) == way.world_size and max(sizes) < 2 * min(sizes)  # All ranks write.
+    assert len(sizes) == way.world_size and max(sizes) < 3 * min(sizes)  # All ranks write.
     for into in loading(way):
         goes_on = into == way or Way() in (way, into)
         found = pools.run(load, into.world_size, into, str(tmp_path), goes_on, layout=into.layout)
@@ -421,7 +421,7 @@ def self_test(groups: ParallelGroups, way: Way, leaking: int | None) -> list[boo
 )
 def test_the_isolation_self_test(way: Way, pools: WorkerPools) -> None:
     ranks = pools.run(self_test, way.world_size, way, None, layout=way.layout)
-    assert all(len(passed) == 15 and all(passed) for passed in ranks)
+    assert all(len(passed) == 17 and all(passed) for passed in ranks)
     # Only the kernel of a2a can be replaced by a leaking kernel in this test.
     if way.comm_type == "a2a":
         ranks = pools.run(self_test, way.world_size, way, way.world_size - 1, layout=way.layout)

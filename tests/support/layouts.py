@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,11 +20,12 @@ from megatron_packed.config.serialise import to_dict
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_job import Job
+from megatron_packed.training.metrics_layout import StepValues
 from megatron_packed.training.run_state import RunState
 
 SLOTS, VOCAB = 48, 211
 MODEL = ModelConfig(
-    hybrid_layer_pattern="M*-EG",
+    hybrid_layer_pattern="M*-EG/*E",
     hidden_size=32,
     num_attention_heads=4,
     num_query_groups=2,
@@ -54,6 +56,8 @@ MODEL = ModelConfig(
 """Model with tied embeddings. On 4 ranks, two ranks share a Mamba group and a key-value head, and
 the vocabulary has more padding.
 """
+
+step_values = partial(StepValues.from_list, depths=MODEL.mtp_depths)
 
 
 class Way(NamedTuple):
@@ -130,10 +134,15 @@ def packs_of(way: Way, step: int, count: int) -> list[MicroBatch]:
     ]
     if count > 2:
         packs[-1] = []
-    targets = sum(len(tokens) - 1 for pack in packs for tokens, _ in pack)
-    scales = (1 / targets, 1 / sum(bool(pack) for pack in packs))
+    scales = scales_of([[len(tokens) for tokens, _ in pack] for pack in packs])
     alignment = config_of(way).document_alignment
     return [MicroBatch.build(pack, SLOTS, scales=scales, alignment=alignment) for pack in packs]
+
+
+def scales_of(packs: list[list[int]]) -> tuple[float, ...]:
+    """Return the scales of a step, whose packs have documents of these lengths."""
+    main, later = (sum(max(n - ahead, 0) for pack in packs for n in pack) for ahead in (1, 2))
+    return 1 / main, 1 / sum(bool(pack) for pack in packs), 1 / later
 
 
 def mine(groups: ParallelGroups, way: Way, step: int, count: int) -> list[MicroBatch]:

@@ -17,7 +17,7 @@ from megatron_packed.training.build_graphs import (
     capture_graphs,
 )
 from megatron_packed.training.build_job import Job, build_job
-from support.layouts import SLOTS, VOCAB, Way, config_of
+from support.layouts import SLOTS, VOCAB, Way, config_of, scales_of
 from support.stand_in import RecordingBackend
 from support.te_stand_in import stand_in
 
@@ -34,7 +34,7 @@ def step_of(way: Way, groups: ParallelGroups, number: int, lengths: Any) -> list
     draw = np.random.default_rng(number)
     alignment = config_of(way).document_alignment
     packs = [[(draw.integers(0, VOCAB, length), None) for length in pack] for pack in lengths]
-    scales = (1 / sum(length - 1 for pack in lengths for length in pack), 1 / len(packs))
+    scales = scales_of(lengths)
     made = []
     for first in range(0, len(packs), groups.dp_size):
         together = packs[first : first + groups.dp_size]

@@ -3,6 +3,7 @@
 import hashlib
 import pickle
 import random
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,11 +20,12 @@ from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_job import build_job
+from megatron_packed.training.metrics_layout import StepValues
 from megatron_packed.training.run_state import held_state
 
 SLOTS, VOCAB = 48, 61
 CONFIG = ModelConfig(
-    hybrid_layer_pattern="M*-E",
+    hybrid_layer_pattern="M*-E/*E",
     hidden_size=32,
     num_attention_heads=4,
     num_query_groups=2,
@@ -46,6 +48,7 @@ CONFIG = ModelConfig(
 
 CAPTURE_SIZES = CaptureSizes.of([2, 5], SLOTS)
 GROUPS = ParallelGroups.single()
+step_values = partial(StepValues.from_list, depths=CONFIG.mtp_depths)
 
 
 def config_of(**graphs):
@@ -71,7 +74,7 @@ def micro_batch(lengths, seed=3):
     size = CAPTURE_SIZES.smallest_for(len(lengths), SLOTS)
     documents = [(draw.integers(0, VOCAB, length), None) for length in lengths]
     capacity, longest = (None, None) if size is None else (size.capacity, size.max_seqlen)
-    return MicroBatch.build(documents, SLOTS, capacity, (1 / 100, 1 / 3), longest)
+    return MicroBatch.build(documents, SLOTS, capacity, (1 / 100, 1 / 3, 1 / 90), longest)
 
 
 def state_hash(job):

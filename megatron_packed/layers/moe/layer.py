@@ -33,6 +33,7 @@ from megatron_packed.layers.moe.experts import GroupedExperts
 from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.layers.moe.router import Router, Routing
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
+from megatron_packed.packed.later_tokens import prepared, reached
 from megatron_packed.packed.params import PackedSeqParams
 
 
@@ -77,9 +78,10 @@ def count_valid(packed: PackedSeqParams, depth: int = 0) -> Tensor:
     At a depth of multi-token prediction, count the slots that reach their token. The number is at
     least 1, because losses are divided by it.
     """
-    tables = packed.tables
-    prepared = tables.depths[depth - 1].num_valid if depth else tables.num_valid
-    return packed.valid.sum(dtype=torch.float32).clamp(min=1) if prepared is None else prepared
+    tables = prepared(packed, depth) if depth else packed.tables
+    if tables is not None and tables.num_valid is not None:
+        return tables.num_valid
+    return reached(packed, depth).sum(dtype=torch.float32).clamp(min=1)
 
 
 class MoE(nn.Module):
@@ -229,14 +231,14 @@ class MoE(nn.Module):
         """Return the auxiliary losses of this rank's rows; 0 outside training."""
         if not self.training:
             return torch.zeros((), dtype=torch.float32, device=valid_T.device)
-        tables = packed.tables
+        tables = prepared(packed, self.depth) if self.depth else packed.tables
         loss = auxiliary_loss(
             self.config,
             logits_TE,
             chosen_TE,
             valid_T,
             count_valid(packed, self.depth),
-            samples=tables.depths[self.depth - 1].samples if self.depth else tables.samples,
+            samples=None if tables is None else tables.samples,
             cp=self.cp,
         )
         return self.tp.counted_once(loss)

@@ -10,6 +10,7 @@ import megatron_packed.layers.attention as attention
 import megatron_packed.layers.gated_delta_net as gated_delta_net
 import megatron_packed.layers.short_convolution as short_convolution
 import megatron_packed.models.isolation as isolation
+import megatron_packed.models.multi_token_prediction as multi_token_prediction
 import megatron_packed.ops.ssd.reference as ssd_reference
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.backends import Backends
@@ -107,6 +108,20 @@ def test_the_small_model_keeps_what_chooses_kernels():
         assert small.linear_num_value_heads // small.linear_num_key_heads == 2
         assert small.moe_router_topk == 3
     assert small_config("E", CONFIG).num_experts == 8
+
+
+def test_shifts_of_multi_token_prediction_are_checked(monkeypatch):
+    results = check("-/*/*")
+    assert [(r.symbol, r.quantity) for r in results[-2:]] == [
+        ("/", "outputs"),
+        ("/", "input gradients"),
+    ]
+    assert all(r.passed and r.difference == 0 for r in results)
+    assert all(r.leak > 1e-2 for r in results[-2:])
+    monkeypatch.setattr(
+        multi_token_prediction, "later", lambda x_T, depth, reaches_T: torch.roll(x_T, -depth)
+    )
+    assert not any(r.isolated for r in check("-/-")[-2:])
 
 
 def test_attention_with_and_without_a_window_is_checked():

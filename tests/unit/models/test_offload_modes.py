@@ -79,11 +79,15 @@ MODES = {
 }
 
 
-@pytest.fixture(scope="module", params=["float32", "gate and norms", "bfloat16 with dropout, tied"])
+@pytest.fixture(
+    scope="module", params=["float32", "gate and norms", "bfloat16 with dropout, tied", "depths"]
+)
 def expected(request):
     changes = {}
     if request.param == "gate and norms":
         changes = cases.VARIANTS["gate, one norm for all heads, norms of outputs"]
+    elif request.param == "depths":
+        changes = {"hybrid_layer_pattern": f"{PATTERN}/*E/*E"}
     elif request.param != "float32":
         changes = {
             "dtype": torch.bfloat16,

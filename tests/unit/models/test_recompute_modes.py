@@ -41,10 +41,17 @@ def mode_id(memory):
     )
 
 
-@pytest.fixture(scope="module", params=["float32", "gate and norms", "bfloat16 with dropout, tied"])
+@pytest.fixture(
+    scope="module",
+    params=["float32", "gate and norms", "bfloat16 with dropout, tied", "two repeated depths"],
+)
 def expected(request):
     if request.param == "float32":
         yield {}, train(None)
+        return
+    if request.param == "two repeated depths":
+        changes = {"hybrid_layer_pattern": f"{PATTERN}/*E/*E", "mtp_use_repeated_layer": True}
+        yield changes, train(None, **changes)
         return
     if request.param == "gate and norms":
         changes = cases.VARIANTS["gate, one norm for all heads, norms of outputs"]

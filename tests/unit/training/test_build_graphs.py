@@ -46,20 +46,23 @@ def by_transformer_engine(config):
 @pytest.mark.parametrize(
     ("modules", "names"),
     [
-        ((), ["layers.0", "layers.1", "layers.2", "layers.3"]),
-        (("attn",), ["layers.1"]),
+        ((), [f"layers.{number}" for number in range(6)]),
+        (("attn",), ["layers.1", "layers.4"]),
         (("mamba", "mlp"), ["layers.0", "layers.2"]),
         (("gdn",), ["layers.0"]),
-        (("moe",), ["layers.3"]),
-        (("moe_router", "attn"), ["layers.1", "layers.3.mixer.router"]),
-        (("moe_router", "moe"), ["layers.3"]),
+        (("moe",), ["layers.3", "layers.5"]),
+        (
+            ("moe_router", "attn"),
+            ["layers.1", "layers.3.mixer.router", "layers.4", "layers.5.mixer.router"],
+        ),
+        (("moe_router", "moe"), ["layers.3", "layers.5"]),
     ],
 )
 def test_modules_in_the_order_of_the_model(modules, names):
     config = config_of()
     if "gdn" in modules:
         sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
-        pattern = replace(config.model, hybrid_layer_pattern="G*-E", **sizes)
+        pattern = replace(config.model, hybrid_layer_pattern="G*-E/*E", **sizes)
         config = replace(config, model=pattern)
     model = job_of(config).model
     # Skip the checks of the configuration, which refuse moe together with moe_router.
@@ -155,7 +158,7 @@ def test_a_capture_changes_nothing_of_the_job():
     capture_graphs(graphs, job.step, 3, GROUPS)
     assert state_hash(job) == before
     assert [parameter.data_ptr() for parameter in job.model.parameters()] == addresses
-    assert graphs.counters.captures == 2 * (1 + 2 * 4)
+    assert graphs.counters.captures == 2 * (1 + 2 * 6)
     assert (
         graphs.counters.replays == 0
         and not graphs.counters.fallbacks

@@ -26,7 +26,7 @@ STEP = [[48], [20, 9, 3], []]
 
 def with_capacity(config):
     model = dataclasses.replace(
-        config.model, hybrid_layer_pattern="EM*-E", moe_expert_capacity_factor=FACTOR
+        config.model, hybrid_layer_pattern="EM*-/*E", moe_expert_capacity_factor=FACTOR
     )
     return dataclasses.replace(config, model=model)
 

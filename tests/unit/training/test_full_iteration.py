@@ -20,10 +20,17 @@ from megatron_packed.cuda_graphs.whole_step_graphs import FullIterationGraphs, S
 from megatron_packed.packed.micro_batch import NO_LABEL, MicroBatch
 from megatron_packed.packed.shared_tables import NO_TABLES
 from megatron_packed.training.build_graphs import audit_graphs, build_graphs, capture_graphs
-from megatron_packed.training.metrics_layout import StepValues
 from megatron_packed.training.run_state import held_state
 from support.stand_in import RecordingBackend
-from support.step_jobs import CAPTURE_SIZES, GROUPS, config_of, job_of, micro_batch, state_hash
+from support.step_jobs import (
+    CAPTURE_SIZES,
+    GROUPS,
+    config_of,
+    job_of,
+    micro_batch,
+    state_hash,
+    step_values,
+)
 
 STEPS = [
     [[48]],
@@ -67,9 +74,7 @@ def captured(backend=None, **graphs):
 
 def assert_same_steps(found, expected, steps=STEPS, *, moved=False):
     for number, packs in enumerate(steps):
-        values, wanted = (
-            StepValues.from_list(job.run(packs, number).tolist()) for job in (found, expected)
-        )
+        values, wanted = (step_values(job.run(packs, number).tolist()) for job in (found, expected))
         assert values == wanted._replace(weights_moved=moved), number
         # The state includes the flag of moved weights.
         assert moved or state_hash(found.job) == state_hash(expected.job), number
@@ -106,7 +111,7 @@ def test_steps_are_those_without_graphs_and_k_micro_batches_are_k_and_one_replay
     assert len(graphed.backend.log) == counters.replays + len(STEPS)
     graphed.backend.log.clear()
     for k in (1, 2, 4):
-        values = StepValues.from_list(graphed.run([[9] * 3] * k).tolist())
+        values = step_values(graphed.run([[9] * 3] * k).tolist())
         # The graph of the end of a step computes these statistics.
         assert values.params_norm > 1 and values.grad_zeros > 100
         assert len(graphed.backend.log) == k + 1 and len(set(graphed.backend.log)) == 2
@@ -144,7 +149,7 @@ def test_a_nan_in_one_micro_batch_is_named_and_its_step_changes_nothing(bad):
             batches[number].scales[0] = float("nan")
         found.append(job.step(batches, 1e-2).clone())
     assert state_hash_of_weights(graphed) == before
-    values = StepValues.from_list(found[0].tolist())
+    values = step_values(found[0].tolist())
     assert values.nonfinite and values.bad_micro_batches == {0: bad}
     assert torch.equal(found[0].nan_to_num(), found[1].nan_to_num())
     assert_same_steps(graphed, eager)  # also after the bad step
@@ -171,7 +176,7 @@ def test_either_a_loss_or_a_gradient_beyond_all_numbers_is_enough_to_be_named(ex
         output.register_hook(lambda grad: grad * factor)
 
     model.forward_backward = overflowing
-    values = StepValues.from_list(eager.run([[20, 9, 3]] * 3).tolist())
+    values = step_values(eager.run([[20, 9, 3]] * 3).tolist())
     assert values.nonfinite and values.bad_micro_batches == {0: 1}
     assert math.isfinite(values.loss) == (extra == 0) and math.isfinite(values.grad_norm) == (
         factor == 1
@@ -198,7 +203,7 @@ def test_a_step_without_targets_is_not_taken_though_its_auxiliary_losses_have_gr
         job.step([without_targets([20, 9, 3]), without_targets([41])], 1e-2).clone()
         for job in (graphed, eager)
     ]
-    values = StepValues.from_list(found[0].tolist())
+    values = step_values(found[0].tolist())
     assert torch.equal(*found) and values.no_targets and not values.nonfinite
     # If the step were applied, the gradients of the auxiliary loss would change the weights.
     assert values.aux_loss > 0 and values.grad_norm > 0
@@ -209,7 +214,7 @@ def test_a_step_without_targets_is_not_taken_though_its_auxiliary_losses_have_gr
         job.step([without_targets([20, 9]), micro_batch([2])], 1e-2).clone()
         for job in (graphed, eager)
     ]
-    assert torch.equal(*found) and not StepValues.from_list(found[0].tolist()).no_targets
+    assert torch.equal(*found) and not step_values(found[0].tolist()).no_targets
     assert state_hash_of_weights(graphed) != before and graphed.job.optimizer.steps.item() == 3
 
 
@@ -217,7 +222,7 @@ def spike(job):
     """Run a step in which one micro-batch has a hundred times the usual loss and gradient."""
     batches = [micro_batch([20, 9, 3]), micro_batch([9, 9])]
     batches[1].scales[0] *= 100
-    return StepValues.from_list(job.step(batches, 1e-2).tolist())
+    return step_values(job.step(batches, 1e-2).tolist())
 
 
 def test_a_spike_is_skipped_alike_by_replay_and_eagerly():
@@ -262,7 +267,7 @@ def test_a_held_step_is_no_observation_and_is_compared_when_it_is_done_again():
     assert spike(job).spikes == () and torch.equal(spikes.recent, before)
     batches = [micro_batch([20, 9, 3])]
     batches[0].scales[0] *= 100
-    assert StepValues.from_list(job.step.redo(batches, 1e-2).tolist()).spikes
+    assert step_values(job.step.redo(batches, 1e-2).tolist()).spikes
     assert torch.equal(spikes.recent[:, :-1], before[:, 1:])
 
 
@@ -289,9 +294,7 @@ def test_the_stop_flag_and_the_rate_are_those_of_the_step():
             job.step([micro_batch([9, 9])], lr, stop_requested=stop).clone()
             for job in (graphed, eager)
         ]
-        assert (
-            torch.equal(*found) and StepValues.from_list(found[0].tolist()).stop_requested == stop
-        )
+        assert torch.equal(*found) and step_values(found[0].tolist()).stop_requested == stop
         assert state_hash(graphed.job) == state_hash(eager.job)
 
 
@@ -306,7 +309,7 @@ def test_a_step_that_is_done_again_runs_eagerly(monkeypatch):
     found = graphed.step.redo(batches[0], 1e-2).clone()
     assert (
         torch.equal(found, eager.step.redo(batches[1], 1e-2))
-        and not StepValues.from_list(found.tolist()).held
+        and not step_values(found.tolist()).held
     )
     assert state_hash(graphed.job) == state_hash(eager.job)
     assert graphed.graphs.counters.replays == replays

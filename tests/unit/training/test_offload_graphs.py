@@ -154,7 +154,11 @@ def test_graphs_that_are_captured_again_copy_to_blocks_of_their_own(impl, eager_
     eager = len(pool._free)  # blocks of the micro-batch that fits no graph
     capture_graphs(run.graphs, run.job.step, 3, GROUPS)
     assert not run.graphs.refusals and not first & pool._of_graphs
-    assert eager == run.config.model.num_layers and pool.num_bytes == num_bytes and pool._free == []
+    assert (
+        eager == len(run.config.model.layer_types)
+        and pool.num_bytes == num_bytes
+        and pool._free == []
+    )
     metrics = [run.step(number) for number in range(len(STEPS))]
     other = Run(config_of(cuda_graph_impl="none"), MemoryConfig())
     wanted = [other.step(number % len(STEPS)) for number in range(2 * len(STEPS))][len(STEPS) :]
@@ -193,11 +197,14 @@ NORMS = dataclasses.replace(TRAVELLERS, offload_modules=("attn_norm", "mamba_nor
 
 @pytest.mark.parametrize(
     ("memory", "layers"),
-    [(EACH_INPUT, [1, 2, 3]), (TRAVELLERS, [1, 2, 3]), (NORMS, [1])],
+    [(EACH_INPUT, [1, 2, 3, 5]), (TRAVELLERS, [1, 2, 3, 5]), (NORMS, [1])],
     ids=["inputs", "parts", "two norms"],
 )
 def test_hidden_states_that_left_may_be_overwritten(memory, layers, eager_steps, released):
-    """Only inputs that are offloaded can be overwritten; all other tensors keep their memory."""
+    """Only inputs that are offloaded can be overwritten; all other tensors keep their memory.
+
+    No graph produces the input of layer 4, the first layer of a depth of multi-token prediction.
+    """
     run = Run(config_of(cuda_graph_impl="local"), memory, BorrowingBackend())
     sizes = [module.captured for module in run.graphs.modules]
     assert {id(captured) for captured in released} == {
@@ -219,7 +226,7 @@ def test_what_a_neighbour_should_have_copied_is_copied_where_it_did_not(eager_st
     layers = [module.captured[largest] for module in run.graphs.modules]
     loads = [captured._missing_copies for captured in layers]
     # The last layer loads its own tensors.
-    assert [load is not None for load in loads] == [True, True, True, False]
+    assert [load is not None for load in loads] == [True] * 5 + [False]
     run_all(run, eager_steps)
     assert not any(load is not None and load.replays for load in loads)
     run.job.buffers.zero_grad()

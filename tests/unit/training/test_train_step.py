@@ -12,7 +12,7 @@ from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.metrics_layout import MetricsLayout, StepValues
 from megatron_packed.training.train_step import TrainStep
-from support.step_jobs import CONFIG, SLOTS, VOCAB
+from support.step_jobs import CONFIG, SLOTS, VOCAB, step_values
 
 
 def one_step(
@@ -26,11 +26,10 @@ def one_step(
     drawn = [
         [[(rng.integers(0, VOCAB, n), None) for n in pack] for pack in of_rank] for of_rank in packs
     ]
-    targets = sum(n - 1 for of_rank in packs for pack in of_rank for n in pack)
-    scales = (
-        1 / targets if targets else 0.0,
-        1 / max(1, sum(bool(pack) for of_rank in packs for pack in of_rank)),
-    )
+    lengths = [n for of_rank in packs for pack in of_rank for n in pack]
+    count = max(1, sum(bool(pack) for of_rank in packs for pack in of_rank))
+    main, later = (sum(max(n - ahead, 0) for n in lengths) for ahead in (1, 2))
+    scales = (1 / main if main else 0.0, 1 / count, 1 / later if later else 0.0)
     model = HybridModel(CONFIG, vocab_size=VOCAB, max_positions=SLOTS, seed=1).train()
     layout = MetricsLayout.of(groups, model)
     buffers = FlatBuffers(model, extras=layout.extras, counters=layout.counters)
@@ -38,11 +37,10 @@ def one_step(
     vector = step(
         [MicroBatch.build(pack, SLOTS, scales=scales) for pack in drawn[groups.rank]], 1e-2
     )
-    tokens = sum(n for of_rank in packs for pack in of_rank for n in pack)
-    assert (
-        step.numbers[vector.numel() :].sum() == tokens * CONFIG.moe_router_topk
-    )  # each token has topk assignments
-    return StepValues.from_list(vector.tolist()), {
+    # Each token has topk assignments, and again in the depth if it is not the last of its document.
+    routed = sum(n + max(n - 1, 0) for n in lengths)
+    assert step.numbers[vector.numel() :].sum() == routed * CONFIG.moe_router_topk
+    return step_values(vector.tolist()), {
         name: value.clone() for name, value in model.state_dict().items()
     }
 
@@ -57,6 +55,9 @@ def assert_same_step(found: tuple[StepValues, dict[str, torch.Tensor]], expected
     values, state = found
     assert not values.nonfinite and values.bad_micro_batches == {}
     assert values.loss == pytest.approx(expected[0].loss, rel=1e-5) and values.loss > 1
+    assert (
+        values.mtp_losses == pytest.approx(expected[0].mtp_losses, rel=1e-5) and values.mtp_losses
+    )
     assert values.aux_loss == pytest.approx(expected[0].aux_loss, rel=1e-5) and values.aux_loss > 0
     assert values.grad_norm == pytest.approx(expected[0].grad_norm, rel=1e-5)
     # Adam's first step changes a weight by the learning rate, whatever the size of the gradient. So
@@ -81,5 +82,5 @@ def test_on_a_rank_that_has_nothing_else(expected) -> None:
 
 def test_nothing_but_empty_packs() -> None:
     values, state = one_step(ParallelGroups.single(), [[[], []]])
-    assert values == StepValues(0.0, 0.0, 0.0, False, False, {}, no_targets=True)
+    assert values == StepValues(0.0, 0.0, 0.0, False, False, {}, no_targets=True, mtp_losses=(0.0,))
     assert all(value.isfinite().all() for value in state.values())
