@@ -26,6 +26,8 @@ LAYER_NAMES = {
     MOE: "mixture of experts",
 }
 
+KINDS = {**LAYER_NAMES, DEPTH: "multi-token prediction"}
+"""Names of the symbols that belong to layers."""
 REFUSED = {
     "D": ("sparse (DS) attention layers are not supported", "use * (full causal attention)"),
     "+": (

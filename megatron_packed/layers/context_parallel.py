@@ -22,7 +22,7 @@ from megatron_packed.distributed.differentiable import Group
 from megatron_packed.distributed.groups import ParallelGroups, global_ranks
 from megatron_packed.distributed.tensor_parallel_shards import Shard, SplitSegment
 from megatron_packed.packed.cp_partition import Partition
-from megatron_packed.packed.later_tokens import prepared, reached
+from megatron_packed.packed.later_tokens import prepared, reaches
 from megatron_packed.packed.params import PackedSeqParams
 from megatron_packed.packed.shared_tables import RankOrder
 
@@ -105,10 +105,11 @@ class ContextParallel:
         """
         if depth:
             tables = prepared(packed, depth)
-            prepared_T = None if tables is None else tables.rank_reaches
-        else:
-            prepared_T = packed.tables.rank_valid
-        return self.own(reached(packed, depth), packed) if prepared_T is None else prepared_T
+            return (
+                self.own(reaches(packed, depth), packed) if tables is None else tables.rank_reaches
+            )
+        prepared_T = packed.tables.rank_valid
+        return self.own(packed.valid, packed) if prepared_T is None else prepared_T
 
     def in_order_of_slots(self, x_TW: Tensor, packed: PackedSeqParams) -> Tensor:
         """Reorder the rows of all ranks from rank order to the order of the pack's slots."""

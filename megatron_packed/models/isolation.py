@@ -28,9 +28,8 @@ from megatron_packed.config.layer_pattern import (
     ATTENTION,
     DEPTH,
     GATED_DELTA_NET,
-    LAYER_NAMES,
+    KINDS,
     MAMBA,
-    MLP,
     MOE,
 )
 from megatron_packed.config.sections.model import ModelConfig
@@ -104,8 +103,7 @@ class IsolationResult:
         return self.isolated and self.seeing
 
     def __str__(self) -> str:
-        name = LAYER_NAMES.get(self.symbol, "multi-token prediction")
-        measured = f"{name} layers ({self.symbol}), {self.quantity}: "
+        measured = f"{KINDS[self.symbol]} layers ({self.symbol}), {self.quantity}: "
         if not self.isolated:
             return measured + (
                 f"changing one document changed other documents by {self.difference:.1e} (allowed {self.allowed:.1e}); "
@@ -224,7 +222,7 @@ def small_config(
     """
     experts = min(config.num_experts or 1, max(8, config.moe_router_topk))
     changes: dict[str, object] = {
-        "hybrid_layer_pattern": symbol if symbol != DEPTH else MLP + DEPTH + MLP,
+        "hybrid_layer_pattern": symbol if symbol != DEPTH else f"-{DEPTH}-",
         "mtp_num_layers": None,
         "mtp_use_repeated_layer": False,
         "window_size": None if window is None else f"{window - 1},0",

@@ -34,12 +34,7 @@ def prepared(packed: PackedSeqParams, depth: int) -> DepthTables | None:
 
 
 def reached(packed: PackedSeqParams, depth: int) -> Tensor:
-    """Return `reaches` from the shared tables, or computed without them.
-
-    At depth 0, the main model, return the slots with a token.
-    """
-    if depth == 0:
-        return packed.valid
+    """Return `reaches` from the shared tables, or computed without them."""
     tables = prepared(packed, depth)
     return reaches(packed, depth) if tables is None else tables.reaches_T
 

@@ -33,7 +33,7 @@ from megatron_packed.layers.moe.experts import GroupedExperts
 from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.layers.moe.router import Router, Routing
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
-from megatron_packed.packed.later_tokens import prepared, reached
+from megatron_packed.packed.later_tokens import prepared, reaches
 from megatron_packed.packed.params import PackedSeqParams
 
 
@@ -81,7 +81,8 @@ def count_valid(packed: PackedSeqParams, depth: int = 0) -> Tensor:
     tables = prepared(packed, depth) if depth else packed.tables
     if tables is not None and tables.num_valid is not None:
         return tables.num_valid
-    return reached(packed, depth).sum(dtype=torch.float32).clamp(min=1)
+    valid_T = reaches(packed, depth) if depth else packed.valid
+    return valid_T.sum(dtype=torch.float32).clamp(min=1)
 
 
 class MoE(nn.Module):
