@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-PATTERN = "M*-EM*-E"
+PATTERN = "MG*-EMG*-E"
 ROWS = 128
 LENGTH, DOCUMENTS = 23, 2
 """Target tokens of a document, and documents of a step."""
@@ -33,6 +33,11 @@ ARGS: dict[str, Any] = {
     "mamba_head_dim": 16,
     "mamba_num_groups": 2,
     "mamba_state_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
     "num_experts": 4,
     "moe_router_topk": 2,
     "moe_ffn_hidden_size": 24,
@@ -51,13 +56,19 @@ ARGS: dict[str, Any] = {
     "global_batch_size": DOCUMENTS,
 }
 GPT_ARGS: dict[str, Any] = {
-    **{name: value for name, value in ARGS.items() if not name.startswith(("moe_", "mamba_"))},
+    **{
+        name: value
+        for name, value in ARGS.items()
+        if not name.startswith(("moe_", "mamba_", "linear_"))
+    },
     "hybrid_layer_pattern": None,
     "num_layers": 4,
     "num_experts": None,
     "position_embedding_type": "rope",
 }
 """Options of a GPT model, whose layers are stored as one tensor for each parameter."""
+GPT_PATTERN = "*-" * GPT_ARGS["num_layers"]
+"""Pattern of the hybrid model that is written back for the GPT model."""
 
 
 class OnCpu(TorchFunctionMode):
@@ -80,26 +91,36 @@ class OnCpu(TorchFunctionMode):
 def stand_ins() -> None:
     """Put stand-ins for packages and calls that need a GPU."""
     package = "mamba_ssm.ops.triton"
-    names = ("mamba_ssm", "mamba_ssm.ops", package)
-    leaves = (f"{package}.layernorm_gated", f"{package}.ssd_combined")
-    for name in (*names, *leaves):
+    names = ("mamba_ssm", "mamba_ssm.ops", package, "fla", "fla.modules", "fla.ops")
+    leaves = (f"{package}.layernorm_gated", f"{package}.ssd_combined", "fla.modules.l2norm")
+    unused = ("fla.modules.convolution", "fla.ops.gated_delta_rule")
+    for name in (*names, *leaves, *unused):
         sys.modules[name] = types.ModuleType(name)
-    gated, scans = (sys.modules[name] for name in leaves)
+    gated, scans, norms = (sys.modules[name] for name in leaves)
+    norms.l2norm = l2norm
+    sys.modules["fla.modules.convolution"].causal_conv1d = None
+    sys.modules["fla.ops.gated_delta_rule"].chunk_gated_delta_rule = None
     gated.RMSNorm = GatedNorm
     scans.mamba_chunk_scan_combined = scan
     scans.mamba_split_conv1d_scan_combined = scan
+    calls_of_cuda()
+    from megatron.core import tensor_parallel
+    from megatron.core.models.hybrid import hybrid_block
+    from megatron.core.ssm import mamba_mixer
+    from megatron.core.ssm.gated_delta_net import common
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    hybrid_block.TENorm = WrappedTorchNorm
+    for module in (mamba_mixer, common, tensor_parallel):
+        module.get_cuda_rng_tracker = Tracker
+
+
+def calls_of_cuda() -> None:
+    """Put stand-ins for calls of ``torch.cuda``."""
     device = torch.device("cpu")
     torch.cuda.synchronize = lambda *_: None
     torch.cuda.current_device = lambda: device
     torch.cuda.current_stream = lambda *_: None
-    from megatron.core import tensor_parallel
-    from megatron.core.models.hybrid import hybrid_block
-    from megatron.core.ssm import mamba_mixer
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-    hybrid_block.TENorm = WrappedTorchNorm
-    for module in (mamba_mixer, tensor_parallel):
-        module.get_cuda_rng_tracker = Tracker
 
 
 class Tracker:
@@ -124,6 +145,12 @@ class GatedNorm(nn.Module):
         return (gated * scale).flatten(-2).to(x.dtype) * self.weight
 
 
+def l2norm(x: Tensor, dim: int = -1, eps: float = 1e-6) -> Tensor:
+    """Divide vectors by their length, in float32, as flash-linear-attention does."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().sum(dim, keepdim=True) + eps)).to(x.dtype)
+
+
 def scan(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, **options: Any
 ) -> Tensor:
@@ -142,7 +169,12 @@ def scan(
 
 
 def their_model(kind: str, layout: dict[str, int], dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Build megatron-core's hybrid or GPT model, with layers of torch in place of those of TE."""
+    """Build megatron-core's model with layers of torch in place of those of Transformer Engine.
+
+    Args:
+        kind: ``hybrid``, ``gpt``, or ``gpt_hybrid`` for the hybrid model that equals the GPT model.
+        layout: sizes of the parallel groups.
+    """
     from megatron.core import parallel_state
 
     stages = layout.get("pipeline_model_parallel_size", 1)
@@ -164,9 +196,14 @@ def their_model(kind: str, layout: dict[str, int], dtype: torch.dtype = torch.fl
         return GPTModel(their_config(GPT_ARGS, layout, dtype), spec, **options).to(dtype)
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-    half = len(PATTERN) // 2
-    pattern = PATTERN if stages == 1 else f"{PATTERN[:half]}|{PATTERN[half:]}"
-    config = their_config(ARGS, layout, dtype)
+    args, pattern = ARGS, PATTERN
+    if kind == "gpt_hybrid":
+        args, pattern = {**GPT_ARGS, "num_layers": len(GPT_PATTERN)}, GPT_PATTERN
+        options["position_embedding_type"] = "rope"
+    elif stages > 1:
+        half = len(PATTERN) // 2
+        pattern = f"{PATTERN[:half]}|{PATTERN[half:]}"
+    config = their_config(args, layout, dtype)
     return HybridModel(config, layer_specs(), hybrid_layer_pattern=pattern, **options).to(dtype)
 
 
@@ -180,6 +217,7 @@ def their_config(args: dict[str, Any], layout: dict[str, int], dtype: torch.dtyp
         *("mamba_state_dim", "moe_router_topk", "moe_ffn_hidden_size", "normalization"),
         *("moe_shared_expert_intermediate_size", "moe_router_score_function"),
         *("moe_router_enable_expert_bias", "add_bias_linear"),
+        *(name for name in args if name.startswith("linear_")),
     )
     return TransformerConfig(
         num_layers=args.get("num_layers") or len(PATTERN),
@@ -196,6 +234,7 @@ def their_config(args: dict[str, Any], layout: dict[str, int], dtype: torch.dtyp
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
+        deterministic_mode=True,  # layers of the gated delta net run without Triton
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -208,6 +247,7 @@ def layer_specs() -> Any:
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
     from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
     from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
     from megatron.core.ssm.mlp_layer import MLPLayer
@@ -243,6 +283,10 @@ def layer_specs() -> Any:
         ),
         attn_mask_type=AttnMaskType.causal,
     )
+    delta_net = spec(
+        GatedDeltaNet,
+        GatedDeltaNetSubmodules(in_proj=wide, out_norm=WrappedTorchNorm, out_proj=narrow),
+    )
     mlp = functools.partial(
         MLP.as_mlp_submodule, submodules=MLPSubmodules(linear_fc1=wide, linear_fc2=narrow)
     )
@@ -252,6 +296,16 @@ def layer_specs() -> Any:
     def layer(module: Any, **parts: Any) -> Any:
         return spec(module, TransformerLayerSubmodules(**parts))
 
+    gdn = layer(
+        TransformerLayer,
+        input_layernorm=WrappedTorchNorm,
+        self_attention=delta_net,
+        self_attn_bda=add,
+    )
+    gdn.submodules.sharded_state_dict_keys_map = {
+        "input_layernorm.": "self_attention.in_proj.layer_norm_"
+    }
+
     return spec(
         HybridStack,
         HybridStackSubmodules(
@@ -259,6 +313,7 @@ def layer_specs() -> Any:
                 MambaLayer,
                 MambaLayerSubmodules(norm=WrappedTorchNorm, mixer=mamba, mamba_bda=add),
             ),
+            gdn_layer=gdn,
             attention_layer=layer(
                 TransformerLayer,
                 input_layernorm=WrappedTorchNorm,

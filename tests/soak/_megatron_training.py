@@ -17,15 +17,17 @@ RATE, LOWEST, WARMUP, DECAY = 1e-2, 1e-3, 4, 40
 
 @dataclass
 class Trainer:
-    """Model of megatron-core with its distributed Adam and its schedule.
+    """Model of megatron-core with its Adam and its schedule.
 
     Args:
         model: the model of this rank.
         bf16: the weights are bf16, with float32 masters.
+        distributed: each rank has a part of the optimizer's state.
     """
 
     model: nn.Module
     bf16: bool = False
+    distributed: bool = True
 
     def __post_init__(self) -> None:
         from megatron.core.distributed import (
@@ -35,7 +37,7 @@ class Trainer:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-        flags = {"use_distributed_optimizer": True}
+        flags = {"use_distributed_optimizer": self.distributed}
         self.parallel = DistributedDataParallel(
             self.model.config, DistributedDataParallelConfig(**flags), self.model
         )

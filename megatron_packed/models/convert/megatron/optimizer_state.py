@@ -31,7 +31,7 @@ _TENSOR = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([a-z0-9_]+)\.(.+)")
 FIRST, SECOND, MASTER = "exp_avg", "exp_avg_sq", "master"
 _KINDS = {FIRST: FIRST, SECOND: SECOND, "fp32_param": MASTER, "param": MASTER}
 """Kinds of tensors, and their names in a checkpoint of this project."""
-_DEEPEST = 4
+_DEEPEST = 6
 """Levels of dictionaries in which groups of parameters are looked for."""
 _ALONE = "only the weights are imported, and training begins with new moments"
 _MOST_SAMPLES = 1 << 62
