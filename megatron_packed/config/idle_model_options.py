@@ -42,7 +42,7 @@ _EXPERT_OPTIONS = keys_in(
     "moe_router_topk_scaling_factor moe_router_enable_expert_bias moe_router_bias_update_rate "
     "moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff moe_expert_capacity_factor "
     "moe_token_drop_policy moe_pad_expert_input_to_capacity moe_token_dispatcher_type "
-    "moe_expert_rank_capacity_factor moe_router_force_load_balancing",
+    "moe_expert_rank_capacity_factor moe_router_force_load_balancing moe_aux_loss_per_document",
 )
 _ROPE_SCALING = (
     "rope_scaling_factor rope_scaling_low_freq_factor rope_scaling_high_freq_factor "
@@ -186,7 +186,7 @@ MODEL_IDLE: tuple[Idle, ...] = (
     Idle(
         "--moe-aux-loss-coeff is 0",
         lambda run, _: not run.model.moe_aux_loss_coeff,
-        ("model.moe_router_load_balancing_type",),
+        keys_in("model", "moe_router_load_balancing_type moe_aux_loss_per_document"),
     ),
     Idle(
         "--moe-expert-capacity-factor is not given",

@@ -243,7 +243,8 @@ class RunConfig:
         """
         parallel, graphs = self.parallel, self.cuda_graph
         of_experts = parallel.expert_model_parallel_size > 1 and graphs.captures_experts
-        return of_experts or (parallel.overlap_grad_reduce and graphs.captures_steps)
+        of_steps = parallel.overlap_grad_reduce or self.model.balances_all_ranks
+        return of_experts or (of_steps and graphs.captures_steps)
 
     def padding_problem(self, vocab_size: int) -> tuple[str, str] | tuple[()]:
         """Return how ``--padded-vocab-size`` differs from this vocabulary after padding, and the

@@ -36,6 +36,7 @@ from megatron_packed.layers.hybrid_layer import (
     build_norm,
 )
 from megatron_packed.layers.moe.dispatcher import ExpertBuffer
+from megatron_packed.layers.moe.global_balance import GlobalBalance
 from megatron_packed.layers.moe.layer import MoEReport
 from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.layers.moe.router import update_expert_bias
@@ -145,6 +146,7 @@ class HybridModel(nn.Module):
             config, rotary=self.rotary, max_positions=max_positions, **parts
         )
         self.moe_layers = [layer for layer in self.layers if isinstance(layer, HybridMoELayer)]
+        self.global_balance = GlobalBalance.of(config, len(self.moe_layers), groups, device)
         self.register_buffer("_no_aux_loss", torch.zeros((), device=device), persistent=False)
         self.register_buffer("_no_overflow", torch.zeros((), device=device), persistent=False)
         self.register_buffer("_no_counts", torch.zeros(0, 0, device=device), persistent=False)
@@ -286,6 +288,8 @@ class HybridModel(nn.Module):
                 overflow = self.ep.agree(overflow)
         if reports and self.training:
             aux_loss = torch.stack([report.aux_loss for report in reports]).sum()
+            if self.global_balance is not None:
+                aux_loss = aux_loss + self.global_balance([report.balance for report in reports])
             loss = loss + aux_loss * aux_scale
         results = (loss, loss_sum, aux_loss, per_token_loss_T, counts, dropped, overflow)
         return HybridOutput(*results, depth_losses)

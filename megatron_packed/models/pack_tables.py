@@ -56,6 +56,8 @@ class PackTables:
         self.dtype = dtype
         self.sample_shape: tuple[int, int] | None = None
         """Samples of a pack and slots of a sample, if experts are balanced in each sample."""
+        self.balances_documents = config.balances_documents and MOE in config.layer_types
+        """True if experts are balanced in each document, so that ``sample_shape`` is not used."""
         self.windows = config.attention_windows
         self.depths = range(1, config.mtp_depths + 1)
         self.has_experts = MOE in config.layer_types
@@ -98,9 +100,7 @@ class PackTables:
             attention=self._attention_tables(packed),
             rope_position_ids=positions_T,
             num_valid=count_valid(packed) if self.has_experts else None,
-            samples=self._samples(packed.valid, order, *self.sample_shape)
-            if self.sample_shape
-            else None,
+            samples=self._samples(packed, packed.valid, order),
             delta_rule=self._delta_rule_tables(packed) if self.has_delta_rule else None,
             depths=self._of_depths(packed, order) if self.depths else (),
         )
@@ -116,18 +116,38 @@ class PackTables:
         """Return the tables of one depth of multi-token prediction."""
         reaches_T = reaches(packed, depth)
         count = reaches_T.sum(dtype=torch.float32).clamp(min=1) if self.has_experts else None
-        samples = None
-        if self.sample_shape:
-            samples = self._samples(reaches_T, order, *self.sample_shape)
+        samples = self._samples(packed, reaches_T, order)
         return DepthTables(reaches_T, self.partition.own(reaches_T, order), count, samples)
 
-    def _samples(self, valid_T: Tensor, order: RankOrder | None, count: int, slots: int) -> Samples:
-        """Return the samples of the pack; real tokens before a token decide on its sample."""
-        before_T = valid_T.cumsum(0) - valid_T.long()
-        sample_T = (before_T // slots).clamp(max=count - 1)
-        begin_B = slots * torch.arange(count, device=sample_T.device)
-        num_valid_B = (valid_T.sum() - begin_B).clamp(min=1, max=slots).float()
-        return Samples(self.partition.own(sample_T, order), num_valid_B)
+    def _samples(
+        self, packed: PackedSeqParams, valid_T: Tensor, order: RankOrder | None
+    ) -> Samples | None:
+        """Return the samples of the pack; None if experts are not balanced in each sample.
+
+        Args:
+            packed: metadata of the pack.
+            valid_T: slots that count.
+            order: rank order of the slots.
+        """
+        if self.balances_documents:
+            sample_T = packed.seq_idx.view(-1).long()
+            # The number of documents is on the device, so there is a sample for each of the capacity
+            # and for the tail. Sums of ones are exact in any order.
+            num_valid_B = torch.zeros(packed.cu_seqlens.shape[0] - 1, device=valid_T.device)
+            num_valid_B.index_add_(0, sample_T, valid_T.float())
+            number = (num_valid_B > 0).sum().clamp(min=1).float()
+        elif self.sample_shape:
+            samples, slots = self.sample_shape
+            # Real tokens before a token decide on its sample.
+            before_T = valid_T.cumsum(0) - valid_T.long()
+            sample_T = (before_T // slots).clamp(max=samples - 1)
+            begin_B = slots * torch.arange(samples, device=sample_T.device)
+            num_valid_B = (valid_T.sum() - begin_B).clamp(max=slots).float()
+            number = torch.full((), float(samples), device=valid_T.device)
+        else:
+            return None
+        own_T = self.partition.own(sample_T, order)
+        return Samples(own_T, num_valid_B.clamp(min=1), number)
 
     @staticmethod
     def _delta_rule_tables(packed: PackedSeqParams) -> tuple[Tensor, ...]:

@@ -37,14 +37,17 @@ class RankOrder(NamedTuple):
 class Samples(NamedTuple):
     """Division of a pack into B samples, for ``seq_aux_loss``.
 
-    A sample is ``--seq-length`` consecutive slots; padding of documents is not counted, so that
-    context parallelism, which pads them, gives the same samples.
+    A sample is a document (``--moe-aux-loss-per-document``) or ``--seq-length`` consecutive slots;
+    padding of documents is not counted, so that context parallelism, which pads them, gives the same
+    samples.
     """
 
     sample_T: Tensor
     """``(T / c,)`` int64, sample of each row of this context-parallel rank."""
     num_valid_B: Tensor
     """``(B,)`` float32, number of real tokens of each sample on all ranks, at least 1."""
+    number: Tensor
+    """0-d float32, number of samples by which the sum of their losses is divided, at least 1."""
 
 
 class DepthTables(NamedTuple):

@@ -102,7 +102,7 @@ def build_graphs(
         job.step.forward_backward,
         own_rows=job.model.own_rows,
         made_by=(made_by or maker()) if options.uses_transformer_engine else None,
-        passes_wait=groups.ranks_of_pass > 1,
+        passes_wait=groups.ranks_of_pass > 1 or waits_for_replicas(job.model),
         **common,
     )
 
@@ -148,16 +148,23 @@ def modules_to_capture(options: CudaGraphConfig, model: HybridModel) -> dict[str
     return modules
 
 
+def waits_for_replicas(model: HybridModel) -> bool:
+    """Return whether a training pass waits for ranks that train on other packs."""
+    return model.global_balance is not None and model.global_balance.group is not None
+
+
 def tune_graphs(
     graphs: StepGraphs, step: TrainStep, packs_per_step: int, groups: ParallelGroups
 ) -> None:
     """Compile and tune kernels before the first `capture_graphs`; with several GPUs, rank 0 first.
 
-    The other ranks reuse the results of rank 0 from the kernel caches on disk. Tuning may take long
-    and replays nothing. Gradients hold garbage afterwards.
+    The other ranks reuse the results of rank 0 from the kernel caches on disk. If all ranks wait for
+    each other in a pass, all tune at once. Tuning may take long and replays nothing. Gradients hold
+    garbage afterwards.
     """
     tune = partial(graphs.tune, _dummies(graphs, step, packs_per_step))
-    if groups.device.type == "cuda" and groups.world_size > 1:
+    takes_turns = groups.device.type == "cuda" and groups.world_size > 1
+    if takes_turns and not waits_for_replicas(step.model):
         in_turns(groups, tune)
     elif not graphs.tunes_in_capture:
         tune()

@@ -94,6 +94,7 @@ def build_model(
         offload=offload_of(config, device),
     )
     packing = config.packing
+    # PackTables finds the samples itself if they are the documents.
     per_sample = config.model.moe_router_load_balancing_type == "seq_aux_loss"
     if per_sample and packing.micro_batch_size > 1:
         model.pack_tables.sample_shape = (packing.micro_batch_size, packing.seq_length)

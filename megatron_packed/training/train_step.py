@@ -356,6 +356,8 @@ class TrainStep:
 
     def _begin(self, lr: float, stop_requested: bool, targets: int) -> None:
         self.buffers.zero_grad()
+        if self.model.global_balance is not None:
+            self.model.global_balance.begin_step()
         self.optimizer.set_lr(lr)
         # The number is passed as a kernel argument, so no copy from host memory is needed.
         self.buffers.extras["targets"].fill_(targets)

@@ -57,6 +57,7 @@ CASES: dict[str, dict[str, Any]] = {
         "squared_relu": False,
         "swiglu": True,
         "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_aux_loss_per_document": True,
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "add_qkv_bias": True,

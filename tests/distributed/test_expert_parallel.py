@@ -26,6 +26,7 @@ from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.distributed.zero1_layout import Ownership
+from megatron_packed.layers.moe.global_balance import Balance
 from megatron_packed.layers.tensor_parallel import TensorParallel
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.lm_head_and_loss import HybridOutput
@@ -83,6 +84,11 @@ ALLGATHER, ALLTOALL = (
     {"moe_token_dispatcher_type": "alltoall"},
 )
 LATENT = {"moe_latent_size": 12, "moe_router_num_groups": 4, "moe_router_group_topk": 2}
+PER_DOCUMENT = {
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_aux_loss_per_document": True,
+}
+GLOBAL = {"moe_router_load_balancing_type": "global_aux_loss"}
 CAPACITY = {"moe_expert_capacity_factor": 0.6}
 PADDED = {**CAPACITY, "moe_pad_expert_input_to_capacity": True}
 
@@ -143,11 +149,19 @@ def packs(replicas: int = 1) -> list[MicroBatch]:
     ]
 
 
-def train(run: Run, groups: ParallelGroups | None = None) -> dict[str, Any]:
-    """Run this rank's packs; return their outputs and this rank's shards of all summed gradients."""
+def train(
+    run: Run, groups: ParallelGroups | None = None, replicas: int | None = None
+) -> dict[str, Any]:
+    """Run this rank's packs; return their outputs and this rank's shards of all summed gradients.
+
+    Args:
+        replicas: number of data-parallel ranks whose ``global_aux_loss`` one process computes.
+    """
     rank, ranks = (groups.dp_rank, groups.dp_size) if groups else (0, 1)
     with mutated(PATCHES, run.mutation):
         model = build(run, groups)
+        if replicas is not None:
+            model.global_balance = PlainBalance(model, replicas)
         shared = model.shared_gradients()
         outputs = {}
         for number, pack in list(enumerate(packs(run.replicas)))[rank::ranks]:
@@ -192,6 +206,39 @@ def shards_of(model: HybridModel) -> dict[str, Any]:
         name: (part.shard, tuple(part.global_shape), part.flat_pieces())
         for name, part in sharded.items()
     }
+
+
+class PlainBalance(torch.nn.Module):
+    """Replacement for `GlobalBalance` in one process that runs the packs of all replicas in order.
+
+    It first runs all packs once, because a loss needs the loads of packs that come later.
+    """
+
+    def __init__(self, model: HybridModel, replicas: int) -> None:
+        """Install the replacement in ``model``, and count."""
+        super().__init__()
+        self.replicas = replicas
+        self.factor = model.config.moe_aux_loss_coeff * EXPERTS / model.config.moe_router_topk
+        self.topk = model.config.moe_router_topk
+        self.counts: list[Tensor] = []
+        self.number = -PACKS
+        model.global_balance = self
+        for micro_batch in packs():
+            model(micro_batch)
+
+    def forward(self, loads: list[Balance]) -> Tensor:
+        number, self.number = self.number, self.number + 1
+        if number < 0:
+            self.counts.append(torch.stack([load.count_E for load in loads]).double())
+            return torch.zeros(())
+        rounds = number // self.replicas + 1
+        now = sum(self.counts[(rounds - 1) * self.replicas : rounds * self.replicas])
+        so_far = sum(self.counts[: rounds * self.replicas])
+        loss = torch.zeros(())
+        for load, count, average in zip(loads, now, so_far / rounds):
+            tokens = max(float(count.sum()) / self.topk, 1.0)
+            loss = loss + (load.probability_E * average).sum() * self.factor / tokens**2
+        return loss
 
 
 def train_ranks(groups: ParallelGroups, runs: list[Run]) -> list[dict[str, Any]]:
@@ -286,12 +333,40 @@ def test_ranks_compute_what_one_process_computes(
         Run({**SOFTMAX, **ALLTOALL, **LATENT}, sequence_parallel=split),
         Run({**GATED, **ALLGATHER, **LATENT}, "E*E", split),
         Run({**GATED, **ALLTOALL, **LATENT}, "E*E"),
-        Run({**SIGMOID, **ALLGATHER}, "E", dtype=torch.float32),
+        Run({**SIGMOID, **ALLGATHER, **PER_DOCUMENT}, "E", dtype=torch.float32),
         Run({**SIGMOID, **ALLTOALL}, "E", split, torch.float32),
         Run({**GATED, **ALLGATHER, "moe_router_load_balancing_type": "seq_aux_loss"}, "E*E", split),
         Run({**SOFTMAX, **ALLGATHER, "moe_router_force_load_balancing": True}, "E*E", split),
     ]
     check(pools, world_size, layout, runs)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [(2, {}), (2, {"cp_size": 2}), *(LAYOUTS[n] for n in (0, 5, 6, 8, 11))],
+)
+def test_global_loads_are_those_of_all_replicas(
+    pools: WorkerPools, world_size: int, layout: dict[str, int]
+) -> None:
+    """Compare with loops over replicas and micro-batches in one process.
+
+    One pack has no tokens, so one of its replica's micro-batches has none.
+    """
+    split = layout.get("tp_size", 1) > 1
+    runs = [
+        Run({**SOFTMAX, **ALLGATHER, **GLOBAL}, "E*E", split),
+        Run({**GATED, **ALLTOALL, **LATENT, **GLOBAL}, "E"),
+    ]
+    results = pools.run(train_ranks, world_size, runs, layout=layout)
+    replicas = world_size // (layout.get("tp_size", 1) * layout.get("cp_size", 1))
+    for i, run in enumerate(runs):
+        expected = train(run.of_one_process, replicas=replicas)
+        found = errors([result[i] for result in results], expected)
+        where = max(found, key=found.__getitem__)
+        assert found[where] <= 1e-6, f"{run}: {where} differs by {found[where]:.2e}"
+        if replicas > 1:
+            other = train(run.of_one_process)["outputs"][1][2]
+            assert abs(other / expected["outputs"][1][2] - 1) > 1e-3, "the layout does not matter"
 
 
 def test_experts_shared_by_fewer_ranks_under_context_parallelism(pools: WorkerPools) -> None:

@@ -41,6 +41,7 @@ CONFIG = ModelConfig(
     num_experts=5,
     moe_ffn_hidden_size=16,
     moe_aux_loss_coeff=1e-2,
+    moe_router_load_balancing_type="global_aux_loss",
     moe_router_score_function="sigmoid",
     moe_router_enable_expert_bias=True,
 )

@@ -11,6 +11,7 @@ The formulas are Megatron's, but every sum excludes slots that belong to no docu
   divided by their sum). The loss equals ``coeff`` for a perfectly balanced load. Source: Switch
   Transformer, arXiv:2101.03961, eq. 4.
 * ``seq_aux_loss``: the mean of the load-balance losses of the samples of a pack.
+* ``global_aux_loss``: `GlobalBalance`, because it needs the loads of other ranks and micro-batches.
 * z-loss of one pack: ``coeff * mean_t logsumexp(logits_t)^2``. Source: ST-MoE, arXiv:2202.08906,
   eq. 5.
 
@@ -48,6 +49,8 @@ def auxiliary_loss(
 ) -> Tensor:
     """Return the load-balance loss plus the z-loss of one pack, each with its coefficient.
 
+    The load-balance loss of ``global_aux_loss`` is not part of the result.
+
     Given the counts, which have no gradient, both losses are sums over tokens. So context-parallel
     ranks sum the counts, and each rank returns the loss term of its own rows.
 
@@ -64,16 +67,17 @@ def auxiliary_loss(
     """
     total = torch.zeros((), dtype=torch.float32, device=valid_T.device)
     topk = config.moe_router_topk
-    if config.moe_router_load_balancing_type != "none" and config.moe_aux_loss_coeff:
-        if config.moe_router_enable_expert_bias or config.limiting_expert_groups:
-            chosen_TE = unbiased_experts(logits_TE, valid_T, topk)
+    per_pack = config.moe_router_load_balancing_type in ("aux_loss", "seq_aux_loss")
+    if per_pack and config.moe_aux_loss_coeff:
+        chosen_TE = experts_by_score(config, logits_TE, chosen_TE, valid_T)
         probabilities_TE = balance_probabilities(logits_TE, config.moe_router_score_function)
         factors = {"topk": topk, "coeff": config.moe_aux_loss_coeff}
         if samples is None:
             counts_E = cp.sum_of_statistics(chosen_TE.sum(dim=0))
             balance = load_balance_loss(probabilities_TE, counts_E, valid_T, num_valid, **factors)
         else:
-            counts_BE = cp.sum_of_statistics(_counts_of_samples(chosen_TE, samples))
+            counts = counts_of_documents if config.balances_documents else counts_of_samples
+            counts_BE = cp.sum_of_statistics(counts(chosen_TE, samples))
             balance = load_balance_of_samples(
                 probabilities_TE, counts_BE, valid_T, samples, **factors
             )
@@ -130,7 +134,7 @@ def load_balance_of_samples(
     topk: int,
     coeff: float,
 ) -> Tensor:
-    """Return the mean of the load-balance losses of B samples; samples without tokens have 0.
+    """Return the mean of the load-balance losses of samples; samples without tokens have 0.
 
     Each probability is multiplied by the weight of its sample and expert, which has no gradient. So
     no sum depends on the order in which a device adds.
@@ -139,15 +143,15 @@ def load_balance_of_samples(
         probabilities_TE: ``(T, E)`` float32 from `balance_probabilities`.
         counts_BE: ``(B, E)`` assignments of real tokens of each sample to each expert.
         valid_T: ``(T,)`` bool, False on the tail.
-        samples: sample of each row, and number of real tokens of each sample.
+        samples: sample of each row, numbers of real tokens, and number of samples.
         topk: K.
         coeff: coefficient of the loss.
     Returns:
         0-d float32, differentiable through the probabilities.
     """
-    count, num_experts = counts_BE.shape
+    num_experts = counts_BE.shape[1]
     num_valid_B = samples.num_valid_B.to(probabilities_TE.dtype)
-    factor_B = (coeff * num_experts / (topk * count)) / num_valid_B.square()
+    factor_B = (coeff * num_experts / topk) / (samples.number * num_valid_B.square())
     weights_TE = (counts_BE * factor_B[:, None]).index_select(0, samples.sample_T)
     return (probabilities_TE * (weights_TE * valid_T.unsqueeze(-1))).sum()
 
@@ -178,7 +182,30 @@ def unbiased_experts(logits_TE: Tensor, valid_T: Tensor, topk: int) -> Tensor:
     return chosen_experts(ids_TK, valid_T, logits_TE.shape[1])
 
 
-def _counts_of_samples(chosen_TE: Tensor, samples: Samples) -> Tensor:
+def experts_by_score(
+    config: ModelConfig, logits_TE: Tensor, chosen_TE: Tensor, valid_T: Tensor
+) -> Tensor:
+    """Return the `chosen_experts` that the load-balance loss counts.
+
+    Args:
+        chosen_TE: `chosen_experts` as routed.
+    """
+    if config.moe_router_enable_expert_bias or config.limiting_expert_groups:
+        return unbiased_experts(logits_TE, valid_T, config.moe_router_topk)
+    return chosen_TE
+
+
+def counts_of_documents(chosen_TE: Tensor, samples: Samples) -> Tensor:
+    """Return ``(B, E)`` sums over the rows of each document; the order of the additions of ones does
+    not matter.
+
+    A matrix product as in `counts_of_samples` would need B x T numbers for many documents.
+    """
+    counts_BE = chosen_TE.new_zeros(samples.num_valid_B.shape[0], chosen_TE.shape[1])
+    return counts_BE.index_add_(0, samples.sample_T, chosen_TE)
+
+
+def counts_of_samples(chosen_TE: Tensor, samples: Samples) -> Tensor:
     """Return ``(B, E)`` sums over the rows of each sample; a matrix product of 0 and 1 is exact."""
     number_B = torch.arange(samples.num_valid_B.shape[0], device=chosen_TE.device)
     member_BT = (samples.sample_T == number_B[:, None]).to(chosen_TE.dtype)

@@ -26,10 +26,16 @@ from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
 from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.layers.linear import Linear
 from megatron_packed.layers.mlp import MLP
-from megatron_packed.layers.moe.aux_loss import auxiliary_loss, chosen_experts
+from megatron_packed.layers.moe.aux_loss import (
+    auxiliary_loss,
+    balance_probabilities,
+    chosen_experts,
+    experts_by_score,
+)
 from megatron_packed.layers.moe.capacity import NOWHERE, drop_beyond_capacity, expert_capacity
 from megatron_packed.layers.moe.dispatcher import make_dispatcher
 from megatron_packed.layers.moe.experts import GroupedExperts
+from megatron_packed.layers.moe.global_balance import Balance
 from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.layers.moe.router import Router, Routing
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
@@ -54,6 +60,8 @@ class MoEReport(NamedTuple):
 
     The value is equal on all ranks of the expert-parallel group. See [Note: static expert buffer].
     """
+    balance: Balance | tuple[()]
+    """Load of the experts in training with ``global_aux_loss``, else an empty tuple."""
 
 
 class MoEOutput(NamedTuple):
@@ -65,6 +73,7 @@ class MoEOutput(NamedTuple):
     tokens_per_expert_E: Tensor
     dropped: Tensor
     overflow: Tensor
+    balance: Balance | tuple[()]
 
     @property
     def report(self) -> MoEReport:
@@ -202,7 +211,8 @@ class MoE(nn.Module):
         y_TD = self._leave_with_shared_expert(y_TD, own_TD, x_TD)
         chosen_TE = chosen_experts(routing.topk_expert_ids_TK, valid_T, self.router.num_experts)
         aux_loss = self._aux_loss(routing.logits_TE, chosen_TE, valid_T, packed)
-        return MoEOutput(y_TD, aux_loss, chosen_TE.sum(dim=0), dropped, overflow)
+        balance = self._balance(routing.logits_TE, chosen_TE, valid_T)
+        return MoEOutput(y_TD, aux_loss, chosen_TE.sum(dim=0), dropped, overflow, balance)
 
     def _leave_with_shared_expert(self, y_TD: Tensor, own_TD: Tensor, x_TD: Tensor) -> Tensor:
         """Leave the region of the experts, and add the shared expert's output.
@@ -243,6 +253,17 @@ class MoE(nn.Module):
             cp=self.cp,
         )
         return self.tp.counted_once(loss)
+
+    def _balance(
+        self, logits_TE: Tensor, chosen_TE: Tensor, valid_T: Tensor
+    ) -> Balance | tuple[()]:
+        """Return the load for ``global_aux_loss``; see [Note: global balance is outside of layers]."""
+        if not (self.training and self.config.balances_all_ranks):
+            return ()
+        probabilities_TE = balance_probabilities(logits_TE, self.config.moe_router_score_function)
+        probability_E = (probabilities_TE * valid_T.unsqueeze(-1)).sum(dim=0)
+        counted_TE = experts_by_score(self.config, logits_TE, chosen_TE, valid_T)
+        return Balance(self.tp.counted_once(probability_E), counted_TE.sum(dim=0))
 
     def _destinations(self, routing: Routing, valid_T: Tensor) -> tuple[Tensor, Tensor]:
         """Return the expert ids to dispatch to, and the number of dropped assignments.

@@ -152,7 +152,8 @@ def test_loss_per_sample_is_the_mean_of_single_samples(bias, real):
     valid = torch.arange(24) < real
     ids = (logits + 0.5 * bias * torch.arange(6)).topk(2).indices
     num_valid = [min(max(real - slots * b, 1), slots) for b in range(count)]
-    samples = Samples(torch.arange(24) // slots, torch.tensor(num_valid).float())
+    number = torch.tensor(float(count))
+    samples = Samples(torch.arange(24) // slots, torch.tensor(num_valid).float(), number)
 
     def loss_of(rows, samples, num_valid):
         own = logits[rows].clone().requires_grad_()

@@ -68,6 +68,17 @@ def test_other_documents_do_not_change_by_a_bit(pattern, variant):
         assert set(changes.values()) == {0.0}, f"slot {at}: {changes}"
 
 
+@pytest.mark.parametrize("per_document", [True, False])
+def test_only_losses_per_document_keep_documents_apart(per_document):
+    """The load-balance loss of a pack couples its documents; the loss per document does not."""
+    balanced = {"moe_aux_loss_coeff": 0.5, "moe_router_load_balancing_type": "seq_aux_loss"}
+    changes = {**balanced, "moe_aux_loss_per_document": per_document}
+    model = cases.tiny_model("M*E", **changes).train()
+    pack = cases.make_pack(cases.make_documents(LENGTHS), tail=TAIL, spare=2, aux_scale=1.0)
+    changes = visible_changes(model, pack, int(pack.packed.cu_seqlens_cpu[CHANGED]))
+    assert (set(changes.values()) == {0.0}) == per_document, changes
+
+
 def test_isolation_holds_in_bfloat16():
     model = cases.tiny_model("M*-E", dtype=torch.bfloat16, **cases.VARIANTS["rope"])
     batch = cases.make_pack(cases.make_documents(LENGTHS), tail=TAIL)

@@ -58,6 +58,54 @@ def test_samples_are_cut_at_real_tokens_and_leave_out_the_tail():
     assert full.sample_T.bincount().tolist() == full.num_valid_B.tolist() == [5] * 4
 
 
+def test_documents_are_samples_without_the_tail_and_without_padding():
+    tables = tables_of("M")
+    tables.balances_documents = True
+    samples = tables.derive(PackedSeqParams.from_lengths([3, 7, 2], 20, capacity=4)).samples
+    assert samples.sample_T.tolist() == [0] * 3 + [1] * 7 + [2] * 2 + [3] * 8
+    assert samples.num_valid_B.tolist() == [3, 7, 2, 1, 1] and samples.number == 3
+    padded = PackedSeqParams.from_lengths([3, 7, 2], 24, capacity=4, alignment=4)
+    aligned = tables.derive(padded).samples
+    assert torch.equal(aligned.sample_T[padded.valid], samples.sample_T[:12])
+    assert torch.equal(aligned.num_valid_B, samples.num_valid_B) and aligned.number == 3
+    empty = tables.derive(PackedSeqParams.from_lengths([], 4, capacity=2)).samples
+    assert empty.num_valid_B.tolist() == [1, 1, 1] and empty.number == 1
+
+
+PER_DOCUMENT = {
+    "moe_aux_loss_coeff": 0.5,
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_aux_loss_per_document": True,
+}
+
+
+def test_the_loss_per_document_is_the_mean_of_packs_of_one_document():
+    """At a depth of multi-token prediction, documents without a token of the depth do not count."""
+    model = rank_models.build("M*E/*E", PER_DOCUMENT, None, dtype=torch.float64)
+    documents = cases.make_documents(cases.AWKWARD)
+    found = []
+    for layer in model.moe_layers:
+        layer.register_forward_hook(lambda _layer, _inputs, output: found.append(output.aux_loss))
+
+    def losses_of(pack):
+        found.clear()
+        model(cases.make_pack(pack, 3, 1))
+        return list(found)
+
+    together, alone = losses_of(documents), [losses_of([document]) for document in documents]
+    for depth, loss in enumerate(together):
+        counted = [losses[depth] for losses, length in zip(alone, cases.AWKWARD) if length > depth]
+        assert len(counted) == len(documents) - depth
+        expected = sum(counted) / len(counted)
+        torch.testing.assert_close(loss, expected, rtol=1e-9, atol=0)
+        weight = model.moe_layers[depth].mixer.router.weight
+        gradient, wanted = (torch.autograd.grad(x, weight)[0] for x in (loss, expected))
+        assert wanted.abs().max() > 0
+        torch.testing.assert_close(gradient, wanted, rtol=1e-9, atol=1e-12)
+    model.pack_tables.balances_documents = False
+    assert abs(losses_of(documents)[0] / together[0] - 1) > 1e-3, "a sample of slots is the same"
+
+
 def test_a_pack_of_two_samples_has_the_mean_loss_and_gradients_of_two_packs():
     changes = {"moe_aux_loss_coeff": 0.5, "moe_router_load_balancing_type": "seq_aux_loss"}
     model = rank_models.build("M*E", changes, None, dtype=torch.float64)

@@ -115,15 +115,22 @@ class ExpertOptions(StackOptions):
         "aux_loss",
         "Auxiliary loss that balances the load of experts. aux_loss is computed per pack over "
         "its real tokens. seq_aux_loss is the mean over the samples of a pack. Each --seq-length "
-        "consecutive slots are a sample.",
+        "consecutive slots are a sample. global_aux_loss uses the loads over all ranks, averaged "
+        "over the micro-batches of the step so far.",
         group=EXPERTS,
-        choices=("aux_loss", "seq_aux_loss", "none"),
+        choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
         training_only=True,
         not_built={
-            "global_aux_loss": "give aux_loss, or none with --moe-router-enable-expert-bias",
             "sinkhorn": "give aux_loss, or none with --moe-router-enable-expert-bias",
             "quantile_balancing": "give aux_loss, or none with --moe-router-enable-expert-bias",
         },
+    )
+    moe_aux_loss_per_document: bool = option(
+        False,
+        "With seq_aux_loss, each document of a pack is one sample. Then this loss does not couple "
+        "the documents of a pack.",
+        group=EXPERTS,
+        training_only=True,
     )
     moe_router_force_load_balancing: bool = option(
         False,
@@ -201,6 +208,20 @@ class ExpertOptions(StackOptions):
         return None if groups is None or chosen is None or chosen == groups else (groups, chosen)
 
     @property
+    def balances_all_ranks(self) -> bool:
+        """Return whether the load-balance loss uses the loads of all data-parallel ranks."""
+        return (
+            self.moe_router_load_balancing_type == "global_aux_loss"
+            and self.moe_aux_loss_coeff != 0
+            and self.num_experts is not None
+        )
+
+    @property
+    def balances_documents(self) -> bool:
+        """Return whether the load-balance loss is a mean over the documents of a pack."""
+        return self.moe_aux_loss_per_document and self.moe_aux_loss_coeff != 0
+
+    @property
     def dispatch_asks_the_device(self) -> bool:
         """Return whether the token dispatcher reads row counts from the device. Such a read (a host
         sync) cannot be part of a CUDA graph.
@@ -268,6 +289,14 @@ class ExpertOptions(StackOptions):
                     "add --moe-router-pre-softmax, or choose at least two experts",
                 )
         yield from self._group_rules(sound)
+        balancing = self.moe_router_load_balancing_type
+        if self.moe_aux_loss_per_document and balancing != "seq_aux_loss":
+            yield Problem(
+                "--moe-aux-loss-per-document",
+                "",
+                f"needs seq_aux_loss, but --moe-router-load-balancing-type is {balancing}",
+                "add --moe-router-load-balancing-type seq_aux_loss, or leave it out",
+            )
         if self.moe_router_enable_expert_bias and self.moe_router_score_function == "softmax":
             yield Problem(
                 "--moe-router-enable-expert-bias",

@@ -1,0 +1,114 @@
+"""`GlobalBalance`: the load-balance loss over all data-parallel ranks and the micro-batches of a step.
+
+Letters: L mixture-of-experts layers, E experts, K experts per token.
+
+For micro-batch m of a step, the loss of an E layer on a rank is ``coeff * E / (K n^2) * sum_e c_e *
+P_e``. n is the number of real tokens in micro-batch m of all ranks. ``c_e`` is the number of their
+assignments to expert e, averaged over the micro-batches 1 to m. ``P_e`` is the sum of the expert's
+probability over the tokens of this rank. Source: Megatron's ``global_aux_loss``, after
+arXiv:2501.11873.
+
+Like other auxiliary losses, the loss is averaged over the packs of the step. With R data-parallel
+ranks, P has about n / R tokens, so a perfectly balanced load gives ``coeff / R``, as in Megatron.
+
+[Note: global balance is outside of layers]
+An E layer returns its counts and its probabilities, and the model computes the loss of all layers
+together. So the counts of all layers are summed over ranks by one collective, a layer that is
+recomputed adds nothing twice, and the graph of a layer contains no collective between ranks that
+train on different packs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.distributed.collectives import all_reduce_sum
+from megatron_packed.distributed.groups import ParallelGroups
+
+
+class Balance(NamedTuple):
+    """Load of the experts of one E layer in one micro-batch, on this rank's rows."""
+
+    probability_E: Tensor
+    """``(E,)`` float32, differentiable: sum over real tokens of the expert's probability."""
+    count_E: Tensor
+    """``(E,)`` float32: assignments of real tokens by score."""
+
+
+class GlobalBalance(nn.Module):
+    """Loads of the step so far, and the loss that they give. See [Note: global balance is outside of
+    layers].
+
+    Args:
+        config: coefficient, number of experts, K.
+        layers: L.
+        group: ranks with other rows of the same shard of the model: data-parallel and
+            context-parallel ranks.
+        device: device of the counts.
+    """
+
+    count_LE: Tensor
+    """``(L, E)`` float32: assignments of all ranks in the micro-batches of the step so far."""
+    micro_batches: Tensor
+    """0-d float32: number of these micro-batches."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layers: int,
+        group: dist.ProcessGroup | None,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        assert config.num_experts is not None
+        self.group = group
+        self.topk = config.moe_router_topk
+        self.factor = config.moe_aux_loss_coeff * config.num_experts / self.topk
+        # Buffers, so that a capture of graphs restores them and watches their addresses.
+        count_LE = torch.zeros(layers, config.num_experts, device=device)
+        self.register_buffer("count_LE", count_LE, persistent=False)
+        self.register_buffer("micro_batches", torch.zeros((), device=device), persistent=False)
+
+    @classmethod
+    def of(
+        cls,
+        config: ModelConfig,
+        layers: int,
+        groups: ParallelGroups | None,
+        device: torch.device | str,
+    ) -> GlobalBalance | None:
+        """Return the balance of a model; None if its load-balance loss is not that of all ranks."""
+        if not config.balances_all_ranks:
+            return None
+        return cls(config, layers, groups.dp_cp_group if groups else None, device)
+
+    def begin_step(self) -> None:
+        """Forget the loads of the previous step."""
+        self.count_LE.zero_()
+        self.micro_batches.zero_()
+
+    def forward(self, loads: Sequence[Balance]) -> Tensor:
+        """Add the loads of a micro-batch to those of the step; return its loss over all layers.
+
+        All ranks of the group call it together. It reduces ``(L, E)`` numbers over them.
+
+        Args:
+            loads: loads of the E layers, in the order of the model.
+        Returns:
+            0-d float32, differentiable: the term of this rank's rows.
+        """
+        with torch.no_grad():
+            of_all_LE = all_reduce_sum(torch.stack([load.count_E for load in loads]), self.group)
+            self.count_LE.add_(of_all_LE)
+            self.micro_batches.add_(1)
+            # Each real token has K assignments.
+            tokens_L = (of_all_LE.sum(dim=1, keepdim=True) / self.topk).clamp(min=1)
+            weight_LE = self.count_LE * (self.factor / (self.micro_batches * tokens_L.square()))
+        probability_LE = torch.stack([load.probability_E for load in loads])
+        return (probability_LE * weight_LE).sum()
