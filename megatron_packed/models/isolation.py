@@ -199,9 +199,7 @@ _LEFT_OUT = (
     "moe_router_num_groups",
     "moe_router_group_topk",
 )
-"""Options that the small models do not have. Groups of experts limit the choice of each token alone,
-and may not divide the few experts of a small model.
-"""
+"""Options that small models lack. Groups may not divide their experts, and limit tokens one by one."""
 
 
 def small_config(
@@ -238,7 +236,8 @@ def small_config(
         else None,
         "moe_latent_size": HIDDEN // 2 if symbol == MOE and config.moe_latent_size else None,
         **dict.fromkeys(_LEFT_OUT),
-        "moe_aux_loss_coeff": 0.0,  # this loss couples documents by design
+        # Only the loss per document does not couple documents by design.
+        "moe_aux_loss_coeff": config.moe_aux_loss_coeff if config.balances_documents else 0.0,
         "moe_pad_expert_input_to_capacity": False,
         "make_vocab_size_divisible_by": VOCAB,
         "vocab_size": VOCAB,
@@ -281,7 +280,8 @@ def coupled_by_design(config: ModelConfig) -> list[str]:
         found.append(
             f"{flags.MOE_EXPERT_CAPACITY_FACTOR} {factor:g} (documents compete for the capacity of an expert)"
         )
-    if config.moe_router_load_balancing_type != "none" and config.moe_aux_loss_coeff:
+    per_pack = config.moe_router_load_balancing_type != "none" and not config.balances_documents
+    if per_pack and config.moe_aux_loss_coeff:
         found.append(
             f"{flags.MOE_AUX_LOSS_COEFF} {config.moe_aux_loss_coeff:g} (a loss over all tokens of a pack)"
         )
@@ -345,7 +345,7 @@ def _make_pack(lengths: list[int], total: int, alignment: int, change: bool) -> 
     documents = [(rng.integers(0, VOCAB, length), None) for length in lengths]
     if change:
         documents[CHANGED] = ((documents[CHANGED][0] + 1) % VOCAB, None)
-    return MicroBatch.build(documents, total, scales=(1.0, 0.0, 1.0), alignment=alignment)
+    return MicroBatch.build(documents, total, scales=(1.0, 1.0, 1.0), alignment=alignment)
 
 
 def _without_boundaries(pack: MicroBatch) -> MicroBatch:

@@ -121,7 +121,7 @@ def _of_whole_steps(
         rehearsing=step.rehearsing,
         places=step.places,
         audited={name: partial(_added_to, step, name) for name in (MICRO_BATCH, LAST_MICRO_BATCH)},
-        reset=step.buffers.zero_grad,
+        reset=step.reset_sums,
         dtype=step.model.dtype,
         **common,
     )

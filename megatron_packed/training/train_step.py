@@ -234,10 +234,8 @@ class TrainStep:
             # The scales are device tensors, because a graph would freeze a number of the host.
             extras["loss"].add_(output.loss_sum * micro_batch.scales[0])
             if "mtp_losses" in extras:
-                depths = self.layout.depths
-                extras["mtp_losses"].add_(
-                    output.depth_loss_sums * micro_batch.depth_scales[:depths]
-                )
+                scales = micro_batch.depth_scales[: self.layout.depths]
+                extras["mtp_losses"].add_(output.depth_loss_sums * scales)
             if self.model.num_moe_layers:
                 extras["aux_loss"].add_(output.aux_loss * micro_batch.scales[1])
                 extras["overflow"].add_(output.expert_overflow)
@@ -290,7 +288,8 @@ class TrainStep:
                 checks the sums. No micro-batch of the step may have started the sums.
         """
         if check is None:
-            self._reduce()
+            self._reduce_over_tp()
+            self._reduce_over_replicas()
         else:
             if self.overlapped is not None:
                 self.overlapped.begin()
@@ -329,9 +328,8 @@ class TrainStep:
         """
         # A capture and its warm-up run the real step. The flag ``_held`` keeps it from changing
         # weights and moments; the other tensors that it changes are restored.
-        with values_restored(
-            [self._held, self.numbers, self.validation_loss, *self.model.buffers()]
-        ):
+        kept = [self._held, self.numbers, self.validation_loss, *self.model.buffers()]
+        with values_restored(kept):
             self._held.fill_(1.0)
             yield
         self.buffers.zero_grad()
@@ -354,10 +352,14 @@ class TrainStep:
             (buffers, "storage"),
         ]
 
-    def _begin(self, lr: float, stop_requested: bool, targets: int) -> None:
+    def reset_sums(self) -> None:
+        """Set to zero what the micro-batches of a step add up: gradients, losses, counts, loads."""
         self.buffers.zero_grad()
         if self.model.global_balance is not None:
             self.model.global_balance.begin_step()
+
+    def _begin(self, lr: float, stop_requested: bool, targets: int) -> None:
+        self.reset_sums()
         self.optimizer.set_lr(lr)
         # The number is passed as a kernel argument, so no copy from host memory is needed.
         self.buffers.extras["targets"].fill_(targets)
@@ -376,12 +378,8 @@ class TrainStep:
         else:
             self.parts[part](micro_batch.to(self.device, non_blocking=True))
 
-    def _reduce(self) -> None:
-        """Sum gradients, metrics and signs over ranks. See [Note: which ranks a sum goes over]."""
-        self._reduce_over_tp()
-        self._reduce_over_replicas()
-
     def _reduce_over_tp(self) -> None:
+        """Sum gradients and signs over ranks. See [Note: which ranks a sum goes over]."""
         with record_function("tp::reduce"):
             self._shared.sum()
             all_reduce_sum(self._signs, self.groups.tp_group)

@@ -4,7 +4,7 @@ Letters: L mixture-of-experts layers, E experts, K experts per token.
 
 For micro-batch m of a step, the loss of an E layer on a rank is ``coeff * E / (K n^2) * sum_e c_e *
 P_e``. n is the number of real tokens in micro-batch m of all ranks. ``c_e`` is the number of their
-assignments to expert e, averaged over the micro-batches 1 to m. ``P_e`` is the sum of the expert's
+assignments to expert e, averaged over the micro-batches 1 to m that have tokens. ``P_e`` is the sum of the expert's
 probability over the tokens of this rank. Source: Megatron's ``global_aux_loss``, after
 arXiv:2501.11873.
 
@@ -13,9 +13,8 @@ ranks, P has about n / R tokens, so a perfectly balanced load gives ``coeff / R`
 
 [Note: global balance is outside of layers]
 An E layer returns its counts and its probabilities, and the model computes the loss of all layers
-together. So the counts of all layers are summed over ranks by one collective, a layer that is
-recomputed adds nothing twice, and the graph of a layer contains no collective between ranks that
-train on different packs.
+together. So one collective sums the counts of all layers, and a layer that is recomputed adds nothing
+twice. The graph of a layer contains no collective between ranks that train on different packs.
 """
 
 from __future__ import annotations
@@ -54,9 +53,9 @@ class GlobalBalance(nn.Module):
     """
 
     count_LE: Tensor
-    """``(L, E)`` float32: assignments of all ranks in the micro-batches of the step so far."""
-    micro_batches: Tensor
-    """0-d float32: number of these micro-batches."""
+    """``(L, E)`` float64: assignments of all ranks in the micro-batches of the step so far."""
+    micro_batches_L: Tensor
+    """``(L, 1)`` float64: number of these micro-batches; those without tokens do not count."""
 
     def __init__(
         self,
@@ -70,10 +69,11 @@ class GlobalBalance(nn.Module):
         self.group = group
         self.topk = config.moe_router_topk
         self.factor = config.moe_aux_loss_coeff * config.num_experts / self.topk
-        # Buffers, so that a capture of graphs restores them and watches their addresses.
-        count_LE = torch.zeros(layers, config.num_experts, device=device)
-        self.register_buffer("count_LE", count_LE, persistent=False)
-        self.register_buffer("micro_batches", torch.zeros((), device=device), persistent=False)
+        # Buffers, so that a capture of graphs restores them and watches their addresses. float64,
+        # because all tokens of a large step may be more than float32 can count.
+        for name, columns in (("count_LE", config.num_experts), ("micro_batches_L", 1)):
+            zeros = torch.zeros(layers, columns, dtype=torch.float64, device=device)
+            self.register_buffer(name, zeros, persistent=False)
 
     @classmethod
     def of(
@@ -91,7 +91,7 @@ class GlobalBalance(nn.Module):
     def begin_step(self) -> None:
         """Forget the loads of the previous step."""
         self.count_LE.zero_()
-        self.micro_batches.zero_()
+        self.micro_batches_L.zero_()
 
     def forward(self, loads: Sequence[Balance]) -> Tensor:
         """Add the loads of a micro-batch to those of the step; return its loss over all layers.
@@ -104,11 +104,13 @@ class GlobalBalance(nn.Module):
             0-d float32, differentiable: the term of this rank's rows.
         """
         with torch.no_grad():
-            of_all_LE = all_reduce_sum(torch.stack([load.count_E for load in loads]), self.group)
+            own_LE = torch.stack([load.count_E for load in loads]).double()
+            of_all_LE = all_reduce_sum(own_LE, self.group)
             self.count_LE.add_(of_all_LE)
-            self.micro_batches.add_(1)
             # Each real token has K assignments.
-            tokens_L = (of_all_LE.sum(dim=1, keepdim=True) / self.topk).clamp(min=1)
-            weight_LE = self.count_LE * (self.factor / (self.micro_batches * tokens_L.square()))
+            tokens_L = of_all_LE.sum(dim=1, keepdim=True) / self.topk
+            self.micro_batches_L.add_(tokens_L > 0)
+            squares_L = (self.micro_batches_L * tokens_L.square()).clamp(min=1)
+            weight_LE = self.count_LE * (self.factor / squares_L)
         probability_LE = torch.stack([load.probability_E for load in loads])
-        return (probability_LE * weight_LE).sum()
+        return (probability_LE * weight_LE.to(probability_LE.dtype)).sum()

@@ -127,6 +127,7 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
+        self.balances_all_ranks = config.balances_all_ranks
         self.depth = depth
         self.tp = tp
         self.cp = cp
@@ -211,7 +212,9 @@ class MoE(nn.Module):
         y_TD = self._leave_with_shared_expert(y_TD, own_TD, x_TD)
         chosen_TE = chosen_experts(routing.topk_expert_ids_TK, valid_T, self.router.num_experts)
         aux_loss = self._aux_loss(routing.logits_TE, chosen_TE, valid_T, packed)
-        balance = self._balance(routing.logits_TE, chosen_TE, valid_T)
+        balance: Balance | tuple[()] = ()
+        if self.balances_all_ranks and self.training:
+            balance = self._balance(routing.logits_TE, chosen_TE, valid_T)
         return MoEOutput(y_TD, aux_loss, chosen_TE.sum(dim=0), dropped, overflow, balance)
 
     def _leave_with_shared_expert(self, y_TD: Tensor, own_TD: Tensor, x_TD: Tensor) -> Tensor:
@@ -254,12 +257,8 @@ class MoE(nn.Module):
         )
         return self.tp.counted_once(loss)
 
-    def _balance(
-        self, logits_TE: Tensor, chosen_TE: Tensor, valid_T: Tensor
-    ) -> Balance | tuple[()]:
+    def _balance(self, logits_TE: Tensor, chosen_TE: Tensor, valid_T: Tensor) -> Balance:
         """Return the load for ``global_aux_loss``; see [Note: global balance is outside of layers]."""
-        if not (self.training and self.config.balances_all_ranks):
-            return ()
         probabilities_TE = balance_probabilities(logits_TE, self.config.moe_router_score_function)
         probability_E = (probabilities_TE * valid_T.unsqueeze(-1)).sum(dim=0)
         counted_TE = experts_by_score(self.config, logits_TE, chosen_TE, valid_T)

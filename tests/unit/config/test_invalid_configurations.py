@@ -101,6 +101,10 @@ INVALID = [
     ),
     (f"{MOE} --moe-router-enable-expert-bias", {"--moe-router-enable-expert-bias": "sigmoid"}),
     (
+        f"{MOE} --moe-aux-loss-per-document --moe-router-load-balancing-type global_aux_loss",
+        {"--moe-aux-loss-per-document": "seq_aux_loss"},
+    ),
+    (
         f"{MOE} --moe-router-load-balancing-type sinkhorn",
         {"--moe-router-load-balancing-type": "aux_loss"},
     ),

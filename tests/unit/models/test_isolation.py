@@ -8,6 +8,7 @@ import torch
 
 import megatron_packed.layers.attention as attention
 import megatron_packed.layers.gated_delta_net as gated_delta_net
+import megatron_packed.layers.moe.aux_loss as aux_loss
 import megatron_packed.layers.short_convolution as short_convolution
 import megatron_packed.models.isolation as isolation
 import megatron_packed.models.multi_token_prediction as multi_token_prediction
@@ -16,7 +17,12 @@ from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.backends import Backends
 from megatron_packed.models.flops import FlopCounter
 from megatron_packed.models.hybrid_model import HybridModel
-from megatron_packed.models.isolation import IsolationResult, check_isolation, small_config
+from megatron_packed.models.isolation import (
+    IsolationResult,
+    check_isolation,
+    coupled_by_design,
+    small_config,
+)
 from support import hybrid_cases as cases
 
 CONFIG = ModelConfig(
@@ -87,6 +93,22 @@ def test_tiles_are_chosen_by_sizes_of_training_before_a_small_pack_can(monkeypat
         128,
     )
     assert (first.chunk_size, first.dtype, first.device_type) == (64, torch.bfloat16, "cpu")
+
+
+def test_a_loss_per_document_is_checked_too(monkeypatch):
+    """A leak from document to document through the load-balance loss is found."""
+    balanced = {"moe_aux_loss_coeff": 0.5, "moe_router_load_balancing_type": "seq_aux_loss"}
+    config = cases.tiny_config("E", **balanced, moe_aux_loss_per_document=True)
+    assert not coupled_by_design(config) and coupled_by_design(CONFIG)
+    assert all(result.passed for result in check_isolation(config, "cpu", torch.float32))
+    true = aux_loss.counts_of_documents
+    monkeypatch.setattr(
+        aux_loss,
+        "counts_of_documents",
+        lambda *args: true(*args).sum(0, keepdim=True) + true(*args),
+    )
+    failed = [one for one in check_isolation(config, "cpu", torch.float32) if not one.passed]
+    assert [one.quantity for one in failed] == ["input gradients"]
 
 
 def test_the_small_model_keeps_what_chooses_kernels():
