@@ -147,9 +147,8 @@ class HybridModel(nn.Module):
         )
         self.moe_layers = [layer for layer in self.layers if isinstance(layer, HybridMoELayer)]
         self.global_balance = GlobalBalance.of(config, len(self.moe_layers), groups, device)
-        self.register_buffer("_no_aux_loss", torch.zeros((), device=device), persistent=False)
-        self.register_buffer("_no_overflow", torch.zeros((), device=device), persistent=False)
-        self.register_buffer("_no_counts", torch.zeros(0, 0, device=device), persistent=False)
+        for name, shape in (("_no_aux_loss", ()), ("_no_overflow", ()), ("_no_counts", (0, 0))):
+            self.register_buffer(name, torch.zeros(shape, device=device), persistent=False)
         shard = loss_shard(self.embedding, num_rows, self.tp)
         self._cross_entropy = cross_entropy_of(config, vocab_size, shard, self.backends)
         initialize(self, config, seed, tp_rank=self.tp.rank, tp_size=self.tp.size)

@@ -193,11 +193,8 @@ def _kinds_of_layers(config: ModelConfig) -> list[tuple[str, int | None]]:
 
 
 _LEFT_OUT = (
-    "moe_z_loss_coeff",
-    "moe_expert_capacity_factor",
-    "moe_expert_rank_capacity_factor",
-    "moe_router_num_groups",
-    "moe_router_group_topk",
+    "moe_z_loss_coeff moe_expert_capacity_factor moe_expert_rank_capacity_factor "
+    "moe_router_num_groups moe_router_group_topk"
 )
 """Options that small models lack. Groups may not divide their experts, and limit tokens one by one."""
 
@@ -235,7 +232,7 @@ def small_config(
         if symbol == MOE and config.moe_shared_expert_intermediate_size
         else None,
         "moe_latent_size": HIDDEN // 2 if symbol == MOE and config.moe_latent_size else None,
-        **dict.fromkeys(_LEFT_OUT),
+        **dict.fromkeys(_LEFT_OUT.split()),
         # Only the loss per document does not couple documents by design.
         "moe_aux_loss_coeff": config.moe_aux_loss_coeff if config.balances_documents else 0.0,
         "moe_pad_expert_input_to_capacity": False,

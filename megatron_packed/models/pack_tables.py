@@ -100,7 +100,9 @@ class PackTables:
             attention=self._attention_tables(packed),
             rope_position_ids=positions_T,
             num_valid=count_valid(packed) if self.has_experts else None,
-            samples=self._samples(packed, packed.valid, order),
+            samples=self._samples(packed, packed.valid, order)
+            if self.balances_documents or self.sample_shape
+            else None,
             delta_rule=self._delta_rule_tables(packed) if self.has_delta_rule else None,
             depths=self._of_depths(packed, order) if self.depths else (),
         )
@@ -116,13 +118,15 @@ class PackTables:
         """Return the tables of one depth of multi-token prediction."""
         reaches_T = reaches(packed, depth)
         count = reaches_T.sum(dtype=torch.float32).clamp(min=1) if self.has_experts else None
-        samples = self._samples(packed, reaches_T, order)
+        samples = None
+        if self.balances_documents or self.sample_shape:
+            samples = self._samples(packed, reaches_T, order)
         return DepthTables(reaches_T, self.partition.own(reaches_T, order), count, samples)
 
     def _samples(
         self, packed: PackedSeqParams, valid_T: Tensor, order: RankOrder | None
-    ) -> Samples | None:
-        """Return the samples of the pack; None if experts are not balanced in each sample.
+    ) -> Samples:
+        """Return the samples of the pack: its documents, or slots in ``sample_shape``.
 
         Args:
             packed: metadata of the pack.
@@ -136,7 +140,8 @@ class PackTables:
             num_valid_B = torch.zeros(packed.cu_seqlens.shape[0] - 1, device=valid_T.device)
             num_valid_B.index_add_(0, sample_T, valid_T.float())
             number = (num_valid_B > 0).sum().clamp(min=1).float()
-        elif self.sample_shape:
+        else:
+            assert self.sample_shape is not None
             samples, slots = self.sample_shape
             # Real tokens before a token decide on its sample.
             before_T = valid_T.cumsum(0) - valid_T.long()
@@ -144,8 +149,6 @@ class PackTables:
             begin_B = slots * torch.arange(samples, device=sample_T.device)
             num_valid_B = (valid_T.sum() - begin_B).clamp(max=slots).float()
             number = torch.full((), float(samples), device=valid_T.device)
-        else:
-            return None
         own_T = self.partition.own(sample_T, order)
         return Samples(own_T, num_valid_B.clamp(min=1), number)
 
