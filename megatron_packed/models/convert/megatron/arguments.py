@@ -71,7 +71,7 @@ def model_of_arguments(args: Any, rows: int, path: Path) -> ModelConfig:
         CheckpointError: there are no options, or the model is not supported.
     """
     if not isinstance(args, Mapping):
-        raise CheckpointError("has no options of Megatron (args)", path=path, cure=_CURE)
+        raise CheckpointError("has no options of Megatron (args)", path=path, cure=_cure(path))
     refused = [
         f"--{name.replace('_', '-')} {args[name]}"
         for name, neutral in _NEUTRAL.items()
@@ -92,6 +92,13 @@ def model_of_arguments(args: Any, rows: int, path: Path) -> ModelConfig:
         ) from None
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"its options are damaged ({error})", path=path, cure=_CURE) from None
+
+
+def _cure(path: Path) -> str:
+    """Return the cure for missing options, with the file in which NeMo and Bridge have them."""
+    files = (path / "run_config.yaml", path.parent / "context" / "model.yaml")
+    found = next((file for file in files if file.is_file()), None)
+    return _CURE if found is None else f"{_CURE} ({found} has their values)"
 
 
 def _values(args: Mapping[str, Any], rows: int) -> Iterator[tuple[str, Any]]:

@@ -248,6 +248,11 @@ def test_counters_come_from_megatron_bridge_too(tmp_path):
     state = {name: torch.tensor(value) for name, value in counters.items()}
     torch.save({**state, "do_train": torch.tensor(True)}, folder / "train_state.pt")
     (folder.parent / "latest_checkpointed_iteration.txt").write_text("9")
+    (folder / "run_config.yaml").write_text("model: {}")
+    with pytest.raises(
+        CheckpointError, match=r"give the flags .*run_config\.yaml has their values"
+    ):
+        converted(tmp_path / "bridge")
     _, manifest, notes = converted(tmp_path / "bridge", model=model)
     assert manifest.step == 9 and manifest.metadata["progress"]["plan_samples"] == 18
     assert "at 18 samples; in Megatron it was at 14" in notes[1]
@@ -360,3 +365,17 @@ def test_counters_of_megatron_bridge_run_nothing(tmp_path):
     with pytest.raises(CheckpointError, match=r"train_state\.pt: names io\.open"):
         converted(tmp_path / "c")
     assert not (tmp_path / "was_run").exists()
+
+
+@pytest.mark.parametrize("stored", [(3, 1, 683), (4, 3, 171), (1, 2048), (0, 1, 512)])
+def test_blocks_that_do_not_divide_the_shape_are_refused(stored, tmp_path):
+    found = theirs.tensors()
+    state, name = theirs.optimizer(found), f"{PREFIX}.exp_avg.output_layer.weight"
+    state[name] = torch.zeros(stored)
+    theirs.write(tmp_path / "c", {**found, **state}, theirs.TRAINED_ARGS, more=theirs.TRAINED)
+    path = tmp_path / "c" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    metadata.mcore_data = {name: {"nd_reformulated_orig_global_shape": [128, 16]}}
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="which do not fit"):
+        converted(tmp_path / "c")
