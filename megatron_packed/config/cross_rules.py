@@ -47,7 +47,7 @@ def cross_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
     yield from _padding_rules(run, sound)
     yield from _schedule_rules(run, run.optim, sound)
     yield from graph_rules(graphs, model, packing, sound)
-    yield from parallel_rules(run.parallel, model, packing, graphs, sound)
+    yield from parallel_rules(run.parallel, model, packing, sound)
     yield from profiling_rules(run.profiling, run.training, sound)
     yield from recompute_rules(run.memory, model, graphs, sound)
     yield from offload_rules(run.memory, model, graphs, sound)

@@ -18,6 +18,7 @@ from megatron_packed.config.sections.data import DataConfig
 from megatron_packed.config.sections.logging import LoggingConfig
 from megatron_packed.config.sections.memory import MemoryConfig
 from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.config.sections.model_parts.experts import MEASURE
 from megatron_packed.config.sections.optim import SAMPLE_UNITS, OptimizerConfig
 from megatron_packed.config.sections.packing import (
     PackingConfig,
@@ -245,6 +246,22 @@ class RunConfig:
         of_experts = parallel.expert_model_parallel_size > 1 and graphs.captures_experts
         of_steps = parallel.overlap_grad_reduce or self.model.balances_all_ranks
         return of_experts or (of_steps and graphs.captures_steps)
+
+    @property
+    def expert_rank_capacity_factor(self) -> float | str | None:
+        """Bound of expert buffers: ``--moe-expert-rank-capacity-factor``, or ``auto`` if CUDA
+        graphs capture experts that ranks share; None without a bound.
+        """
+        given = self.model.moe_expert_rank_capacity_factor
+        shared = self.parallel.expert_model_parallel_size > 1 and self.cuda_graph.captures_experts
+        padded = self.model.moe_pad_expert_input_to_capacity
+        return MEASURE if given is None and shared and not padded else given
+
+    @property
+    def asks_for_expert_rows(self) -> bool:
+        """Return whether each E layer waits for the device, to read numbers of rows."""
+        unbounded = self.expert_rank_capacity_factor is None
+        return unbounded and self.model.dispatch_asks_the_device
 
     def padding_problem(self, vocab_size: int) -> tuple[str, str] | tuple[()]:
         """Return how ``--padded-vocab-size`` differs from this vocabulary after padding, and the

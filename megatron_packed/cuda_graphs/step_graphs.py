@@ -94,12 +94,6 @@ class StepGraphs(ABC):
 
     tunes_in_capture = False
     """True if `capture` runs the warm-up passes that tune kernels; else `tune` must be called first."""
-    captures_parts = False
-    """True if graphs hold complete parts of a step.
-
-    The captured part then enters its contexts itself, for example the allocation for all rows of
-    experts.
-    """
 
     def __init__(
         self,
@@ -299,7 +293,10 @@ class StepGraphs(ABC):
             return True
         capacity = micro_batch.layout.capacity
         too_many = self._bypassed is None and capacity > self.capture_sizes.largest
-        self.counters.fall_back(reason, strict=self.strict, too_many=too_many)
+        # A caller that bypasses graphs has no other way to get the result, for example a repeat of a
+        # step whose expert buffers overflowed. So strictness does not apply.
+        strict = self.strict and self._bypassed is None
+        self.counters.fall_back(reason, strict=strict, too_many=too_many)
         return False
 
     @property

@@ -86,8 +86,6 @@ class FullIterationGraphs(StepGraphs):
         ValueError: ``num_slots`` is not 1.
     """
 
-    captures_parts = True
-
     def __init__(
         self,
         parts: Mapping[str, Part],

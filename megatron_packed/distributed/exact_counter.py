@@ -31,10 +31,11 @@ class ExactCounter:
 
         The call queues device work only.
         """
-        # Move the carry to the high limb now: the low limbs of 16,384 ranks then sum to below 2**24.
-        total = self.value() + counts.reshape(-1).to(torch.int64)
-        self._high.copy_(total >> _LIMB_BITS)
-        self._low.copy_(total & _LIMB_MASK)
+        self._set(self.value() + counts.reshape(-1).to(torch.int64))
+
+    def maximum_(self, counts: Tensor) -> None:
+        """Raise the counts to ``(size,)`` others where those are larger; see `add_`."""
+        self._set(torch.maximum(self.value(), counts.reshape(-1).to(torch.int64)))
 
     def value(self) -> Tensor:
         """Return the counts as a ``(size,)`` int64 tensor on the device.
@@ -42,3 +43,8 @@ class ExactCounter:
         Before the all-reduce these are the counts of this rank, afterwards the sums over all ranks.
         """
         return (self._high.to(torch.int64) << _LIMB_BITS) + self._low.to(torch.int64)
+
+    def _set(self, total: Tensor) -> None:
+        # Move the carry to the high limb now: the low limbs of 16,384 ranks then sum to below 2**24.
+        self._high.copy_(total >> _LIMB_BITS)
+        self._low.copy_(total & _LIMB_MASK)

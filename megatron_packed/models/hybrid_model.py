@@ -10,8 +10,7 @@ the same capacity.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -35,14 +34,13 @@ from megatron_packed.layers.hybrid_layer import (
     build_layers,
     build_norm,
 )
-from megatron_packed.layers.moe.dispatcher import ExpertBuffer
 from megatron_packed.layers.moe.global_balance import GlobalBalance
 from megatron_packed.layers.moe.layer import MoEReport
 from megatron_packed.layers.moe.parallel import ExpertParallel
-from megatron_packed.layers.moe.router import update_expert_bias
 from megatron_packed.layers.tensor_parallel import TensorParallel
 from megatron_packed.memory.activation_offload import Offload
 from megatron_packed.memory.apply import apply_memory
+from megatron_packed.models.expert_layers import ExpertLayers, ExpertTotals, shared_room
 from megatron_packed.models.init import initialize
 from megatron_packed.models.lm_head_and_loss import (
     HybridOutput,
@@ -59,7 +57,7 @@ from megatron_packed.packed.params import PackedSeqParams
 from megatron_packed.packed.shared_tables import NO_TABLES
 
 
-class HybridModel(nn.Module):
+class HybridModel(ExpertLayers, nn.Module):
     """Embedding, one layer for each symbol of the pattern, final norm, output projection.
 
     Parameter names: ``embedding.weight``, ``layers.N.norm.weight``, ``layers.N.mixer.*``,
@@ -146,8 +144,9 @@ class HybridModel(nn.Module):
             config, rotary=self.rotary, max_positions=max_positions, **parts
         )
         self.moe_layers = [layer for layer in self.layers if isinstance(layer, HybridMoELayer)]
+        self.expert_room = shared_room(self.moe_layers, config, self.ep, device)
         self.global_balance = GlobalBalance.of(config, len(self.moe_layers), groups, device)
-        for name, shape in (("_no_aux_loss", ()), ("_no_overflow", ()), ("_no_counts", (0, 0))):
+        for name, shape in (("_no_rows", (2,)), ("_no_counts", (0, 0))):
             self.register_buffer(name, torch.zeros(shape, device=device), persistent=False)
         shard = loss_shard(self.embedding, num_rows, self.tp)
         self._cross_entropy = cross_entropy_of(config, vocab_size, shard, self.backends)
@@ -182,8 +181,10 @@ class HybridModel(nn.Module):
         ]
 
     @property
-    def num_moe_layers(self) -> int:
-        return len(self.moe_layers)
+    def _no_totals(self) -> ExpertTotals:
+        """Totals of a model without E layers."""
+        none, no_rows = self._no_counts, self._no_rows
+        return ExpertTotals(no_rows[0], (none, none.view(-1), no_rows[0], no_rows))
 
     @property
     def num_parameters(self) -> int:
@@ -277,21 +278,11 @@ class HybridModel(nn.Module):
             )
             reports += found
             loss = loss + (depth_losses * self.mtp.scales(micro_batch)).sum()
-        aux_loss, counts = self._no_aux_loss, self._no_counts
-        dropped, overflow = self._no_counts.view(-1), self._no_overflow
-        if reports:
-            counts = torch.stack([report.tokens_per_expert_E for report in reports])
-            dropped = torch.stack([report.dropped for report in reports])
-            overflow = torch.stack([report.overflow for report in reports]).amax()
-            if self.config.moe_expert_rank_capacity_factor is not None:
-                overflow = self.ep.agree(overflow)
+        totals = self.totals_of(reports) if reports else self._no_totals
         if reports and self.training:
-            aux_loss = torch.stack([report.aux_loss for report in reports]).sum()
-            if self.global_balance is not None:
-                aux_loss = aux_loss + self.global_balance([report.balance for report in reports])
-            loss = loss + aux_loss * aux_scale
-        results = (loss, loss_sum, aux_loss, per_token_loss_T, counts, dropped, overflow)
-        return HybridOutput(*results, depth_losses)
+            loss = loss + totals.aux_loss * aux_scale
+        results = (loss, loss_sum, totals.aux_loss, per_token_loss_T)
+        return HybridOutput(*results, *totals.counts, depth_losses)
 
     def forward_backward(self, micro_batch: MicroBatch) -> HybridOutput:
         """Run forward and backward of one pack, and add the gradients of ``loss``.
@@ -339,57 +330,3 @@ class HybridModel(nn.Module):
         hidden_TD, _ = self.hidden_states(tokens_T, self.prepare(packed))
         logits_TV = whole_logits(hidden_TD, self.output_weight, self.tp, self.vocab_size)
         return scaled_logits(logits_TV, self.config)
-
-    def expert_buffer(self, total_tokens: int) -> ExpertBuffer | None:
-        """Return the sizes of the static buffer for rows of experts; None without such a buffer.
-
-        Args:
-            total_tokens: number of slots of a pack.
-        """
-        if not self.moe_layers or not self.moe_layers[0].mixer.dispatcher.static:
-            return None
-        dispatcher = self.moe_layers[0].mixer.dispatcher
-        tokens = total_tokens // (self.cp.size * self.ep.token_parts)
-        return ExpertBuffer(
-            rows=dispatcher.buffer_rows(tokens),
-            worst_rows=dispatcher.worst_rows(tokens),
-            bytes_per_row=self.config.routed_width * self.dtype.itemsize,
-        )
-
-    @property
-    def bounds_expert_buffers(self) -> bool:
-        """True if a pack can need more rows of experts than the expert buffer has."""
-        bounded = self.config.moe_expert_rank_capacity_factor is not None
-        return bool(self.moe_layers) and bounded and self.ep.group is not None
-
-    @contextmanager
-    def full_expert_buffers(self) -> Iterator[None]:
-        """Give every expert buffer its worst-case size inside a ``with`` block, for eager passes.
-
-        Inside the block ``expert_overflow`` is always 0. Use it for a micro-batch that overflowed:
-        discard its results and run it again inside the block, on all ranks.
-        """
-        dispatchers = [layer.mixer.dispatcher for layer in self.moe_layers]
-        for dispatcher in dispatchers:
-            dispatcher.full_buffer = True
-        try:
-            yield
-        finally:
-            for dispatcher in dispatchers:
-                dispatcher.full_buffer = False
-
-    def update_expert_bias(self, tokens_per_expert: Tensor, *, skip: Tensor | None = None) -> None:
-        """Adjust the expert biases of all E layers after an optimizer step, if there are any.
-
-        Args:
-            tokens_per_expert: ``(L, E)`` or flat: assignments of the global batch, summed over
-                ranks and micro-batches.
-            skip: 0-d bool on the device. True leaves the biases unchanged, because the optimizer
-                step was not taken either.
-        """
-        biases = [layer.mixer.router.expert_bias for layer in self.moe_layers]
-        if biases and biases[0] is not None:
-            counts_LE = tokens_per_expert.view(len(biases), -1)
-            if self.config.mtp_use_repeated_layer:
-                biases, counts_LE = self.mtp.joined_counts(biases, counts_LE)
-            update_expert_bias(biases, counts_LE, self.config.moe_router_bias_update_rate, skip)

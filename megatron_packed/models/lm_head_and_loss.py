@@ -53,6 +53,10 @@ class HybridOutput(NamedTuple):
     """0-d float32: above 0 if an expert buffer was too small, which makes all other results wrong.
     The same on all ranks that share experts or the pack. See `HybridModel.full_expert_buffers`.
     """
+    expert_rows: Tensor
+    """``(2,)`` float32: most rows of a rank and of a peer that any E layer needs, for the bounds of
+    expert buffers. 0 without bounds.
+    """
     depth_loss_sums: Tensor
     """``(K,)`` float32 for K depths of multi-token prediction, differentiable: cross-entropy, summed
     over the targets of each depth. ``(0,)`` outside training.

@@ -117,6 +117,12 @@ def _machine_rows(steps: Sequence[Record], settled: Sequence[Record]) -> list[tu
     capped = [r for r in steps if "expert_dropped_share" in r]
     if capped:
         rows.append(("expert assignments dropped by capacity", _dropped(capped)))
+    bounded = [r for r in steps if "expert_rank_bound" in r]
+    if bounded:
+        load = max(number(r, "expert_rank_load") for r in bounded)
+        text = f"largest load {load:.2f}, bound {number(bounded[-1], 'expert_rank_bound'):.2f} of an even share"
+        repeats = f"{text}; {number(bounded[-1], 'expert_repeats'):,.0f} steps repeated"
+        rows.append(("expert buffers", repeats))
     return rows
 
 

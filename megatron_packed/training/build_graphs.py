@@ -343,10 +343,13 @@ def within(lengths: NDArray[np.int64], longest: int) -> NDArray[np.int64]:
     return lengths + np.clip(beyond - (np.cumsum(room) - room), 0, room)
 
 
-def sentences_of_all_ranks(graphs: StepGraphs, groups: ParallelGroups) -> list[str]:
+def sentences_of_all_ranks(
+    graphs: StepGraphs, model: HybridModel, groups: ParallelGroups
+) -> list[str]:
     """Return this rank's graph counters in words, and their sums over all ranks; a collective."""
     counters = graphs.counters
     lines = counters.sentences()
+    lines += [f"  {sentence}" for sentence in model.expert_room.sentences()]
     if groups.world_size > 1:
         ranks = all_gather_json(
             [counters.replays, counters.fallbacks.total(), counters.captures], groups

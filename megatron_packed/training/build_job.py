@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -79,8 +79,9 @@ def build_model(
         groups: process groups; None for a single process.
         dtype: dtype of the weights; by default that of ``--bf16``.
     """
+    factor = config.expert_rank_capacity_factor
     model = HybridModel(
-        config.model,
+        replace(config.model, moe_expert_rank_capacity_factor=factor),
         vocab_size=vocab_size,
         max_positions=config.max_positions,
         groups=groups,
@@ -94,6 +95,7 @@ def build_model(
         offload=offload_of(config, device),
     )
     packing = config.packing
+    model.expert_room.even = model.even_expert_rows(packing.tokens_per_pack)
     # PackTables finds the samples itself if they are the documents.
     per_sample = config.model.moe_router_load_balancing_type == "seq_aux_loss"
     if per_sample and packing.micro_batch_size > 1:

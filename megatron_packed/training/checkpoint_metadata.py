@@ -25,6 +25,8 @@ It limits the position in the data, because a resumed run packs every epoch befo
 _MOST = 1 << 62
 SPIKE_WINDOW = "spike_window"
 """Key of the recent losses and gradient norms for spike detection; older checkpoints lack it."""
+EXPERT_BOUNDS = "expert_bounds"
+"""Key of the bounds of expert buffers; older checkpoints and runs without bounds lack it."""
 PHASES = "phases"
 """Key of the phases of the run so far, the current one last; older checkpoints lack it."""
 
@@ -138,6 +140,7 @@ def metadata_problem(metadata: Mapping[str, Any]) -> str | None:
         BEST_STEP: _best_step_problem,
         SPIKE_WINDOW: _spike_window_problem,
         PHASES: _phases_problem,
+        EXPERT_BOUNDS: _bounds_problem,
     }
     problems = ((key, checks[key](metadata[key])) for key in checks if key in metadata)
     found = next((f"{key}{problem}" for key, problem in problems if problem is not None), None)
@@ -192,6 +195,17 @@ def _spike_window_problem(value: Any) -> str | None:
     ):
         return None
     return wrong(value, "an object with as many losses as gradient norms")
+
+
+def _bounds_problem(value: Any) -> str | None:
+    whole, factors = ("ep_size", "repeats"), ("rank", "peer")
+    sound = (
+        isinstance(value, dict)
+        and value.keys() == {*whole, *factors}
+        and all(_is_whole(value[name], INT32_MAX) for name in whole)
+        and all(is_number(value[name]) and value[name] >= 0 for name in factors)
+    )
+    return None if sound else wrong(value, "the bounds of expert buffers")
 
 
 def _phases_problem(value: Any) -> str | None:

@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+
 from megatron_packed.config.run import RunConfig
 from megatron_packed.distributed.collectives import all_gather_json, all_reduce_sum
 from megatron_packed.distributed.groups import ParallelGroups
@@ -147,9 +149,19 @@ class Evaluations:
 
     def _sum_loss(self, stream: Stream) -> tuple[float, int]:
         """Return the sum of the losses over a finite plan in nats, and the number of targets."""
+        loss, overflow, targets = self._passes(stream)
+        # The sum of a pack that overflowed cannot be taken back, so all packs run again.
+        if overflow:
+            with self.step.room_for_experts():
+                loss, _, targets = self._passes(stream)
+        return loss, targets
+
+    def _passes(self, stream: Stream) -> tuple[float, float, int]:
+        """Run a validation; return its loss, the overflows of expert buffers, and the targets."""
         step, targets = self.step, 0
-        # In place, because captured validation passes add to this address.
+        # In place, because captured validation passes add to these addresses.
         step.validation_loss.zero_()
+        step.validation_overflow.zero_()
         with self.garbage.in_validation():
             for number in range(stream.plan.num_steps):
                 targets += stream.plan.step(number).global_targets
@@ -158,9 +170,11 @@ class Evaluations:
         # A whole validation may be queued by now. `item` would wait for it without a heartbeat, and
         # the hang detector would end the run.
         self.wait_for_device()
-        loss = all_reduce_sum(step.validation_loss, self.groups.dp_cp_group).item()
-        # All ranks take the value of rank 0: they must agree on the best checkpoint and on the end.
-        return float(all_gather_json(loss, self.groups)[0]), targets
+        sums_2 = torch.stack([step.validation_loss, step.validation_overflow.double()])
+        sums = all_reduce_sum(sums_2, self.groups.dp_cp_group).tolist()
+        # All ranks take the values of rank 0: they must agree on the best checkpoint and on the end.
+        loss, overflow = all_gather_json(sums, self.groups)[0]
+        return float(loss), float(overflow), targets
 
 
 def _mean(loss: float, targets: int) -> float:

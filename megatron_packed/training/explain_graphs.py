@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_packed.config.layer_pattern import ATTENTION, MOE
+from megatron_packed.config.layer_pattern import ATTENTION
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.cuda_graph import MODULE_LAYERS, CudaGraphConfig
 from megatron_packed.cuda_graphs.transformer_engine import maker
@@ -57,8 +57,6 @@ def graph_capabilities(config: RunConfig, device: torch.device) -> Iterator[Capa
 
 def _no_graphs(config: RunConfig, device: torch.device) -> Capability:
     advice = ["--cuda-graph-impl local"]
-    if _cannot_capture_experts(config):
-        advice.append("--moe-token-dispatcher-type allgather")
     if config.model.hidden_dropout:
         advice.append("remove --hidden-dropout")
     return Capability(
@@ -101,19 +99,8 @@ def _capacities(graphs: CudaGraphConfig) -> Capability:
     )
 
 
-def _cannot_capture_experts(config: RunConfig) -> bool:
-    """Return True if a capture of whole expert layers would be refused."""
-    shared = (
-        MOE in config.model.hybrid_layer_pattern and config.parallel.expert_model_parallel_size > 1
-    )
-    return shared and config.model.dispatch_asks_the_device
-
-
 def _captured_modules(config: RunConfig, eager: bool) -> Iterator[Capability]:
     graphs, pattern = config.cuda_graph, config.model.hybrid_layer_pattern
-    first = (
-        "--moe-token-dispatcher-type allgather, then " if _cannot_capture_experts(config) else ""
-    )
     for module, symbol in MODULE_LAYERS.items():
         if symbol not in pattern or (module == "moe_router" and module not in graphs.modules):
             continue
@@ -124,7 +111,7 @@ def _captured_modules(config: RunConfig, eager: bool) -> Iterator[Capability]:
                 "  moe",
                 OFF,
                 reason,
-                f"{first}give moe instead of moe_router in --cuda-graph-modules",
+                "give moe instead of moe_router in --cuda-graph-modules",
             )
         elif not graphs.modules or module in graphs.modules:
             yield Capability(
@@ -137,15 +124,14 @@ def _captured_modules(config: RunConfig, eager: bool) -> Iterator[Capability]:
                 f"  {module}",
                 OFF,
                 f"{count} run eagerly: not in --cuda-graph-modules",
-                f"{first if module == 'moe' else ''}add {module} to --cuda-graph-modules",
+                f"add {module} to --cuda-graph-modules",
             )
     if not eager:
-        whole = not first
         yield Capability(
             "  the rest",
             OFF,
             "embedding, loss, reductions over ranks and the optimizer update run eagerly",
-            "--cuda-graph-impl full_iteration" if whole else "",
+            "--cuda-graph-impl full_iteration",
         )
 
 

@@ -105,12 +105,15 @@ def _experts(config: RunConfig) -> Iterator[Capability]:
         f"the experts are split over {size} ranks; tokens are dispatched by "
         f"{model.moe_token_dispatcher_type}"
     )
-    if model.dispatch_asks_the_device:
+    factor = config.expert_rank_capacity_factor
+    if factor is not None:
+        how += f"; their rows are bounded (--moe-expert-rank-capacity-factor {factor})"
+    if config.asks_for_expert_rows:
         yield Capability(
             "expert parallelism",
             PARTIAL,
             f"{how}, with one host sync per E layer",
-            "--moe-token-dispatcher-type allgather",
+            "--moe-expert-rank-capacity-factor auto, or --moe-token-dispatcher-type allgather",
         )
     else:
         yield Capability("expert parallelism", ON, how)

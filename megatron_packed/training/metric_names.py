@@ -24,6 +24,11 @@ _TRAIN = (
     "expert_load_min",
     "expert_dropped",
     "expert_dropped_share",
+    "expert_rank_load",
+    "expert_rank_bound",
+    "expert_peer_load",
+    "expert_peer_bound",
+    "expert_repeats",
 )
 _PERF = (
     "step_time_ms",

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from megatron_packed.cuda_graphs.fallback_reasons import GraphCounters
+from megatron_packed.layers.moe.expert_room import ExpertRoom, Load
 from megatron_packed.memory.offload_figures import OffloadFigures
 
 PEAK_BF16_FLOPS = {
@@ -88,6 +89,11 @@ _WHERE_THERE_IS_ONE = (
     "expert_dropped",
     "expert_dropped_share",
     "expert_dropped_by_layer",
+    "expert_rank_load",
+    "expert_rank_bound",
+    "expert_peer_load",
+    "expert_peer_bound",
+    "expert_repeats",
     "params_norm",
     "num_zeros",
     "skip_reason",
@@ -121,6 +127,29 @@ class ExpertFigures:
     """Share of assignments that were dropped; None without a capacity."""
     dropped_by_layer: list[float] | None = None
     """``[E layers]``: dropped share of each layer, rounded to 0.000001; None without a capacity."""
+    rank_load: float | None = None
+    """Most rows that the experts of a rank need, divided by an even share; None without bounds."""
+    rank_bound: float | None = None
+    """Bound of these rows, divided by an even share."""
+    peer_load: float | None = None
+    """Most rows that a rank sends to the experts of another rank, divided by an even share."""
+    peer_bound: float | None = None
+    """Bound of these rows, divided by an even share."""
+    repeats: int | None = None
+    """Steps of the run so far that were repeated because a bound was too small."""
+
+    def in_room(self, room: ExpertRoom, load: Load) -> ExpertFigures:
+        """Return the figures with the load of the step and the bounds of expert buffers."""
+        assert room.bounds is not None, "loads are counted only with bounds"
+        of_peer = (round(load.peer, 3), round(room.bounds.peer, 3)) if load.peer else (None, None)
+        return replace(
+            self,
+            rank_load=round(load.rank, 3),
+            rank_bound=round(room.bounds.rank, 3),
+            peer_load=of_peer[0],
+            peer_bound=of_peer[1],
+            repeats=room.repeats,
+        )
 
     @classmethod
     def of(

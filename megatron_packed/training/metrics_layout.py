@@ -65,6 +65,8 @@ class MetricsLayout:
         counters = {"expert_counts": model.num_moe_layers * (model.config.num_experts or 0)}
         if model.config.moe_expert_capacity_factor is not None:
             counters["dropped_assignments"] = model.num_moe_layers
+        if model.bounds_expert_buffers:
+            counters["expert_rows"] = 2 * groups.dp_cp_size
         return cls(groups.world_size, counters, model.config.mtp_depths)
 
     @cached_property

@@ -362,11 +362,13 @@ def _run_trainer(
                 _tune(graphs, launch, job)
             # From here on, ranks wait for each other in captured collectives, so hangs are watched.
             with nullcontext() if launch.hang_detector is None else launch.hang_detector:
+                if trainer.state.progress.iteration < trainer.last_iteration:
+                    trainer.steps.observe_routing()
                 if graphs is not None:
                     _capture(graphs, launch, job)
                 exit_code = trainer.run()
             if graphs is not None:
-                sentences = "\n".join(sentences_of_all_ranks(graphs, launch.groups))
+                sentences = "\n".join(sentences_of_all_ranks(graphs, job.model, launch.groups))
                 notes.append(("CUDA graphs", sentences))
                 launch.console.say(sentences)
     except BaseException:

@@ -21,7 +21,6 @@ from megatron_packed.data.packing.pieces import Pieces
 from megatron_packed.distributed.flat_buffers import flat_layout_of, tail_elements
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.zero1_layout import Ownership
-from megatron_packed.layers.moe.dispatcher import AllToAllDispatcher
 from megatron_packed.models.estimate.footprint import Work
 from megatron_packed.models.estimate.rank_memory import Estimate, communicators_of, estimate
 from megatron_packed.models.flops import FlopCounter
@@ -74,9 +73,7 @@ def estimates(
     layout = flat_layout_of(model, ownership, config.parallel.ddp_bucket_size)
     metrics = MetricsLayout.of(groups, model)
     tail = tail_elements(metrics.extras, metrics.counters)
-    uneven = any(
-        isinstance(layer.mixer.dispatcher, AllToAllDispatcher) for layer in model.moe_layers
-    )
+    uneven = any(not layer.mixer.dispatcher.static for layer in model.moe_layers)
     kinds = {BALANCED: True, WORST: False} if uneven else {EVERY_RANK: True}
     return {
         kind: estimate(

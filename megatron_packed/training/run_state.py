@@ -36,6 +36,7 @@ from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.training.checkpoint_metadata import PHASES, SPIKE_WINDOW, Phase, RunProgress
 from megatron_packed.training.checkpoint_refusals import CheckpointRefusals
 from megatron_packed.training.resume import Resumed, begun_phase
+from megatron_packed.training.stored_bounds import restore_bounds, stored_bounds
 
 
 class Held(NamedTuple):
@@ -248,6 +249,7 @@ class RunState:
         )
 
     def _metadata(self) -> dict[str, Any]:
+        spikes = self.optimizer.spikes
         return {
             "progress": vars(self.progress).copy(),
             "plan_hash": self.plan_hash,
@@ -255,11 +257,8 @@ class RunState:
             "layout": self._layout,
             "rng": self._ranks.gather(dict(RngState.capture(self._device).metadata)),
             "config": self.config,
-            **(
-                {}
-                if self.optimizer.spikes is None
-                else {SPIKE_WINDOW: self.optimizer.spikes.state()}
-            ),
+            **({} if spikes is None else {SPIKE_WINDOW: spikes.state()}),
+            **stored_bounds(self.model),
             "room": None if self.plan is None else self.plan.room,
             BEST_STEP: self.progress.best_at or None,
             PHASES: [phase._asdict() for phase in self.phases],
@@ -362,6 +361,7 @@ class RunState:
         # Losses of other data would make every step of a new phase a spike.
         if spikes is not None and SPIKE_WINDOW in loaded.metadata and not resumed.begins:
             spikes.load_state(loaded.metadata[SPIKE_WINDOW])
+        restore_bounds(self.model, loaded.metadata)
         if self.plan is not None:
             done = self.progress
             samples = done.samples(self.config["packing"]["micro_batch_size"])

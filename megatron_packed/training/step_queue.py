@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
 
 from megatron_packed.config.run import RunConfig
 from megatron_packed.cuda_graphs.fallback_reasons import GraphCounters
@@ -12,6 +14,7 @@ from megatron_packed.data.errors import DataError
 from megatron_packed.data.packing.pack_plan import PackPlan
 from megatron_packed.distributed.failure_watch import FailureWatch
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.rng import RngState
 from megatron_packed.memory.offload_figures import OffloadFigures
 from megatron_packed.models.flops import FlopCounter
 from megatron_packed.optim.lr_schedule import Schedule
@@ -19,11 +22,20 @@ from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.checkpoint_metadata import RunProgress
 from megatron_packed.training.console import Console
 from megatron_packed.training.exit_codes import ExitCode
+from megatron_packed.training.expert_bounds import ExpertBounds
 from megatron_packed.training.late_metrics import Arrived, LateMetrics
 from megatron_packed.training.metrics import GraphFigures, StepFacts, replays_and_fallbacks
 from megatron_packed.training.replica_checks import StepChecks
 from megatron_packed.training.run_data import Stream
 from megatron_packed.training.train_step import TrainStep
+
+
+class _Queued(NamedTuple):
+    """Arguments of a queued step, for its repeat."""
+
+    micro_batches: Sequence[MicroBatch]
+    rng: RngState | None
+    """Random generators before the step; None if a repeat draws no random numbers."""
 
 
 @dataclass(kw_only=True)
@@ -51,13 +63,27 @@ class StepQueue:
         self._late: LateMetrics[StepFacts] = LateMetrics(
             self.step.numbers.numel(), self.groups.device, waits=self.waits
         )
-        self._micro_batches_of: dict[int, Sequence[MicroBatch]] = {}
+        self._queued: dict[int, _Queued] = {}
         self._known_fallbacks: set[str] = set()
 
     @property
     def _plan(self) -> PackPlan:
         assert isinstance(self.train.plan, PackPlan)
         return self.train.plan
+
+    @cached_property
+    def bounds(self) -> ExpertBounds:
+        """Bounds of the expert buffers."""
+        packs = self.config.packs_per_step()
+        return ExpertBounds(self.step, self.groups, packs_per_step=packs, say=self.console.say)
+
+    def observe_routing(self) -> None:
+        """Set the first bounds of expert buffers from the next step's packs; a collective.
+
+        Call it before graphs are captured, because the bounds are sizes inside the graphs.
+        """
+        if self.bounds.unknown and not self.config.training.skip_train:
+            self.bounds.observe(self.load(self.train, self.progress.iteration))
 
     def flush(self) -> Arrived[StepFacts] | None:
         """Wait for the last step that was queued."""
@@ -69,7 +95,7 @@ class StepQueue:
 
     def forget(self, facts: StepFacts) -> None:
         """Release the micro-batches of a step that was applied."""
-        del self._micro_batches_of[facts.iteration]
+        del self._queued[facts.iteration]
 
     def queue_next(self) -> Arrived[StepFacts] | None:
         """Queue one step, and return the previous step, whose metrics have arrived."""
@@ -86,7 +112,7 @@ class StepQueue:
         # The counters are totals of the run, and the log reports their increase in this step.
         before = (0, 0) if counters is None else replays_and_fallbacks(counters)
         # Keep the micro-batches until the step's metrics have arrived: `redo` may need them.
-        self._micro_batches_of[facts.iteration] = micro_batches
+        self._queued[facts.iteration] = _Queued(micro_batches, self._rng())
         self.step(
             micro_batches,
             lr,
@@ -125,6 +151,12 @@ class StepQueue:
                 f"the data loader returned {len(micro_batches)} packs, but every rank needs {expected} per step"
             )
         return micro_batches
+
+    def _rng(self) -> RngState | None:
+        """Return the random generators' state, if a step draws numbers and may be repeated."""
+        model = self.step.model
+        draws = model.config.hidden_dropout > 0 and model.bounds_expert_buffers
+        return RngState.capture(self.groups.device) if draws else None
 
     def _say_new_fallbacks(self, counters: GraphCounters) -> None:
         for reason in sorted(counters.fallbacks.keys() - self._known_fallbacks):
@@ -168,26 +200,35 @@ class StepQueue:
             The exit code if the repeated step is a reason to stop; otherwise None.
         """
         self.console.say(
-            f"step {facts.iteration} needed a larger expert buffer than --moe-expert-rank-capacity-factor allows; "
-            "the step is repeated with a buffer for all tokens."
+            f"step {facts.iteration} needed more room for experts than the bound of "
+            "--moe-expert-rank-capacity-factor; the step is repeated with room for all rows."
         )
+        self.bounds.room.repeats += 1
         # The following step is already queued, and the device held it as well. So it is repeated
         # after the first held step.
         after = self._late.flush()
         self._late.restart()
+        self.bounds.make_room()
+        micro_batches, rng = self._queued[facts.iteration]
+        # The repeated steps draw the dropout masks of a run without repeats.
+        if rng is not None:
+            rng.restore(self.groups.device)
         self.step.redo(
-            self._micro_batches_of[facts.iteration],
+            micro_batches,
             facts.learning_rate,
             stop_requested=self.stop_requested(),
             checks=self.checks(facts.iteration),
         )
         self._late.push(facts, self.step.numbers)
-        exit_code = take_redone(self._late.flush())
+        redone = self._late.flush()
+        assert redone is not None, "the repeated step was queued above"
+        exit_code = take_redone(redone)
+        # Before the next step, so that it is replayed and does not overflow like this one.
+        self.bounds.raise_for(self.step.layout.counts_of(redone.values))
         # The host has already counted the following step. So it runs even if the run stops now.
         if after is not None:
-            micro_batches = self._micro_batches_of[after.facts.iteration]
             self.step(
-                micro_batches,
+                self._queued[after.facts.iteration].micro_batches,
                 after.facts.learning_rate,
                 stop_requested=self.stop_requested(),
                 checks=self.checks(after.facts.iteration),

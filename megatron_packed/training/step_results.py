@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_packed.checkpoint.save import SavedCheckpoint
@@ -17,6 +17,7 @@ from megatron_packed.reporting.run_warnings import (
 from megatron_packed.training.checkpoint_metadata import RunProgress
 from megatron_packed.training.console import Console
 from megatron_packed.training.exit_codes import ExitCode
+from megatron_packed.training.expert_counts import ASSIGNED, DROPPED, most_rows
 from megatron_packed.training.late_metrics import Arrived
 from megatron_packed.training.loss_spikes_and_skipped_steps import (
     count_incidents,
@@ -146,12 +147,21 @@ class StepResults:
             world_size=self._groups.world_size,
             peak=self._peak,
             memory=MemoryFigures.now(self._groups.device),
-            experts=ExpertFigures.of(
-                counts["expert_counts"],
-                self._step.model.num_moe_layers,
-                arrived.facts.iteration,
-                counts.get("dropped_assignments"),
-            ),
+            experts=self._experts(counts, arrived.facts.iteration),
             params_norm=values.params_norm if logging.log_params_norm else None,
             num_zeros=values.grad_zeros if logging.log_num_zeros_in_grad else None,
         )
+
+    def _experts(
+        self, counts: Mapping[str, Sequence[float]], iteration: int
+    ) -> ExpertFigures | None:
+        model = self._step.model
+        figures = ExpertFigures.of(
+            counts[ASSIGNED], model.num_moe_layers, iteration, counts.get(DROPPED)
+        )
+        rows, room = most_rows(counts), model.expert_room
+        if rows is None or figures is None:
+            return figures
+        load = room.load_of(rows)
+        room.see(load)
+        return figures.in_room(room, load)

@@ -31,6 +31,7 @@ from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.lm_head_and_loss import HybridOutput
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.training.expert_counts import ASSIGNED, ExpertCounts
 from megatron_packed.training.metrics_layout import MetricsLayout
 from megatron_packed.training.replica_checks import UNCHECKED, StepChecks
 
@@ -111,6 +112,10 @@ class TrainStep:
         # float64, because a validation adds up too many losses for the digits of float32.
         self.validation_loss = torch.zeros((), dtype=torch.float64, device=self.device)
         """Sum of the losses that `validate` has added on this rank; set it to zero first."""
+        self.validation_overflow = torch.zeros((), dtype=torch.float32, device=self.device)
+        """Number of micro-batches whose expert buffers overflowed; set it to zero first."""
+        self._has_experts = model.num_moe_layers > 0
+        self._experts = ExpertCounts(buffers, groups)
         # The flag is on the device: steps after an overflow must be held before the host has read
         # the overflow.
         self._held = torch.zeros(1, dtype=torch.float32, device=self.device)
@@ -177,7 +182,7 @@ class TrainStep:
         stop_requested: bool = False,
         checks: StepChecks = UNCHECKED,
     ) -> Tensor:
-        """Repeat the first held step with expert buffers for all rows; all ranks call it together.
+        """Repeat the first held step with room for all experts' rows; all ranks call it together.
 
         Arguments and result are those of a step. The caller then runs the later held steps again as
         usual. See [Note: steps that are done again].
@@ -188,9 +193,9 @@ class TrainStep:
 
     @contextmanager
     def room_for_experts(self) -> Iterator[None]:
-        """Give expert buffers their worst-case size inside the block, so that none overflows.
+        """Give expert buffers the size that they need inside the block, so that none overflows.
 
-        Graphs that were captured with smaller buffers are not replayed inside the block.
+        Graphs that were captured with bounded buffers are not replayed inside the block.
         """
         with ExitStack() as stack:
             stack.enter_context(self.model.full_expert_buffers())
@@ -202,12 +207,12 @@ class TrainStep:
             yield
 
     def validate(self, micro_batch: MicroBatch) -> None:
-        """Add the loss of one micro-batch, summed over its target tokens, to ``validation_loss``."""
-        # The part VALIDATION sets the worst-case buffer size itself and is captured with it. Graphs
-        # of layers are captured with the normal size.
-        makes_room = self.graphs is not None and self.graphs.captures_parts
-        with nullcontext() if makes_room else self.room_for_experts():
-            self._run(VALIDATION, micro_batch)
+        """Add the loss of one micro-batch, summed over its target tokens, to ``validation_loss``.
+
+        If an expert buffer overflows, ``validation_overflow`` becomes positive. The validation must
+        then be repeated inside ``room_for_experts()``.
+        """
+        self._run(VALIDATION, micro_batch)
 
     @property
     def parts(self) -> Mapping[str, Callable[[MicroBatch], object]]:
@@ -236,22 +241,15 @@ class TrainStep:
             if "mtp_losses" in extras:
                 scales = micro_batch.depth_scales[: self.layout.depths]
                 extras["mtp_losses"].add_(output.depth_loss_sums * scales)
-            if self.model.num_moe_layers:
+            if self._has_experts:
                 extras["aux_loss"].add_(output.aux_loss * micro_batch.scales[1])
                 extras["overflow"].add_(output.expert_overflow)
-                self._count(output)
+                self._experts.add(output)
             # Store the number of the first bad micro-batch only: a later one does not overwrite it.
             number = extras["micro_batches"].add_(1)[0]
             slot = extras["bad_micro_batches"][self.groups.rank]
             bad = ~torch.isfinite(output.loss) | ~torch.isfinite(self._input_grad_sum)
             slot.copy_(torch.where(bad & (slot == 0), number, slot))
-
-    def _count(self, output: HybridOutput) -> None:
-        """Add the counts of a micro-batch's E layers to the counters of the step."""
-        counters = self.buffers.counters
-        counters["expert_counts"].add_(output.tokens_per_expert)
-        if "dropped_assignments" in counters:
-            counters["dropped_assignments"].add_(output.dropped_assignments)
 
     def last_micro_batch(self, micro_batch: MicroBatch) -> None:
         """Run the last micro-batch of a step, and reduce gradients during its backward pass.
@@ -271,12 +269,13 @@ class TrainStep:
         self.overlapped.join()
 
     def validation_micro_batch(self, micro_batch: MicroBatch) -> None:
-        """Add the loss of a micro-batch to ``validation_loss``."""
-        # A validation runs without dropout, and with expert buffers for all rows.
-        self.model.eval()
+        """Add the results of a micro-batch to ``validation_loss`` and ``validation_overflow``."""
+        self.model.eval()  # a validation runs without dropout
         try:
-            with torch.no_grad(), self.model.full_expert_buffers():
-                self.validation_loss.add_(self.model(micro_batch).loss_sum)
+            with torch.no_grad():
+                output: HybridOutput = self.model(micro_batch)
+                self.validation_loss.add_(output.loss_sum)
+                self.validation_overflow.add_(output.expert_overflow)
         finally:  # restore the mode after a failed capture, too, since training continues
             self.model.train()
 
@@ -304,12 +303,12 @@ class TrainStep:
             # targets].
             no_targets = (extras["targets"][0] == 0).to(torch.float32)
             stats = self.optimizer.step(loss=extras["loss"], hold=self._held[0] + no_targets)
-        if self.model.num_moe_layers:
-            counts = {name: counter.value() for name, counter in self.buffers.counters.items()}
+        if self._has_experts:
+            counts = self._experts.sums()
             self.numbers[self.metrics.numel() :].copy_(torch.cat(list(counts.values())))
             # A skipped step does not change expert biases. Otherwise a repeated step would change
             # them twice.
-            self.model.update_expert_bias(counts["expert_counts"], skip=stats.skipped.bool())
+            self.model.update_expert_bias(counts[ASSIGNED], skip=stats.skipped.bool())
         computed = {
             "grad_norm": stats.grad_norm,
             "nonfinite": stats.nonfinite,
@@ -328,8 +327,8 @@ class TrainStep:
         """
         # A capture and its warm-up run the real step. The flag ``_held`` keeps it from changing
         # weights and moments; the other tensors that it changes are restored.
-        kept = [self._held, self.numbers, self.validation_loss, *self.model.buffers()]
-        with values_restored(kept):
+        changed = [self._held, self.numbers, self.validation_loss, self.validation_overflow]
+        with values_restored([*changed, *self.model.buffers()]):
             self._held.fill_(1.0)
             yield
         self.buffers.zero_grad()

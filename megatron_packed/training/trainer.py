@@ -90,7 +90,7 @@ class Trainer:
             idle=self._idle,
             data=self.data,
         )
-        self._steps = StepQueue(
+        self.steps = StepQueue(
             config=self.config,
             groups=self.groups,
             step=self.step,
@@ -126,7 +126,7 @@ class Trainer:
             return ExitCode.DONE
         exit_code, actions = self._begin(), self._periodic_actions()
         while self.state.progress.iteration < self.last_iteration and exit_code is None:
-            exit_code = self._settle(self._steps.queue_next())
+            exit_code = self._settle(self.steps.queue_next())
             for action in actions:
                 if (exit_code is None or action.also_when_stopping) and action.due():
                     reason = self._pause(action.run) if action.pauses else action.run()
@@ -168,7 +168,7 @@ class Trainer:
             stopped = self.validate()
         if self._profiler_turns():
             self._turn_profiler()
-        self._steps.restart()
+        self.steps.restart()
         if stopped is not None:
             return stopped
         return self._stop_early(
@@ -179,7 +179,7 @@ class Trainer:
         """Finish the last step, save, and evaluate a complete run on the test data."""
         # The loop ends with a step still queued. Its metrics are read before a save.
         progress = self.state.progress
-        late = self._settle(self._steps.flush())
+        late = self._settle(self.steps.flush())
         self.step.buffers.wait_params()
         if self.profiler is not None:
             with self._resting():
@@ -359,8 +359,8 @@ class Trainer:
             arrived.values[: self.step.metrics.numel()], self.step.layout.depths
         )
         if values.held:
-            return self._steps.redo(arrived.facts, self._settle)
-        self._steps.forget(arrived.facts)
+            return self.steps.redo(arrived.facts, self._settle)
+        self.steps.forget(arrived.facts)
         self._weights_moved |= values.weights_moved
         return self._results.take(arrived, values)
 
@@ -390,9 +390,9 @@ class Trainer:
 
         The time of the action does not count as step time.
         """
-        exit_code = self._settle(self._steps.flush())
+        exit_code = self._settle(self.steps.flush())
         self.step.buffers.wait_params()  # gathers of parameters may still run on the device
         if exit_code is None:
             exit_code = run()
-        self._steps.restart()
+        self.steps.restart()
         return exit_code

@@ -188,6 +188,7 @@ def of_pack(output: HybridOutput, groups: ParallelGroups | None) -> list[Tensor]
         if name == "per_token_loss_T"
         else value.detach().clone()
         for name, value in output._asdict().items()
+        if name != "expert_rows"  # of this layout
     }
     return [
         value if name == "per_token_loss_T" else all_reduce_sum(value, group)
@@ -326,6 +327,7 @@ def test_ranks_compute_what_one_process_computes(
     runs = [
         Run({**SOFTMAX, **ALLGATHER, **GLOBAL}),
         Run({**SOFTMAX, **ALLTOALL, **LATENT}, sequence_parallel=split),
+        Run({**SOFTMAX, **ALLTOALL, **LATENT, FACTOR: 4.0}, "EE", sequence_parallel=split),
         Run({**GATED, **ALLGATHER, **LATENT}, "E*E", split),
         Run({**GATED, **ALLTOALL, **LATENT, **GLOBAL}, "E*E"),
         Run({**SIGMOID, **ALLGATHER, **PER_DOCUMENT}, "E", dtype=torch.float32),
@@ -345,6 +347,7 @@ def test_experts_shared_by_fewer_ranks_under_context_parallelism(pools: WorkerPo
 
 # -- extreme routings ------------------------------------------------------------------------------
 
+FACTOR = "moe_expert_rank_capacity_factor"
 FAVOURITE = {**SIGMOID, "moe_aux_loss_coeff": 0.0, "moe_router_topk": 1}
 
 
@@ -451,21 +454,22 @@ def test_a_buffer_that_is_too_small_is_known_to_all_who_share_it(
     All tokens of a pack select one expert, so only the rank of that expert overflows. A repeated
     run with sufficient buffers has no overflow.
     """
-    small = Run({**FAVOURITE, "moe_expert_rank_capacity_factor": 1.0}, "E", favourite=6)
-    enough = replace(
-        small, changes={**FAVOURITE, "moe_expert_rank_capacity_factor": float(layout["ep_size"])}
-    )
-    again = replace(small, full_buffers=True)
-    results = pools.run(overflows, world_size, [small, enough, again], layout=layout)
-    for rank, (flags, *without) in enumerate(results):
-        assert any(flags) and set(flags) <= {0.0, 1.0}, f"rank {rank} does not know"
-        assert not any(flag for other in without for flag in other)
+    runs, repeated = [], []
+    for dispatcher in (ALLGATHER, ALLTOALL):
+        small, enough = (
+            Run({**FAVOURITE, **dispatcher, FACTOR: factor}, "E", favourite=6)
+            for factor in (1.0, float(layout["ep_size"]))
+        )
+        runs += [small, enough, replace(small, full_buffers=True)]
+        repeated.append(Run({**SOFTMAX, **dispatcher, FACTOR: 0.3}, full_buffers=True))
+    results = pools.run(overflows, world_size, runs, layout=layout)
+    for rank, found in enumerate(results):
+        for flags, *without in (found[:3], found[3:]):
+            assert any(flags) and set(flags) <= {0.0, 1.0}, f"rank {rank} does not know"
+            assert not any(flag for other in without for flag in other)
     for first in range(0, world_size, layout.get("tp_size", 1)):
         assert all(results[first] == results[first + r] for r in range(layout.get("tp_size", 1)))
-    again = replace(
-        again, changes={**SOFTMAX, "moe_expert_rank_capacity_factor": 0.3}, favourite=None
-    )
-    check(pools, world_size, layout, [again])
+    check(pools, world_size, layout, repeated)
 
 
 def test_the_size_of_the_buffer_is_told(pools: WorkerPools) -> None:
@@ -600,6 +604,7 @@ def recorded_calls(groups: ParallelGroups, runs: list[Run]) -> list[list[Any]]:
 def test_no_question_and_no_shape_depends_on_the_routing(pools: WorkerPools) -> None:
     kinds = [
         {**SOFTMAX, **ALLGATHER, "moe_expert_rank_capacity_factor": 1.0},
+        {**SOFTMAX, **ALLTOALL, "moe_expert_rank_capacity_factor": "auto"},
         {**SIGMOID, **ALLGATHER, **CAPACITY},
         {**SOFTMAX, **ALLTOALL, **PADDED},
         {**SOFTMAX, **ALLTOALL},

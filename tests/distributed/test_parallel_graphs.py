@@ -138,38 +138,6 @@ def test_experts_padded_to_a_capacity(pools: WorkerPools) -> None:
         ), result
 
 
-def overflowing(groups: ParallelGroups, way: Way, impl: str) -> dict[str, Any]:
-    """Run a step that overflows the captured expert buffers, and repeat it with full buffers."""
-    model = {"moe_expert_rank_capacity_factor": 0.25}
-    eager = build_job(config_of(way), groups, VOCAB)
-    job, graphs, _ = graphed(way, groups, model, impl)
-    micro_batches = step_of(way, groups, 0, LENGTHS)
-    for one in (job, eager):
-        one.step.validation_micro_batch(micro_batches[0])
-    with released(graphs):
-        held = step_values(job.step(micro_batches, 1e-2).tolist()).held
-        again = step_values(job.step.redo(micro_batches, 1e-2).tolist())
-        wanted = step_values(eager.step(micro_batches, 1e-2).tolist())
-        validated = job.step.validation_loss.equal(eager.step.validation_loss)
-        fallbacks = dict(graphs.counters.fallbacks)
-        return {
-            "held": held,
-            "again": again == wanted,
-            "validated": validated,
-            "fallbacks": fallbacks,
-        }
-
-
-@pytest.mark.parametrize("impl", ["local", "full_iteration"])
-def test_a_step_without_room_for_experts_is_done_again_without_graphs(
-    impl: str, pools: WorkerPools
-) -> None:
-    way = Way(2, ep_size=2)
-    reason = "it needs an expert buffer for all rows, and its graphs have a smaller buffer"
-    for result in pools.run(overflowing, 2, way, impl, layout=way.layout):
-        assert result == {"held": True, "again": True, "validated": True, "fallbacks": {reason: 2}}
-
-
 @pytest.mark.shows("graphs: transformer_engine", of=lambda way: (way.world_size, config_of(way)))
 @pytest.mark.parametrize("way", [Way(2, 2, True), Way(2, cp_size=2), Way(2, ep_size=2)], ids=str)
 def test_replayed_layers_of_transformer_engine_are_the_eager_ones(

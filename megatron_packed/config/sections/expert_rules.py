@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.layer_pattern import MOE
 from megatron_packed.config.section import Sound
-from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.sections.model_parts.divisors import divisors
 from megatron_packed.config.sections.packing import PackingConfig
@@ -21,12 +20,9 @@ def expert_rules(
     parallel: ParallelConfig,
     model: ModelConfig,
     packing: PackingConfig,
-    graphs: CudaGraphConfig,
     sound: Sound,
 ) -> Iterator[Problem]:
-    """Yield problems of expert parallelism with the model, the packs and CUDA graphs. See `Sound`
-    for ``sound``.
-    """
+    """Yield problems of expert parallelism with the model and the packs. See `Sound` for ``sound``."""
     size, experts = parallel.expert_model_parallel_size, model.num_experts
     flag = "--expert-model-parallel-size"
     if MOE not in model.hybrid_layer_pattern:
@@ -50,8 +46,6 @@ def expert_rules(
             "give 1, or another --moe-ffn-hidden-size",
         )
     yield from _shared_token_rules(parallel, packing, sound)
-    if size > 1:
-        yield from _dispatch_rules(model, graphs, sound)
 
 
 def _shared_token_rules(
@@ -79,22 +73,4 @@ def _shared_token_rules(
             f"--tensor-model-parallel-size ({tp}) x --context-parallel-size ({cp}) ranks",
             f"choose a --tensor-model-parallel-size from {divisors(max(tokens // cp, 1))}, or leave "
             "it out",
-        )
-
-
-def _dispatch_rules(model: ModelConfig, graphs: CudaGraphConfig, sound: Sound) -> Iterator[Problem]:
-    """Yield a problem if the token dispatcher cannot be captured in a CUDA graph."""
-    known = sound(
-        "model.moe_token_dispatcher_type",
-        "cuda_graph.cuda_graph_impl",
-        "cuda_graph.cuda_graph_modules",
-    )
-    if known and model.dispatch_asks_the_device and graphs.captures_experts:
-        instead = "" if graphs.captures_steps else ", or --cuda-graph-modules without moe"
-        yield Problem(
-            "--moe-token-dispatcher-type",
-            "alltoall",
-            "reads from the device how many rows each rank gets, which a CUDA graph cannot do",
-            "give allgather, or --moe-pad-expert-input-to-capacity with "
-            f"--moe-expert-capacity-factor{instead}",
         )

@@ -12,7 +12,6 @@ from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, MAM
 from megatron_packed.config.options import derived_option, option
 from megatron_packed.config.parallel_layout import layout_problems
 from megatron_packed.config.section import Section, Sound
-from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.config.sections.expert_rules import expert_rules
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.sections.model_parts.divisors import divisors, every_divisor, in_words
@@ -235,13 +234,12 @@ def parallel_rules(
     parallel: ParallelConfig,
     model: ModelConfig,
     packing: PackingConfig,
-    graphs: CudaGraphConfig,
     sound: Sound,
 ) -> Iterator[Problem]:
     """Yield problems between the layout and other sections. See `Sound` for ``sound``."""
     yield from _dense_rules(parallel, model, packing, sound)
     if sound("parallel.expert_model_parallel_size", "model.hybrid_layer_pattern"):
-        yield from expert_rules(parallel, model, packing, graphs, sound)
+        yield from expert_rules(parallel, model, packing, sound)
 
 
 def _dense_rules(

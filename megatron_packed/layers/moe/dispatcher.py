@@ -8,26 +8,26 @@ tokens.
 weighted sum of its experts' results. Routes to ``NOWHERE`` (of the tail, or of tokens beyond a
 capacity) have no row and add nothing to the sum.
 
-| dispatcher         | transfer, in forward and in backward             | shapes  | host sync    |
-|--------------------|--------------------------------------------------|---------|--------------|
-| `local`            | none: this rank has all experts                  | static  | none         |
-| `allgather`        | all tokens to all ranks, then sums of rows back  | static  | none         |
-| `alltoall`         | tokens to the ranks of their experts, then back  | dynamic | one (counts) |
-| `alltoall`, padded | the same, padded to each expert's capacity       | static  | none         |
+| dispatcher          | transfer, in forward and in backward             | shapes  | host sync    |
+|---------------------|--------------------------------------------------|---------|--------------|
+| `local`             | none: this rank has all experts                  | static  | none         |
+| `allgather`         | all tokens to all ranks, then sums of rows back  | static  | none         |
+| `alltoall`          | tokens to the ranks of their experts, then back  | dynamic | one (counts) |
+| `alltoall`, bounded | the same, in equal parts of a bounded size       | static  | none         |
+| `alltoall`, padded  | the same, padded to each expert's capacity       | static  | none         |
 
 [Note: static expert buffer]
 Under `allgather` the number of rows that a rank's experts need is known only on the device. So the
 buffer for these rows has a fixed size. The default is the worst case, ``G min(K, E / e)`` rows.
-With ``--moe-expert-rank-capacity-factor`` it is ``factor T K`` rows; a factor of 1 fits a balanced
-load. Rows that do not fit into the buffer are left out. All ranks of the expert-parallel group then
-set ``overflow`` to 1 on the device; each of them has all routes, so their values agree. The results
-of such a step are wrong and must be discarded. Repeat the step inside
-``HybridModel.full_expert_buffers()``, which gives every buffer its worst-case size.
+``--moe-expert-rank-capacity-factor`` sets smaller bounds, also for the parts that `alltoall` sends.
+See [Note: bounds of expert buffers]. Rows that do not fit are left out. All ranks of the
+expert-parallel group then set ``overflow`` to 1 on the device; each of them knows all counts, so
+their values agree. The results of such a step are wrong and must be discarded. Repeat the step
+inside ``HybridModel.full_expert_buffers()``, which gives every buffer the size that it needs.
 """
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -42,6 +42,7 @@ from megatron_packed.distributed.collectives import all_gather_rows
 from megatron_packed.distributed.differentiable import gather_rows, scatter_rows
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.moe.capacity import expert_capacity
+from megatron_packed.layers.moe.expert_room import ExpertRoom, bounded_rows
 from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.ops.permute.api import Permuted, permute, unpermute
 
@@ -67,12 +68,18 @@ class Dispatched:
     """int32: end of the rows of each of this rank's experts."""
     overflow: Tensor
     """0-d float32: 1 if rows did not fit into the buffer. See [Note: static expert buffer]."""
+    rows_2: Tensor
+    """``(2,)`` float32: most rows of a rank and of a peer that the routing needs; 0 if no bound
+    limits them. See [Note: bounds of expert buffers].
+    """
     permuted: Permuted
     """Rows of the tokens that this rank combines, with their original order."""
     weights_TK: Tensor
     """``(T, K)`` weights of the routes, or ``(G, K)`` if this rank combines all ranks' tokens."""
     exchange: Exchange | None = None
     """Numbers of exchanged rows, if they depend on the routing; else None."""
+    arrived: Permuted | None = None
+    """Received rows, sorted by this rank's experts, if they arrived in parts of a bounded size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,11 +115,8 @@ class Dispatcher(ABC):
         self.backend = backends.permute
         self.num_experts = config.num_experts
         self.num_local = config.num_experts // ep.size
-        self.full_buffer = False
-        """True gives the buffer its worst-case size, independent of the configuration.
-
-        The host reads this flag. CUDA graphs are captured while the flag is False.
-        """
+        self.room = ExpertRoom.of(config.moe_expert_rank_capacity_factor)
+        """Bounds of the buffers; the model sets the same object for all its layers."""
 
     @abstractmethod
     def dispatch(
@@ -175,6 +179,26 @@ class Dispatcher(ABC):
         """
         return self.worst_rows(tokens)
 
+    def buffer(self, tokens: int, bytes_per_row: int) -> ExpertBuffer:
+        """Return the sizes of the buffer for this rank's experts."""
+        return ExpertBuffer(
+            rows=self.buffer_rows(tokens),
+            worst_rows=self.worst_rows(tokens),
+            bytes_per_row=bytes_per_row,
+        )
+
+    def bounded_rows(self, tokens: int) -> int:
+        """Return the rows of the buffer for this rank's experts under the bound of their number."""
+        worst, bounds = self.worst_rows(tokens), self.room.bounds
+        if bounds is None:
+            return worst
+        even = tokens * self.config.moe_router_topk
+        return self.room.same_tiles(bounded_rows(even, bounds.rank, worst), self.num_local, worst)
+
+    def exact_rows(self, needed: int, tokens: int) -> int:
+        """Return the rows of a buffer for ``needed`` rows."""
+        return self.room.same_tiles(max(needed, 1), self.num_local, self.worst_rows(tokens))
+
 
 class LocalDispatcher(Dispatcher):
     """Dispatcher for one rank with all experts: a permutation of rows without communication."""
@@ -183,13 +207,15 @@ class LocalDispatcher(Dispatcher):
         self, x_TD: Tensor, topk_expert_ids_TK: Tensor, topk_weights_TK: Tensor
     ) -> Dispatched:
         rows = self.buffer_rows(x_TD.shape[0])
+        never, no_rows = _never(x_TD), _no_rows(x_TD)
         permuted = permute(
             x_TD, topk_expert_ids_TK, self.num_experts, rows=rows, backend=self.backend
         )
         return Dispatched(
             x_RD=permuted.x_RD,
             offsets_E=permuted.offsets_E,
-            overflow=_never(x_TD),
+            overflow=never,
+            rows_2=no_rows,
             permuted=permuted,
             weights_TK=topk_weights_TK,
         )
@@ -219,11 +245,18 @@ class AllGatherDispatcher(Dispatcher):
         ids_GK = numbers_GK.detach().to(torch.int32)
         # Ids of experts on other ranks become negative or too large, so `permute` ignores them.
         local_GK = ids_GK - self.ep.rank * self.num_local
+        rows_e = self._rows_of_ranks(ids_GK) if self.room.bounds is not None else None
+        if rows_e is not None and self.room.exact:
+            rows = self.exact_rows(int(rows_e[self.ep.rank].item()), x_TD.shape[0])
         permuted = permute(x_GD, local_GK, self.num_local, rows=rows, backend=self.backend)
+        rows_2 = (
+            _no_rows(x_TD) if rows_e is None else F.pad(rows_e.amax(dim=0, keepdim=True), (0, 1))
+        )
         return Dispatched(
             x_RD=permuted.x_RD,
             offsets_E=permuted.offsets_E,
-            overflow=self._overflow(ids_GK, rows),
+            overflow=(rows_2[0] > rows).float() if self.room.fixed else _never(x_TD),
+            rows_2=rows_2,
             permuted=permuted,
             weights_TK=weights_GK,
         )
@@ -232,26 +265,24 @@ class AllGatherDispatcher(Dispatcher):
         return scatter_rows(self.add_up(y_RD, dispatched), self.ep.group)
 
     def buffer_rows(self, tokens: int) -> int:
-        worst, factor = self.worst_rows(tokens), self.config.moe_expert_rank_capacity_factor
-        if factor is None or self.full_buffer:
-            return worst
-        return min(worst, math.ceil(tokens * self.config.moe_router_topk * factor))
+        return self.bounded_rows(tokens)
 
-    def _overflow(self, ids_GK: Tensor, rows: int) -> Tensor:
-        """Return 1 if the experts of any rank need more than ``rows`` rows; equal on all ranks."""
-        if rows == self.worst_rows(ids_GK.shape[0] // self.ep.size):
-            return _never(ids_GK)
+    def _rows_of_ranks(self, ids_GK: Tensor) -> Tensor:
+        """Return ``(e,)`` float32 numbers of rows that the experts of each rank need.
+
+        Every rank has all routes, so it returns the same numbers.
+        """
         # `rank_S` is -1 for a route without an expert (NOWHERE), which no rank counts.
         rank_S = torch.div(ids_GK.flatten(), self.num_local, rounding_mode="floor")
-        load_e = (rank_S[:, None] == torch.arange(self.ep.size, device=rank_S.device)).sum(dim=0)
-        return (load_e > rows).any().to(torch.float32)
+        counted_Se = rank_S[:, None] == torch.arange(self.ep.size, device=rank_S.device)
+        return counted_Se.sum(dim=0).float()
 
 
 class AllToAllDispatcher(Dispatcher):
     """Dispatcher that sends each token to the ranks of its experts, once per expert, and back.
 
     The host reads the numbers of rows from the device once per layer and forward pass. This host
-    sync cannot be captured in a CUDA graph.
+    sync cannot be captured in a CUDA graph, but `BoundedAllToAllDispatcher` can.
     """
 
     static = False
@@ -274,12 +305,17 @@ class AllToAllDispatcher(Dispatcher):
             expert_eL.flatten(), mine_eL.flatten(), output_size=sum(received)
         )
         arrived = permute(
-            x_SD, ids_S[:, None], local, rows=max(sum(received), 1), backend=self.backend
+            x_SD,
+            ids_S[:, None],
+            local,
+            rows=self.exact_rows(sum(received), x_TD.shape[0]),
+            backend=self.backend,
         )
         return Dispatched(
             x_RD=arrived.x_RD,
             offsets_E=arrived.offsets_E,
             overflow=_never(x_TD),
+            rows_2=rows_needed(counts_eeL),
             permuted=permuted,
             weights_TK=topk_weights_TK,
             exchange=Exchange(sent, received, arrived),
@@ -322,6 +358,7 @@ class PaddedAllToAllDispatcher(Dispatcher):
             x_RD=there.transpose(0, 1).reshape(local * ranks * capacity, -1),
             offsets_E=ends_L * (ranks * capacity),
             overflow=_never(x_TD),
+            rows_2=_no_rows(x_TD),
             permuted=permuted,
             weights_TK=topk_weights_TK,
         )
@@ -335,17 +372,21 @@ class PaddedAllToAllDispatcher(Dispatcher):
         return self.num_local * self.ep.size * self.capacity(tokens)
 
 
-def make_dispatcher(config: ModelConfig, ep: ExpertParallel, backends: Backends) -> Dispatcher:
-    """Return the dispatcher that ``config`` selects, or `LocalDispatcher` without a group."""
-    if ep.group is None:
-        return LocalDispatcher(config, ep, backends)
-    padded = (
-        PaddedAllToAllDispatcher if config.moe_pad_expert_input_to_capacity else AllToAllDispatcher
-    )
-    kinds: dict[str, type[Dispatcher]] = {"allgather": AllGatherDispatcher, "alltoall": padded}
-    return kinds[config.moe_token_dispatcher_type](config, ep, backends)
+def rows_needed(counts_eeL: Tensor) -> Tensor:
+    """Return ``(2,)`` float32: the most rows of a rank's experts, and the most rows of a peer.
+
+    Args:
+        counts_eeL: rows from each rank to each rank, by expert of the receiving rank.
+    """
+    counts_ee = counts_eeL.sum(dim=2)
+    return torch.stack([counts_ee.sum(dim=0).amax(), counts_ee.amax()]).float()
 
 
 def _never(x: Tensor) -> Tensor:
     """Return a 0-d zero on the device of ``x``, for a buffer that cannot overflow."""
     return torch.zeros((), dtype=torch.float32, device=x.device)
+
+
+def _no_rows(x: Tensor) -> Tensor:
+    """Return ``(2,)`` zeros on the device of ``x``, for rows that no bound limits."""
+    return torch.zeros(2, dtype=torch.float32, device=x.device)

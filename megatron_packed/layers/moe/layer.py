@@ -33,9 +33,9 @@ from megatron_packed.layers.moe.aux_loss import (
     experts_by_score,
 )
 from megatron_packed.layers.moe.capacity import NOWHERE, drop_beyond_capacity, expert_capacity
-from megatron_packed.layers.moe.dispatcher import make_dispatcher
 from megatron_packed.layers.moe.experts import GroupedExperts
 from megatron_packed.layers.moe.global_balance import Balance
+from megatron_packed.layers.moe.make_dispatcher import make_dispatcher
 from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.layers.moe.router import Router, Routing
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
@@ -60,6 +60,10 @@ class MoEReport(NamedTuple):
 
     The value is equal on all ranks of the expert-parallel group. See [Note: static expert buffer].
     """
+    rows_2: Tensor
+    """``(2,)`` float32: most rows of a rank and of a peer that the routing needs, also equal on all
+    these ranks; 0 without bounds. See [Note: bounds of expert buffers].
+    """
     balance: Balance | tuple[()]
     """Load of the experts in training with ``global_aux_loss``, else an empty tuple."""
 
@@ -73,6 +77,7 @@ class MoEOutput(NamedTuple):
     tokens_per_expert_E: Tensor
     dropped: Tensor
     overflow: Tensor
+    rows_2: Tensor
     balance: Balance | tuple[()]
 
     @property
@@ -204,7 +209,7 @@ class MoE(nn.Module):
         y_TL = self.dispatcher.combine(y_RL, dispatched)
         if self.ep.splits_tokens:
             y_TL = self.ep.unshare(y_TL)
-        overflow = dispatched.overflow
+        overflow, rows_2 = dispatched.overflow, dispatched.rows_2
         # Free these tensors before the shared expert allocates memory; autograd holds what the
         # backward pass needs.
         del dispatched, y_RL, routed_TL
@@ -215,7 +220,7 @@ class MoE(nn.Module):
         balance: Balance | tuple[()] = ()
         if self.balances_all_ranks and self.training:
             balance = self._balance(routing.logits_TE, chosen_TE, valid_T)
-        return MoEOutput(y_TD, aux_loss, chosen_TE.sum(dim=0), dropped, overflow, balance)
+        return MoEOutput(y_TD, aux_loss, chosen_TE.sum(dim=0), dropped, overflow, rows_2, balance)
 
     def _leave_with_shared_expert(self, y_TD: Tensor, own_TD: Tensor, x_TD: Tensor) -> Tensor:
         """Leave the region of the experts, and add the shared expert's output.

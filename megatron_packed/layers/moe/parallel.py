@@ -119,12 +119,12 @@ class ExpertParallel:
         rows = x_TK.shape[0] // self.token_parts
         return x_TK.narrow(0, self.tp.rank // self.split.size * rows, rows)
 
-    def agree(self, overflow: Tensor) -> Tensor:
-        """Return the maximum of ``overflow`` over the tensor-parallel ranks.
+    def agree(self, values: Tensor) -> Tensor:
+        """Return the maxima of ``values`` over the tensor-parallel ranks.
 
         There is no communication if these ranks dispatch the same tokens: their values are equal.
         """
-        return all_reduce_max(overflow.clone(), self.tp.group) if self.splits_tokens else overflow
+        return all_reduce_max(values.clone(), self.tp.group) if self.splits_tokens else values
 
     def shard(self, num_experts: int, *segments: SplitSegment, dim: int) -> Shard:
         """Return this rank's shard of stacked matrices ``(E, ...)``.

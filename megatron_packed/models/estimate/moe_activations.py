@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from megatron_packed.config.layer_pattern import MOE
+from megatron_packed.layers.moe.bounded_all_to_all import BoundedAllToAllDispatcher
 from megatron_packed.layers.moe.dispatcher import (
     AllGatherDispatcher,
     AllToAllDispatcher,
@@ -38,6 +39,9 @@ class _MoESizes:
         """
         self.rows, self.returned = _expert_rows(dispatcher, self.entered, even=rank.even)
         """Numbers of rows that the experts of this rank process and that the combination reads."""
+        bounded = isinstance(dispatcher, BoundedAllToAllDispatcher)
+        self.received = self.returned if bounded else self.rows
+        """Number of rows that this rank receives from other ranks, unused rows included."""
         self.row = rank.config.routed_width * b
         self.first = mixer.experts.fc1.shape[1] * b
         self.inner = mixer.experts.fc2.shape[2] * b
@@ -106,7 +110,7 @@ def _of_shared(saved: dict[str, Term]) -> frozenset[str]:
 
 def _forward(rank: RankSizes, sizes: _MoESizes, saved: dict[str, Term]) -> tuple[Moment, ...]:
     # The exchange holds rows as sent, rows as received, and rows on their way back.
-    exchanged = (sizes.returned + 2 * sizes.rows) * sizes.row if sizes.exchanges else 0
+    exchanged = (sizes.returned + 2 * sizes.received) * sizes.row if sizes.exchanges else 0
     experts = {
         Purpose.ACTIVATIONS: rank.inside_bytes + sizes.latent * sizes.entered * sizes.row,
         Purpose.EXPERTS: exchanged,
@@ -132,7 +136,7 @@ def _backward(rank: RankSizes, sizes: _MoESizes, saved: dict[str, Term]) -> tupl
         }
         return Moment(f"backward of {what}", amounts, of_shared | {*absent})
 
-    moving = (sizes.returned + rows) * sizes.row if sizes.exchanges else 0
+    moving = (sizes.returned + sizes.received) * sizes.row if sizes.exchanges else 0
     moving += sizes.moved // 2
     output, activation = "experts.output", "experts.activation"
     everything = [key for key in saved if key.startswith("experts.")]
@@ -174,6 +178,8 @@ def _expert_rows(dispatcher: Dispatcher, tokens: int, *, even: bool) -> tuple[in
     routes = tokens * dispatcher.config.moe_router_topk
     if isinstance(dispatcher, PaddedAllToAllDispatcher):
         return dispatcher.buffer_rows(tokens), dispatcher.num_experts * dispatcher.capacity(tokens)
+    if isinstance(dispatcher, BoundedAllToAllDispatcher):
+        return dispatcher.buffer_rows(tokens), dispatcher.ep.size * dispatcher.part_rows(tokens)
     if isinstance(dispatcher, AllToAllDispatcher):
         return (
             min(routes, dispatcher.worst_rows(tokens)) if even else dispatcher.worst_rows(tokens)

@@ -1,7 +1,8 @@
 """MLPs of the experts in plain PyTorch: each expert runs on all rows, and a mask selects the results.
 
-This is E times the work. The shapes of the products do not depend on the routing, so a row's result
-depends only on the row.
+This is E times the work. Each product takes a block of rows of a fixed size, so a row's result depends
+only on the row. Autograd adds up a weight's gradient block by block, and the unused rows at the end
+add zeros. So it does not depend on their number.
 """
 
 from __future__ import annotations
@@ -9,13 +10,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
-from torch.nn.functional import linear
+from torch import Tensor, split
+from torch.nn.functional import linear, pad
 
 from megatron_packed.ops.activation.api import Kind, activation
 
 if TYPE_CHECKING:
     from megatron_packed.ops.grouped_mlp.api import GroupedMLPInputs
+
+
+_BLOCK = 256
+"""Rows of the block that one product takes."""
 
 
 def not_supported_reasons(inputs: GroupedMLPInputs) -> list[str]:
@@ -39,11 +44,14 @@ def fc2(x_RF: Tensor, w2_EDF: Tensor, offsets_E: Tensor) -> Tensor:
 
 
 def _grouped_linear(x_RI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
-    row_R1 = torch.arange(x_RI.shape[0], device=x_RI.device)[:, None]
+    rows = x_RI.shape[0]
+    blocks = split(pad(x_RI, (0, 0, 0, -rows % _BLOCK)), _BLOCK)
+    row_R1 = torch.arange(rows, device=x_RI.device)[:, None]
     start = torch.zeros_like(offsets_E[0])
-    y_RO = x_RI.new_zeros(x_RI.shape[0], weight_EOI.shape[1])
-    for expert in range(weight_EOI.shape[0]):
-        mine_R1 = (row_R1 >= start) & (row_R1 < offsets_E[expert])
-        start = offsets_E[expert]
-        y_RO = torch.where(mine_R1, linear(x_RI, weight_EOI[expert]), y_RO)
+    y_RO = x_RI.new_zeros(rows, weight_EOI.shape[1])
+    for weight_OI, end in zip(weight_EOI.unbind(), offsets_E.unbind(), strict=True):
+        mine_R1 = (row_R1 >= start) & (row_R1 < end)
+        start = end
+        product_RO = torch.cat([linear(block_BI, weight_OI) for block_BI in blocks])
+        y_RO = torch.where(mine_R1, product_RO[:rows], y_RO)
     return y_RO

@@ -63,6 +63,7 @@ def permute(
     *,
     rows: int | None = None,
     rows_per_expert: int | None = None,
+    rows_per_part: tuple[int, int] | None = None,
     backend: str = "auto",
 ) -> Permuted:
     """Copy each token to the rows of its experts.
@@ -77,6 +78,8 @@ def permute(
             row.
         rows_per_expert: number of rows of each expert, so that R is E times this number. An expert
             with fewer routes has zeros in its last rows; routes beyond the number get no row.
+        rows_per_part: (number of parts, rows of each part): the same for parts that each hold an
+            equal number of consecutive experts.
     Raises:
         ValueError: the shapes do not fit together.
         NoBackendError: the requested backend does not support these inputs.
@@ -88,7 +91,10 @@ def permute(
     _check_permute(x_TD, topk_ids_TK, valid_T)
     tokens, routes = topk_ids_TK.shape
     sorted_S, route_S, ends_E = _sort_routes(topk_ids_TK, valid_T, num_experts)
-    if rows_per_expert is None:
+    if rows_per_part is not None:
+        rows = rows_per_part[0] * rows_per_part[1]
+        row_S, offsets_E = _rows_in_parts(sorted_S, ends_E, *rows_per_part)
+    elif rows_per_expert is None:
         rows = tokens * routes if rows is None else rows
         row_S, offsets_E = _rows_in_order(ends_E, tokens * routes, rows)
     else:
@@ -172,6 +178,26 @@ def _rows_with_padding(
     row_S = row_S.masked_fill((place_S >= rows_per_expert) | (sorted_S == num_experts), -1)
     number_E = torch.arange(1, num_experts + 1, dtype=torch.int32, device=ends_E.device)
     return row_S, number_E * rows_per_expert
+
+
+def _rows_in_parts(
+    sorted_S: Tensor, ends_E: Tensor, parts: int, rows_per_part: int
+) -> tuple[Tensor, Tensor]:
+    """Assign rows to the sorted routes, with the same number of rows for each part of the experts.
+
+    Returns:
+        the same tensors as `_rows_in_order`.
+    """
+    experts = ends_E.shape[0] // parts
+    row_S, _ = _rows_with_padding(
+        torch.div(sorted_S, experts, rounding_mode="floor"),
+        ends_E[experts - 1 :: experts],
+        rows_per_part,
+    )
+    ends_PE = ends_E.view(parts, experts)
+    starts_P1 = F.pad(ends_PE[:-1, -1], (1, 0))[:, None]
+    first_P1 = torch.arange(parts, dtype=torch.int32, device=ends_E.device)[:, None] * rows_per_part
+    return row_S, ((ends_PE - starts_P1).clamp(max=rows_per_part) + first_P1).flatten()
 
 
 def unpermute(

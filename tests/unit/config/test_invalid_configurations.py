@@ -131,8 +131,13 @@ INVALID = [
         {"--moe-pad-expert-input-to-capacity": "capacity-factor"},
     ),
     (
-        f"{MOE} --moe-expert-rank-capacity-factor 1.5 --moe-token-dispatcher-type alltoall",
-        {"--moe-expert-rank-capacity-factor": "allgather"},
+        f"{MOE} --moe-expert-rank-capacity-factor auto --moe-token-dispatcher-type alltoall "
+        "--moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity",
+        {"--moe-expert-rank-capacity-factor": "leave one of them out"},
+    ),
+    (
+        f"{MOE} --moe-expert-rank-capacity-factor most",
+        {"--moe-expert-rank-capacity-factor": "auto"},
     ),
     (f"{MOE} --seq-length 2000000000", {"--moe-router-topk": "4000000000"}),
     ("--seq-length 1", {"--seq-length": ">= 2"}),
@@ -446,15 +451,6 @@ INVALID = [
     (
         f"^3 {MOE} --expert-model-parallel-size 3",
         {"--expert-model-parallel-size": "(4) choose from 1, 2, 4"},
-    ),
-    (
-        f"^2 {MOE} --expert-model-parallel-size 2 --cuda-graph-impl local --moe-token-dispatcher-type alltoall",
-        {"--moe-token-dispatcher-type": "--cuda-graph-modules without moe"},
-    ),
-    (
-        f"^2 {MOE} --expert-model-parallel-size 2 --cuda-graph-impl full_iteration "
-        "--moe-token-dispatcher-type alltoall",
-        {"--moe-token-dispatcher-type": "give allgather, or --moe-pad-expert-input-to-capacity"},
     ),
     (
         "--overlap-param-gather",

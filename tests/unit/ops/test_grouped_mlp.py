@@ -109,3 +109,22 @@ def test_what_cannot_be_is_refused_with_its_numbers():
         NoBackendError, match=r"must be bfloat16; channels \(6\) is not divisible by 8"
     ):
         grouped_mlp(x, w1, w2, offsets, activation="gelu", backend="grouped_mm")
+
+
+def test_unused_rows_change_no_bit():
+    """Bounds of expert buffers rely on it: 90 used rows in buffers of several sizes."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    x_RD, dy_RD = torch.randn(2, 90, 64, generator=generator)
+    weights = [torch.randn(4, *shape, generator=generator) for shape in ((48, 64), (64, 48))]
+    for rows in (90, 257, 1000):
+        x, *leaves = (
+            tensor.clone().requires_grad_()
+            for tensor in (torch.nn.functional.pad(x_RD, (0, 0, 0, rows - 90)), *weights)
+        )
+        offsets = torch.tensor([20, 20, 61, 90], dtype=torch.int32)
+        y = grouped_mlp(x, *leaves, offsets, activation="squared_relu", backend="reference")
+        y.backward(torch.nn.functional.pad(dy_RD, (0, 0, 0, rows - 90)))
+        found.append([y[:90].detach(), x.grad[:90], *(leaf.grad for leaf in leaves)])
+    for others in found[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(found[0], others, strict=True))

@@ -12,6 +12,7 @@ import pytest
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.sections.logging import LoggingConfig
 from megatron_packed.cuda_graphs.fallback_reasons import GraphCounters
+from megatron_packed.layers.moe.expert_room import ExpertRoom, Load
 from megatron_packed.memory.offload_figures import OffloadFigures
 from megatron_packed.reporting.curves import read_jsonl
 from megatron_packed.training import experiment_trackers as trackers
@@ -273,6 +274,8 @@ def test_what_is_no_number_is_not_sent() -> None:
 def test_every_number_of_a_step_has_a_group() -> None:
     """Services show the part before the slash as a section, and names do not depend on the run."""
     experts = ExpertFigures.of([30.0, 10.0], 1, 7, [8.0])
+    assert experts is not None
+    experts = experts.in_room(ExpertRoom.of("auto"), Load(1.1, 1.2))
     graphs = GraphFigures.since((0, 0), GraphCounters())
     offload = OffloadFigures(buffers=2, moved_mib=1.0, loaded_mib=1.0)
     line = replace(

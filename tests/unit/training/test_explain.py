@@ -19,6 +19,7 @@ from megatron_packed.training.build_job import backends_of, build_model
 from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.explain import capabilities, explain, kernel
 from megatron_packed.training.explain_graphs import graph_capabilities
+from megatron_packed.training.explain_parallelism import parallel_capabilities
 from megatron_packed.training.explain_run import PlannedRun
 from megatron_packed.training.kernel_inputs import op_inputs
 from megatron_packed.training.kernels import chosen_kernels
@@ -266,24 +267,19 @@ def test_routers_alone_leave_experts_eager():
     )
 
 
-@pytest.mark.parametrize("modules", [("attn",), ("attn", "moe_router")])
-def test_experts_that_no_graph_can_hold_are_not_advised_without_another_dispatcher(modules):
-    """Advice to capture experts or whole steps is given only if it would not be refused."""
-    flags = [
-        "--expert-model-parallel-size",
-        "2",
-        "--moe-token-dispatcher-type",
-        "alltoall",
-        "--global-batch-size",
-        "2",
-    ]
-    graphs = ["--cuda-graph-impl", "local", "--cuda-graph-modules", *modules]
-    config = parse([*FLAGS, *flags, *graphs], world_size=2)
-    found = {row.name.strip(): row for row in graph_capabilities(config, torch.device("cuda"))}
-    assert found["moe"].advice.startswith("--moe-token-dispatcher-type allgather, then ")
-    assert found["the rest"].state == "off" and not found["the rest"].advice
-    (row,) = graph_capabilities(parse([*FLAGS, *flags], world_size=2), torch.device("cuda"))
-    assert row.advice == "--cuda-graph-impl local, --moe-token-dispatcher-type allgather"
+def test_experts_that_ask_for_rows_are_told_of_bounds():
+    flags = (
+        "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --global-batch-size 2"
+    )
+    bounds = {
+        "": "--moe-expert-rank-capacity-factor auto, or --moe-token-dispatcher-type allgather",
+        "--cuda-graph-impl local --cuda-graph-modules attn moe": "",
+        "--moe-expert-rank-capacity-factor auto": "",
+    }
+    for more, advice in bounds.items():
+        config = parse([*FLAGS, *flags.split(), *more.split()], world_size=2)
+        found = {row.name: row for row in parallel_capabilities(config, 2)}
+        assert found["expert parallelism"].advice == advice, more
 
 
 def test_graphs_by_transformer_engine_and_why_there_are_none(monkeypatch):

@@ -12,6 +12,8 @@ from megatron_packed.config.sections.model_parts.divisors import divisors
 from megatron_packed.config.sections.model_parts.stack import StackOptions
 
 EXPERTS = "mixture of experts"
+MEASURE = "auto"
+"""Value of ``--moe-expert-rank-capacity-factor`` that derives the bounds from observed routing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,12 +188,14 @@ class ExpertOptions(StackOptions):
         training_only=True,
         not_built={"flex": "give allgather (no host sync) or alltoall (less traffic)"},
     )
-    moe_expert_rank_capacity_factor: float | None = option(
+    moe_expert_rank_capacity_factor: float | str | None = option(
         None,
-        "Size of the row buffer for a rank's experts with allgather, as a multiple of an even "
-        "share. A step that needs more rows is skipped and repeated with the full buffer. The "
-        "buffer fits the worst case when not given.",
+        "Bound of the rows that a rank's experts, and a part sent by alltoall, can take, as a "
+        "multiple of an even share. A step that needs more rows is not applied and repeated. auto "
+        "observes the routing and raises the bound when needed; it is the default if CUDA graphs "
+        "capture experts. Otherwise there is no bound.",
         group=EXPERTS,
+        word=MEASURE,
         above=0,
         training_only=True,
     )
@@ -229,6 +233,7 @@ class ExpertOptions(StackOptions):
         return (
             self.moe_token_dispatcher_type == "alltoall"  # noqa: S105
             and not self.moe_pad_expert_input_to_capacity
+            and self.moe_expert_rank_capacity_factor is None
         )
 
     def expert_rules(self, sound: Sound, known: bool, has_experts: bool) -> Iterator[Problem]:
@@ -257,13 +262,15 @@ class ExpertOptions(StackOptions):
                 "needs --moe-expert-capacity-factor, which sets the capacity to pad to",
                 "add --moe-expert-capacity-factor, or leave it out",
             )
-        dispatcher = self.moe_token_dispatcher_type
-        if self.moe_expert_rank_capacity_factor is not None and dispatcher != "allgather":
+        if (
+            self.moe_expert_rank_capacity_factor is not None
+            and self.moe_pad_expert_input_to_capacity
+        ):
             yield Problem(
                 "--moe-expert-rank-capacity-factor",
                 str(self.moe_expert_rank_capacity_factor),
-                "sets the buffer size of the allgather dispatcher only",
-                "give --moe-token-dispatcher-type allgather, or leave it out",
+                "bounds buffers that --moe-pad-expert-input-to-capacity already gives a fixed size",
+                "leave one of them out",
             )
 
     def _router_rules(self, sound: Sound) -> Iterator[Problem]:

@@ -1,0 +1,129 @@
+"""Tests of bounded expert buffers: no bound changes a bit, and overflows raise the bounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_packed.cuda_graphs.layer_graphs import LayerGraphs
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.testing import WorkerPools
+from megatron_packed.layers.moe.expert_room import Load
+from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.training.build_graphs import capture_graphs, released
+from megatron_packed.training.build_job import Job, build_job
+from megatron_packed.training.expert_bounds import ExpertBounds
+from support.layouts import VOCAB, Way, config_of, step_values
+from support.parallel_graphs import LENGTHS, graphed, step_of
+from support.whole_state import everything, same_bits
+
+FACTOR = "moe_expert_rank_capacity_factor"
+BYPASSED = "it needs an expert buffer for all rows, and its graphs have a smaller buffer"
+
+
+def results_of(
+    groups: ParallelGroups, way: Way, factor: float | str | None, exact: bool = False
+) -> tuple[list[Tensor], float]:
+    """Return losses, counts and all gradients of some packs, and the number of overflows."""
+    config = config_of(way, **{FACTOR: factor, "hybrid_layer_pattern": "E*E/E"})
+    job, found, overflow = build_job(config, groups, VOCAB), [], 0.0
+    job.model.expert_room.exact = exact
+    for micro_batch in step_of(way, groups, 0, LENGTHS):
+        output = job.model.forward_backward(micro_batch)
+        found += [output.loss, output.per_token_loss_T.clone(), output.tokens_per_expert]
+        overflow += float(output.expert_overflow)
+    gradients = [parameter.main_grad for parameter in job.buffers.parameters.values()]
+    assert all(gradient.abs().max() > 0 for gradient in gradients)
+    return [*found, *(gradient.clone() for gradient in gradients)], overflow
+
+
+def compared_bounds(
+    groups: ParallelGroups, way: Way, factors: list[Any]
+) -> tuple[list[bool], list[float]]:
+    """Compare runs with bounds with the run without bounds, bit for bit."""
+    wanted, _ = results_of(groups, way, None)
+    found = [results_of(groups, way, factor) for factor in factors]
+    found.append(results_of(groups, way, 0.1, exact=True))
+    equal = [
+        all(torch.equal(x, y) for x, y in zip(results, wanted, strict=True)) for results, _ in found
+    ]
+    return equal, [overflow for _, overflow in found]
+
+
+@pytest.mark.shows("eager", "EP alltoall", of=lambda way: (way.world_size, config_of(way)))
+@pytest.mark.parametrize(
+    "way",
+    [
+        Way(2, ep_size=2),
+        Way(4, 2, True, ep_size=4, expert_tp_size=1),
+        Way(4, ep_size=2, cp_size=2),
+    ],
+    ids=str,
+)
+def test_no_bound_changes_a_bit(way: Way, pools: WorkerPools) -> None:
+    for dispatcher in ("alltoall", "allgather"):
+        way = way._replace(dispatcher=dispatcher)
+        factors = [0.5, "auto", float(way.ep_size)]
+        for equal, overflows in pools.run(
+            compared_bounds, way.world_size, way, factors, layout=way.layout
+        ):
+            fits = [overflow == 0 for overflow in overflows]
+            assert equal == fits and not fits[0] and all(fits[-2:]), (dispatcher, overflows)
+
+
+def overflowing(groups: ParallelGroups, way: Way, impl: str) -> dict[str, Any]:
+    """Run a step whose routing exceeds the bounds, then steps after the bounds were raised."""
+    job, graphs, _ = graphed(way, groups, {}, impl)
+    eager = build_job(config_of(way), groups, VOCAB)
+    said: list[str] = []
+    bounds = ExpertBounds(job.step, groups, packs_per_step=4, say=said.append)
+    room, steps = bounds.room, [step_of(way, groups, number, LENGTHS) for number in range(3)]
+    with released(graphs):
+        bounds.observe(steps[0])
+        observed, room.bounds = room.bounds, Load(0.3, 0.3)
+        capture_graphs(graphs, job.step, 4, groups)
+        found = {"held": [], "equal": [], "fallbacks": []}
+        for micro_batches in steps:
+            wanted = eager.step(micro_batches, 1e-2).clone()
+            values = job.step(micro_batches, 1e-2).clone()
+            found["held"].append(step_values(values.tolist()).held)
+            if found["held"][-1]:
+                bounds.make_room()
+                values = job.step.redo(micro_batches, 1e-2).clone()
+                bounds.raise_for(job.step.layout.counts_of(job.step.numbers.tolist()))
+            found["equal"].append(torch.equal(values, wanted))
+            found["fallbacks"].append(dict(graphs.counters.fallbacks))
+        found["validated"] = validated(job, steps[0]) == validated(eager, steps[0])
+    state = zip(everything(job), everything(eager), strict=True)
+    found["state"] = all(same_bits(one[3], other[3]) for one, other in state)
+    # The observed routing is that of the first step, so its bounds are those of the repeated step.
+    used = 2 if way.dispatcher == "alltoall" else 1
+    found["raised"] = room.bounds[:used] == observed[:used] and min(observed[:used]) > 0.3
+    return found | {"said": said, "replays": graphs.counters.replays}
+
+
+def validated(job: Job, micro_batches: list[MicroBatch]) -> tuple[float, float]:
+    job.step.validation_loss.zero_()
+    # Whole steps are captured here without validation.
+    layers = isinstance(job.step.graphs, LayerGraphs | None)
+    for micro_batch in micro_batches:
+        (job.step.validate if layers else job.step.validation_micro_batch)(micro_batch)
+    return float(job.step.validation_loss), float(job.step.validation_overflow)
+
+
+@pytest.mark.shows(lambda impl: f"graphs: {impl}", "EP alltoall", "EP allgather")
+@pytest.mark.parametrize("impl", ["local", "full_iteration"])
+def test_an_overflow_is_repeated_and_raises_the_bounds(impl: str, pools: WorkerPools) -> None:
+    for dispatcher in ("allgather", "alltoall"):
+        way = Way(2, ep_size=2, dispatcher=dispatcher)
+        for found in pools.run(overflowing, 2, way, impl, layout=way.layout):
+            assert found["held"] == [True, False, False], found
+            assert found["equal"] == [True] * 3 and found["state"] and found["validated"]
+            # Only the repeated step ran eagerly; the steps after it were replayed.
+            assert found["fallbacks"] == [{BYPASSED: 2}] * 3 and found["replays"] == (
+                8 if impl == "local" else 6
+            )
+            assert found["raised"] and "captured again" in found["said"][-1], found
