@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.layers.context_parallel import ContextParallel
-from megatron_packed.layers.hybrid_layer import HybridMoELayer
+from megatron_packed.layers.hybrid_layer import HybridLayers, HybridMoELayer
 from megatron_packed.layers.moe.dispatcher import ExpertBuffer
 from megatron_packed.layers.moe.expert_room import ROWS_OF_LARGE_TILES, ExpertRoom, Load
 from megatron_packed.layers.moe.global_balance import GlobalBalance
@@ -29,7 +30,7 @@ class ExpertTotals(NamedTuple):
     """Fields of `HybridOutput` from ``tokens_per_expert`` to ``expert_rows``."""
 
 
-def shared_room(
+def _shared_room(
     layers: Sequence[HybridMoELayer],
     config: ModelConfig,
     ep: ExpertParallel,
@@ -52,11 +53,18 @@ class ExpertLayers:
     cp: ContextParallel
     ep: ExpertParallel
     dtype: torch.dtype
+    layers: HybridLayers
     moe_layers: list[HybridMoELayer]
     expert_room: ExpertRoom
     global_balance: GlobalBalance | None
     mtp: MultiTokenPrediction
     training: bool
+
+    def _join_experts(self, groups: ParallelGroups | None, device: torch.device | str) -> None:
+        """Set the attributes that all E layers share; call it after the layers are built."""
+        self.moe_layers = [layer for layer in self.layers if isinstance(layer, HybridMoELayer)]
+        self.expert_room = _shared_room(self.moe_layers, self.config, self.ep, device)
+        self.global_balance = GlobalBalance.of(self.config, len(self.moe_layers), groups, device)
 
     @property
     def num_moe_layers(self) -> int:

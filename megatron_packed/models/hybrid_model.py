@@ -30,17 +30,15 @@ from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.layers.embedding import Embedding
 from megatron_packed.layers.hybrid_layer import (
-    HybridMoELayer,
     build_layers,
     build_norm,
 )
-from megatron_packed.layers.moe.global_balance import GlobalBalance
 from megatron_packed.layers.moe.layer import MoEReport
 from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.layers.tensor_parallel import TensorParallel
 from megatron_packed.memory.activation_offload import Offload
 from megatron_packed.memory.apply import apply_memory
-from megatron_packed.models.expert_layers import ExpertLayers, ExpertTotals, shared_room
+from megatron_packed.models.expert_layers import ExpertLayers, ExpertTotals
 from megatron_packed.models.init import initialize
 from megatron_packed.models.lm_head_and_loss import (
     HybridOutput,
@@ -143,9 +141,7 @@ class HybridModel(ExpertLayers, nn.Module):
         self.pack_tables = PackTables(
             config, rotary=self.rotary, max_positions=max_positions, **parts
         )
-        self.moe_layers = [layer for layer in self.layers if isinstance(layer, HybridMoELayer)]
-        self.expert_room = shared_room(self.moe_layers, config, self.ep, device)
-        self.global_balance = GlobalBalance.of(config, len(self.moe_layers), groups, device)
+        self._join_experts(groups, device)
         for name, shape in (("_no_rows", (2,)), ("_no_counts", (0, 0))):
             self.register_buffer(name, torch.zeros(shape, device=device), persistent=False)
         shard = loss_shard(self.embedding, num_rows, self.tp)
