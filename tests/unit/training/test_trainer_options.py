@@ -80,7 +80,7 @@ def test_every_step_that_is_due_is_saved_once_and_knows_of_its_validation() -> N
     )
     trainer.step = SimpleNamespace(buffers=none)  # type: ignore[assignment]
     trainer.data = SimpleNamespace(validations={"validation": SimpleNamespace()})  # type: ignore[assignment]
-    trainer._steps = SimpleNamespace(**vars(none), queue_next=queue_next)  # type: ignore[assignment]
+    trainer.steps = SimpleNamespace(**vars(none), queue_next=queue_next)  # type: ignore[assignment]
     trainer._garbage = GarbageCollection(trainer.config.training)
     trainer._weights_moved, trainer._saved_at, trainer.stopped_early = False, None, False
     trainer.last_iteration = 9
