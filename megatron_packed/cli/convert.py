@@ -14,9 +14,9 @@ of the model. Train from it with --pretrained-checkpoint, or with --load and --f
 reads config.json and safetensors as data and runs no code of the model. Model options that are not
 supported are refused by name. The third command writes a converted model back with its original
 config.json and with the tensors of vision and of multi-token prediction, which a conversion passes
-over. Without the original's tensors, give its config.json with --hf-config. The fourth command reads
-a checkpoint that Megatron wrote in any layout with --ckpt-format torch_dist. If the optimizer was
-saved with --dist-ckpt-optim-fully-reshardable, --load continues the run. A checkpoint of NeMo or
+over (but see --mtp-depths). Without the original's tensors, give its config.json with --hf-config.
+The fourth command reads a checkpoint that Megatron wrote in any layout with --ckpt-format
+torch_dist. If the optimizer was saved with --dist-ckpt-optim-fully-reshardable, --load continues the run. A checkpoint of NeMo or
 Megatron-Bridge has no flags of Megatron: add the flags of its model. The fifth command writes
 weights for Megatron's pretrain_hybrid.py.
 """
@@ -86,6 +86,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--to-hf", metavar="DIR", help="new directory for the Hugging Face model of a checkpoint"
     )
     _add_options(parser)
+    parser.add_argument(
+        "--mtp-depths",
+        metavar="N",
+        type=int,
+        default=0,
+        help="with --from-hf: convert multi-token prediction (mtp.*) as N depths; if files have one "
+        "depth, all use its layers; 0, the default, passes over it",
+    )
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -179,12 +187,12 @@ def _check_options(arguments: argparse.Namespace) -> None:
     way, needed, other = "--from-hf", ["save"], ["load", "hf_config", "hf_base", "hf_family"]
     other += ["tokenizer_model", "ckpt_step"]
     if arguments.from_megatron:
-        way, other = "--from-megatron", [*other[:-1], "ignore_key"]
+        way, other = "--from-megatron", [*other[:-1], "ignore_key", "mtp_depths"]
     if arguments.to_megatron:
         way, needed = "--to-megatron", ["load"]
-        other = ["save", "bf16", *other[1:-1], "ignore_key"]
+        other = ["save", "bf16", *other[1:-1], "ignore_key", "mtp_depths"]
     if arguments.to_hf:
-        way, needed, other = "--to-hf", ["load"], ["save", "bf16"]
+        way, needed, other = "--to-hf", ["load"], ["save", "bf16", "mtp_depths"]
         if arguments.hf_config or arguments.hf_base:
             way = "--hf-config" if arguments.hf_config else "--hf-base"
             other = [*other, "hf_family", "tokenizer_model"]
@@ -232,6 +240,7 @@ def _from_huggingface(arguments: argparse.Namespace) -> None:
             root,
             bf16=arguments.bf16,
             ignored=arguments.ignore_key,
+            depths=arguments.mtp_depths,
             on_progress=lambda done, total: bar.update(done, total=total),
         )
     _print_imported(done, root)

@@ -56,15 +56,12 @@ of an expert, so rows of other documents may be rounded differently.
 """
 ULPS_OF_UNORDERED_SUMS = 2
 """Allowed difference of attention gradients without deterministic mode. The kernels then add
-gradients in a changing order, which rounds some values to their neighbours. One pair of equal runs
-may show no such value and the next pair some.
+gradients in a changing order, and one pair of equal runs may show it and the next may not.
 """
 NOISE_FACTOR = 4
-"""Allowed difference, as a multiple of the run-to-run difference that was observed once."""
+"""Allowed difference, as a multiple of the observed run-to-run difference."""
 LEAK_FACTOR = 10
-"""Factor by which the effect of removed boundaries must exceed the allowed difference. With a
-smaller effect the check could not detect a leak.
-"""
+"""Least effect of removed boundaries as a multiple of the allowed difference, to detect a leak."""
 SLOW_RATE = 1 / 32
 """Rate A of the decay in the check of gated delta nets: a state halves in about 17 tokens."""
 
@@ -395,6 +392,6 @@ def observe(model: HybridModel, pack: MicroBatch) -> dict[str, Tensor]:
 def _moved(before: Tensor, after: Tensor, rows_T: Tensor) -> float:
     """Return max |difference| / max |before| over some rows; infinite if a value is not finite."""
     kept, changed = before[rows_T].double(), after[rows_T].double()
-    if not torch.isfinite(kept).all() or not torch.isfinite(changed).all():
-        return float("inf")
+    if not torch.isfinite(torch.stack([kept, changed])).all():
+        return math.inf
     return ((kept - changed).abs().max() / kept.abs().max().clamp(min=1e-30)).item()

@@ -85,6 +85,7 @@ def write_model(
     *,
     bf16: bool = False,
     max_file_bytes: int = 20_000,
+    depths: int = 0,
     **changes: Any,
 ) -> dict[str, torch.Tensor]:
     """Write random weights in files of some kB and config.json; return the weights by name.
@@ -92,10 +93,11 @@ def write_model(
     Args:
         bf16: store weights in bf16, except A_log, D and the router's bias in float32, as large
             models do.
+        depths: depths of multi-token prediction.
         changes: changed fields of config.json.
     """
     fields = {**FAMILIES[family], **changes}
-    names, config = model_of(fields, directory)
+    names, config = model_of(fields, directory, depths=depths)
     generator = torch.Generator().manual_seed(3)
     tensors = {}
     for weight in weights_of(names, config, torch.float32).values():

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-PATTERN = "M*-E"
+PATTERN = "M*-E/*E"
 ARGS: dict[str, Any] = {
     "hybrid_layer_pattern": PATTERN,
     "hidden_size": 16,
@@ -86,6 +86,22 @@ SHAPES = {
     "decoder.layers.3.mlp.shared_experts.linear_fc1.weight": (24, 16),
     "decoder.layers.3.mlp.shared_experts.linear_fc2.weight": (16, 12),
     "decoder.final_norm.weight": (16,),
+    "mtp.layers.0.enorm.weight": (16,),
+    "mtp.layers.0.hnorm.weight": (16,),
+    "mtp.layers.0.eh_proj.weight": (16, 32),
+    "mtp.layers.0.final_layernorm.weight": (16,),
+    "mtp.layers.0.mtp_model_layer.layers.0.self_attention.linear_qkv.layer_norm_weight": (16,),
+    "mtp.layers.0.mtp_model_layer.layers.0.self_attention.linear_qkv.weight": (32, 16),
+    "mtp.layers.0.mtp_model_layer.layers.0.self_attention.linear_proj.weight": (16, 16),
+    "mtp.layers.0.mtp_model_layer.layers.1.pre_mlp_layernorm.weight": (16,),
+    "mtp.layers.0.mtp_model_layer.layers.1.mlp.router.weight": (4, 16),
+    "mtp.layers.0.mtp_model_layer.layers.1.mlp.router.expert_bias": (4,),
+    "mtp.layers.0.mtp_model_layer.layers.1.mlp.experts.experts.linear_fc1.weight": (4, 16, 6),
+    "mtp.layers.0.mtp_model_layer.layers.1.mlp.experts.experts.linear_fc2.weight": (4, 6, 8),
+    "mtp.layers.0.mtp_model_layer.layers.1.mlp.fc1_latent_proj.weight": (6, 16),
+    "mtp.layers.0.mtp_model_layer.layers.1.mlp.fc2_latent_proj.weight": (16, 6),
+    "mtp.layers.0.mtp_model_layer.layers.1.mlp.shared_experts.linear_fc1.weight": (24, 16),
+    "mtp.layers.0.mtp_model_layer.layers.1.mlp.shared_experts.linear_fc2.weight": (16, 12),
     "output_layer.weight": (128, 16),
 }
 """Shape of every tensor of that model, as megatron-core 0.19.2 with Transformer Engine names them."""

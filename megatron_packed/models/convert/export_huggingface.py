@@ -22,13 +22,14 @@ from megatron_packed.checkpoint.load import Step, checkpoint_of_step, find_check
 from megatron_packed.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from megatron_packed.checkpoint.tensor_shard import DTYPE_NAMES
 from megatron_packed.config import flag_names as flags
+from megatron_packed.config.layer_pattern import DEPTH
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.serialise import (
     model_differences,
 )
 from megatron_packed.config.stored_config import stored_problem
 from megatron_packed.models.convert.exported_tensors import ExportedTensors
-from megatron_packed.models.convert.families.family import OUTPUT, TABLE, Family
+from megatron_packed.models.convert.families.family import MTP, OUTPUT, TABLE, Family, Fields
 from megatron_packed.models.convert.huggingface_config import model_of, read_config
 from megatron_packed.models.convert.huggingface_files import (
     INDEX,
@@ -108,9 +109,11 @@ def to_huggingface(
             not empty or cannot be written. ``directory`` is unchanged.
     """
     _check_new(directory)
-    family, model = model_of(read_config(config), config, ignored)
+    fields = read_config(config)
+    model_of(fields, config, ignored)
     found = newest_checkpoint(checkpoint)
     manifest = read_manifest(found)
+    family, model = model_of(fields, config, ignored, depths=_depths(manifest))
     bf16 = _check_configuration(manifest, model, found)
     dtype = torch.bfloat16 if bf16 else torch.float32
     originals, files = base or config.parent, None
@@ -132,9 +135,24 @@ def to_huggingface(
                 shutil.copyfile(config.parent / name, temporary / name)
 
     _write_model(directory, exported, max_file_bytes, beside)
-    aside = tuple(files.aside) if files else tuple(f"{prefix}*" for prefix in family.set_aside)
+    aside = tuple(files.aside) if files else tuple(_patterns_aside(family, model, fields))
     copied, dropped = (aside, ()) if base else ((), aside)
     return Converted(tuple(exported.rounded), copied, dropped)
+
+
+def _depths(manifest: Manifest) -> int:
+    """Return the depths of multi-token prediction of a checkpoint; 0 if they are unknown."""
+    found: object = manifest.metadata
+    for key in ("config", "model", "hybrid_layer_pattern"):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found.count(DEPTH) if isinstance(found, str) else 0
+
+
+def _patterns_aside(family: Family, model: ModelConfig, fields: Fields) -> Iterator[str]:
+    """Yield patterns of the tensors that the files of the original may have beside the model."""
+    for prefix in family.aside(model):
+        if prefix != MTP or fields.get("num_nextn_predict_layers") != 0:
+            yield f"{prefix}*"
 
 
 def trained_to_huggingface(

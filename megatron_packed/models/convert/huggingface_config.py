@@ -11,6 +11,7 @@ from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.sealed_json import parse_object, read_small_file
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.errors import ConfigError
+from megatron_packed.config.layer_pattern import DEPTH
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.families.family import Family, Fields
 from megatron_packed.models.convert.families.registry import FAMILIES
@@ -50,13 +51,14 @@ def _plain(value: Any) -> Any:
 
 
 def model_of(
-    fields: Fields, path: Path, ignored: Collection[str] = ()
+    fields: Fields, path: Path, ignored: Collection[str] = (), *, depths: int = 0
 ) -> tuple[Family, ModelConfig]:
     """Return the family of a config.json and the project's configuration of the model.
 
     Args:
         path: path of config.json, for messages.
         ignored: keys that the caller declares to have no effect on the model's output.
+        depths: depths of multi-token prediction; 0 leaves out those of the files.
     Raises:
         CheckpointError: the family or an option is not supported; the message lists every problem.
     """
@@ -70,16 +72,18 @@ def model_of(
         )
     fields = family.spelled(fields)
     try:
-        pattern = family.pattern(fields)
+        main = family.pattern(fields)
+        parts = _depths(fields, family, depths) if depths else {}
     except ValueError as error:
         raise CheckpointError(str(error), path=path) from None
+    pattern = main + parts.get("hybrid_layer_pattern", "")
     fields = {**{of: fields[key] for key, of in family.repeats.items() if key in fields}, **fields}
     problems = list(_problems(fields, family, pattern, ignored))
     if problems:
         raise CheckpointError(
             "; ".join(problems), path=path, cure="convert a model without these options"
         )
-    values = {"hybrid_layer_pattern": pattern, **chosen(family.fixed, pattern)}
+    values = {**parts, "hybrid_layer_pattern": pattern, **chosen(family.fixed, pattern)}
     values |= {mine: fields[theirs] for theirs, mine in chosen(family.options, pattern).items()}
     values |= family.derive(fields, pattern)
     if "mamba_chunk_size" in values:
@@ -89,6 +93,21 @@ def model_of(
         return family, ModelConfig(**values)
     except ConfigError as error:
         raise CheckpointError(f"invalid sizes: {error}", path=path) from None
+
+
+def _depths(fields: Fields, family: Family, depths: int) -> dict[str, Any]:
+    """Return the parts of the pattern for multi-token prediction, and its options."""
+    if family.depths is None:
+        raise ValueError(f"{family.model_type} has no multi-token prediction")
+    layers, stored = family.depths.stored(fields)
+    if not layers or depths != stored != 1:
+        found = f"{stored} depths of multi-token prediction" if layers else "no such depth"
+        raise ValueError(f"{depths} depths are requested, but config.json has {found}")
+    return {
+        **family.depths.derive(fields),
+        "hybrid_layer_pattern": (DEPTH + layers) * depths,
+        "mtp_use_repeated_layer": depths != stored,
+    }
 
 
 def _power_of_two(chunk_size: Any) -> Any:

@@ -165,7 +165,7 @@ def open_weights(
         CheckpointError: files are missing, damaged or do not fit the model.
     """
     files = ModelFiles(directory)
-    files.set_aside(family.set_aside)
+    files.set_aside(family.aside(config))
     weights = weights_of(family, config, dtype, files.shapes)
     if not config.untie_embeddings_and_output_weights:
         files.drop_copy(weights[TABLE].parts[0].name, family.outside[OUTPUT])

@@ -68,10 +68,13 @@ class Imported(NamedTuple):
 
 
 def open_model(
-    directory: Path, *, bf16: bool, ignored: Collection[str] = ()
+    directory: Path, *, bf16: bool, ignored: Collection[str] = (), depths: int = 0
 ) -> tuple[ModelConfig, ModelFiles, dict[str, Weight]]:
     """Read config.json and the headers of the weights, and check them against each other.
 
+    Args:
+        ignored: see `from_huggingface`.
+        depths: depths of multi-token prediction; see `from_huggingface`.
     Returns:
         The configuration, the open files and, by name, each tensor of the project's model.
     Raises:
@@ -83,7 +86,7 @@ def open_model(
         cure = "name the directory of a downloaded model, with config.json and safetensors files"
         raise CheckpointError(problem, path=directory, cure=cure)
     path = directory / CONFIG
-    family, model = model_of(read_config(path), path, ignored)
+    family, model = model_of(read_config(path), path, ignored, depths=depths)
     dtype = torch.bfloat16 if bf16 else torch.float32
     files, weights = open_weights(directory, family, model, dtype)
     return model, files, weights
@@ -95,6 +98,7 @@ def from_huggingface(
     *,
     bf16: bool = False,
     ignored: Collection[str] = (),
+    depths: int = 0,
     on_progress: OnProgress = silent,
 ) -> Imported:
     """Write a checkpoint of step 0 under ``root`` that contains only weights.
@@ -108,13 +112,15 @@ def from_huggingface(
         bf16: write weights for training with ``--bf16``. Parameters that such a training keeps in
             float32 are float32 in either case.
         ignored: keys of config.json that do not affect the model's output.
+        depths: depths of multi-token prediction of the new model; 0 passes over its tensors. If
+            the files have the layers of one depth, all depths use them.
     Raises:
         CheckpointError: the model cannot be imported (see `open_model`), a value is not finite,
             ``root`` already contains checkpoints, or another process writes there. No checkpoint
             was written.
     """
     check_empty(root)
-    model, files, weights = open_model(directory, bf16=bf16, ignored=ignored)
+    model, files, weights = open_model(directory, bf16=bf16, ignored=ignored, depths=depths)
     flags = _flags(model, directory, bf16)
     root.mkdir(parents=True, exist_ok=True)
     with closing(RootLock(root, RUN_LOCK)):

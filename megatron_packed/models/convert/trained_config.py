@@ -43,6 +43,8 @@ _ZEROS = {"moe_router_enable_expert_bias": "mixer.router.expert_bias"}
 """Options of a family that a model without the option can still use: the parameter is zero."""
 _EXPRESSED = (
     "hybrid_layer_pattern",
+    "mtp_num_layers",
+    "mtp_use_repeated_layer",
     "make_vocab_size_divisible_by",
     "untie_embeddings_and_output_weights",
     "vocab_size",
@@ -123,7 +125,7 @@ def nearest_families(model: ModelConfig, names: Sequence[str] = WRITTEN) -> dict
     found = {name: obstacles(FAMILIES[name], model) for name in names}
 
     def distance(name: str) -> tuple[bool, int]:
-        return not _has_pattern(FAMILIES[name], _pattern(model)), len(found[name])
+        return not _has_pattern(FAMILIES[name], model.main_layers), len(found[name])
 
     return {name: found[name] for name in sorted(found, key=distance)}
 
@@ -155,14 +157,16 @@ def obstacles(family: Family, model: ModelConfig) -> list[str]:
     """Return each option of ``model`` that ``family`` cannot express, with its value."""
     model = plain_model(model)
     pattern = _pattern(model)
-    if not _has_pattern(family, pattern):
+    if not _has_pattern(family, model.main_layers):
         words = " or ".join(family.blocks)
         found = [
-            f"{model.flag('hybrid_layer_pattern')} {pattern} (the family repeats {words} and has no "
+            f"{model.flag('hybrid_layer_pattern')} {model.main_layers} (the family repeats {words} and has no "
             "other layers)"
         ]
     else:
         found = [*_derived_values(family, model), *family.unfit(model)]
+    if model.mtp_depths:
+        found += _depth_obstacles(family, model)
     options = set(chosen(family.options, pattern).values())
     symbols = "".join(family.blocks)
     for about in section_fields(ModelConfig):
@@ -179,6 +183,14 @@ def obstacles(family: Family, model: ModelConfig) -> list[str]:
     return found
 
 
+def _depth_obstacles(family: Family, model: ModelConfig) -> Iterator[str]:
+    """Yield the obstacles of multi-token prediction."""
+    if family.depths is None:
+        yield f"{model.flag('mtp_num_layers')} {model.mtp_depths} (the family has none)"
+    else:
+        yield from family.depths.unfit(model)
+
+
 def _has_pattern(family: Family, pattern: str) -> bool:
     """Return whether the pattern consists of the family's blocks."""
     length = len(family.blocks[0])
@@ -190,10 +202,11 @@ def _derived_values(family: Family, model: ModelConfig) -> Iterator[str]:
     """Yield options that a new config.json would not give back, with both values."""
     fields = family.spelled(_model_fields(family, model))
     pattern = family.pattern(fields)
-    if pattern != _pattern(model):
-        yield f"{model.flag('hybrid_layer_pattern')} {_pattern(model)} (the family has {pattern})"
+    if pattern != model.main_layers:
+        given = f"{model.flag('hybrid_layer_pattern')} {model.main_layers}"
+        yield f"{given} (the family has {pattern})"
         return
-    held = plain_model(replace(model, **family.derive(fields, pattern)))
+    held = plain_model(replace(model, **family.derive(fields, _pattern(model))))
     for about in section_fields(ModelConfig):
         value = getattr(model, about.name)
         if about.name in family.derived and value != getattr(held, about.name):
@@ -227,7 +240,8 @@ def _model_fields(family: Family, model: ModelConfig) -> dict[str, Any]:
     for key, value in chosen(family.must_be, pattern).items():
         if key not in _LEFT_OUT and value is not None:
             fields.setdefault(key, value)
-    return {**fields, **family.written(model)}
+    depths = family.depths.written(model) if family.depths and model.mtp_depths else {}
+    return {**fields, **family.written(model), **depths}
 
 
 def generation_fields(ids: SpecialIds) -> dict[str, Any]:

@@ -84,6 +84,16 @@ class Weight:
         return tensor.view(-1, self._width)
 
 
+def stored_tensors(model: HybridModel) -> dict[str, Tensor]:
+    """Return the tensors of a checkpoint of ``model`` by name.
+
+    A tensor that depths of multi-token prediction share has the name of the first depth.
+    """
+    tensors = model.state_dict(keep_vars=True)
+    first = {id(tensor): name for name, tensor in reversed(tensors.items())}
+    return {name: tensor for name, tensor in tensors.items() if first[id(tensor)] == name}
+
+
 def weights_of(
     family: Family, config: ModelConfig, dtype: torch.dtype, files: Mapping[str, Shape] = {}
 ) -> dict[str, Weight]:
@@ -103,7 +113,7 @@ def weights_of(
     found = [one for one in family.prefixes if table.replace("{model}", one) in files]
     prefix = (found or family.prefixes)[0]
     weights = {}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in stored_tensors(model).items():
         where, entry = _entry(name, family, config)
         parts = _parts(
             name, tuple(tensor.shape), entry, config, where.replace("{model}", prefix), files
@@ -116,17 +126,40 @@ def weights_of(
 
 def _entry(name: str, family: Family, config: ModelConfig) -> tuple[str, Entry]:
     """Return the prefix and the entry of the tables for one model tensor."""
+    if name.startswith("mtp."):
+        return "", _depth_name(name, family, config)
     if not name.startswith("layers."):
         their = family.outside[name]
         return ("{model}", their.removeprefix("{model}")) if "{model}" in their else ("", their)
     _, number, inside = name.split(".", 2)
-    layer = int(number)
-    prefix = family.layer.replace("{n}", str(layer // family.symbols_per_layer))
-    pair, symbol = (
-        config.hybrid_layer_pattern[max(layer - 1, 0) : layer + 1],
-        config.layer_types[layer],
-    )
-    return prefix, {**family.names[symbol], **family.names.get(pair, {})}[inside]
+    layer, width = int(number), family.symbols_per_layer
+    depth, place = config.depth_of_layer(layer), config.number_in_part(layer)
+    prefix, their = family.layer, place // width
+    if depth:
+        assert family.depths is not None
+        prefix, their = family.depths.layer, _depth_layers(config, width)[depth - 1] + their
+    symbol = config.layer_types[layer]
+    pair = "".join(config.layer_types[layer - min(place, 1) : layer + 1])
+    names = {**family.names[symbol], **family.names.get(pair, {})}
+    return prefix.replace("{n}", str(their)), names[inside]
+
+
+def _depth_layers(config: ModelConfig, symbols_per_layer: int) -> range:
+    """Return the number of the first Hugging Face layer of each depth, and the end of the last."""
+    length = len(config.mtp_layers) // symbols_per_layer
+    return range(0, (config.mtp_depths + 1) * length, length)
+
+
+def _depth_name(name: str, family: Family, config: ModelConfig) -> str:
+    """Return the Hugging Face name of a tensor of a depth that is in none of its layers."""
+    assert family.depths is not None
+    _, depth, inside = name.split(".", 2)
+    layers = _depth_layers(config, family.symbols_per_layer)
+    ends = {"{first}": layers[int(depth)], "{last}": layers[int(depth) + 1] - 1}
+    their = family.depths.outside[inside]
+    for mark, number in ends.items():
+        their = their.replace(mark, str(number))
+    return their
 
 
 def _parts(

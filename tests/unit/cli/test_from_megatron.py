@@ -80,7 +80,7 @@ def test_of_a_repeated_key_the_last_value_counts(case) -> None:
 
 
 def test_each_flag_has_its_outcome() -> None:
-    outcomes = {use.flag: use for use in line_outcome([*WORDS, "--mtp-num-layers", "1"]).uses}
+    outcomes = {use.flag: use for use in line_outcome([*WORDS, "--mtp-detach-heads"]).uses}
     found = {flag: use.outcome for flag, use in outcomes.items()}
     assert found["--hidden-size"] is FlagOutcome.SAME
     assert found["--use-mcore-models"] is found["--spec"] is FlagOutcome.ACCEPTED
@@ -88,8 +88,8 @@ def test_each_flag_has_its_outcome() -> None:
     assert "which documents share a pack" in outcomes["--micro-batch-size"].reason
     assert found["--tokenizer-type"] is FlagOutcome.OPEN
     assert found["--data-path"] is not FlagOutcome.OPEN
-    assert found["--mtp-num-layers"] is FlagOutcome.REFUSED
-    assert "multi-token" in outcomes["--mtp-num-layers"].reason
+    assert found["--mtp-detach-heads"] is FlagOutcome.REFUSED
+    assert "multi-token" in outcomes["--mtp-detach-heads"].reason
 
 
 def test_a_line_without_a_required_option_is_not_taken() -> None:
@@ -124,11 +124,11 @@ def test_the_output_is_a_script_that_runs_the_same_flags(case, tmp_path, capsys)
 
 
 def test_refused_flags_are_left_out_and_end_with_code_2(case, capsys) -> None:
-    text = CASE.replace("  --lr: .001", "  --lr: .001\n  --mtp-num-layers: 1")
+    text = CASE.replace("  --lr: .001", "  --lr: .001\n  --mtp-detach-heads: true")
     assert main(["from-megatron", case(text)]) == 2
     command, _, comments = capsys.readouterr().out.partition("\n# ")[2].partition("\n# ")
-    assert "--mtp-num-layers" not in command.partition("megatron-packed train")[2]
-    assert "--mtp-num-layers 1: multi-token prediction" in comments
+    assert "--mtp-detach-heads" not in command.partition("megatron-packed train")[2]
+    assert "--mtp-detach-heads: this kind of multi-token prediction" in comments
 
 
 @pytest.mark.parametrize(

@@ -192,7 +192,7 @@ def plain_window(model: ModelConfig) -> dict[str, Any]:
     before them.
     """
     tokens, found = None, []
-    for number, symbol in enumerate(model.layer_types):
+    for number, symbol in enumerate(model.main_layers):
         if symbol == ATTENTION:
             found.append(model.window_of(number))
             tokens = found[-1] or tokens

@@ -47,6 +47,32 @@ Names = Mapping[str, Entry]
 """Names of the parameters of one kind of layer, and the Hugging Face names of each."""
 
 
+MTP = "mtp."
+"""Prefix of the tensors of multi-token prediction."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Depths:
+    """Multi-token prediction of a family."""
+
+    stored: Callable[[Fields], tuple[str, int]]
+    """Function that returns the layers of one depth, and the number of depths with weights of their
+    own. It raises ValueError with a sentence.
+    """
+    derive: Callable[[Fields], Fields]
+    """Function that returns further fields of `ModelConfig`."""
+    written: Callable[[ModelConfig], Fields]
+    """Function that returns the keys of a new config.json."""
+    unfit: Callable[[ModelConfig], Iterator[str]]
+    """Function that yields, as clauses, depths of a trained model that the family does not have."""
+    layer: str
+    """Hugging Face prefix of one layer's tensors. All layers of all depths have one numbering."""
+    outside: Mapping[str, str]
+    """Names of a depth's parameters outside its layers, and the Hugging Face name of each.
+    ``{first}`` and ``{last}`` are the numbers of the first and last layer of the depth.
+    """
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """Options and tensor names of one family of models.
@@ -109,6 +135,12 @@ class Family:
     """Keys, separated by spaces, that only ``derive``, ``pattern`` and ``rules`` read."""
     unfit: Callable[[ModelConfig], Iterator[str]] = lambda model: iter(())
     """Function that yields, as clauses, sizes of a trained model that transformers refuses."""
+    depths: Depths | None = None
+    """Multi-token prediction; None if the files of the family have none."""
+
+    def aside(self, model: ModelConfig) -> tuple[str, ...]:
+        """Return the prefixes of tensors that are not part of ``model``."""
+        return tuple(one for one in self.set_aside if one != MTP or not model.mtp_depths)
 
 
 LIBRARY = """_name_or_path architectures auto_map bos_token_id dtype eos_token_id initializer_range model_type

@@ -68,7 +68,7 @@ def _bamba_rules(fields: Fields) -> Iterator[str]:
 
 
 def _bamba_written(model: ModelConfig) -> dict[str, Any]:
-    symbols = model.layer_types[::2]
+    symbols = model.main_layers[::2]
     return {
         "num_hidden_layers": len(symbols),
         "attn_layer_indices": [n for n, symbol in enumerate(symbols) if symbol == ATTENTION],
@@ -205,7 +205,7 @@ def _granite_rules(fields: Fields) -> Iterator[str]:
 
 def _granite_written(model: ModelConfig) -> dict[str, Any]:
     words = {MAMBA: "mamba", ATTENTION: "attention"}
-    symbols = model.layer_types[::2]
+    symbols = model.main_layers[::2]
     values = {key: getattr(model, key) for key in _MULTIPLIERS}
     fields: dict[str, Any] = {
         "num_hidden_layers": len(symbols),

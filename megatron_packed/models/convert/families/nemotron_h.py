@@ -10,8 +10,10 @@ from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.families.decoder import HEADS, MAMBA_NORM, mamba_norm_epsilon
 from megatron_packed.models.convert.families.family import (
     LIBRARY,
+    MTP,
     OUTPUT,
     TABLE,
+    Depths,
     Family,
     Fields,
     Joined,
@@ -25,43 +27,89 @@ takes its logarithm.
 """
 
 
+_WORDS = {
+    "linear_attention": MAMBA,
+    "mamba": MAMBA,
+    "full_attention": ATTENTION,
+    "attention": ATTENTION,
+    "mlp": MLP,
+    "moe": MOE,
+}
+"""Types of layers in the words of transformers and of the files on the hub."""
+
+
 def _nemotron_h_pattern(fields: Fields) -> str:
     """Return the layer pattern of a Nemotron-H model.
 
     It is given as ``hybrid_override_pattern`` ("M*-E") or as a list of layer types. transformers
     and the files on the hub use different words for these types; both are read.
     """
-    words = {
-        "linear_attention": MAMBA,
-        "mamba": MAMBA,
-        "full_attention": ATTENTION,
-        "attention": ATTENTION,
-        "mlp": MLP,
-        "moe": MOE,
-    }
     text, layers = (
         fields.get("hybrid_override_pattern"),
         fields.get("layers_block_type", fields.get("layer_types")),
     )
-    if isinstance(layers, list):
-        unknown = [word for word in layers if not isinstance(word, str) or word not in words]
-        if unknown:
-            raise ValueError(
-                f"layers_block_type has the entry {unknown[0]!r}, but only {', '.join(words)} are supported"
-            )
-        spelled = "".join(words[word] for word in layers)
-        if text not in (None, spelled):
-            raise ValueError(
-                f"hybrid_override_pattern {text!r} contradicts layers_block_type, which is {spelled!r}"
-            )
-        text = spelled
-    if not isinstance(text, str) or not text or not set(text) <= {MAMBA, ATTENTION, MLP, MOE}:
-        raise ValueError(f"hybrid_override_pattern is {text!r}; only M, *, - and E may occur in it")
+    text = _layers_of(text, layers, "")
     if fields.get("num_hidden_layers", len(text)) != len(text):
         raise ValueError(
             f"num_hidden_layers is {fields['num_hidden_layers']!r}, but the pattern has {len(text)} layers"
         )
     return text
+
+
+def _layers_of(text: object, layers: object, prefix: str) -> str:
+    """Return the layers that a pattern, a list of types or both name.
+
+    Args:
+        prefix: beginning of the keys, ``mtp_`` for multi-token prediction.
+    """
+    if isinstance(layers, list):
+        unknown = [word for word in layers if not isinstance(word, str) or word not in _WORDS]
+        if unknown:
+            raise ValueError(
+                f"{prefix}layers_block_type has the entry {unknown[0]!r}, but only "
+                f"{', '.join(_WORDS)} are supported"
+            )
+        spelled = "".join(_WORDS[word] for word in layers)
+        if text not in (None, spelled):
+            raise ValueError(
+                f"{prefix}hybrid_override_pattern {text!r} contradicts {prefix}layers_block_type, "
+                f"which is {spelled!r}"
+            )
+        text = spelled
+    if not isinstance(text, str) or not text or not set(text) <= {MAMBA, ATTENTION, MLP, MOE}:
+        raise ValueError(
+            f"{prefix}hybrid_override_pattern is {text!r}; only M, *, - and E may occur in it"
+        )
+    return text
+
+
+def _nemotron_h_depths(fields: Fields) -> tuple[str, int]:
+    """Return the layers of a depth of multi-token prediction and the number of stored depths.
+
+    Without ``mtp_use_repeated_layer`` all depths use the same layers.
+    """
+    depths = fields.get("num_nextn_predict_layers", 0)
+    if type(depths) is not int or depths < 1:
+        return "", 0
+    keys = ("mtp_hybrid_override_pattern", "mtp_layers_block_type")
+    text, layers = (fields.get(key) for key in keys)
+    repeated = fields.get("mtp_use_repeated_layer", True)
+    if not isinstance(repeated, bool):
+        raise ValueError(f"mtp_use_repeated_layer is {repeated!r}; it must be true or false")
+    return _layers_of(text, layers, "mtp_"), 1 if repeated else depths
+
+
+def _nemotron_h_depths_written(model: ModelConfig) -> Fields:
+    """Return the keys of multi-token prediction of a new config.json."""
+    words = {symbol: word for word, symbol in _WORDS.items() if word != "linear_attention"}
+    words |= {ATTENTION: "full_attention"}
+    return {
+        "num_nextn_predict_layers": model.mtp_depths,
+        "mtp_hybrid_override_pattern": model.mtp_layers,
+        "mtp_layers_block_type": [words[symbol] for symbol in model.mtp_layers],
+        "mtp_use_repeated_layer": model.mtp_use_repeated_layer or model.mtp_depths == 1,
+        "mtp_loss_scaling_factor": model.mtp_loss_scaling_factor,
+    }
 
 
 def _nemotron_h_rules(fields: Fields) -> Iterator[str]:
@@ -154,7 +202,6 @@ NEMOTRON_H = Family(
             "mlp_bias": False,
             "mlp_hidden_act": "relu2",
             "residual_in_fp32": False,
-            "num_nextn_predict_layers": 0,
         },
         MAMBA: {
             "conv_kernel": 4,
@@ -174,9 +221,11 @@ NEMOTRON_H = Family(
         "rms_norm_eps": "layer_norm_epsilon",
     },
     no_effect=LIBRARY
-    + """expand hidden_dropout hybrid_override_pattern layer_types layers_block_type
-    mamba_ssm_cache_dtype max_position_embeddings moe_shared_expert_overlap mtp_hybrid_override_pattern
-    mtp_layers_block_type norm_topk_prob num_hidden_layers num_logits_to_keep output_router_logits
+    + """expand hidden_dropout hybrid_override_pattern keep_mtp_spec_in_bf16 layer_types
+    layers_block_type mamba_ssm_cache_dtype max_position_embeddings moe_shared_expert_overlap
+    mtp_hybrid_override_pattern mtp_layers_block_type mtp_loss_scaling_factor
+    mtp_use_repeated_layer norm_topk_prob num_hidden_layers num_logits_to_keep
+    num_nextn_predict_layers output_router_logits
     partial_rotary_factor rescale_prenorm_residual rope_theta tie_word_embeddings time_step_floor time_step_max
     time_step_min time_step_rank use_mamba_kernels""",
     rules=_nemotron_h_rules,
@@ -190,7 +239,8 @@ NEMOTRON_H = Family(
     derived_from="moe_latent_size n_group topk_group",
     unfit=_nemotron_h_unfit,
     written=lambda model: {
-        "hybrid_override_pattern": model.hybrid_layer_pattern,
+        "hybrid_override_pattern": model.main_layers,
+        "num_nextn_predict_layers": 0,
         "num_hidden_layers": model.num_layers,
         "norm_topk_prob": model.moe_router_topk != 1,
         "moe_latent_size": model.moe_latent_size,
@@ -198,6 +248,22 @@ NEMOTRON_H = Family(
         "topk_group": model.moe_router_group_topk or 1,
         "time_step_min": NO_STEP_LIMIT,
     },
+    set_aside=(MTP,),
+    depths=Depths(
+        stored=_nemotron_h_depths,
+        derive=lambda fields: {
+            "mtp_loss_scaling_factor": fields.get("mtp_loss_scaling_factor", 0.3)
+        },
+        written=_nemotron_h_depths_written,
+        unfit=lambda model: iter(()),
+        layer="mtp.layers.{n}.",
+        outside={
+            "enorm.weight": "mtp.layers.{first}.enorm.weight",
+            "hnorm.weight": "mtp.layers.{first}.hnorm.weight",
+            "eh_proj.weight": "mtp.layers.{first}.eh_proj.weight",
+            "final_norm.weight": "mtp.layers.{last}.final_layernorm.weight",
+        },
+    ),
     outside={
         TABLE: "backbone.embeddings.weight",
         "final_norm.weight": "backbone.norm_f.weight",

@@ -95,7 +95,7 @@ def _written(model: ModelConfig) -> dict[str, Any]:
     words = {symbol: word for word, symbol in reversed(_WORDS.items())}
     return {
         "num_hidden_layers": model.num_layers // 2,
-        "layer_types": [words[symbol] for symbol in model.layer_types[::2]],
+        "layer_types": [words[symbol] for symbol in model.main_layers[::2]],
         "rope_parameters": {"rope_type": "default", "rope_theta": theta},
     }
 

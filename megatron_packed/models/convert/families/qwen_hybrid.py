@@ -24,6 +24,8 @@ from megatron_packed.models.convert.families.decoder import (
 )
 from megatron_packed.models.convert.families.family import (
     LIBRARY,
+    MTP,
+    Depths,
     Family,
     Fields,
     Joined,
@@ -84,8 +86,47 @@ def _rules(fields: Fields) -> Iterator[str]:
 def _written(model: ModelConfig) -> dict[str, Any]:
     return {
         "num_hidden_layers": model.num_layers // 2,
-        "layer_types": [_word(symbol == ATTENTION) for symbol in model.layer_types[::2]],
+        "layer_types": [_word(symbol == ATTENTION) for symbol in model.main_layers[::2]],
     }
+
+
+def _depths(after: str) -> Depths:
+    """Return the multi-token prediction of models that have ``after`` after each mixer.
+
+    One depth is one layer with attention. transformers does not read it, and keeps its weights out
+    of the files that it saves.
+    """
+
+    def stored(fields: Fields) -> tuple[str, int]:
+        count = fields.get("mtp_num_hidden_layers", 1)
+        if count != 1:
+            raise ValueError(f"mtp_num_hidden_layers is {count!r}, but only 1 is supported")
+        if fields.get("mtp_use_dedicated_embeddings", False) is not False:
+            raise ValueError("mtp_use_dedicated_embeddings is not false, which is not supported")
+        return ATTENTION + after, 1
+
+    def unfit(model: ModelConfig) -> Iterator[str]:
+        shared = model.mtp_use_repeated_layer or model.mtp_depths == 1
+        if model.mtp_layers != ATTENTION + after or not shared:
+            parts = "".join(f"/{model.mtp_layers}" * model.mtp_depths)
+            yield (
+                f"{model.flag('hybrid_layer_pattern')} ...{parts} (the family has one depth "
+                f"{ATTENTION + after}, or {model.flag('mtp_use_repeated_layer')})"
+            )
+
+    return Depths(
+        stored=stored,
+        derive=lambda fields: {},
+        written=lambda model: {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False},
+        unfit=unfit,
+        layer="mtp.layers.{n}.",
+        outside={
+            "enorm.weight": "mtp.pre_fc_norm_embedding.weight",
+            "hnorm.weight": "mtp.pre_fc_norm_hidden.weight",
+            "eh_proj.weight": "mtp.fc.weight",
+            "final_norm.weight": "mtp.norm.weight",
+        },
+    )
 
 
 _BLOCK = {
@@ -171,7 +212,8 @@ QWEN3_5_TEXT = Family(
     written=_written,
     outside=OUTSIDE,
     prefixes=("model.", "model.language_model."),
-    set_aside=("model.visual.", "visual.", "mtp."),
+    set_aside=("model.visual.", "visual.", MTP),
+    depths=_depths(MLP),
     layer="{model}layers.{n}.",
     symbols_per_layer=2,
     names={GATED_DELTA_NET: _GATED_DELTA_NET, ATTENTION: _ATTENTION, MLP: SWIGLU_NAMES},
@@ -183,6 +225,7 @@ QWEN3_5_MOE_TEXT = replace(
     architecture="Qwen3_5MoeForCausalLM",
     pattern=lambda fields: typed_pattern(fields, _WORDS, MOE, "layer_types"),
     blocks=(GATED_DELTA_NET + MOE, ATTENTION + MOE),
+    depths=_depths(MOE),
     fixed={**QWEN3_5_TEXT.fixed, MOE: {"moe_shared_expert_gate": True}},
     options={
         **QWEN3_5_TEXT.options,
@@ -214,7 +257,7 @@ QWEN3_NEXT = replace(
         "norm_topk_prob": not model.moe_router_pre_softmax,
     },
     prefixes=("model.",),
-    set_aside=("mtp.",),
+    set_aside=(MTP,),
     names={
         **QWEN3_5_MOE_TEXT.names,
         GATED_DELTA_NET: {

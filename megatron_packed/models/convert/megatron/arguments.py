@@ -8,7 +8,14 @@ from typing import Any
 
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.config.errors import ConfigError
-from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, MAMBA, MLP, MOE
+from megatron_packed.config.layer_pattern import (
+    ATTENTION,
+    DEPTH,
+    GATED_DELTA_NET,
+    MAMBA,
+    MLP,
+    MOE,
+)
 from megatron_packed.config.section import section_fields
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.sections.model_parts.attention import ATTN
@@ -20,8 +27,8 @@ _CURE = "give the flags of its model after the options of convert"
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "multi_latent_attention": (False,),
     "experimental_attention_variant": (None,),
-    "mtp_num_layers": (None, 0),
-    "mtp_use_repeated_layer": (False,),
+    "mtp_hybrid_override_pattern": (None,),
+    "mtp_hsm": (False,),
     "moe_apply_probs_on_input": (False,),
     "moe_input_jitter_eps": (None, 0.0),
     "openai_gelu": (False,),
@@ -132,13 +139,20 @@ def _pattern(args: Mapping[str, Any]) -> str:
     given = args.get("hybrid_layer_pattern") or args.get("hybrid_override_pattern")
     if given:
         return str(given).replace("|", "")
+    blocks = _gpt_blocks(args)
+    # As in Megatron, the layer of a depth is of the kind of the last layer.
+    return "".join(blocks + [DEPTH + blocks[-1]] * int(args.get("mtp_num_layers") or 0))
+
+
+def _gpt_blocks(args: Mapping[str, Any]) -> list[str]:
+    """Return the two symbols of each layer of a GPT model."""
     count, frequency = int(args["num_layers"]), args.get("moe_layer_freq", 1)
     if not args.get("num_experts"):
-        return (ATTENTION + MLP) * count
+        return [ATTENTION + MLP] * count
     kinds = frequency if isinstance(frequency, list) else _every(count, int(frequency))
     if len(kinds) != count:
         raise ValueError(f"moe_layer_freq has {len(kinds)} layers, but num_layers is {count}")
-    return "".join(ATTENTION + (MOE if kind else MLP) for kind in kinds)
+    return [ATTENTION + (MOE if kind else MLP) for kind in kinds]
 
 
 def _every(count: int, frequency: int) -> list[int]:

@@ -22,7 +22,12 @@ from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.families.family import OUTPUT, TABLE
 from megatron_packed.models.convert.megatron.torch_dist import StoredTensor
 from megatron_packed.models.convert.row_maps import Part, delta_sections, interleaved
-from megatron_packed.models.convert.weight_rows import HuggingFaceTensor, Shape, Weight
+from megatron_packed.models.convert.weight_rows import (
+    HuggingFaceTensor,
+    Shape,
+    Weight,
+    stored_tensors,
+)
 from megatron_packed.models.hybrid_model import HybridModel
 
 WORD_TABLE = "embedding.word_embeddings.weight"
@@ -30,6 +35,8 @@ OUTPUT_TABLE = "output_layer.weight"
 PREFIXES = ("", "module.", "model.")
 """Beginnings of all names: none in Megatron, ``module.`` in NeMo."""
 _GPT_NORM = "decoder.final_layernorm.weight"
+_GPT_DEPTH = ("transformer_layer", "mtp_model_layer")
+"""Names of the layer in one depth of multi-token prediction of a GPT model."""
 OPTIMIZER = ("optimizer.", "chained_")
 """Beginnings of the names of the optimizer's tensors."""
 _OUTSIDE = {
@@ -125,7 +132,7 @@ def named_weights(
     buffers = frozenset(name for name, _ in model.named_buffers())
     found = NamedWeights(weights={}, sources={}, buffers=buffers)
     problems: list[str] = []
-    for name, parameter in model.state_dict().items():
+    for name, parameter in stored_tensors(model).items():
         shape, parts = tuple(parameter.shape), []
         for ours, rows in _parts(name, shape, config):
             source = _source(_choices(ours, config, prefix, gpt=gpt), tensors)
@@ -159,7 +166,7 @@ def new_weights(config: ModelConfig, dtype: torch.dtype) -> list[tuple[Weight, d
         config, vocab_size=config.vocab_size, max_positions=2, device="meta", dtype=dtype
     )
     found = []
-    for name, parameter in model.state_dict().items():
+    for name, parameter in stored_tensors(model).items():
         shape = tuple(parameter.shape)
         parts, names = [], {}
         for ours, rows in _parts(name, shape, config):
@@ -201,19 +208,27 @@ def _mamba(config: ModelConfig) -> tuple[Part, ...]:
 
 def _choices(ours: str, config: ModelConfig, prefix: str, *, gpt: bool) -> list[Source]:
     """Return the possible places of a part of a parameter."""
+    if ours.startswith("mtp."):
+        their = f"{prefix}mtp.layers.{ours.removeprefix('mtp.')}"
+        return [Source(their.replace(".final_norm.", ".final_layernorm."), None)]
     if not ours.startswith("layers."):
         return [Source(prefix + their, None) for their in _OUTSIDE[ours]]
     _, number, inside = ours.split(".", 2)
     layer = int(number)
     modules = _MODULES[config.layer_types[layer]]
     beginning = max((one for one in modules if inside.startswith(one)), key=len)
-    their_layer = layer // 2 if gpt else layer
+    depth, place = config.depth_of_layer(layer), config.number_in_part(layer)
+    beginnings = [f"decoder.layers.{place // 2 if gpt else place}"]
+    if depth:
+        block = f"mtp.layers.{depth - 1}"
+        hybrid = [f"{block}.mtp_model_layer.layers.{place}"]
+        beginnings = [f"{block}.{one}" for one in _GPT_DEPTH] if gpt else hybrid
     found = []
     for their in modules[beginning]:
         rest = their + inside.removeprefix(beginning)
-        found.append(Source(f"{prefix}decoder.layers.{their_layer}.{rest}", None))
-        if gpt:
-            found.append(Source(f"{prefix}decoder.layers.{rest}", their_layer))
+        found += [Source(f"{prefix}{one}.{rest}", None) for one in beginnings]
+        if gpt and not depth:
+            found.append(Source(f"{prefix}decoder.layers.{rest}", place // 2))
     return found
 
 

@@ -209,7 +209,6 @@ REFUSED = {
     "attention_bias": (True, "attention_bias is True"),
     "mlp_hidden_act": ("silu", "mlp_hidden_act is 'silu', but only 'relu2' is supported"),
     "time_step_limit": ([0.001, math.inf], "time_step_limit is [0.001, inf]"),
-    "num_nextn_predict_layers": (1, "num_nextn_predict_layers is 1"),
     "norm_topk_prob": (
         False,
         "norm_topk_prob is False, but with num_experts_per_tok 2 only True is supported",

@@ -28,6 +28,7 @@ from support.damaged_megatron import HOSTILE, damaged_copies, make_hostile, one_
 
 MAMBA = "decoder.layers.0.mixer."
 MOE = "decoder.layers.3.mlp."
+DEPTH = "mtp.layers.0.mtp_model_layer.layers."
 MODEL = {
     **{name: theirs.ARGS[name] for name in theirs.ARGS if name != "group_query_attention"},
     "moe_router_load_balancing_type": "aux_loss",
@@ -83,6 +84,13 @@ def expected(found: dict[str, Tensor]) -> dict[str, Tensor]:
         "layers.3.mixer.fc2_latent_proj.weight": found[f"{MOE}fc2_latent_proj.weight"],
         "layers.3.mixer.router.expert_bias": found[f"{MOE}router.expert_bias"],
         "final_norm.weight": found["decoder.final_norm.weight"],
+        "mtp.0.enorm.weight": found["mtp.layers.0.enorm.weight"],
+        "mtp.0.hnorm.weight": found["mtp.layers.0.hnorm.weight"],
+        "mtp.0.eh_proj.weight": found["mtp.layers.0.eh_proj.weight"],
+        "mtp.0.final_norm.weight": found["mtp.layers.0.final_layernorm.weight"],
+        "layers.4.mixer.proj.weight": found[f"{DEPTH}0.self_attention.linear_proj.weight"],
+        "layers.5.norm.weight": found[f"{DEPTH}1.pre_mlp_layernorm.weight"],
+        "layers.5.mixer.experts.fc2": found[f"{DEPTH}1.mlp.experts.experts.linear_fc2.weight"],
         "output.weight": found["output_layer.weight"],
     }
 
@@ -127,19 +135,37 @@ def test_layers_of_a_gpt_model_are_taken_from_stacked_tensors(tmp_path):
         "decoder.layers.mlp.linear_fc2.weight": (3, 16, 24),
         "decoder.final_layernorm.weight": (16,),
         "output_layer.weight": (128, 16),
+        "mtp.layers.0.enorm.weight": (16,),
+        "mtp.layers.0.hnorm.weight": (16,),
+        "mtp.layers.0.eh_proj.weight": (16, 32),
+        "mtp.layers.0.final_layernorm.weight": (16,),
+        **{
+            f"mtp.layers.0.transformer_layer.{name}": shape
+            for name, shape in (
+                ("self_attention.linear_qkv.layer_norm_weight", (16,)),
+                ("self_attention.linear_qkv.weight", (32, 16)),
+                ("self_attention.linear_proj.weight", (16, 16)),
+                ("mlp.linear_fc1.layer_norm_weight", (16,)),
+                ("mlp.linear_fc1.weight", (48, 16)),
+                ("mlp.linear_fc2.weight", (16, 24)),
+            )
+        },
     }
     found = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
     args = {
-        **{name: theirs.ARGS[name] for name in theirs.ARGS if name[0] != "m"},
+        **{name: value for name, value in theirs.ARGS.items() if name[0] != "m"},
         "hybrid_layer_pattern": None,
         "num_experts": None,
         "num_layers": 3,
+        "mtp_num_layers": 1,
         "position_embedding_type": "rope",
     }
     theirs.write(tmp_path / "c", found, args, parts=3)
     done = from_megatron(tmp_path / "c", tmp_path / "ours")
     ours = imported(done.saved.path)
-    assert done.model.hybrid_layer_pattern == "*-*-*-"
+    assert done.model.hybrid_layer_pattern == "*-*-*-/*-"
+    depth = found["mtp.layers.0.transformer_layer.mlp.linear_fc2.weight"]
+    assert torch.equal(ours["layers.7.mixer.fc2.weight"], depth)
     for layer in range(3):
         qkv = found["decoder.layers.self_attention.linear_qkv.weight"][layer]
         fc2 = found["decoder.layers.mlp.linear_fc2.weight"][layer]
@@ -181,7 +207,12 @@ def test_a_checkpoint_without_options_needs_the_flags_of_its_model(tmp_path, cap
     [
         ({"multi_latent_attention": True}, "--multi-latent-attention True, which is not supported"),
         ({"moe_latent_size": None}, "decoder.layers.3.mlp.fc1_latent_proj.weight is extra"),
-        ({"hybrid_layer_pattern": "M*-E/*E"}, "it starts a multi-token-prediction depth"),
+        (
+            {"hybrid_layer_pattern": "M*-E/*E/*E"},
+            "mtp.layers.1.mtp_model_layer.layers.1.mlp.fc2_latent_proj.weight is missing",
+        ),
+        ({"hybrid_layer_pattern": "M*-E"}, "mtp.layers.0.enorm.weight is extra"),
+        ({"mtp_hsm": True}, "--mtp-hsm True, which is not supported"),
         ({"hidden_size": 32}, "but the model needs [128, 32]"),
         (
             {"hybrid_layer_pattern": "M*-", "num_experts": None},
@@ -316,10 +347,13 @@ def test_every_opcode_that_builds_objects_by_name_is_refused():
         load(record)
 
 
-def test_weights_written_back_are_those_that_megatron_wrote(tmp_path, capsys):
-    """torch's own reader finds the same names, shapes and bits."""
+@pytest.mark.parametrize("depths", [1, 3])
+def test_weights_written_back_are_those_that_megatron_wrote(depths, tmp_path, capsys):
+    """torch's own reader finds the same names, shapes and bits, also if depths share them."""
     found = theirs.tensors()
-    theirs.write(tmp_path / "c", found, parts=2)
+    changes = {"hybrid_layer_pattern": "M*-E" + "/*E" * depths, "mtp_num_layers": depths}
+    changes["mtp_use_repeated_layer"] = depths > 1
+    theirs.write(tmp_path / "c", found, {**theirs.ARGS, **changes}, parts=2)
     done = from_megatron(tmp_path / "c", tmp_path / "ours")
     back = tmp_path / "back"
     words = ["convert", "--to-megatron", str(back), "--load", str(tmp_path / "ours")]

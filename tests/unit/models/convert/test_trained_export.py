@@ -50,10 +50,10 @@ MODELS = {
         "--tokenizer-type TrainedBPETokenizer --tokenizer-vocab-size 280"
     ),
     "nemotron_h, latent experts": (
-        f"ME*E {MAMBA} {SIGMOID} {UNTIED} --moe-router-enable-expert-bias --moe-latent-size 12 "
+        f"ME*E/*E/*E {MAMBA} {SIGMOID} {UNTIED} --moe-router-enable-expert-bias --moe-latent-size 12 "
         "--num-experts 12 --moe-router-topk 5 --moe-router-num-groups 4 --moe-router-group-topk 2"
     ),
-    "nemotron_h, without E": f"*M-M {MAMBA} {UNTIED}",
+    "nemotron_h, without E": f"*M-M/M/M {MAMBA} {UNTIED} --mtp-use-repeated-layer",
     "nemotron_h, without a bias of experts": (
         f"E*ME {MAMBA} {SIGMOID} --moe-router-topk 1 --moe-router-topk-scaling-factor 2.5"
     ),
@@ -69,8 +69,8 @@ MODELS = {
         "--window-attn-skip-freq [1]+[0]+[0,1]"
     ),
     "qwen3_moe": f"*E*E {ROPE} {EXPERTS} --qk-layernorm --moe-router-pre-softmax",
-    "qwen3_next": f"GE*E {QWEN} {EXPERTS} {SHARED} {UNTIED}",
-    "qwen3_5_text": f"G-*-G- {QWEN} --norm-epsilon 1e-6",
+    "qwen3_next": f"GE*E/*E {QWEN} {EXPERTS} {SHARED} {UNTIED}",
+    "qwen3_5_text": f"G-*-G-/*-/*- {QWEN} --norm-epsilon 1e-6 --mtp-use-repeated-layer",
     "qwen3_5_moe_text, given": f"*EGE {QWEN} {EXPERTS} {SHARED}",
     "olmo_hybrid": (
         f"G-*-G- {NET} {UNTIED} --swiglu --linear-allow-neg-eigval --qk-layernorm "
@@ -135,9 +135,12 @@ def test_transformers_computes_the_logits_of_the_pack(name, data, tmp_path, caps
         assert (found - expected).abs().max() <= TOLERANCE, f"document of {len(tokens)} tokens"
         assert torch.equal(found.argmax(-1), expected.argmax(-1))
 
-    model, files, weights = open_model(hf, bf16=False)
+    model, files, weights = open_model(hf, bf16=False, depths=ours.config.mtp_depths)
     back = HybridModel(model, vocab_size=model.vocab_size, max_positions=256)
-    back.load_state_dict({key: weight.join(files.read) for key, weight in weights.items()})
+    tensors = {key: weight.join(files.read) for key, weight in weights.items()}
+    missing, extra = back.load_state_dict(tensors, strict=False)
+    # Depths that share weights have them once.
+    assert not extra and (not missing or model.mtp_use_repeated_layer)
     before, after = ours.state_dict(), back.state_dict()
     assert before.keys() <= after.keys()
     for key, value in after.items():
