@@ -17,8 +17,8 @@ config.json and with the tensors of vision and of multi-token prediction, which 
 over (but see --mtp-depths). Without the original's tensors, give its config.json with --hf-config.
 The fourth command reads a checkpoint that Megatron wrote in any layout with --ckpt-format
 torch_dist. If the optimizer was saved with --dist-ckpt-optim-fully-reshardable, --load continues
-the run. A checkpoint of NeMo or Megatron-Bridge has no flags of Megatron: add the flags of its model. The fifth command writes
-weights for Megatron's pretrain_hybrid.py.
+the run. A checkpoint of NeMo or Megatron-Bridge has no flags of Megatron: add the flags of its
+model. The fifth command writes weights for Megatron's pretrain_hybrid.py.
 """
 
 from __future__ import annotations
