@@ -74,6 +74,8 @@ def _replicas(config: RunConfig, world_size: int) -> Iterator[Capability]:
     copies |= MOE in config.model.hybrid_layer_pattern and layout.expert_dp_size > 1
     collective = "reduce-scatter" if sharded else "all-reduce"
     collective = f"; gradients are summed by {collective}" if copies else ""
+    if config.model.balances_all_ranks and layout.size("dp_cp") > 1:
+        collective += ", and loads of experts once in each micro-batch"
     processes = "process" if each == 1 else "processes"
     if replicas == 1:
         yield Capability("data parallelism", OFF, f"one replica of {each} {processes}{collective}")
@@ -105,6 +107,8 @@ def _experts(config: RunConfig) -> Iterator[Capability]:
         f"the experts are split over {size} ranks; tokens are dispatched by "
         f"{model.moe_token_dispatcher_type}"
     )
+    if model.moe_latent_size is not None:
+        how += f", in rows of {model.moe_latent_size} channels"
     factor = config.expert_rank_capacity_factor
     if factor is not None:
         how += f"; their rows are bounded (--moe-expert-rank-capacity-factor {factor})"

@@ -260,6 +260,7 @@ def test_memory(groups: ParallelGroups):
         ffn_hidden_size=4096,
         mamba_num_heads=32,
         num_experts=None,
+        moe_latent_size=None,
         moe_ffn_hidden_size=None,
         moe_shared_expert_intermediate_size=None,
         moe_router_enable_expert_bias=False,

@@ -47,7 +47,12 @@ def transformer_engine_first() -> None:
 
 
 def model_of(dtype: torch.dtype, backends: Backends, topk: int = 2) -> HybridModel:
-    config = dataclasses.replace(MODEL, init_method_std=0.05, moe_router_topk=topk)
+    config = dataclasses.replace(
+        MODEL,
+        init_method_std=0.05,
+        moe_router_topk=topk,
+        moe_router_group_topk=min(MODEL.moe_router_num_groups, topk),
+    )
     return HybridModel(
         config,
         vocab_size=VOCAB,

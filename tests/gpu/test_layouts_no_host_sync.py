@@ -12,6 +12,7 @@ import pytest
 from megatron_packed.config.parallel_layout import ParallelLayout
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.data import DataConfig
+from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.sections.optim import OptimizerConfig
 from megatron_packed.config.sections.packing import PackingConfig
 from megatron_packed.config.sections.parallel import ParallelConfig
@@ -23,19 +24,21 @@ from support.gpu_layouts import (
     EVERY_LAYOUT,
     LAYOUTS,
     LAYOUTS_OF_FOUR,
-    MODEL,
     STEPS,
     VOCAB,
     T,
     batches,
+    model_of,
 )
 from support.host_waits import waiting
 
 
-def steady_steps(groups: ParallelGroups, options: dict[str, Any]) -> dict[str, Any]:
+def steady_steps(
+    groups: ParallelGroups, model: ModelConfig, options: dict[str, Any]
+) -> dict[str, Any]:
     """Return the host waits found in steady steps. The same number of warm-up steps runs first."""
     config = RunConfig(
-        model=MODEL,
+        model=model,
         data=DataConfig(train_data_path=("none.jsonl",)),
         packing=PackingConfig(seq_length=T, global_batch_size=4),
         optim=OptimizerConfig(lr=1e-4),
@@ -53,7 +56,8 @@ def steady_steps(groups: ParallelGroups, options: dict[str, Any]) -> dict[str, A
 
 
 @pytest.mark.shows(
-    "no host sync", of=lambda name, processes: (processes, MODEL, (LAYOUTS | LAYOUTS_OF_FOUR)[name])
+    "no host sync",
+    of=lambda name, processes: (processes, model_of(name), (LAYOUTS | LAYOUTS_OF_FOUR)[name]),
 )
 @pytest.mark.gpu
 @pytest.mark.multi_gpu
@@ -66,7 +70,7 @@ def test_steady_steps_wait_for_nothing(name: str, processes: int) -> None:
         if size is not None
     }
     for found in run_distributed(
-        steady_steps, processes, options, backend="nccl", layout=sizes, timeout=300
+        steady_steps, processes, model_of(name), options, backend="nccl", layout=sizes, timeout=300
     ):
         assert found["finite"] and found["events"] > 1000 and found["nccl"] > 0
         assert found["waits"] == [] and found["pageable"] == [], found

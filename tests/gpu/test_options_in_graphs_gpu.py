@@ -49,8 +49,25 @@ def of_random_routing() -> RunConfig:
     return config_of(dataclasses.replace(MODEL, moe_router_force_load_balancing=True))
 
 
+def of_documents() -> RunConfig:
+    """Return a configuration in which each document has its own auxiliary loss."""
+    per_document = {
+        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_aux_loss_per_document": True,
+    }
+    return config_of(dataclasses.replace(MODEL, **per_document))
+
+
+def of_loads_of_steps() -> RunConfig:
+    """Return a configuration whose auxiliary loss has the loads of earlier micro-batches."""
+    model = dataclasses.replace(MODEL, moe_router_load_balancing_type="global_aux_loss")
+    return config_of(model)
+
+
 OPTIONS = {
     "samples": (of_samples, {}),
+    "documents": (of_documents, {}),
+    "loads of steps": (of_loads_of_steps, {}),
     "random routing": (of_random_routing, {}),
     "no warm-up": (config_of, {"cuda_graph_warmup_steps": 0}),
 }

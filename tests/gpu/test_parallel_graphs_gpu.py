@@ -28,20 +28,20 @@ from megatron_packed.training.build_graphs import (
 )
 from megatron_packed.training.build_job import build_job
 from support.gpu_graph_steps import CAPTURE_SIZES, EPOCHS, PACKS, STEPS, options_of, steps_of
-from support.gpu_layouts import EVERY_LAYOUT, MODEL, VOCAB, T
+from support.gpu_layouts import EVERY_LAYOUT, VOCAB, T, model_of
 from support.host_waits import waiting
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu]
 
 
-def compare(groups: ParallelGroups, options: dict[str, Any], impl: str) -> dict[str, Any]:
+def compare(groups: ParallelGroups, name: str, impl: str) -> dict[str, Any]:
     configure_determinism()
     config = RunConfig(
-        model=MODEL,
+        model=model_of(name),
         data=DataConfig(train_data_path=("none.jsonl",)),
         packing=PackingConfig(seq_length=T, global_batch_size=PACKS),
         optim=OptimizerConfig(lr=1e-3),
-        parallel=ParallelConfig(**options),
+        parallel=ParallelConfig(**options_of(name, impl)),
         training=TrainingConfig(
             train_iters=STEPS,
             bf16=True,
@@ -91,21 +91,20 @@ def compare(groups: ParallelGroups, options: dict[str, Any], impl: str) -> dict[
 @pytest.mark.shows("Precision", "bf16")
 @pytest.mark.shows(
     lambda impl: f"graphs: {impl}",
-    of=lambda name, processes, impl: (processes, MODEL, options_of(name, impl)),
+    of=lambda name, processes, impl: (processes, model_of(name), options_of(name, impl)),
 )
 @pytest.mark.parametrize("impl", ["local", "full_iteration", "transformer_engine"])
 @pytest.mark.parametrize("name, processes", EVERY_LAYOUT)
 def test_replayed_steps_are_the_eager_ones_and_wait_for_nothing(
     name: str, processes: int, impl: str, nccl_pools: WorkerPools
 ) -> None:
-    options = options_of(name, impl)
     sizes = {
         axis: size
-        for axis, size in ParallelConfig(**options).layout_sizes.items()
+        for axis, size in ParallelConfig(**options_of(name, impl)).layout_sizes.items()
         if size is not None
     }
     for rank, found in enumerate(
-        nccl_pools.run(compare, processes, options, impl, layout=sizes, timeout=300)
+        nccl_pools.run(compare, processes, name, impl, layout=sizes, timeout=300)
     ):
         print(
             f"{name}, {impl}, rank {rank}: graphs hold {found['graph_mib']:.0f} MiB, {found['launches']} launches"

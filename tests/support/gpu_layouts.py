@@ -1,5 +1,6 @@
 """Layouts of a small model on GPUs, and the micro-batches of its ranks."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -54,7 +55,10 @@ MODEL = ModelConfig(
     linear_value_head_dim=64,
     num_experts=8,
     moe_router_topk=2,
+    moe_router_num_groups=4,
+    moe_router_group_topk=2,
     moe_ffn_hidden_size=256,
+    moe_latent_size=128,
     moe_shared_expert_intermediate_size=256,
     moe_shared_expert_gate=True,
     moe_aux_loss_coeff=1e-2,
@@ -85,6 +89,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ep2": {"expert_model_parallel_size": 2},
     "ep2 zero": {"expert_model_parallel_size": 2, "use_distributed_optimizer": True},
 }
+GLOBAL_LOADS = ("dp2 zero", "ep2 zero overlap", "tp2 sp ep2")
+"""Layouts with ``global_aux_loss``, whose passes have a sum over ranks with other packs."""
 _TP2_SP = LAYOUTS["tp2 sp"]
 LAYOUTS_OF_FOUR: dict[str, dict[str, Any]] = {
     "tp2 sp cp2": _TP2_SP | LAYOUTS["cp2 a2a"],
@@ -101,6 +107,12 @@ EVERY_LAYOUT = [(name, 2) for name in LAYOUTS] + [
 ]
 """Names of layouts, each with its number of processes."""
 STEPS = 6
+
+
+def model_of(name: str) -> ModelConfig:
+    """Return the model of a layout."""
+    balancing = "global_aux_loss" if name in GLOBAL_LOADS else "aux_loss"
+    return dataclasses.replace(MODEL, moe_router_load_balancing_type=balancing)
 
 
 def batches(groups: ParallelGroups, alignment: int) -> list[list[MicroBatch]]:

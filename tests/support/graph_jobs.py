@@ -45,6 +45,8 @@ def hybrid(pattern, backends, hidden=HIDDEN, tokens=T):
         "moe_shared_expert_intermediate_size": 256,
         "moe_shared_expert_gate": True,
         "moe_latent_size": 128,
+        "moe_router_num_groups": 4,
+        "moe_router_group_topk": 2,
         "moe_aux_loss_coeff": 1e-2,
         "moe_router_enable_expert_bias": True,
         "moe_router_score_function": "sigmoid",

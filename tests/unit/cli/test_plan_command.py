@@ -101,6 +101,24 @@ def test_4096_ranks_in_ten_seconds():
     )
 
 
+def test_parameters_of_nemotron_3_super(capsys):
+    """The published sizes are 120.6 billion parameters, of which a token uses 12.7 billion."""
+    pattern = "MEMEMEM*E" * 3 + "MEMEMEMEM*E" * 4 + "MEMEMEM*EMEMEMEME"
+    changed = {
+        "--hybrid-layer-pattern": pattern,
+        "--moe-latent-size": "1024",
+        "--num-query-groups": "2",
+        "--mamba-num-heads": "128",
+        "--seq-length": "8192",
+    }
+    argv = [*SEED[: SEED.index("--cuda-graph-impl")], *SEED[SEED.index("--hybrid-layer-pattern") :]]
+    assert main(["plan", *argv, *(part for pair in changed.items() for part in pair)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(
+        "120,668,687,360 parameters (12,770,216,960 active), vocabulary 131,072;"
+    )
+
+
 def test_rows_add_up_to_the_peak(capsys):
     rows = plan(capsys, *SMALL)["ranks"]["every rank"]["bytes"]
     values = list(rows.values())

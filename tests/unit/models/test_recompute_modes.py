@@ -8,6 +8,7 @@ import torch
 
 from megatron_packed.config.sections.memory import RECOMPUTED_IN, MemoryConfig
 from megatron_packed.layers.attention import CoreAttention
+from megatron_packed.torch_private import tree_leaves
 from support import hybrid_cases as cases
 from support.memory_modes import (
     BYTES,
@@ -135,12 +136,12 @@ def test_what_reports_hold_is_not_the_hidden_state():
 
     The reports live until the losses are added up.
     """
-    model, pack = model_of(full("uniform", 2)), cases.make_pack(DOCUMENTS, tail=TAIL)
+    loads = {"moe_router_load_balancing_type": "global_aux_loss"}
+    model, pack = model_of(full("uniform", 2), **loads), cases.make_pack(DOCUMENTS, tail=TAIL)
     _, reports = model.hidden_states(pack.tokens, model.prepare(pack.packed))
     assert len(reports) == PATTERN.count("E")
-    assert (
-        max(tensor.numel() for report in reports for tensor in report) <= model.config.num_experts
-    )
+    assert all(report.balance for report in reports)
+    assert max(tensor.numel() for tensor in tree_leaves(reports)) <= model.config.num_experts
 
 
 def test_a_layer_is_recomputed_once_and_only_where_it_was_asked_for():

@@ -206,6 +206,13 @@ def test_replicas_are_those_of_the_processes_that_there_are():
     assert replicas == ("off", "one replica of 2 processes; gradients are summed by reduce-scatter")
     part = "every rank holds its part of the fp32 master weights and moments"
     assert optimizer == ("on", part, "")
+    loads = ("--moe-router-load-balancing-type", "global_aux_loss", "--moe-aux-loss-coeff", "0.1")
+    replicas, _ = said(2, *loads)
+    assert replicas[1].endswith("by all-reduce, and loads of experts once in each micro-batch")
+    assert "loads" not in said(2, *tensor, *loads)[0][1]
+    latent = parse([*FLAGS, "--expert-model-parallel-size", "2", "--moe-latent-size", "24"], 2)
+    found = {row.name.strip(): row.reason for row in capabilities(latent, CPU, 2)}
+    assert found["expert parallelism"].endswith(" by allgather, in rows of 24 channels")
     # With expert tensor parallelism of 1, two ranks hold the same experts.
     replicas, optimizer = said(2, *tensor, "--expert-tensor-parallel-size", "1")
     assert (

@@ -16,6 +16,7 @@ from megatron_packed.config.sections.cuda_graph import MODULE_LAYERS, CudaGraphC
 from megatron_packed.config.serialise import from_dict, to_dict
 
 LOCAL = "--cuda-graph-impl local"
+GLOBAL_LOADS = "--moe-router-load-balancing-type global_aux_loss"
 
 
 def graphs(right, text: str) -> CudaGraphConfig:
@@ -72,6 +73,9 @@ def test_the_part_in_front_of_experts_has_two_names(right) -> None:
         ("--cuda-graph-impl full_iteration", False),
         ("--cuda-graph-impl full_iteration --overlap-grad-reduce", True),
         (f"{LOCAL} --overlap-grad-reduce", False),
+        (f"--cuda-graph-impl full_iteration {GLOBAL_LOADS} --moe-aux-loss-coeff 0.1", True),
+        (f"--cuda-graph-impl full_iteration {GLOBAL_LOADS} --moe-aux-loss-coeff 0", False),
+        (f"{LOCAL} {GLOBAL_LOADS} --moe-aux-loss-coeff 0.1", False),
         ("--overlap-grad-reduce --expert-model-parallel-size 2", False),
         (f"{LOCAL} --expert-model-parallel-size 2", True),
         (f"{LOCAL} --expert-model-parallel-size 2 --cuda-graph-modules mamba moe_router", False),
