@@ -28,7 +28,12 @@ sys.path.append(str(Path(__file__).parent))
 from coming_from_megatron import NAMES, markdown
 from published_lines import PublishedLine, recipe_lines, script_lines, test_cases
 
-from megatron_packed.config.megatron.line_outcomes import FlagOutcome, LineOutcome, line_outcome
+from megatron_packed.config.megatron.line_outcomes import (
+    FlagOutcome,
+    LineOutcome,
+    line_outcome,
+    split_of,
+)
 from megatron_packed.config.parser.flag_registry import spellings
 
 PAGE = Path(__file__).parent / "megatron_lines.md"
@@ -53,8 +58,10 @@ class Need(NamedTuple):
 
 
 NEEDS = (
-    Need("multi-token prediction", "--mtp-.*"),
-    Need("latent experts", "--moe-latent-size"),
+    Need(
+        "other kinds of multi-token prediction",
+        "--(mtp-(detach-heads|hsm|standalone)|freeze-base-for-mtp)",
+    ),
     Need(
         "pipelines", "--(pipeline-model|virtual-pipeline|num-layers-per-virtual).*", "[2-9]|1[0-9]"
     ),
@@ -97,8 +104,9 @@ def _git(repository: Path, *words: str) -> bytes:
 
 def record(line: PublishedLine) -> dict[str, Any]:
     """Return the outcome of a line as data. Flags that replace the script's data are not counted."""
-    outcome = line_outcome([*with_pattern(line.words), *line.added])
-    added = sum(word.startswith("--") for word in line.added)
+    more = [*line.added, *split_of([*line.words, *line.added])]
+    outcome = line_outcome([*with_pattern(line.words), *more])
+    added = sum(word.startswith("--") for word in more)
     added += PATTERN in with_pattern(line.words) and not _hybrid(line)
     uses = outcome.uses[: len(outcome.uses) - added]
     accepted = [use for use in uses if use.outcome is FlagOutcome.ACCEPTED]

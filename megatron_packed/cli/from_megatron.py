@@ -8,7 +8,9 @@ and one torchrun command. The output is a shell script: the command, with the ou
 A flag is the same, accepted (the trained model is the same without it), different, open (its value
 is a variable that is not set) or refused. Refused flags are left out of the command, and the exit
 code is then 2. Values of variables such as DATA_PATH come from the file and from the environment.
-Other variables stay in the command and are named. Nothing in the file is executed.
+Other variables stay in the command and are named. If the file has --data-path and --eval-interval
+but no validation data, the command gets Megatron-LM's default --split 969,30,1. Nothing in the file
+is executed.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from megatron_packed.config.megatron.line_outcomes import (
     LineOutcome,
     Use,
     line_outcome,
+    split_of,
 )
 from megatron_packed.config.megatron.model_config_file import (
     VARIABLE,
@@ -70,9 +73,12 @@ def run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
         line = read(arguments.file, os.environ)
     except ValueError as error:
         raise UsageError(f"{arguments.file}: {error}.") from None
-    outcome = line_outcome(line.words, _processes(line.launcher))
+    added = split_of(line.words)
+    outcome = line_outcome([*line.words, *added], _processes(line.launcher))
     print("\n".join([*_heading(arguments.file, line, outcome), "", *_command(line, outcome), ""]))
     print("\n".join(_outcomes(outcome)))
+    if added:
+        print(_comment(f"Added: {' '.join(added)}, the default of Megatron-LM."))
     return 0 if outcome.taken else EXIT_USAGE
 
 

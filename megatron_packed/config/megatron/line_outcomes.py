@@ -88,6 +88,18 @@ def _differing() -> dict[str, str]:
     }
 
 
+_SPLIT = ("--split", "969,30,1")
+"""Default of Megatron-LM. Without ``--split``, this project trains on all data."""
+_VALIDATION = ("--split", "--valid-data-path", "--data-args-path", "--per-split-data-args-path")
+"""Flags that decide on the validation data."""
+
+
+def split_of(words: Sequence[str]) -> tuple[str, ...]:
+    """Return Megatron-LM's split if a line validates and does not say on which data."""
+    validates = "--data-path" in words and "--eval-interval" in words
+    return _SPLIT if validates and not any(flag in words for flag in _VALIDATION) else ()
+
+
 def line_outcome(words: Sequence[str], world_size: int | None = None) -> LineOutcome:
     """Return the outcome of each flag of a line.
 

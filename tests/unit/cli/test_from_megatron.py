@@ -215,3 +215,61 @@ def test_the_command_starts_no_torch(case) -> None:
         f"main(['from-megatron', {case()!r}]); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+NEMOTRON_3 = """
+MODEL_ARGS:
+  --hybrid-layer-pattern: MEM*E/*E/*E
+  --num-layers: 5
+  --hidden-size: 64
+  --num-attention-heads: 4
+  --group-query-attention: true
+  --num-query-groups: 2
+  --mamba-num-heads: 8
+  --mamba-head-dim: 16
+  --position-embedding-type: none
+  --normalization: RMSNorm
+  --disable-bias-linear: true
+  --squared-relu: true
+  --use-fused-weighted-squared-relu: true
+  --untie-embeddings-and-output-weights: true
+  --num-experts: 8
+  --moe-router-topk: 4
+  --moe-router-topk-scaling-factor: 5.0
+  --moe-router-num-groups: 1
+  --moe-router-group-topk: 1
+  --moe-router-score-function: sigmoid
+  --moe-router-enable-expert-bias: true
+  --moe-router-load-balancing-type: seq_aux_loss
+  --moe-aux-loss-coeff: 1e-4
+  --moe-shared-expert-intermediate-size: 96
+  --moe-latent-size: 32
+  --moe-router-padding-for-quantization: true
+  --moe-token-dispatcher-type: alltoall
+  --mtp-num-layers: 2
+  --mtp-use-repeated-layer: true
+  --mtp-loss-scaling-factor: 0.3
+  --calculate-per-token-loss: true
+  --seq-length: 128
+  --micro-batch-size: 2
+  --global-batch-size: 4
+  --train-iters: 20
+  --lr: 1.6e-3
+  --eval-interval: 100
+  --eval-iters: 14
+  --data-path: some_document
+  --grad-reduce-in-bf16: true
+"""
+
+
+def test_flags_of_nemotron_3_are_taken_and_validation_has_megatrons_split(case, capsys) -> None:
+    assert main(["from-megatron", case(NEMOTRON_3)]) == 2
+    command, _, comments = capsys.readouterr().out.partition("\n\n#")
+    refused = comments.partition("refused, and left out of the command:\n")[2].splitlines()
+    assert refused[0].startswith("#   --grad-reduce-in-bf16: ")
+    assert refused[1:] == ["# Added: --split 969,30,1, the default of Megatron-LM."]
+    assert command.endswith("  --split 969,30,1") and "--mtp-use-repeated-layer" in command
+    for text in ("", "  --split: 99,1,0\n"):
+        case_without = NEMOTRON_3.replace("  --grad-reduce-in-bf16: true\n", text)
+        assert main(["from-megatron", case(case_without)]) == 0
+        assert ("Added: --split" in capsys.readouterr().out) == (not text)
