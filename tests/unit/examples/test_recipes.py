@@ -64,7 +64,7 @@ def test_a_recipe_fits_as_it_says(
 
 def test_there_is_a_recipe_for_each_model_and_kind() -> None:
     models = {path.stem for path in (RECIPES[0].parent / "models").glob("*.args")}
-    assert len(models) == 6
+    assert len(models) == 8
     kinds = ("pretrain", "sft")
     assert {recipe.stem for recipe in RECIPES} == {
         f"{model}.{kind}" for model in models for kind in kinds
