@@ -276,8 +276,9 @@ def coupled_by_design(config: ModelConfig) -> list[str]:
         )
     per_pack = config.moe_router_load_balancing_type != "none" and not config.balances_documents
     if per_pack and config.moe_aux_loss_coeff:
+        whole = "step" if config.balances_all_ranks else "pack"
         found.append(
-            f"{flags.MOE_AUX_LOSS_COEFF} {config.moe_aux_loss_coeff:g} (a loss over all tokens of a pack)"
+            f"{flags.MOE_AUX_LOSS_COEFF} {config.moe_aux_loss_coeff:g} (a loss over all tokens of a {whole})"
         )
     return found
 

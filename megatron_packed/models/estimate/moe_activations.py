@@ -77,6 +77,7 @@ def _saved(rank: RankSizes, sizes: _MoESizes) -> dict[str, Term]:
     config, rows = rank.config, sizes.rows
     scores = int(bool(config.moe_aux_loss_coeff)) + int(bool(config.moe_z_loss_coeff))
     scores += 2 if config.moe_router_score_function == "sigmoid" else 0
+    scores += int(config.balances_documents)  # the weight of each probability
     scored = scores * rank.tokens * FP32 * sizes.experts
     maps = FP32 * (sizes.returned + 2 * rows + sizes.entered * sizes.routes)
     saved = {

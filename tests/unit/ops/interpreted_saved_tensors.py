@@ -44,6 +44,18 @@ CASES = {
             "moe_shared_expert_intermediate_size": 24,
         },
     ),
+    "experts, loss per document": (
+        "E",
+        {
+            "moe_aux_loss_coeff": 0.1,
+            "moe_router_load_balancing_type": "seq_aux_loss",
+            "moe_aux_loss_per_document": True,
+        },
+    ),
+    "experts, loss over all ranks": (
+        "E",
+        {"moe_aux_loss_coeff": 0.1, "moe_router_load_balancing_type": "global_aux_loss"},
+    ),
     "latent experts": ("E", {"moe_latent_size": 24}),
     "latent experts and a shared one": (
         "E",

@@ -45,18 +45,30 @@ def assert_same(found, expected):
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
 
 
+SUPER = {"moe_latent_size": 12, "n_group": 2, "topk_group": 1}
+"""Fields of Nemotron-H models with latent experts, and with groups of experts."""
+
+
 @pytest.mark.parametrize(
-    ("family", "bf16", "tied"),
+    ("family", "bf16", "tied", "changes"),
     [
-        ("nemotron_h", False, False),
-        ("nemotron_h", True, True),
-        ("llama", True, True),
-        ("mixtral", False, False),
+        ("nemotron_h", False, False, SUPER),
+        ("nemotron_h", True, True, {}),
+        ("llama", True, True, {}),
+        ("mixtral", False, False, {}),
     ],
 )
-def test_there_and_back_is_the_same_to_the_bit(family, bf16, tied, tmp_path, capsys):
+def test_there_and_back_is_the_same_to_the_bit(family, bf16, tied, changes, tmp_path, capsys):
     hf, ours, back = tmp_path / "hf", tmp_path / "ours", tmp_path / "back"
-    written = write_model(hf, family, bf16=bf16, max_file_bytes=9000, tie_word_embeddings=tied)
+    changes = {**changes, "tie_word_embeddings": tied}
+    written = write_model(hf, family, bf16=bf16, max_file_bytes=9000, **changes)
+    if "moe_latent_size" in changes:
+        mixer = "backbone.layers.1.mixer."
+        shapes = {name.removeprefix(mixer): list(value.shape) for name, value in written.items()}
+        assert shapes["fc1_latent_proj.weight"] == [12, 32]
+        assert shapes["fc2_latent_proj.weight"] == [32, 12]
+        assert shapes["experts.3.up_proj.weight"] == [16, 12]
+        assert shapes["shared_experts.up_proj.weight"] == [24, 32]
     assert ("lm_head.weight" in written) is not tied and len(list(hf.glob("*.safetensors"))) >= 3
     (hf / "tokenizer.json").write_text("{}")
     (hf / "code.py").write_text("raise SystemExit")
