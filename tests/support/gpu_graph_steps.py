@@ -55,7 +55,11 @@ def steps_of(groups: ParallelGroups, alignment: int, *, overflow: bool) -> list[
             packs.append([(random.integers(0, VOCAB, length), None) for length in lengths])
         if overflow and number == OVERFLOWS:
             packs[0] = [(random.integers(0, VOCAB, 20), None) for _ in range(40)]
-        scales = (1 / sum(len(tokens) - 1 for pack in packs for tokens, _ in pack), 1 / PACKS)
+        main, *depths = (
+            1 / sum(max(len(tokens) - ahead, 0) for pack in packs for tokens, _ in pack)
+            for ahead in (1, 2, 3)
+        )
+        scales = (main, 1 / PACKS, *depths)
         mine = []
         for first in range(0, PACKS, groups.dp_size):
             together = packs[first : first + groups.dp_size]

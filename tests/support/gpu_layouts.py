@@ -11,6 +11,7 @@ from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.packed.micro_batch import MicroBatch
 
 T, VOCAB = 2048, 512
+SCALES = (1e-3, 0.5, 1e-3, 1e-3)
 
 
 def host_batches(count: int) -> list[list[MicroBatch]]:
@@ -28,7 +29,7 @@ def host_batches(count: int) -> list[list[MicroBatch]]:
             while sum(len(tokens) for tokens, _ in documents) > T:
                 documents.pop()
             batches.append(
-                MicroBatch.build(documents, T, (None, 32)[part], scales=(1e-3, 0.5)).pin_memory()
+                MicroBatch.build(documents, T, (None, 32)[part], scales=SCALES).pin_memory()
             )
         steps.append(batches)
     return steps
@@ -91,6 +92,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 GLOBAL_LOADS = ("dp2 zero", "ep2 zero overlap", "tp2 sp ep2")
 """Layouts with ``global_aux_loss``, whose passes have a sum over ranks with other packs."""
+DEPTHS = ("tp2 sp", "cp2 a2a", "cp2 p2p", "ep2 zero", "dp2 zero overlap", "tp2 sp ep2")
+"""Layouts with two depths of multi-token prediction that share their layers."""
 _TP2_SP = LAYOUTS["tp2 sp"]
 LAYOUTS_OF_FOUR: dict[str, dict[str, Any]] = {
     "tp2 sp cp2": _TP2_SP | LAYOUTS["cp2 a2a"],
@@ -112,7 +115,18 @@ STEPS = 6
 def model_of(name: str) -> ModelConfig:
     """Return the model of a layout."""
     balancing = "global_aux_loss" if name in GLOBAL_LOADS else "aux_loss"
-    return dataclasses.replace(MODEL, moe_router_load_balancing_type=balancing)
+    model = dataclasses.replace(MODEL, moe_router_load_balancing_type=balancing)
+    return with_depths(model) if name in DEPTHS else model
+
+
+def with_depths(model: ModelConfig) -> ModelConfig:
+    """Return the model with two depths of multi-token prediction that share their layers."""
+    return dataclasses.replace(
+        model,
+        hybrid_layer_pattern=f"{model.main_layers}/*E/*E",
+        mtp_num_layers=None,
+        mtp_use_repeated_layer=True,
+    )
 
 
 def batches(groups: ParallelGroups, alignment: int) -> list[list[MicroBatch]]:
@@ -129,7 +143,7 @@ def batches(groups: ParallelGroups, alignment: int) -> list[list[MicroBatch]]:
                 ],
                 T,
                 16,
-                (1e-3, 0.5),
+                SCALES,
                 alignment=alignment,
             ).pin_memory()
             for _ in range(2)

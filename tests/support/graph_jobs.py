@@ -24,7 +24,7 @@ from megatron_packed.packed.micro_batch import MicroBatch
 DEVICE, DTYPE = torch.device("cuda", 0), torch.bfloat16
 T, HIDDEN, VOCAB = 1024, 256, 512
 CAPTURE_SIZES = CaptureSizes.of([8, 64, T], T)
-SCALES = (1e-3, 0.5)
+SCALES = (1e-3, 0.5, 1e-3, 1e-3)
 RESULTS = (
     "loss",
     "loss_sum",
@@ -33,6 +33,8 @@ RESULTS = (
     "tokens_per_expert",
     "dropped",
     "overflow",
+    "expert_rows",
+    "depth_loss_sums",
     "hidden_gradient",
 )
 
