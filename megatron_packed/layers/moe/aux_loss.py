@@ -45,6 +45,7 @@ def auxiliary_loss(
     num_valid: Tensor,
     *,
     samples: Samples | None = None,
+    share: float = 1.0,
     cp: ContextParallel = ALL_ROWS,
 ) -> Tensor:
     """Return the load-balance loss plus the z-loss of one pack, each with its coefficient.
@@ -61,6 +62,7 @@ def auxiliary_loss(
         valid_T: ``(T,)`` bool, of this rank's rows.
         num_valid: 0-d float32, real tokens of the pack on all ranks, at least 1.
         samples: samples of the pack, each with a load-balance loss; None for one sample.
+        share: factor of the load-balance loss.
         cp: context parallelism of this rank.
     Returns:
         0-d float32.
@@ -71,7 +73,7 @@ def auxiliary_loss(
     if per_pack and config.moe_aux_loss_coeff:
         chosen_TE = experts_by_score(config, logits_TE, chosen_TE, valid_T)
         probabilities_TE = balance_probabilities(logits_TE, config.moe_router_score_function)
-        factors = {"topk": topk, "coeff": config.moe_aux_loss_coeff}
+        factors = {"topk": topk, "coeff": config.moe_aux_loss_coeff * share}
         if samples is None:
             counts_E = cp.sum_of_statistics(chosen_TE.sum(dim=0))
             balance = load_balance_loss(probabilities_TE, counts_E, valid_T, num_valid, **factors)

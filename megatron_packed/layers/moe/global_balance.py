@@ -35,7 +35,10 @@ class Balance(NamedTuple):
     """Load of the experts of one E layer in one micro-batch, on this rank's rows."""
 
     probability_E: Tensor
-    """``(E,)`` float32, differentiable: sum over real tokens of the expert's probability."""
+    """``(E,)`` float32, differentiable: sum over real tokens of the expert's probability.
+
+    Depths of multi-token prediction that share their experts have equal shares of it.
+    """
     count_E: Tensor
     """``(E,)`` float32: assignments of real tokens by score."""
 

@@ -133,6 +133,9 @@ class MoE(nn.Module):
         super().__init__()
         self.config = config
         self.balances_all_ranks = config.balances_all_ranks
+        repeated = depth > 0 and config.mtp_use_repeated_layer
+        # As in Megatron: the depths that use the same experts share one load-balance loss.
+        self.balance_share = 1 / config.mtp_depths if repeated else 1.0
         self.depth = depth
         self.tp = tp
         self.cp = cp
@@ -258,6 +261,7 @@ class MoE(nn.Module):
             valid_T,
             count_valid(packed, self.depth),
             samples=None if tables is None else tables.samples,
+            share=self.balance_share,
             cp=self.cp,
         )
         return self.tp.counted_once(loss)
@@ -265,7 +269,7 @@ class MoE(nn.Module):
     def _balance(self, logits_TE: Tensor, chosen_TE: Tensor, valid_T: Tensor) -> Balance:
         """Return the load for ``global_aux_loss``; see [Note: global balance is outside of layers]."""
         probabilities_TE = balance_probabilities(logits_TE, self.config.moe_router_score_function)
-        probability_E = (probabilities_TE * valid_T.unsqueeze(-1)).sum(dim=0)
+        probability_E = (probabilities_TE * valid_T.unsqueeze(-1)).sum(dim=0) * self.balance_share
         counted_TE = experts_by_score(self.config, logits_TE, chosen_TE, valid_T)
         return Balance(self.tp.counted_once(probability_E), counted_TE.sum(dim=0))
 

@@ -134,3 +134,23 @@ def test_against_megatron_core():
         )
         found = balance([Balance(scores.sum(0), routing_map.sum(0).float())])
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("kind", ["aux_loss", "global_aux_loss"])
+def test_repeated_depths_share_one_loss(kind):
+    """As in Megatron, the load-balance losses of depths with the same experts are averaged."""
+    changes = {**GLOBAL, "moe_router_load_balancing_type": kind, "mtp_use_repeated_layer": True}
+    model = rank_models.build("E/E/E", changes, None, dtype=torch.float64)
+    assert [layer.mixer.balance_share for layer in model.moe_layers] == [1.0, 0.5, 0.5]
+    losses = []
+    for share in (0.5, 1.0, 0.0):
+        for layer in model.moe_layers[1:]:
+            layer.mixer.balance_share = share
+        if model.global_balance is not None:
+            model.global_balance.begin_step()
+        losses.append(model(packs()[0]).aux_loss)
+    found, sums, main = losses
+    assert 0 < main < found < sums
+    torch.testing.assert_close(found - main, (sums - main) / 2, rtol=1e-6, atol=0)
+    separate = rank_models.build("E/E/E", GLOBAL, None, dtype=torch.float64)
+    assert all(layer.mixer.balance_share == 1.0 for layer in separate.moe_layers)
