@@ -79,6 +79,8 @@ def capabilities(
     yield _recomputation(config)
     yield _offload(config, device)
     yield from parallel_capabilities(config, world_size)
+    if config.model.mtp_depths:
+        yield _depths(config)
     yield from _saved_and_logged(config)
     yield _export(config)
 
@@ -234,6 +236,27 @@ def _offload(config: RunConfig, device: torch.device) -> Capability:
         name,
         ON,
         f"{what}, in pinned host memory; at most {memory.offload_buffers} device buffers",
+    )
+
+
+def _depths(config: RunConfig) -> Capability:
+    """Return the depths of multi-token prediction and the weight of their losses."""
+    model, depths = config.model, config.model.mtp_depths
+    how = (
+        f"{depths} depths of {model.mtp_layers}"
+        if depths > 1
+        else f"one depth of {model.mtp_layers}"
+    )
+    if depths > 1:
+        how += (
+            " with the same weights" if model.mtp_use_repeated_layer else " with their own weights"
+        )
+    mean = "their mean loss" if depths > 1 else "its loss"
+    return Capability(
+        "multi-token prediction",
+        ON,
+        f"{how}; {mean} counts {model.mtp_loss_scaling_factor:g}; validation and answers use the "
+        "main model alone",
     )
 
 

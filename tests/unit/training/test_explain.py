@@ -543,6 +543,17 @@ def test_a_run_that_would_be_refused(flags, reason, tmp_path):
     assert re.search(reason, verdict), verdict
 
 
+def test_depths_of_multi_token_prediction_are_named():
+    assert "multi-token prediction" not in rows()
+    depths = ("--hybrid-layer-pattern", "M*-E/*E/*E", "--mtp-loss-scaling-factor", "0.3")
+    said = rows(*depths)["multi-token prediction"].reason
+    assert said.startswith("2 depths of *E with their own weights; their mean loss counts 0.3; ")
+    said = rows(*depths, "--mtp-use-repeated-layer")["multi-token prediction"].reason
+    assert "with the same weights" in said
+    said = rows("--hybrid-layer-pattern", "M*-E/-")["multi-token prediction"].reason
+    assert said.startswith("one depth of -; its loss counts 0.1; ")
+
+
 def test_the_table_is_for_people():
     text = explain(parse(FLAGS, world_size=1))
     assert max(map(len, text.splitlines())) <= 118

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_packed.data.packing.pieces import TargetCounts
-from megatron_packed.data.packing.token_accounting import cut_documents
+from megatron_packed.data.packing.token_accounting import cut_documents, targets_of_depths
 
 
 @dataclass
@@ -92,6 +92,9 @@ def test_the_books_balance_on_random_documents(policy, only_with_targets):
         triples = list(zip(pieces.document, pieces.start, pieces.length, strict=True))
         in_packs = [int(masks[d][s + 1 : s + n].sum()) for d, s, n in triples]
         assert targets.tolist() == in_packs
+        for depth, later in enumerate(targets_of_depths(data, pieces, targets, 3), start=1):
+            wanted = [int(masks[d][s : s + n][1 + depth :].sum()) for d, s, n in triples]
+            assert later.tolist() == wanted and sum(wanted) > 0
         assert counts.targets_kept == sum(in_packs)
         of_documents = np.bincount(pieces.document, weights=in_packs, minlength=len(masks))
         assert counts.documents_without_targets == (of_documents == 0).sum()
