@@ -167,11 +167,11 @@ def spoilt(groups: ParallelGroups, way: Way) -> dict[str, dict[str, Any]]:
     training = dataclasses.replace(config.training, loss_spike_policy="skip", loss_spike_window=2)
     job = build_job(dataclasses.replace(config, training=training), groups, VOCAB)
     job.step(mine(groups, way, 0, way.dp_size), 1e-2)
-    reduce, last = job.step._reduce, groups.rank == groups.world_size - 1
+    reduce, last = job.step._reduce_over_tp, groups.rank == groups.world_size - 1
     found = {}
     for where in EVENTS:
         before = everything(job)
-        job.step._reduce = partial(spoil, job, last, where, reduce)  # type: ignore[method-assign]
+        job.step._reduce_over_tp = partial(spoil, job, last, where, reduce)  # type: ignore[method-assign]
         packs = mine(groups, way, 1, way.dp_size)
         values = job.step(packs, 1e-2, stop_requested=last and where == "stop")
         after = everything(job)
