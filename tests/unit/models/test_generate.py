@@ -23,6 +23,7 @@ MODELS = {
     **{name: ("M*-E", changes) for name, changes in cases.VARIANTS.items()},
     "bias": ("*-", {"add_bias_linear": True, "position_embedding_type": "rope"}),
     "one key head": ("*M", {"num_query_groups": 1, "mamba_num_groups": 1}),
+    "depths": ("ME*/*E/*E", {"mtp_use_repeated_layer": True}),
 }
 
 
