@@ -93,9 +93,9 @@ def test_all_tensors_of_tables_are_listed():
     order = RankOrder(torch.arange(4), torch.arange(4))
     mask = MaskTable(mask_TT=torch.ones(4, 4, dtype=torch.bool), window_size=None)
     alone = {name: torch.zeros(1) for name in ("rope_position_ids", "rank_valid", "num_valid")}
-    samples = Samples(torch.zeros(1), torch.zeros(1))
+    samples = Samples(*torch.zeros(3, 1))
     chunks = (torch.zeros(1), torch.zeros(2))
-    several = Samples(torch.zeros(1), torch.zeros(1))
+    several = Samples(*torch.zeros(3, 1))
     depths = (DepthTables(*torch.zeros(3, 1), several), DepthTables(*torch.zeros(2, 1), None, None))
     tables = SharedTables(
         rank_order=order,
