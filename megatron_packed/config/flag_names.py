@@ -47,6 +47,7 @@ VOCAB_SIZE = "--vocab-size"
 
 # Flags of single commands.
 APPEND_EOD = "--append-eod"
+FROM_HF = "--from-hf"
 HF_FAMILY = "--hf-family"
 IGNORE_KEY = "--ignore-key"
 JSON_KEYS = "--json-keys"

@@ -33,7 +33,7 @@ LAYOUTS = [
 
 def job_in(groups: ParallelGroups, way: Way) -> Job:
     config = config_of(way)
-    changes = {"hybrid_layer_pattern": "MG*-E", "linear_num_key_heads": 4}
+    changes = {"hybrid_layer_pattern": "MG*-E/*E/*E", "linear_num_key_heads": 4}
     changes |= {"linear_num_value_heads": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
     config = replace(config, model=replace(config.model, **changes))
     model = build_model(config, VOCAB, "cpu", groups).train()

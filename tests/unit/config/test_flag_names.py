@@ -17,6 +17,7 @@ UPPER = {"config", "training", "cli"}
 FLAG = re.compile(r"(?<![\w-])(?<!var\()--[a-zA-Z][\w-]*\w")
 """A flag in a text; `var(--NAME)` is a colour of a page."""
 OF_OTHER_PROGRAMS = {
+    "--dist-ckpt-optim-fully-reshardable",  # Megatron, for a run that wrote a checkpoint
     "--capture-range",  # nsys
     "--cuda_ext",  # apex
     "--no-build-isolation",  # pip

@@ -8,6 +8,7 @@ import torch
 
 from megatron_packed.config.sections.memory import RECOMPUTED_IN, MemoryConfig
 from megatron_packed.layers.attention import CoreAttention
+from megatron_packed.ops.grouped_mlp import reference
 from megatron_packed.torch_private import tree_leaves
 from support import hybrid_cases as cases
 from support.memory_modes import (
@@ -120,9 +121,10 @@ def test_a_mixer_keeps_its_input_alone_and_attention_what_is_around_its_core():
             assert kept == T * (D + qkv + heads if symbol == "*" else D) * dtype.itemsize, symbol
 
 
-def test_outputs_of_norms_and_of_the_activation_are_not_kept():
+def test_outputs_of_norms_and_of_the_activation_are_not_kept(monkeypatch):
     """GELU saves its input in any case, so only the activation's output is saved less."""
     changes = {"squared_relu": False}
+    monkeypatch.setattr(reference, "_BLOCK", model_of(**changes).expert_buffer(T).rows)
     all_of_it = kept_by(**changes)
     assert kept_by(selective("layernorm"), **changes) == all_of_it - len(PATTERN) * HIDDEN
     model = model_of(**changes)

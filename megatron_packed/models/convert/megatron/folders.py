@@ -16,7 +16,7 @@ TRAIN_STATE_FILE = "train_state.pt"
 TRACKER = "latest_checkpointed_iteration.txt"
 FORMAT = "torch_dist"
 _WRITE_AGAIN = "load it with Megatron, and save it in the format torch_dist"
-_EXPORT = "export it as a Hugging Face model, and give that to convert --from-hf"
+_EXPORT = f"export it as a Hugging Face model, and give that to convert {flags.FROM_HF}"
 
 
 def find(directory: Path, iteration: int | None = None) -> Path:
