@@ -171,6 +171,8 @@ def _lines(
     limit: int,
     cures: Sequence[Change],
 ) -> list[str]:
+    from megatron_packed.config.sections.model_parts.experts import MEASURE
+    from megatron_packed.layers.moe.expert_room import PLANNED
     from megatron_packed.models.estimate.parameter_count import count_parameters
     from megatron_packed.models.estimate.rank_memory import COMMUNICATOR, MIB
 
@@ -200,6 +202,11 @@ def _lines(
         f"The memory contains CUDA's context{buffers if first.communicators else ''}. It does not "
         "contain memory that the allocator loses to fragmentation."
     )
+    if config.model.num_experts and config.expert_rank_capacity_factor == MEASURE:
+        lines.append(
+            f"Rows of experts are counted with {PLANNED} even shares; a run bounds them by its "
+            "routing (--moe-expert-rank-capacity-factor auto)."
+        )
     if config.memory.offloads and not first.host_bytes:
         lines.append(
             "Nothing would be offloaded: no selected tensor has "

@@ -264,6 +264,30 @@ def test_what_experts_move():
     assert list(experts) == [0, 3 * 4096 * topk * row]
 
 
+@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
+def test_bounds_are_counted_instead_of_the_routing_and_of_the_worst_case(dispatcher):
+    """Five ranks reserve 1.25 even shares of rows, and `alltoall` sends parts of that size, too."""
+    options = {
+        "layout": LAYOUTS["ep"],
+        "pattern": "E",
+        "moe_token_dispatcher_type": dispatcher,
+        "moe_expert_rank_capacity_factor": 1.25,
+    }
+    assert of(**options, even=False).peak.bytes == of(**options).peak.bytes
+    layout, pattern = options.pop("layout"), options.pop("pattern")
+    model, _ = built(layout, "meta", pattern=pattern, **options)
+    [layer] = footprints(model, Work(tokens=4096, documents=1, element=2))
+    topk, config = model.config.moe_router_topk, model.config
+    rows, parts = 4096 * topk * 5 // 4, 5 * -(-4096 * topk // 4)
+    combined = parts if dispatcher == "alltoall" else rows
+    saved = {name: layer.saved[f"experts.{name}"].bytes for name in ("input", "fc1", "output")}
+    inner = config.moe_ffn_hidden_size * (2 if config.swiglu else 1)
+    assert saved == {"input": rows * 64, "fc1": rows * inner * 2, "output": combined * 64}
+    moments = moments_of("E", {"world_size": 5, "ep_size": 5}, **options)
+    moved = moments["forward of the experts"].get(Purpose.EXPERTS, 0)
+    assert moved == (3 * parts * 64 if dispatcher == "alltoall" else 0)
+
+
 @pytest.mark.parametrize(("experts_tp", "rows"), [(None, 4096), (1, 2048)])
 def test_a_gate_keeps_the_rows_of_the_shared_expert(experts_tp, rows):
     """Check that the shared expert's output is saved in the rows that the gate multiplies."""
