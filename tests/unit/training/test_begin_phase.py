@@ -40,3 +40,13 @@ def test_a_run_may_begin_its_first_phase_with_pretrained_weights(
     assert "nothing left to train. The length of a run includes its earlier phases.\n" in said
     *_, second = trained(tmp_path, f"{words} --begin-phase two --train-iters 3")
     assert second["phases"] == [*first["phases"], {"name": "two", "iteration": 2}]
+
+
+def test_epochs_of_a_phase_are_those_of_its_own_data(tmp_path: Path) -> None:
+    own = f"--save {tmp_path}/own --load {tmp_path}/own"
+    epoch = "--train-epochs 1 --seq-length 128 --global-batch-size 2"
+    trained(tmp_path, f"{own} --begin-phase one --train-iters 3")
+    *_, last = trained(tmp_path, f"{own} --begin-phase two {epoch}")
+    (tmp_path / "own").rename(tmp_path / "phases")
+    (alone,) = trained(tmp_path, f"{own} {epoch}")
+    assert last["progress"]["iteration"] == 3 + alone["progress"]["iteration"]

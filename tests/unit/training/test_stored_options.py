@@ -59,6 +59,13 @@ def test_length_and_tokenizer_come_from_the_checkpoint_unless_given(run: RunConf
     assert (other.tokenizer_type, other.null_tokenizer_eod_id) == ("ByteTokenizer", None)
 
 
+def test_the_options_are_those_of_the_chosen_step(run: RunConfig) -> None:
+    words = [*MODEL.split(), *RUN.replace("64", "32").split(), "--train-iters", "4"]
+    train(RunConfig.from_args([*words, "--begin-phase", "short"]))
+    assert parsed("").config.packing.seq_length == 32
+    assert parsed("--ckpt-step 3").config.packing.seq_length == 64
+
+
 def test_given_options_are_overridden_and_named(run: RunConfig) -> None:
     found = parsed("--hidden-size 32 --swiglu --hidden-dropout 0.1 --hybrid-layer-pattern ---")
     assert found.config.model.hidden_size == 16 and not found.config.model.swiglu

@@ -77,8 +77,8 @@ def test_the_command_has_the_processes_of_the_script(script, capsys) -> None:
 
 
 def test_flags_are_checked_for_the_processes_of_the_script(script, capsys) -> None:
-    for number, refused in (("4", False), ("8", True)):
-        text = f"torchrun --nproc-per-node={number} pretrain.py --global-batch-size 4 --lr 1e-3\n"
+    for number, refused in (("4", False), ("8", True), ("2 --nnodes 4", True)):
+        text = f"torchrun --nproc-per-node {number} pretrain.py --global-batch-size 4 --lr 1e-3\n"
         assert main(["from-megatron", script(text)]) == 2  # options are missing
         shown = capsys.readouterr().out
         assert ("1 refused" in shown) == refused and (
