@@ -204,10 +204,13 @@ class RunConfig:
         if not training.multiple_validation_sets:
             return ()
         names = [PurePath(path).stem for path in paths]
-        numbered = (f"{name}_{number}" for number, name in enumerate(names))
-        return training.validation_set_names or tuple(
+        numbered = tuple(f"{name}_{number}" for number, name in enumerate(names))
+        found = tuple(
             other if names.count(name) > 1 else name for name, other in zip(names, numbered)
         )
+        # A file may have the name that a number gives another file.
+        distinct = found if len(set(found)) == len(found) else numbered
+        return training.validation_set_names or distinct
 
     @property
     def tests(self) -> bool:

@@ -103,3 +103,18 @@ def test_sets_of_a_divided_blend_have_the_names_of_its_paths(tmp_path: Path) -> 
     [first, _] = [one for one in seen if "valid_loss" in one]
     assert {"valid_loss_text_0", "valid_loss_text_1"} < first.keys()
     assert first["valid_target_tokens"] == 4 * 6 + 4 * 12
+
+
+def test_sets_have_different_names(tmp_path: Path) -> None:
+    for folder in ("x", "y"):
+        (tmp_path / folder).mkdir()
+    data = write(tmp_path / "documents.jsonl", 20, 4)
+
+    def names(*files: str) -> tuple[str, ...]:
+        paths = [write(tmp_path / file, 3, 2) for file in files]
+        argv = [*MODEL.split(), "--train-data-path", data, "--multiple-validation-sets"]
+        return RunConfig.from_args([*argv, "--valid-data-path", *paths]).validation_sets
+
+    assert names("x/e.jsonl", "f.jsonl") == ("e", "f")
+    assert names("x/e.jsonl", "y/e.jsonl", "f.jsonl") == ("e_0", "e_1", "f")
+    assert names("x/e.jsonl", "y/e.jsonl", "e_0.jsonl") == ("e_0", "e_1", "e_0_2")
