@@ -28,6 +28,18 @@ from megatron_packed.packed.shared_tables import RankOrder
 
 A2A, ALL_GATHER, P2P = "a2a", "all_gather", "p2p"
 _ALIASES = {"allgather": ALL_GATHER}
+HEADS, STATE = "heads", "state"
+
+
+def mamba_cp_comm_type(name: str) -> str:
+    """Return the communication type of Mamba layers.
+
+    Raises:
+        ValueError: the communication type is unknown.
+    """
+    if name not in (HEADS, STATE):
+        raise ValueError(f"mamba_cp_comm_type is {name!r}; choose heads or state.")
+    return name
 
 
 def cp_comm_type(name: str) -> str:
@@ -58,24 +70,45 @@ class ContextParallel:
     values; ``p2p`` sends them around a ring. ``all_gather`` and ``p2p`` use zigzag sharding of
     rows.
     """
+    mamba_comm_type: str = HEADS
+    """Communication type of Mamba layers.
+
+    ``heads`` is an all-to-all to the head-parallel layout and back. ``state`` passes the states of
+    the scan from rank to rank; see `state_passing`.
+    """
 
     @classmethod
-    def of(cls, groups: ParallelGroups | None, comm_type: str = A2A) -> ContextParallel:
+    def of(
+        cls,
+        groups: ParallelGroups | None,
+        comm_type: str = A2A,
+        mamba_comm_type: str = HEADS,
+    ) -> ContextParallel:
         """Return the context parallelism of this rank, or ``SINGLE`` for one rank.
 
         Raises:
-            ValueError: ``comm_type`` is unknown.
+            ValueError: a communication type is unknown.
         """
         comm_type = cp_comm_type(comm_type)
+        mamba_comm_type = mamba_cp_comm_type(mamba_comm_type)
         if groups is None or groups.cp_size == 1:
             return SINGLE
         return cls(
-            group=groups.cp_group, size=groups.cp_size, rank=groups.cp_rank, comm_type=comm_type
+            group=groups.cp_group,
+            size=groups.cp_size,
+            rank=groups.cp_rank,
+            comm_type=comm_type,
+            mamba_comm_type=mamba_comm_type,
         )
 
     @property
     def exchanges_heads(self) -> bool:
         return self.comm_type == A2A
+
+    @property
+    def passes_states(self) -> bool:
+        """Return whether Mamba layers pass states between the ranks."""
+        return self.size > 1 and self.mamba_comm_type == STATE
 
     @property
     def partition(self) -> Partition:

@@ -19,9 +19,11 @@ from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
 from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.layers.parameters import new_parameter, no_weight_decay
 from megatron_packed.layers.recurrent_mixer import RecurrentMixer
+from megatron_packed.layers.state_passing import StatePassing
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.ops.gated_rms_norm.api import gated_rms_norm
 from megatron_packed.ops.ssd.api import ssd
+from megatron_packed.ops.ssd.passed_states import add_entering, leaving_state
 from megatron_packed.packed.params import PackedSeqParams
 
 
@@ -141,6 +143,7 @@ class MambaMixer(RecurrentMixer):
             backends=backends,
             tp=tp,
             cp=cp,
+            passing=StatePassing(cp, config.mamba_d_conv) if cp.passes_states else None,
             device=device,
             dtype=dtype,
         )
@@ -152,13 +155,16 @@ class MambaMixer(RecurrentMixer):
     def scan_heads(
         self, heads: Sequence[Tensor], per_head: Sequence[Tensor], packed: PackedSeqParams
     ) -> Tensor:
-        """Run the state-space scan; see `ops.ssd.api.ssd`."""
+        """Run the state-space scan; see `ops.ssd.api.ssd` and [Note: passed states]."""
         x_TNP, B_TGS, C_TGS = heads
         (dt_TN,) = per_head
         A_log_N, D_N, dt_bias_N = self.A_log, self.D, self.dt_bias
         if self.used_heads is not None:
             A_log_N, D_N, dt_bias_N = map(self.used_heads.take, (A_log_N, D_N, dt_bias_N))
-        return ssd(
+        seq_idx_1T, cu_seqlens = packed.seq_idx, packed.cu_seqlens
+        if self.passing is not None:
+            seq_idx_1T, cu_seqlens = self.passing.seq_idx(packed), self.passing.cu_seqlens(packed)
+        y_TNP = ssd(
             x_TNP,
             dt_TN,
             A_log_N,
@@ -166,8 +172,13 @@ class MambaMixer(RecurrentMixer):
             C_TGS,
             D_N,
             dt_bias_N,
-            packed.seq_idx,
-            packed.cu_seqlens,
+            seq_idx_1T,
+            cu_seqlens,
             chunk_size=self.chunk_size,
             backend=self.backends.ssd,
         )
+        if self.passing is None:
+            return y_TNP
+        left = leaving_state(x_TNP, dt_TN, A_log_N, B_TGS, dt_bias_N, seq_idx_1T)
+        state_NPS = self.passing.entering(*left, packed)
+        return add_entering(y_TNP, state_NPS, dt_TN, A_log_N, C_TGS, dt_bias_N, seq_idx_1T)

@@ -12,6 +12,9 @@ the first transfers all columns except z. The gate z and the gated norm stay in 
 layout, where a rank has all channels of each norm group. So they need no communication. A rank uses
 only its heads' part of the convolution weights and of the parameters with one value per head. The
 gradients of the other parts are zero on this rank.
+
+A mixer that passes states (`state_passing`) exchanges no heads. Each rank runs convolution and
+recurrence of all heads on its part of the pack.
 """
 
 from __future__ import annotations
@@ -26,10 +29,12 @@ from torch import Tensor, nn
 from megatron_packed.distributed.all_to_all import heads_to_rows, rows_to_columns
 from megatron_packed.distributed.tensor_parallel_shards import SplitSegment, set_shard
 from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
 from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.layers.named_call import NamedCall
 from megatron_packed.layers.parameters import keep_fp32, new_parameter, no_weight_decay
 from megatron_packed.layers.short_convolution import CausalConv1d
+from megatron_packed.layers.state_passing import StatePassing
 from megatron_packed.layers.tensor_parallel import TensorParallel
 from megatron_packed.layers.transformer_impl import implementation
 from megatron_packed.ops.column_slices import split_columns
@@ -58,6 +63,7 @@ class RecurrentMixer(nn.Module):
         backends: backend of each op.
         tp: tensor parallelism of this rank.
         cp: context parallelism of this rank.
+        passing: passing of states between context-parallel ranks; None exchanges heads instead.
         device: device of the parameters.
         dtype: dtype of the parameters.
     """
@@ -76,11 +82,14 @@ class RecurrentMixer(nn.Module):
         backends: Backends,
         tp: TensorParallel,
         cp: ContextParallel,
+        passing: StatePassing | None = None,
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.cp = cp
+        # With passed states the mixer has all heads, as with one rank.
+        self.passing = passing
+        self.cp = cp = cp if passing is None else ALL_ROWS
         self.backends = backends
         self.z_first = z_first
         self.values_per_head = values_per_head
@@ -137,12 +146,27 @@ class RecurrentMixer(nn.Module):
     def _scan(self, projected_TO: Tensor, packed: PackedSeqParams) -> Tensor:
         """Run everything between the projections: ``(T, O)`` -> ``(T, I)``."""
         z_TI, conv_TC, *per_head = self.split(projected_TO, packed)
-        heads = split_columns(self.conv1d(conv_TC, packed.seq_idx), *self.conv_shapes)
+        if self.passing is not None:
+            conv_TC, *per_head = self.passing.to_part([conv_TC, *per_head], packed)
+        heads = split_columns(self._convolve(conv_TC, packed), *self.conv_shapes)
         y_TNP = self.scan_heads(heads, per_head, packed)
         if self.cp.group is not None:
             (y_TNP,) = heads_to_rows((self.cp.in_order_of_ranks(y_TNP, packed),), self.cp.group)
-        normed_TI: Tensor = self.norm(y_TNP.flatten(1), z_TI)
+        y_TI = y_TNP.flatten(1)
+        if self.passing is not None:
+            y_TI = self.passing.from_part(y_TI, packed)
+        normed_TI: Tensor = self.norm(y_TI, z_TI)
         return normed_TI
+
+    def _convolve(self, conv_TC: Tensor, packed: PackedSeqParams) -> Tensor:
+        """Convolve all rows of the pack, or those of this rank's part with passed states."""
+        if self.passing is None:
+            whole_TC: Tensor = self.conv1d(conv_TC, packed.seq_idx)
+            return whole_TC
+        halo = self.passing.halo
+        seq_idx_1T = self.passing.seq_idx(packed, halo)
+        part_TC: Tensor = self.conv1d(self.passing.with_halo(conv_TC), seq_idx_1T)
+        return part_TC[halo:]
 
     def split(self, projected_TO: Tensor, packed: PackedSeqParams) -> list[Tensor]:
         """Split the projection; all parts except z are in the head-parallel layout.

@@ -75,6 +75,7 @@ class HybridModel(ExpertLayers, nn.Module):
         cp_comm_type: context-parallel attention: ``a2a``, ``all_gather`` (also spelt ``allgather``)
             or ``p2p``. ``all_gather`` and ``p2p`` need packs in which every document is padded to a
             multiple of 2 cp_size.
+        mamba_cp_comm_type: context-parallel Mamba layers: ``heads`` or ``state``.
         sequence_parallel: between the layers, each tensor-parallel rank has only its rows of the
             hidden state.
         device: device of the parameters.
@@ -97,6 +98,7 @@ class HybridModel(ExpertLayers, nn.Module):
         max_positions: int,
         groups: ParallelGroups | None = None,
         cp_comm_type: str = "a2a",
+        mamba_cp_comm_type: str = "heads",
         sequence_parallel: bool = False,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
@@ -114,7 +116,7 @@ class HybridModel(ExpertLayers, nn.Module):
         after every optimizer step.
         """
         self.tp = TensorParallel.of(groups, sequence_parallel=sequence_parallel)
-        self.cp = ContextParallel.of(groups, cp_comm_type)
+        self.cp = ContextParallel.of(groups, cp_comm_type, mamba_cp_comm_type)
         self.ep = ExpertParallel.of(groups, self.tp)
         self.config = config
         self.vocab_size = vocab_size

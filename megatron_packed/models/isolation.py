@@ -126,6 +126,7 @@ def check_isolation(
     *,
     groups: ParallelGroups | None = None,
     cp_comm_type: str = "a2a",
+    mamba_cp_comm_type: str = "heads",
     sequence_parallel: bool = False,
 ) -> list[IsolationResult]:
     """Check every kind of layer in ``model_config``'s pattern with the kernels that it would run.
@@ -139,7 +140,7 @@ def check_isolation(
         Refuse to train unless all of them ``passed``, and print those that did not.
     """
     device, backends = torch.device(device), Backends.of(backends)
-    tp, cp = TensorParallel.of(groups), ContextParallel.of(groups, cp_comm_type)
+    tp, cp = TensorParallel.of(groups), ContextParallel.of(groups, cp_comm_type, mamba_cp_comm_type)
     ranks = tp.size * cp.size
     tune_recurrences(model_config, device, dtype, backends, ranks)
     results = []
@@ -155,6 +156,7 @@ def check_isolation(
             max_positions=slots,
             groups=groups,
             cp_comm_type=cp_comm_type,
+            mamba_cp_comm_type=mamba_cp_comm_type,
             sequence_parallel=sequence_parallel,
             device=device,
             dtype=dtype,

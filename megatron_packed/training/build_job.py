@@ -86,6 +86,7 @@ def build_model(
         max_positions=config.max_positions,
         groups=groups,
         cp_comm_type=config.parallel.cp_comm_type,
+        mamba_cp_comm_type=config.parallel.mamba_cp_comm_type,
         sequence_parallel=config.parallel.sequence_parallel,
         device=device,
         dtype=dtype or dtype_of(config),

@@ -105,6 +105,8 @@ class Run:
     flat: bool = False
     """True stores gradients in flat buffers (``main_grad``); False leaves them to autograd."""
     mutation: str | None = None
+    mamba: str = "heads"
+    """Communication of Mamba layers."""
 
     @property
     def alignment(self) -> int:
@@ -119,6 +121,7 @@ def build(run: Run, groups: ParallelGroups | None) -> HybridModel:
         dtype=run.dtype,
         max_positions=TOKENS,
         cp_comm_type=run.comm_type,
+        mamba_cp_comm_type=run.mamba,
         sequence_parallel=run.sequence_parallel,
     )
 
@@ -268,6 +271,22 @@ def test_gradients_in_flat_buffers(
     check(
         pools, world_size, layout, variants(layout, changes=changes, dtype=torch.float32, flat=True)
     )
+
+
+ODD = {"mamba_num_heads": 6, "mamba_num_groups": 2, "mamba_norm_groups": 2}
+"""Heads and groups that neither 4 ranks nor 2 ranks of each of 2 tensor-parallel ranks can share."""
+
+
+@pytest.mark.parametrize(("world_size", "layout"), LAYOUTS, ids=str)
+def test_ranks_pass_the_states_of_scans(
+    pools: WorkerPools, world_size: int, layout: dict[str, int]
+) -> None:
+    """Check heads that no context-parallel ranks can share, in both precisions."""
+    runs = variants(layout, changes=ODD, pattern="M*-M", mamba="state")
+    changes = CASES["groups and keys shared by ranks"]
+    runs.append(Run("p2p", changes, "ME", dtype=torch.float32, flat=True, mamba="state"))
+    runs += [replace(run, dtype=torch.float32, flat=True) for run in runs[:2]]
+    check(pools, world_size, layout, runs)
 
 
 EXPERTS = [

@@ -1,0 +1,179 @@
+"""Mamba-2's scan of a pack in consecutive parts: the state that passes from part to part.
+
+Each of c ranks has one part of the pack and runs `api.ssd` on it, with a state of zero at its start.
+The recurrence is linear, so the state that really enters the part adds a term to the outputs:
+
+    leaving   F_r = sum_i [d(i) = e(r)] exp(l_i) dt_i x_i B_i^T,   l_i = sum of a_j over j > i      (P1)
+    entering  h_r = sum_{j < r} [e(j) = d(first)] exp(sum of D_k over j < k < r) F_j                (P2)
+    outputs   y_i += [d(i) = d(first)] exp(s_i) h_r C_i,           s_i = sum of a_j over j <= i     (P3)
+
+Here a = dt A, d(i) is the document of token i, ``first`` the first token of part r and e(r) the
+document of its last token. The sums of a run over tokens of part r, and D_r is the sum over the
+tokens of e(r). If a document leaves part j and enters part r, the parts between them have tokens of
+this document only, so D_k is the sum over all of part k. Only F and D travel: N P S + N values for
+each part, whatever its length.
+
+All masks are applied before the exponential. So terms of other documents are exact zeros, and a
+document that is not cut keeps its bits. Backward computes the intermediate values again.
+
+Letters: T tokens of a part, N heads, P head dimension, G groups, S state, c parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad, softplus
+
+from megatron_packed.ops.running_sum import running_sum
+
+
+def leaving_state(
+    x_TNP: Tensor,
+    dt_TN: Tensor,
+    A_log_N: Tensor,
+    B_TGS: Tensor,
+    dt_bias_N: Tensor,
+    seq_idx_1T: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return the state after the last token of a part, and the logarithm of the part's decay (P1).
+
+    Args:
+        x_TNP: ``(T, N, P)`` inputs; for the other arguments see `api.ssd`.
+    Returns:
+        ``(N, P, S)`` state of the last document, which is zero at the start of the part, and ``(N,)``
+        D. Both are float32, or float64 for float64 inputs.
+    """
+    tensors = (x_TNP, dt_TN, A_log_N, B_TGS, dt_bias_N, seq_idx_1T)
+    state_NPS, log_N = _repeated(_leaving_state, *tensors)
+    return state_NPS, log_N
+
+
+def entering_state(
+    states_cNPS: Tensor, logs_cN: Tensor, last_documents_c: Tensor, rank: int, document: Tensor
+) -> Tensor:
+    """Return the state that enters part ``rank``, zero if its first token begins a document (P2).
+
+    Args:
+        states_cNPS: ``(c, N, P, S)`` leaving states of all parts.
+        logs_cN: ``(c, N)`` logarithms of the decay of all parts.
+        last_documents_c: ``(c,)`` document of the last token of each part.
+        rank: number of the part.
+        document: ``(1,)`` document of the first token of the part.
+    Returns:
+        ``(N, P, S)``.
+    """
+    parts = torch.arange(len(logs_cN), device=logs_cN.device)
+    before_c = parts < rank
+    between_cc = (parts[:, None] < parts) & before_c
+    reaches_c = (last_documents_c == document) & before_c
+    # Sum with a mask, not by subtraction, so that decays of other documents are exact zeros.
+    sums_cN = between_cc.to(logs_cN.dtype) @ logs_cN
+    decay_cN = sums_cN.masked_fill(~reaches_c[:, None], -torch.inf).exp()
+    return (states_cNPS * decay_cN[..., None, None]).sum(0)
+
+
+def add_entering(
+    y_TNP: Tensor,
+    state_NPS: Tensor,
+    dt_TN: Tensor,
+    A_log_N: Tensor,
+    C_TGS: Tensor,
+    dt_bias_N: Tensor,
+    seq_idx_1T: Tensor,
+) -> Tensor:
+    """Add the term of the entering state to the outputs of a part (P3).
+
+    Args:
+        y_TNP: ``(T, N, P)`` outputs of `api.ssd`; for the other arguments see there.
+        state_NPS: ``(N, P, S)`` from `entering_state`.
+    Returns:
+        ``(T, N, P)`` in y's dtype.
+    """
+    tensors = (state_NPS, dt_TN, A_log_N, C_TGS, dt_bias_N, seq_idx_1T)
+    (added_TNP,) = _repeated(_from_entering, *tensors)
+    return (y_TNP + added_TNP).to(y_TNP.dtype)
+
+
+def _leaving_state(
+    x_TNP: Tensor,
+    dt_TN: Tensor,
+    A_log_N: Tensor,
+    B_TGS: Tensor,
+    dt_bias_N: Tensor,
+    seq_idx_1T: Tensor,
+) -> tuple[Tensor, Tensor]:
+    groups, dtype = B_TGS.shape[1], torch.promote_types(x_TNP.dtype, torch.float32)
+    dt_NT, logs_NT = _steps(dt_TN, A_log_N, dt_bias_N, dtype)
+    last_T = seq_idx_1T[0] == seq_idx_1T[0, -1]
+    from_here_NT = running_sum(logs_NT.masked_fill(~last_T, 0).flip(-1)).flip(-1)
+    later_NT = pad(from_here_NT[:, 1:], (0, 1)).to(dtype)
+    weight_NT = dt_NT * later_NT.masked_fill(~last_T, -torch.inf).exp()
+    weighted_TNP = x_TNP.to(dtype) * weight_NT.t()[..., None]
+    # (T, N, P) -> (G, R P, T); (G, R P, T) @ (G, T, S) -> (G, R P, S) -> (N, P, S)
+    x_GXT = weighted_TNP.reshape(len(weighted_TNP), groups, -1).permute(1, 2, 0)
+    state_NPS = (x_GXT @ B_TGS.to(dtype).transpose(0, 1)).view(*x_TNP.shape[1:], -1)
+    return state_NPS, from_here_NT[:, 0].to(dtype)
+
+
+def _from_entering(
+    state_NPS: Tensor,
+    dt_TN: Tensor,
+    A_log_N: Tensor,
+    C_TGS: Tensor,
+    dt_bias_N: Tensor,
+    seq_idx_1T: Tensor,
+) -> tuple[Tensor]:
+    (groups, states), dtype = C_TGS.shape[1:], state_NPS.dtype
+    _, logs_NT = _steps(dt_TN, A_log_N, dt_bias_N, dtype)
+    first_T = seq_idx_1T[0] == seq_idx_1T[0, 0]
+    sums_NT = running_sum(logs_NT.masked_fill(~first_T, 0)).to(dtype)
+    decay_NT = sums_NT.masked_fill(~first_T, -torch.inf).exp()
+    # (G, T, S) @ (G, S, R P) -> (G, T, R P) -> (T, N, P)
+    state_GSX = state_NPS.view(groups, -1, states).transpose(1, 2)
+    y_GTX = C_TGS.to(dtype).transpose(0, 1) @ state_GSX
+    y_TNP = y_GTX.transpose(0, 1).reshape(len(dt_TN), *state_NPS.shape[:2])
+    return (y_TNP * decay_NT.t()[..., None],)
+
+
+def _steps(
+    dt_TN: Tensor, A_log_N: Tensor, dt_bias_N: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return the step sizes ``(N, T)``, and the logarithms dt A of each step's decay in float64."""
+    dt_NT = softplus(dt_TN.to(dtype) + dt_bias_N.to(dtype)).t()
+    return dt_NT, dt_NT.double() * -A_log_N.double().exp()[:, None]
+
+
+Results = tuple[Tensor, ...]
+
+
+class _Repeated(torch.autograd.Function):
+    """Autograd function that saves only its inputs and runs ``function`` again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Results], *tensors: Tensor) -> Results:
+        ctx.function = function
+        ctx.save_for_backward(*tensors)
+        return function(*tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[1:]
+        inputs = [
+            tensor.detach().requires_grad_(needs)
+            for tensor, needs in zip(ctx.saved_tensors, needed)
+        ]
+        with torch.enable_grad():
+            results = ctx.function(*inputs)
+        wanted = [tensor for tensor, needs in zip(inputs, needed) if needs]
+        found = iter(torch.autograd.grad(results, wanted, gradients))
+        return None, *(next(found) if needs else None for needs in needed)
+
+
+def _repeated(function: Callable[..., Results], *tensors: Tensor) -> Results:
+    return cast(Results, _Repeated.apply(function, *tensors))  # type: ignore[no-untyped-call]

@@ -1,0 +1,138 @@
+"""Mamba-2's scan and convolution of a pack in parts against the recurrence of the complete pack."""
+
+import pytest
+import torch
+
+from megatron_packed.ops.ssd import passed_states
+from megatron_packed.ops.ssd.api import ssd
+from megatron_packed.ops.ssd.passed_states import add_entering, entering_state, leaving_state
+from support.op_packs import boundaries, leaks, relative_error
+
+N, P, G, S, PARTS = 4, 3, 2, 5, 4
+TOKENS = 48
+PER_TOKEN = ("x", "dt", "B", "C")
+ALL = ("x", "dt", "A_log", "B", "C", "D", "dt_bias")
+PACKS = {
+    "a document over all parts": [48],
+    "parts begin with documents": [12, 24, 12],
+    "cut inside": [5, 11, 3, 20, 9],
+    "three parts long, and single tokens": [1, 1, 33, 1, 1, 11],
+    "shorter than the convolution, at borders": [11, 2, 10, 1, 1, 10, 2, 11],
+    "empty documents": [0, 7, 0, 24, 0, 17, 0],
+}
+
+
+def make(dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    return {
+        "x": normal(TOKENS, N, P),
+        "dt": normal(TOKENS, N) - 2,
+        "A_log": torch.linspace(0.02, 8, N).log().to(dtype),
+        "B": normal(TOKENS, G, S),
+        "C": normal(TOKENS, G, S),
+        "D": normal(N),
+        "dt_bias": normal(N),
+    }
+
+
+def in_parts(values, lengths, parts=PARTS):
+    """Run the scan in parts, as ranks do that exchange states."""
+    seq_idx_1T, cu_seqlens = boundaries(lengths)
+    size = TOKENS // parts
+    own = [
+        {name: v[r * size :][:size] if name in PER_TOKEN else v for name, v in values.items()}
+        for r in range(parts)
+    ]
+    seq_idx = seq_idx_1T.view(parts, 1, size)
+    offsets = [(cu_seqlens - r * size).clamp(0, size) for r in range(parts)]
+    left = [
+        leaving_state(v["x"], v["dt"], v["A_log"], v["B"], v["dt_bias"], seq_idx[r])
+        for r, v in enumerate(own)
+    ]
+    states, logs = map(torch.stack, zip(*left))
+    ys = []
+    for r, v in enumerate(own):
+        y = ssd(*(v[name] for name in ALL), seq_idx[r], offsets[r], chunk_size=8)
+        state = entering_state(states, logs, seq_idx[:, 0, -1], r, seq_idx[r, 0, :1])
+        ys.append(add_entering(y, state, v["dt"], v["A_log"], v["C"], v["dt_bias"], seq_idx[r]))
+    return torch.cat(ys)
+
+
+def whole(values, lengths):
+    arguments = [values[name] for name in ALL]
+    return ssd(*arguments, *boundaries(lengths), chunk_size=8, backend="recurrence")
+
+
+def forward_backward(scan, values, lengths):
+    values = {name: value.clone().requires_grad_() for name, value in values.items()}
+    y = scan(values, lengths)
+    weight = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape)
+    gradients = torch.autograd.grad((y * weight).sum(), values.values())
+    return {"y": y.detach(), **dict(zip((f"d{name}" for name in ALL), gradients))}
+
+
+@pytest.mark.parametrize("lengths", PACKS.values(), ids=PACKS.keys())
+@pytest.mark.parametrize("parts", [2, 4, 24])
+def test_parts_are_the_recurrence_of_the_pack(lengths, parts):
+    def scan(values, lengths):
+        return in_parts(values, lengths, parts)
+
+    want = forward_backward(whole, make(), lengths)
+    got = forward_backward(scan, make(), lengths)
+    single = forward_backward(
+        scan, {name: value.float() for name, value in make().items()}, lengths
+    )
+    for name in want:
+        assert relative_error(got[name], want[name]) < 1e-12, name
+        assert relative_error(single[name], want[name]) < 1e-5, name
+
+
+@pytest.mark.parametrize("lengths", list(PACKS.values())[:-1], ids=list(PACKS)[:-1])
+def test_documents_do_not_touch_each_other_by_a_bit(lengths):
+    values = make(torch.float32)
+    parameters = {name: value for name, value in values.items() if name not in PER_TOKEN}
+
+    def run(inputs):
+        everything = {name: {**inputs, **parameters}[name] for name in ALL}
+        found = forward_backward(in_parts, everything, lengths)
+        return {name: v for name, v in found.items() if name == "y" or name[1:] in PER_TOKEN}
+
+    assert leaks(run, {name: values[name] for name in PER_TOKEN}, lengths) == set()
+
+
+def test_a_document_inside_a_part_has_the_bits_of_the_part_alone():
+    lengths = PACKS["cut inside"]
+    values, seq_idx_1T = make(torch.bfloat16), boundaries(lengths)[0]
+    values |= {name: values[name].float() for name in ("A_log", "D", "dt_bias")}
+    y = in_parts(values, lengths)
+    inner = {name: v[36:] if name in PER_TOKEN else v for name, v in values.items()}
+    arguments = [inner[name] for name in ALL]
+    alone = ssd(*arguments, seq_idx_1T[:, 36:], boundaries([3, 9])[1], chunk_size=8)
+    assert y.dtype == torch.bfloat16 and torch.equal(y[39:], alone[3:])
+    assert not torch.equal(y[36:39], alone[:3])
+
+
+@pytest.mark.parametrize("mutation", ["no decay between parts", "no mask of the first document"])
+def test_a_missing_step_is_seen(monkeypatch, mutation):
+    if mutation == "no decay between parts":
+        sound = passed_states._leaving_state
+        monkeypatch.setattr(
+            passed_states,
+            "_leaving_state",
+            lambda *tensors: (sound(*tensors)[0], torch.zeros_like(sound(*tensors)[1])),
+        )
+        lengths = PACKS["a document over all parts"]
+    else:
+        sound = passed_states._from_entering
+        monkeypatch.setattr(
+            passed_states,
+            "_from_entering",
+            lambda *tensors: sound(*tensors[:-1], torch.zeros_like(tensors[-1])),
+        )
+        lengths = PACKS["cut inside"]
+    values = make()
+    assert relative_error(in_parts(values, lengths), whole(values, lengths)) > 1e-3
