@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 NAME = "plan"
 HELP = "estimate the GPU memory of every rank and the FLOPs of a step"
 GIB = 2**30
+MIB = 2**20
 MOST_PROCESSES = 2**20
 """Maximum number of processes, because all their ranks are listed."""
 NO_DATA = ("--data-path", "(none)")
@@ -174,7 +175,7 @@ def _lines(
     from megatron_packed.config.sections.model_parts.experts import MEASURE
     from megatron_packed.layers.moe.expert_room import PLANNED
     from megatron_packed.models.estimate.parameter_count import count_parameters
-    from megatron_packed.models.estimate.rank_memory import COMMUNICATOR, MIB
+    from megatron_packed.models.estimate.rank_memory import COMMUNICATOR
 
     layout, packing = config.layout(world_size), config.packing
     parameters = count_parameters(config.model, vocab_size)
@@ -207,6 +208,7 @@ def _lines(
             f"Rows of experts are counted with {PLANNED} even shares; a run bounds them by its "
             "routing (--moe-expert-rank-capacity-factor auto)."
         )
+    lines += _state_lines(config)
     if config.memory.offloads and not first.host_bytes:
         lines.append(
             "Nothing would be offloaded: no selected tensor has "
@@ -219,6 +221,20 @@ def _lines(
         )
     lines += [*_verdict(ranks, limit, cures), "", f"Lengths: {source}."]
     return lines + _step_lines(work, world_size)
+
+
+def _state_lines(config: RunConfig) -> list[str]:
+    """Return the line about the bytes of passed states; empty if no layer passes states."""
+    from megatron_packed.models.estimate.state_messages import state_messages
+
+    sent = state_messages(config)
+    if sent is None:
+        return []
+    return [
+        f"For each M layer and pass a rank sends {sent.total / MIB:,.2f} MiB to other context-parallel "
+        f"ranks: states {sent.states / MIB:,.2f}, halo {sent.halo / MIB:,.2f}, reordered rows "
+        f"{sent.reordering / MIB:,.2f}."
+    ]
 
 
 def _step_lines(work: StepWork, world_size: int) -> list[str]:
@@ -296,6 +312,9 @@ def _as_json(
     limit: int,
     cures: Sequence[Change],
 ) -> dict[str, Any]:
+    from megatron_packed.models.estimate.state_messages import state_messages
+
+    sent = state_messages(config)
     return {
         "world_size": world_size,
         "layout": asdict(config.layout(world_size)),
@@ -312,6 +331,7 @@ def _as_json(
         "fits": {kind: one.total <= limit for kind, one in ranks.items()},
         "changes": [asdict(cure) for cure in cures],
         "lengths": source,
+        "passed_states": None if sent is None else asdict(sent),
         "batch_stages": [
             {"step": stage.step, "packs": stage.packs} for stage in _stages(config.packing)
         ],

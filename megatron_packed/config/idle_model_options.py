@@ -133,6 +133,7 @@ MODEL_IDLE: tuple[Idle, ...] = (
                 "mamba_norm_groups mamba_norm_epsilon mamba_conv_bias",
             ),
             "training.ssd_backend",
+            "parallel.mamba_cp_comm_type",
         ),
     ),
     Idle(

@@ -71,7 +71,7 @@ IDLE: tuple[Idle, ...] = (
     Idle(
         "--context-parallel-size is 1",
         lambda run, _: run.parallel.context_parallel_size == 1,
-        ("parallel.cp_comm_type",),
+        keys_in("parallel", "cp_comm_type mamba_cp_comm_type"),
     ),
     Idle(
         "the run has one process",

@@ -111,6 +111,11 @@ class ContextParallel:
         return self.size > 1 and self.mamba_comm_type == STATE
 
     @property
+    def ranks_of_mamba_heads(self) -> int:
+        """Number of ranks that share the heads of a Mamba layer."""
+        return 1 if self.passes_states else self.size
+
+    @property
     def partition(self) -> Partition:
         return Partition(size=self.size, rank=self.rank, zigzag=not self.exchanges_heads)
 

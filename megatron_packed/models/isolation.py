@@ -142,7 +142,7 @@ def check_isolation(
     device, backends = torch.device(device), Backends.of(backends)
     tp, cp = TensorParallel.of(groups), ContextParallel.of(groups, cp_comm_type, mamba_cp_comm_type)
     ranks = tp.size * cp.size
-    tune_recurrences(model_config, device, dtype, backends, ranks)
+    tune_recurrences(model_config, device, dtype, backends, tp.size * cp.ranks_of_mamba_heads)
     results = []
     ep_size = 1 if groups is None else groups.ep_size
     for symbol, window in _kinds_of_layers(model_config):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_packed.config.layer_pattern import MOE
+from megatron_packed.config.layer_pattern import MAMBA, MOE
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.parallel import NOT_BUILT
 from megatron_packed.training.explain_capability import OFF, ON, PARTIAL, Capability
@@ -40,10 +40,15 @@ def parallel_capabilities(config: RunConfig, world_size: int) -> Iterator[Capabi
             if config.document_alignment > 1
             else ""
         )
+        passed = ""
+        if parallel.passes_states and MAMBA in config.model.hybrid_layer_pattern:
+            reordered = parallel.document_alignment > 1
+            passed = "; Mamba layers pass states"
+            passed += ", in rows reordered by all-to-all" if reordered else ""
         yield Capability(
             "context parallelism",
             ON,
-            f"the tokens of each pack are split over {cp} ranks, by {comm}{padded}",
+            f"the tokens of each pack are split over {cp} ranks, by {comm}{padded}{passed}",
         )
     yield from _replicas(config, world_size)
     if parallel.overlap_grad_reduce:

@@ -134,19 +134,23 @@ def _mamba_ops(config: RunConfig, kind: str) -> Iterator[tuple[Op, Hashable]]:
     model, parallel, dtype = config.model, config.parallel, dtype_of(config)
     tokens = config.packing.tokens_per_pack
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    passes = parallel.passes_states
+    # With passed states a rank has all heads of its rows, and the convolution also the halo.
+    tokens, halo = (tokens // cp, model.mamba_d_conv - 1) if passes else (tokens, 0)
+    split = 1 if passes else cp
     heads, groups = (
-        model.mamba_num_heads // tp // cp,
-        max(max(model.mamba_num_groups // tp, 1) // cp, 1),
+        model.mamba_num_heads // tp // split,
+        max(max(model.mamba_num_groups // tp, 1) // split, 1),
     )
     inner, states = heads * model.mamba_head_dim, groups * model.mamba_state_dim
     channels = inner + 2 * states
     yield (
         causal_conv1d.OP,
         causal_conv1d.CausalConvInputs(
-            tokens=tokens,
+            tokens=tokens + halo,
             channels=channels,
             width=model.mamba_d_conv,
-            row_stride=(inner if cp == 1 else 0) + channels + heads,
+            row_stride=channels if passes else (inner if cp == 1 else 0) + channels + heads,
             dtype=dtype,
             weight_dtype=dtype,
             bias_dtype=dtype if model.mamba_conv_bias else None,
@@ -170,7 +174,7 @@ def _mamba_ops(config: RunConfig, kind: str) -> Iterator[tuple[Op, Hashable]]:
     yield (
         gated_rms_norm.OP,
         gated_rms_norm.GatedRMSNormInputs(
-            channels=inner * cp,
+            channels=inner * split,
             group_size=model.d_inner // model.gated_norm_groups,
             unit_channel_stride=True,
             dtype=dtype,

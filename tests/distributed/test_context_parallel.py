@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import megatron_packed.layers.attention as attention
+import megatron_packed.layers.state_passing as state_passing
 from megatron_packed.distributed.collectives import all_reduce_sum, own_rows, pass_to_next
 from megatron_packed.distributed.differentiable import linear_map
 from megatron_packed.distributed.flat_buffers import FlatBuffers
@@ -18,6 +19,7 @@ from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.tensor_parallel_shards import Shard, SplitSegment
 from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.layers.context_parallel import ContextParallel
+from megatron_packed.layers.state_passing import StatePassing
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.packed.micro_batch import MicroBatch
 from support import rank_models
@@ -285,6 +287,8 @@ def test_ranks_pass_the_states_of_scans(
     runs = variants(layout, changes=ODD, pattern="M*-M", mamba="state")
     changes = CASES["groups and keys shared by ranks"]
     runs.append(Run("p2p", changes, "ME", dtype=torch.float32, flat=True, mamba="state"))
+    # A convolution wider than the part of a rank.
+    runs.append(Run("a2a", {**ODD, "mamba_d_conv": 70}, "M", mamba="state"))
     runs += [replace(run, dtype=torch.float32, flat=True) for run in runs[:2]]
     check(pools, world_size, layout, runs)
 
@@ -406,6 +410,23 @@ def test_number_of_collectives(pools: WorkerPools) -> None:
         assert sorted(p2p["forward"]) == sorted(p2p["backward"]) == ["recv_"] * 3 + ["send"] * 3
 
 
+def test_passed_states_need_two_messages_and_two_exchanges_for_each_reordering(
+    pools: WorkerPools,
+) -> None:
+    """Check the halo and the states, and with a zigzag the moves before and after the scan."""
+    runs = [Run(comm, TIED, pattern="M", mamba="state") for comm in ("a2a", "p2p")]
+    gathers = ["_allgather_base_"] * 2
+    scatters = ["_reduce_scatter_base_"] * 2
+    moves = ["alltoall_base_"] * 2
+    for contiguous, zigzag in pools.run(collectives_of_layers, 4, runs, layout={"cp_size": 4}):
+        assert contiguous == {"prepare": [], "forward": gathers, "backward": scatters}
+        assert zigzag == {
+            "prepare": [],
+            "forward": moves + gathers + moves,
+            "backward": moves + scatters + moves,
+        }
+
+
 def recorded_calls(groups: ParallelGroups, runs: list[Run]) -> list[list[Any]]:
     """Record the operations that a layout calls for two different packs, with flat gradients."""
     found = []
@@ -434,6 +455,9 @@ def test_no_question_and_no_shape_depends_on_the_documents(pools: WorkerPools) -
     runs = [
         Run(comm_type, changes, "MGE-" if comm_type == "a2a" else "M*E-", dtype=torch.float32)
         for comm_type in COMM_TYPES
+    ]
+    runs += [
+        Run(comm, changes, "ME", mamba="state", dtype=torch.float32) for comm in ("a2a", "p2p")
     ]
     for rank in pools.run(recorded_calls, 2, runs, layout={"cp_size": 2}):
         for first, second in rank:
@@ -541,6 +565,7 @@ def test_other_documents_do_not_change_by_a_bit(
 ) -> None:
     changes = {**TIED, **ROPE, **DELTA, "mamba_num_groups": 1}
     runs = [Run(comm, changes, "M*-EG", sequence_parallel, torch.float32) for comm in COMM_TYPES]
+    runs += [replace(run, pattern="M*M", mamba="state") for run in (runs[0], runs[2])]
     results = pools.run(leaks, world_size, runs, layout=layout, timeout=120)
     for i, run in enumerate(runs):
         for rank in results:
@@ -554,6 +579,7 @@ def test_a_removed_boundary_is_seen(pools: WorkerPools) -> None:
         for comm in COMM_TYPES
         for pattern in ("M", "G", "*")
     ]
+    runs += [replace(run, mamba="state") for run in runs if run.pattern == "M"]
     for rank in pools.run(leaks, 2, runs, True, layout={"cp_size": 2}, timeout=120):
         for moved in rank:
             assert min(moved["loss"], moved["input gradients"]) > 1e-6
@@ -572,6 +598,14 @@ def _unsorted(cp: ContextParallel, x: Tensor, packed: Any) -> Tensor:
 
 def _first_rows(cp: ContextParallel, x: Tensor, packed: Any) -> Tensor:
     return x[: x.shape[0] // cp.size]
+
+
+def _without_halo(passing: StatePassing, x_TC: Tensor) -> Tensor:
+    return torch.nn.functional.pad(x_TC, (0, 0, passing.halo, 0))
+
+
+def _no_state(passing: StatePassing, state: Tensor, log: Tensor, packed: Any) -> Tensor:
+    return torch.zeros_like(state)
 
 
 def _first_part(num_segments: int) -> Callable[..., Shard]:
@@ -593,6 +627,9 @@ PATCHES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "counts of a rank's own tokens": (ContextParallel, "sum_of_statistics", own_value),
     "rows left in the order of ranks": (ContextParallel, "in_order_of_slots", _unsorted),
     "rows sent back in the order of slots": (ContextParallel, "in_order_of_ranks", _unsorted),
+    "no halo": (StatePassing, "with_halo", _without_halo),
+    "no entering state": (StatePassing, "entering", _no_state),
+    "states without a way back": (state_passing, "gather_rows", gathered_without_sum),
     "everybody's first tokens": (ContextParallel, "own", _first_rows),
     "everybody's first heads": (ContextParallel, "part", _first_part(1)),
     "everybody's first channels": (ContextParallel, "part", _first_part(3)),
@@ -608,6 +645,11 @@ MUTATIONS = [
     Run("a2a", TIED, "M", mutation="everybody's first tokens"),
     Run("a2a", TIED, "M", mutation="everybody's first heads"),
     Run("a2a", TIED, "M", mutation="everybody's first channels"),
+    Run("a2a", TIED, "M", mamba="state", mutation="no halo"),
+    Run("p2p", TIED, "M", mamba="state", mutation="no entering state"),
+    Run("a2a", TIED, "M", mamba="state", mutation="states without a way back"),
+    Run("p2p", TIED, "M", mamba="state", mutation="rows left in the order of ranks"),
+    Run("p2p", TIED, "M", mamba="state", mutation="rows sent back in the order of slots"),
     Run("p2p", DELTA, "G", mutation="rows left in the order of ranks"),
     Run("p2p", DELTA, "G", mutation="rows sent back in the order of slots"),
     Run("a2a", DELTA, "G", mutation="everybody's first heads"),

@@ -65,6 +65,12 @@ class ParallelConfig(Section, title="parallel"):
         not_built={"a2a+p2p": "give a2a, all_gather or p2p"},
         megatron=("p2p", "no document needs padding, and every attention kernel can be used"),
     )
+    mamba_cp_comm_type: str = option(
+        "heads",
+        "Communication of context-parallel Mamba layers. heads exchanges heads for tokens. state "
+        "passes the states of the scan from rank to rank, so the ranks need not divide the heads.",
+        choices=("heads", "state"),
+    )
     expert_model_parallel_size: int = option(
         1, "Number of expert-parallel ranks; they share the experts.", unit="ranks", minimum=1
     )
@@ -135,6 +141,11 @@ class ParallelConfig(Section, title="parallel"):
             if self.context_parallel_size == 1 or self.cp_comm_type == "a2a"
             else 2 * self.context_parallel_size
         )
+
+    @property
+    def passes_states(self) -> bool:
+        """Return whether context-parallel ranks pass the states of Mamba layers."""
+        return self.context_parallel_size > 1 and self.mamba_cp_comm_type == "state"
 
     @property
     def ranks_per_row(self) -> int:
@@ -227,7 +238,8 @@ class _Shared(NamedTuple):
     def exchanged_by(self, parallel: ParallelConfig) -> bool:
         """Return whether context-parallel ranks exchange these items for tokens (all-to-all)."""
         by_heads = self.symbol == ATTENTION and parallel.cp_comm_type == "a2a"
-        return by_heads or self.symbol in (MAMBA, GATED_DELTA_NET)
+        scanned = self.symbol == MAMBA and not parallel.passes_states
+        return by_heads or scanned or self.symbol == GATED_DELTA_NET
 
 
 def parallel_rules(
@@ -251,16 +263,32 @@ def _dense_rules(
     tp_flag, cp_flag = "--tensor-model-parallel-size", "--context-parallel-size"
     shared = list(_shared_items(parallel, model, sound))
     yield from _shared_out(tp_flag, tp, shared)
-    if cp > 1 and all(items.fits(tp) for items in shared) and sound("parallel.cp_comm_type"):
+    comm = sound("parallel.cp_comm_type", "parallel.mamba_cp_comm_type")
+    if cp > 1 and all(items.fits(tp) for items in shared) and comm:
         exchanged = [items.of_one(tp) for items in shared if items.exchanged_by(parallel)]
-        by_heads = any(items.symbol == ATTENTION and not items.fits(cp) for items in exchanged)
-        others_fit = all(items.fits(cp) for items in exchanged if items.symbol != ATTENTION)
-        instead = (
-            ", or give --cp-comm-type p2p, which shares no heads" if by_heads and others_fit else ""
-        )
-        yield from _shared_out(cp_flag, cp, exchanged, instead)
+        yield from _shared_out(cp_flag, cp, exchanged, _instead_of_heads(cp, exchanged))
+        if parallel.passes_states and any(items.symbol == GATED_DELTA_NET for items in shared):
+            yield Problem(
+                "--mamba-cp-comm-type",
+                "state",
+                "is not supported for patterns with G layers, which exchange heads",
+                "give heads",
+            )
     if sound("packing.seq_length", "packing.micro_batch_size"):
         yield from _row_rules(parallel, packing, sound)
+
+
+def _instead_of_heads(cp: int, exchanged: list[_Shared]) -> str:
+    """Return the flags with which ``cp`` ranks fit because they exchange no heads, as a cure."""
+    misfits = {items.symbol for items in exchanged if not items.fits(cp)}
+    without_heads = {ATTENTION: "--cp-comm-type p2p"}
+    if all(items.symbol != GATED_DELTA_NET for items in exchanged):
+        without_heads[MAMBA] = "--mamba-cp-comm-type state"
+    if not misfits or not misfits <= without_heads.keys():
+        return ""
+    given = [flag for symbol, flag in without_heads.items() if symbol in misfits]
+    verb = "share" if len(given) > 1 else "shares"
+    return f", or give {' and '.join(given)}, which {verb} no heads"
 
 
 def _shared_out(

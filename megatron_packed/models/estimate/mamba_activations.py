@@ -39,6 +39,12 @@ class _MambaSizes(RecurrentSizes):
         self.states = self.scanned // self.chunk * self.heads * self.width * self.state
         """Number of elements of the chunk states."""
         self.scores = FP32 * self.scanned * self.groups * self.chunk
+        passes = mixer.passing is not None
+        state = FP32 * self.heads * self.width * self.state
+        self.passed = (rank.cp.size + 1) * state if passes else 0
+        """Bytes of the states that leave all parts, and of the one that enters this part."""
+        self.wide = FP32 * self.rows * self.heads * self.width if passes else 0
+        """Bytes of outputs in fp32, to which the term of the entering state is added."""
 
     @property
     def parts(self) -> int:
@@ -62,9 +68,13 @@ def mamba_footprint(rank: RankSizes, name: str, layer: nn.Module) -> Footprint:
     scan = Recurrence(
         noun="scan",
         norm_groups=max(sizes.inner // mixer.norm.group_size, 1),
-        saved={"scan.steps": Term(2 * FP32 * sizes.heads * sizes.scanned)},
+        saved={
+            "scan.steps": Term(2 * FP32 * sizes.heads * sizes.scanned),
+            **({"scan.passed": Term(sizes.passed)} if sizes.passed else {}),
+        },
         forward={
-            Purpose.STATES: sizes.states * (FP32 + rank.element),
+            # The chunk states are freed before the outputs are formed in fp32.
+            Purpose.STATES: max(sizes.states * (FP32 + rank.element), 3 * sizes.wide),
             Purpose.GRADIENTS: sizes.scores,
         },
         backward=_backward_of_scan(rank, sizes),
@@ -82,5 +92,5 @@ def _backward_of_scan(rank: RankSizes, sizes: _MambaSizes) -> Amounts:
         partial=sizes.partial,
     )
     # The states and their gradients exist both in fp32 and in the kernels' dtype.
-    scan[Purpose.STATES] = sizes.states * (2 * FP32 + 2 * rank.element)
+    scan[Purpose.STATES] = max(sizes.states * (2 * FP32 + 2 * rank.element), 4 * sizes.wide)
     return scan

@@ -25,7 +25,8 @@ class RecurrentSizes:
 
     def __init__(self, rank: RankSizes, mixer: Any) -> None:
         b, tokens = rank.element, rank.tokens
-        shared = rank.cp.group is not None
+        passes = mixer.passing is not None
+        shared = rank.cp.group is not None and not passes
         self.rows = tokens * rank.cp.size if shared else tokens
         self.inner = mixer.out_proj.weight.shape[1]
         (channels,), (self.heads,), *_ = mixer.used_shapes
@@ -34,8 +35,11 @@ class RecurrentSizes:
         self.y = tokens * self.inner * b
         """Output before and after the norm, which has as many elements in both layouts."""
         exchanged = self.rows * sum(width for (width,) in mixer.used_shapes) * b
-        self.exchange = exchanged if shared else 0
-        """Bytes of the rows that context-parallel ranks exchange."""
+        reordered = passes and not rank.cp.exchanges_heads
+        self.exchange = exchanged if shared or reordered else 0
+        """Bytes of the rows that context-parallel ranks exchange or reorder."""
+        # With passed states the input of the convolution is a copy that begins with the halo.
+        self.copied = self.convolved if passes else self.exchange
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +65,7 @@ def recurrent_footprint(
     rank: RankSizes, name: str, symbol: str, sizes: RecurrentSizes, recurrence: Recurrence
 ) -> Footprint:
     """Return the saved tensors and the moments of a layer with a recurrent mixer."""
-    exchanged = {"conv1d.input": Term(sizes.exchange)} if sizes.exchange else {}
+    exchanged = {"conv1d.input": Term(sizes.copied)} if sizes.copied else {}
     saved = rank.dropped(
         {
             **rank.norm(),

@@ -101,6 +101,35 @@ def test_4096_ranks_in_ten_seconds():
     )
 
 
+NEMOTRON_H_8B = shlex.split("""--sft --bf16 --sequence-parallel --use-distributed-optimizer
+    --cuda-graph-impl local --cuda-graph-max-packed-seqs 64 --world-size 256
+    --tensor-model-parallel-size 8 --context-parallel-size 32 --seq-length 1048576
+    --hybrid-layer-pattern M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M- --hidden-size 4096
+    --num-attention-heads 32 --num-query-groups 8 --kv-channels 128 --ffn-hidden-size 21504
+    --mamba-num-heads 128 --mamba-head-dim 64 --mamba-num-groups 8 --mamba-state-dim 128
+    --squared-relu --disable-bias-linear --normalization RMSNorm --position-embedding-type none
+    --vocab-size 131072 --untie-embeddings-and-output-weights""")
+
+
+def test_passed_states_of_nemotron_h_8b_over_32_ranks(capsys):
+    """An exchange of heads would have 32 ranks share the 16 heads of a tensor-parallel rank."""
+    zigzag = [*NEMOTRON_H_8B, "--cp-comm-type", "p2p"]
+    assert "or give --mamba-cp-comm-type state, which shares no heads" in refusal(capsys, *zigzag)
+    found = plan(capsys, *zigzag, "--mamba-cp-comm-type", "state")
+    rows, columns = 1048576 // 32, 16 * 64 + 2 * 128 + 16
+    assert found["passed_states"] == {
+        "states": 31 * 4 * 16 * (64 * 128 + 1),
+        "halo": 31 * 3 * (columns - 16) * 2,
+        # Two all-to-alls in each direction, each with 31 of 32 parts; 1296 columns are padded.
+        "reordering": 2 * 2 * rows * 31 * (-(-columns // 32) + 16 * 64 // 32),
+    }
+    assert all(found["fits"].values())
+    shared = [*NEMOTRON_H_8B, "--cp-comm-type", "a2a", "--mamba-cp-comm-type", "state"]
+    wide = ("--num-attention-heads", 256, "--num-query-groups", 256)
+    assert plan(capsys, *shared, *wide)["passed_states"]["reordering"] == 0
+    assert plan(capsys, *SMALL)["passed_states"] is None
+
+
 def test_parameters_of_nemotron_3_super(capsys):
     """The published sizes are 120.6 billion parameters, of which a token uses 12.7 billion."""
     pattern = "MEMEMEM*E" * 3 + "MEMEMEMEM*E" * 4 + "MEMEMEM*EMEMEMEME"

@@ -154,12 +154,14 @@ CASES = [
         {"moe_pad_expert_input_to_capacity": "is allgather"},
     ),
     (
-        "--sequence-parallel --cp-comm-type a2a --overlap-grad-reduce --use-distributed-optimizer --ddp-bucket-size 9 "
+        "--sequence-parallel --cp-comm-type a2a --mamba-cp-comm-type state "
+        "--overlap-grad-reduce --use-distributed-optimizer --ddp-bucket-size 9 "
         "--check-weight-hash-across-dp-replicas-interval 5 --check-grad-hash-across-dp-replicas-interval 5 "
         "--distributed-backend gloo --distributed-timeout-minutes 3",
         {
             "sequence_parallel": "--tensor-model-parallel-size is 1",
             "cp_comm_type": "--context-parallel-size is 1",
+            "mamba_cp_comm_type": "--context-parallel-size is 1",
         }
         | dict.fromkeys(
             (

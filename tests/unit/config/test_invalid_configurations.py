@@ -508,6 +508,16 @@ INVALID = [
         {"--context-parallel-size": "choose from 1, 127"},
     ),
     ("^2 --context-parallel-size 2 --cp-comm-type a2a+p2p", {"--cp-comm-type": "give a2a"}),
+    (
+        "^8 --context-parallel-size 8 --hybrid-layer-pattern M --mamba-num-heads 4 "
+        "--mamba-num-groups 4",
+        {"--context-parallel-size": "or give --mamba-cp-comm-type state, which shares no heads"},
+    ),
+    (
+        "^2 --context-parallel-size 2 --hybrid-layer-pattern MG --mamba-cp-comm-type state",
+        {"--mamba-cp-comm-type": "patterns with G layers, which exchange heads give heads"},
+    ),
+    ("--mamba-cp-comm-type p2p", {"--mamba-cp-comm-type": "heads"}),
     ("--pipeline-model-parallel-size 2", {"--pipeline-model-parallel-size": "not supported"}),
     (
         "--transformer-impl inference_optimized",

@@ -178,6 +178,12 @@ def test_context_parallelism_says_how_and_where_documents_lie():
     assert ring["context parallelism"].reason.endswith(
         "by p2p; documents start at multiples of 4 tokens"
     )
+    passed = said("--mamba-cp-comm-type", "state")["context parallelism"].reason
+    assert passed == f"{reason}; Mamba layers pass states"
+    moved = said("--cp-comm-type", "p2p", "--mamba-cp-comm-type", "state")
+    assert moved["context parallelism"].reason.endswith(
+        "pass states, in rows reordered by all-to-all"
+    )
     assert "kernel context_parallel_attention" in ring and "kernel varlen_attention" not in ring
     words = [*FLAGS, "--context-parallel-size", "2", "--cp-comm-type", "p2p", "--attention-backend"]
     asked = [

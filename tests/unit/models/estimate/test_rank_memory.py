@@ -167,9 +167,12 @@ def test_experts_that_follow_the_routing():
     assert of(**bounded, even=False).peak.bytes == of(**bounded).peak.bytes
 
 
-def moments_of(symbol, layout, **options):
-    """Return the moments, by name, of a bf16 model with one layer and packs of 4096 slots."""
-    model = HybridModel(
+WORK = Work(tokens=4096, documents=4, element=2)
+
+
+def one_layer(symbol, layout, **options):
+    """Return a bf16 model with one layer, without memory for its tensors."""
+    return HybridModel(
         tiny_config(
             symbol, **{name: options.pop(name) for name in [*options] if name.startswith("moe")}
         ),
@@ -180,8 +183,12 @@ def moments_of(symbol, layout, **options):
         dtype=BF16,
         **options,
     )
-    work = Work(tokens=4096, documents=4, element=2)
-    parts = (*footprints(model, work), ends(model, work))
+
+
+def moments_of(symbol, layout, **options):
+    """Return the moments, by name, of a model with one layer and packs of 4096 slots."""
+    model = one_layer(symbol, layout, **options)
+    parts = (*footprints(model, WORK), ends(model, WORK))
     return {moment.name: moment.extra for part in parts for moment in part.moments}
 
 
@@ -223,6 +230,21 @@ def test_what_a_scan_moves_and_its_states():
     assert bytes_at(moments, Purpose.STATES, names[0], "backward of the scan") == [
         states * 6,
         states * 12,
+    ]
+
+
+@pytest.mark.parametrize(("comm", "moved"), [("a2a", 0), ("p2p", 1)])
+def test_what_passed_states_move(comm, moved):
+    """Two ranks have all four heads of their rows; only a zigzag needs a reordering."""
+    options = {"cp_comm_type": comm, "mamba_cp_comm_type": "state"}
+    [layer] = footprints(one_layer("M", {"world_size": 2, "cp_size": 2}, **options), WORK)
+    columns = 4 * 8 + 2 * 2 * 16
+    assert layer.saved["conv1d.input"].bytes == 2048 * columns * 2
+    assert layer.saved["scan.passed"].bytes == 3 * 4 * 8 * 16 * 4
+    moments = {moment.name: moment.extra for moment in layer.moments}
+    assert bytes_at(moments, Purpose.COMMUNICATION, "forward of the scan", "forward") == [
+        moved * 2048 * (columns + 4) * 2,
+        moved * 2048 * 4 * 8 * 2,
     ]
 
 

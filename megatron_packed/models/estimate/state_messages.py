@@ -1,0 +1,49 @@
+"""Bytes that a context-parallel rank sends for a Mamba layer that passes states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_packed.config.layer_pattern import MAMBA
+from megatron_packed.config.run import RunConfig
+from megatron_packed.models.estimate.footprint import FP32
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateMessages:
+    """Bytes that a rank sends in the forward pass of one layer; backward sends the same.
+
+    See [Note: passed states] of `layers.state_passing`.
+    """
+
+    states: int
+    """States and decays, to all other ranks. They do not depend on the length of the pack."""
+    halo: int
+    """Last inputs of the convolution, to all other ranks."""
+    reordering: int
+    """Rows that all-to-alls bring into the order of slots and back; 0 without a zigzag."""
+
+    @property
+    def total(self) -> int:
+        return self.states + self.halo + self.reordering
+
+
+def state_messages(config: RunConfig) -> StateMessages | None:
+    """Return the messages of each Mamba layer of a run; None if no layer passes states."""
+    model, parallel = config.model, config.parallel
+    if not parallel.passes_states or MAMBA not in model.layer_types:
+        return None
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    heads, groups = model.mamba_num_heads // tp, max(model.mamba_num_groups // tp, 1)
+    inner, element = heads * model.mamba_head_dim, 2 if config.training.bf16 else FP32
+    channels = inner + 2 * groups * model.mamba_state_dim
+    rows = config.packing.tokens_per_pack // cp
+    halo = min(model.mamba_d_conv - 1, rows) * channels * element
+    # Columns are padded to a multiple of c. Each move has two all-to-alls, which keep 1 / c.
+    parts = sum(-(-columns // cp) for columns in (channels + heads, inner))
+    moved = 2 * rows * parts * (cp - 1) * element if parallel.document_alignment > 1 else 0
+    return StateMessages(
+        states=FP32 * heads * (model.mamba_head_dim * model.mamba_state_dim + 1) * (cp - 1),
+        halo=halo * (cp - 1),
+        reordering=moved,
+    )
