@@ -148,7 +148,10 @@ class RecurrentMixer(nn.Module):
         z_TI, conv_TC, *per_head = self.split(projected_TO, packed)
         if self.passing is not None:
             conv_TC, *per_head = self.passing.to_part([conv_TC, *per_head], packed)
-        heads = split_columns(self._convolve(conv_TC, packed), *self.conv_shapes)
+            convolved_TC = self._convolve_part(self.passing, conv_TC, packed)
+        else:
+            convolved_TC = self.conv1d(conv_TC, packed.seq_idx)
+        heads = split_columns(convolved_TC, *self.conv_shapes)
         y_TNP = self.scan_heads(heads, per_head, packed)
         if self.cp.group is not None:
             (y_TNP,) = heads_to_rows((self.cp.in_order_of_ranks(y_TNP, packed),), self.cp.group)
@@ -158,15 +161,13 @@ class RecurrentMixer(nn.Module):
         normed_TI: Tensor = self.norm(y_TI, z_TI)
         return normed_TI
 
-    def _convolve(self, conv_TC: Tensor, packed: PackedSeqParams) -> Tensor:
-        """Convolve all rows of the pack, or those of this rank's part with passed states."""
-        if self.passing is None:
-            whole_TC: Tensor = self.conv1d(conv_TC, packed.seq_idx)
-            return whole_TC
-        halo = self.passing.halo
-        seq_idx_1T = self.passing.seq_idx(packed, halo)
-        part_TC: Tensor = self.conv1d(self.passing.with_halo(conv_TC), seq_idx_1T)
-        return part_TC[halo:]
+    def _convolve_part(
+        self, passing: StatePassing, conv_TC: Tensor, packed: PackedSeqParams
+    ) -> Tensor:
+        """Convolve the rows of this rank's part of the pack."""
+        seq_idx_1T = passing.seq_idx(packed, passing.halo)
+        convolved_TC: Tensor = self.conv1d(passing.with_halo(conv_TC), seq_idx_1T)
+        return convolved_TC[passing.halo :]
 
     def split(self, projected_TO: Tensor, packed: PackedSeqParams) -> list[Tensor]:
         """Split the projection; all parts except z are in the head-parallel layout.

@@ -279,6 +279,14 @@ ODD = {"mamba_num_heads": 6, "mamba_num_groups": 2, "mamba_norm_groups": 2}
 """Heads and groups that neither 4 ranks nor 2 ranks of each of 2 tensor-parallel ranks can share."""
 
 
+@pytest.mark.shows(
+    "eager",
+    "CP a2a",
+    "CP all_gather",
+    "CP p2p",
+    "CP state",
+    of=lambda world_size, layout: (world_size, layout),
+)
 @pytest.mark.parametrize(("world_size", "layout"), LAYOUTS, ids=str)
 def test_ranks_pass_the_states_of_scans(
     pools: WorkerPools, world_size: int, layout: dict[str, int]
@@ -553,6 +561,7 @@ ISOLATED = [
     "CP a2a",
     "CP all_gather",
     "CP p2p",
+    "CP state",
     of=lambda world_size, layout, sequence_parallel: (
         world_size,
         layout,

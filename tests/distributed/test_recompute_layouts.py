@@ -60,16 +60,25 @@ def one_step(config: RunConfig, groups: ParallelGroups) -> tuple[list[object], i
     return [metrics, everything(job), torch.get_rng_state()], len(recorder.collectives())
 
 
-def compare(groups: ParallelGroups, way: Way, dropout: float) -> dict[str, tuple[bool, int]]:
+def compare(
+    groups: ParallelGroups, way: Way, dropout: float, passes_states: bool = False
+) -> dict[str, tuple[bool, int]]:
     """Compare each mode with a run without recomputation: equal results, and the number of
     additional collectives."""
     config = config_of(way)
-    config = dataclasses.replace(
-        config, model=dataclasses.replace(config.model, hidden_dropout=dropout)
-    )
+    model = dataclasses.replace(config.model, hidden_dropout=dropout)
+    parallel = config.parallel
+    if passes_states:
+        pattern = model.hybrid_layer_pattern.replace("G", "M")
+        model = dataclasses.replace(model, hybrid_layer_pattern=pattern)
+        parallel = dataclasses.replace(parallel, mamba_cp_comm_type="state")
+    config = dataclasses.replace(config, model=model, parallel=parallel)
     expected, fewest = one_step(config, groups)
     answers = {}
     for name, memory in MODES.items():
+        if passes_states and memory.recompute_modules:
+            parts = tuple(part for part in PARTS if part != "gdn")
+            memory = dataclasses.replace(memory, recompute_modules=parts)
         found, collectives = one_step(dataclasses.replace(config, memory=memory), groups)
         answers[name] = (alike(found, expected), collectives - fewest)
     return answers
@@ -89,11 +98,13 @@ def alike(found: list[object], expected: list[object]) -> bool:
 
 @pytest.mark.shows("recompute", of=lambda way: (way.processes, config_of(way)))
 @pytest.mark.shows("offload", of=lambda way: (way.processes, config_of(way)))
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_every_bit_is_that_without(way: Way, pools: WorkerPools) -> None:
+@pytest.mark.parametrize(
+    ("way", "passes_states"), [*((way, False) for way in WAYS), (WAYS[-1], True)], ids=str
+)
+def test_every_bit_is_that_without(way: Way, passes_states: bool, pools: WorkerPools) -> None:
     layout = {"tp_size": way.tp, "cp_size": way.cp, "ep_size": way.ep}
     layout["expert_tp_size"] = way.tp if way.matrices == "shared" else 1
-    ranks = pools.run(compare, way.processes, way, 0.1, layout=layout)
+    ranks = pools.run(compare, way.processes, way, 0.1, passes_states, layout=layout)
     for mode in MODES:
         answers = [rank[mode] for rank in ranks]
         assert all(same for same, _ in answers), mode

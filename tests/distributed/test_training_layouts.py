@@ -402,6 +402,7 @@ def self_test(groups: ParallelGroups, way: Way, leaking: int | None) -> list[boo
             torch.float32,
             groups=groups,
             cp_comm_type=way.comm_type,
+            mamba_cp_comm_type=way.mamba,
             sequence_parallel=way.sequence_parallel,
         )
     return [result.passed for result in results]
@@ -416,6 +417,7 @@ def self_test(groups: ParallelGroups, way: Way, leaking: int | None) -> list[boo
         Way(2, cp_size=2),
         Way(4, 2, True, cp_size=2),
         Way(4, cp_size=4, comm_type="p2p"),
+        Way(4, cp_size=4, comm_type="p2p", mamba="state"),
     ],
     ids=str,
 )
@@ -456,6 +458,7 @@ def asked(groups: ParallelGroups, way: Way) -> bool:
         Way(4, 2, True, ep_size=2),
         Way(4, 2, True, cp_size=2),
         Way(4, cp_size=4, comm_type="p2p"),
+        Way(4, 2, True, cp_size=2, mamba="state"),
     ],
     ids=str,
 )

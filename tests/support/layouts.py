@@ -72,6 +72,8 @@ class Way(NamedTuple):
     cp_size: int = 1
     comm_type: str = "a2a"
     dispatcher: str = "allgather"
+    mamba: str = "heads"
+    """Communication of Mamba layers. With ``state``, Mamba layers replace gated delta nets."""
 
     @property
     def dp_size(self) -> int:
@@ -95,6 +97,7 @@ class Way(NamedTuple):
             "zero" * self[3],
         ]
         words.insert(1, f"cp{self.cp_size}-{self.comm_type}" * (self.cp_size > 1))
+        words.append("state" * (self.mamba == "state"))
         words += [
             f"ep{self.ep_size}" * (self.ep_size > 1),
             f"etp{self.expert_tp_size}" * bool(self.expert_tp_size),
@@ -104,6 +107,9 @@ class Way(NamedTuple):
 
 
 def config_of(way: Way, *, bf16: bool = False, seed: int = 1, **model: Any) -> RunConfig:
+    if way.mamba == "state":
+        pattern = MODEL.hybrid_layer_pattern.replace("G", "M")
+        model = {"hybrid_layer_pattern": pattern, **model}
     return RunConfig(
         model=dataclasses.replace(MODEL, **{"moe_token_dispatcher_type": way.dispatcher, **model}),
         data=DataConfig(train_data_path=("absent.jsonl",), sft=True),
@@ -115,6 +121,7 @@ def config_of(way: Way, *, bf16: bool = False, seed: int = 1, **model: Any) -> R
             tensor_model_parallel_size=way.tp_size,
             context_parallel_size=way.cp_size,
             cp_comm_type=way.comm_type,
+            mamba_cp_comm_type=way.mamba,
             sequence_parallel=way.sequence_parallel,
             use_distributed_optimizer=way.distributed_optimizer,
             expert_model_parallel_size=way.ep_size,

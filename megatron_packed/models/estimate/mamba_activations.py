@@ -42,7 +42,7 @@ class _MambaSizes(RecurrentSizes):
         passes = mixer.passing is not None
         state = FP32 * self.heads * self.width * self.state
         self.passed = (rank.cp.size + 1) * state if passes else 0
-        """Bytes of the states that leave all parts, and of the one that enters this part."""
+        """Bytes of the states that leave all parts, and of the state that enters this part."""
         self.wide = FP32 * self.rows * self.heads * self.width if passes else 0
         """Bytes of outputs in fp32, to which the term of the entering state is added."""
 

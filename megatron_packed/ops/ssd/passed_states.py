@@ -1,17 +1,8 @@
 """Mamba-2's scan of a pack in consecutive parts: the state that passes from part to part.
 
 Each of c ranks has one part of the pack and runs `api.ssd` on it, with a state of zero at its start.
-The recurrence is linear, so the state that really enters the part adds a term to the outputs:
-
-    leaving   F_r = sum_i [d(i) = e(r)] exp(l_i) dt_i x_i B_i^T,   l_i = sum of a_j over j > i      (P1)
-    entering  h_r = sum_{j < r} [e(j) = d(first)] exp(sum of D_k over j < k < r) F_j                (P2)
-    outputs   y_i += [d(i) = d(first)] exp(s_i) h_r C_i,           s_i = sum of a_j over j <= i     (P3)
-
-Here a = dt A, d(i) is the document of token i, ``first`` the first token of part r and e(r) the
-document of its last token. The sums of a run over tokens of part r, and D_r is the sum over the
-tokens of e(r). If a document leaves part j and enters part r, the parts between them have tokens of
-this document only, so D_k is the sum over all of part k. Only F and D travel: N P S + N values for
-each part, whatever its length.
+The recurrence is linear, so the state that really enters the part adds a term to the outputs.
+README.md derives the formulas P1 to P3. A part sends N P S + N values, whatever its length.
 
 All masks are applied before the exponential. So terms of other documents are exact zeros, and a
 document that is not cut keeps its bits. Backward computes the intermediate values again.
