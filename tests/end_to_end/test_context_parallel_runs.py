@@ -21,7 +21,7 @@ def test_a_run_that_changes_its_partition_is_the_run_of_one_process(
 ) -> None:
     """A run with a2a on two processes that resumes with p2p on four equals a run of one process.
 
-    The four processes also use tensor parallelism of 2.
+    The four processes also use tensor parallelism of 2, and pass the states of Mamba layers.
     """
     options = tiny_options(data, valid_data_path=data.valid, **OPTIONS)
     alone, together = tmp_path / "alone", tmp_path / "together"
@@ -36,6 +36,7 @@ def test_a_run_that_changes_its_partition_is_the_run_of_one_process(
         "tensor_model_parallel_size": 2,
         "sequence_parallel": True,
         "use_distributed_optimizer": True,
+        "mamba_cp_comm_type": "state",
         **RING,
     }
     said = trained(

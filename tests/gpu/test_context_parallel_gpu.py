@@ -59,7 +59,11 @@ def pack(alignment: int, changed: int | None = None) -> MicroBatch:
 
 
 def train(
-    groups: ParallelGroups | None, comm_type: str, pattern: str, backends: dict[str, str]
+    groups: ParallelGroups | None,
+    comm_type: str,
+    pattern: str,
+    backends: dict[str, str],
+    mamba_comm_type: str = "heads",
 ) -> dict[str, Tensor]:
     """Return loss and gradients of one pack over all ranks.
 
@@ -71,6 +75,7 @@ def train(
         max_positions=TOKENS,
         groups=groups,
         cp_comm_type=comm_type,
+        mamba_cp_comm_type=mamba_comm_type,
         device="cuda",
         dtype=torch.bfloat16,
         backends=backends,
@@ -101,7 +106,22 @@ def train_rank(groups: ParallelGroups, *arguments: Any) -> dict[str, Tensor]:
 def test_two_gpus_compute_what_one_does(comm_type: str, zigzag: str) -> None:
     if comm_type == "a2a" and zigzag == "reference":
         pytest.skip("a2a runs the kernel of one GPU")
-    arguments = (comm_type, "M*-G*", {"context_parallel_attention": zigzag})
+    compare_with_one(comm_type, "M*-G*", {"context_parallel_attention": zigzag})
+
+
+PASSED = {"cp_size": 2, "mamba_cp_comm_type": "state"}
+
+
+@pytest.mark.shows("eager", of=lambda comm_type: (2, {**PASSED, "cp_comm_type": comm_type}))
+@pytest.mark.shows("isolation", of=lambda comm_type: (2, {**PASSED, "cp_comm_type": comm_type}))
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("comm_type", ["a2a", "p2p"])
+def test_two_gpus_pass_the_states_of_scans(comm_type: str) -> None:
+    compare_with_one(comm_type, "M*-M", {}, "state")
+
+
+def compare_with_one(*arguments: Any) -> None:
+    """Compare losses and gradients of two ranks with those of one process."""
     expected = train(None, *arguments)
     ranks = run_distributed(
         train_rank, 2, *arguments, backend="nccl", layout={"cp_size": 2}, timeout=300

@@ -87,6 +87,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2 a2a": {"context_parallel_size": 2, "cp_comm_type": "a2a"},
     "cp2 all_gather": {"context_parallel_size": 2, "cp_comm_type": "all_gather"},
     "cp2 p2p": {"context_parallel_size": 2, "cp_comm_type": "p2p"},
+    "cp2 state": {"context_parallel_size": 2, "mamba_cp_comm_type": "state"},
+    "cp2 p2p state": {
+        "context_parallel_size": 2,
+        "cp_comm_type": "p2p",
+        "mamba_cp_comm_type": "state",
+    },
     "ep2": {"expert_model_parallel_size": 2},
     "ep2 zero": {"expert_model_parallel_size": 2, "use_distributed_optimizer": True},
 }
@@ -115,7 +121,12 @@ STEPS = 6
 def model_of(name: str) -> ModelConfig:
     """Return the model of a layout."""
     balancing = "global_aux_loss" if name in GLOBAL_LOADS else "aux_loss"
-    model = dataclasses.replace(MODEL, moe_router_load_balancing_type=balancing)
+    pattern = MODEL.hybrid_layer_pattern
+    if name.endswith("state"):
+        pattern = pattern.replace("G", "M")
+    model = dataclasses.replace(
+        MODEL, moe_router_load_balancing_type=balancing, hybrid_layer_pattern=pattern
+    )
     return with_depths(model) if name in DEPTHS else model
 
 
