@@ -295,10 +295,29 @@ def test_ranks_pass_the_states_of_scans(
     runs = variants(layout, changes=ODD, pattern="M*-M", mamba="state")
     changes = CASES["groups and keys shared by ranks"]
     runs.append(Run("p2p", changes, "ME", dtype=torch.float32, flat=True, mamba="state"))
-    # A convolution wider than the part of a rank.
-    runs.append(Run("a2a", {**ODD, "mamba_d_conv": 70}, "M", mamba="state"))
     runs += [replace(run, dtype=torch.float32, flat=True) for run in runs[:2]]
     check(pools, world_size, layout, runs)
+
+
+def halos(groups: ParallelGroups, width: int) -> tuple[list[float], list[float]]:
+    """Return the halo of this rank's two rows, and their gradients from the halos of all ranks."""
+    cp = ContextParallel.of(groups, "a2a", "state")
+    rows_T1 = (2 * cp.rank + torch.tensor([[1.0], [2.0]])).requires_grad_()
+    joined_T1 = StatePassing(cp, width).with_halo(rows_T1)
+    joined_T1[: width - 1].sum().backward()
+    return joined_T1.detach().flatten().tolist(), rows_T1.grad.flatten().tolist()
+
+
+def test_a_halo_may_be_longer_than_the_part_of_a_rank(pools: WorkerPools) -> None:
+    """Check a convolution of 6 rows over parts of 2 rows, where a row is in up to three halos."""
+    joined, gradients = zip(*pools.run(halos, 4, 6, layout={"cp_size": 4}))
+    assert joined == (
+        [0, 0, 0, 0, 0, 1, 2],
+        [0, 0, 0, 1, 2, 3, 4],
+        [0, 1, 2, 3, 4, 5, 6],
+        [2, 3, 4, 5, 6, 7, 8],
+    )
+    assert gradients == ([2, 3], [2, 2], [1, 1], [0, 0])
 
 
 EXPERTS = [

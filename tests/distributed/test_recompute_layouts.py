@@ -98,10 +98,19 @@ def alike(found: list[object], expected: list[object]) -> bool:
 
 @pytest.mark.shows("recompute", of=lambda way: (way.processes, config_of(way)))
 @pytest.mark.shows("offload", of=lambda way: (way.processes, config_of(way)))
-@pytest.mark.parametrize(
-    ("way", "passes_states"), [*((way, False) for way in WAYS), (WAYS[-1], True)], ids=str
-)
-def test_every_bit_is_that_without(way: Way, passes_states: bool, pools: WorkerPools) -> None:
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_every_bit_is_that_without(way: Way, pools: WorkerPools) -> None:
+    check_every_bit(pools, way)
+
+
+@pytest.mark.shows("recompute", "CP all_gather", "CP state")
+@pytest.mark.shows("offload", "CP all_gather", "CP state")
+def test_every_bit_is_that_without_where_states_are_passed(pools: WorkerPools) -> None:
+    check_every_bit(pools, WAYS[-1], passes_states=True)
+
+
+def check_every_bit(pools: WorkerPools, way: Way, passes_states: bool = False) -> None:
+    """Compare the modes with a run without them, on all ranks."""
     layout = {"tp_size": way.tp, "cp_size": way.cp, "ep_size": way.ep}
     layout["expert_tp_size"] = way.tp if way.matrices == "shared" else 1
     ranks = pools.run(compare, way.processes, way, 0.1, passes_states, layout=layout)
