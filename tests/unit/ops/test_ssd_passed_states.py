@@ -116,6 +116,17 @@ def test_a_document_inside_a_part_has_the_bits_of_the_part_alone():
     assert not torch.equal(y[36:39], alone[:3])
 
 
+def test_gradients_of_some_inputs_and_steep_decays():
+    values = make(torch.float32)
+    values |= {"dt": values["dt"] + 1e4, "x": values["x"].requires_grad_()}
+    seq_idx_1T = boundaries([20, 28])[0]
+    arguments = [values[name] for name in ("x", "dt", "A_log", "B", "dt_bias")]
+    state, log = leaving_state(*arguments, seq_idx_1T)
+    assert not torch.equal(log, torch.zeros(N)) and log.min() < -1e5
+    (dx,) = torch.autograd.grad(state.sum() + log.sum(), values["x"])
+    assert dx.isfinite().all() and dx[:20].abs().max() == 0 and dx[-1].abs().max() > 0
+
+
 @pytest.mark.parametrize("mutation", ["no decay between parts", "no mask of the first document"])
 def test_a_missing_step_is_seen(monkeypatch, mutation):
     if mutation == "no decay between parts":
