@@ -1,6 +1,6 @@
 """Time and error of every attention backend with heads of 128 and 256, with and without a window.
 
-    python benchmarks/attention_head_256.py
+    python benchmarks/attention_head_256.py [--deterministic]
 
 A pack has 12 documents in 8,192 slots, padded to a capacity of 128 documents, with 16 query heads
 and 2 key heads, as in Qwen3-Next. Backends run although their bound of the head dimension refuses
@@ -10,12 +10,15 @@ its error in the table instead of times.
 Errors are relative norms of the difference to the float32 reference on the same bf16 inputs, for the
 output and each gradient. They are divided by the errors of plain PyTorch with bf16 matrix products.
 A kernel may exceed these by a factor of two.
+
+With ``--deterministic`` all kernels run in their deterministic form. The script then repeats each
+kernel on the same inputs, and lists the results whose bits change.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +46,7 @@ class Size:
     kv_heads: int
     head_dim: int
     window: int | None
+    deterministic: bool = False
 
 
 def lengths_of(tokens: int) -> list[int]:
@@ -79,7 +83,7 @@ class Case:
             seq_idx_1T=self.packed.seq_idx,
             softmax_scale=self.size.head_dim**-0.5,
             window_size=self.size.window,
-            deterministic=False,
+            deterministic=self.size.deterministic,
             tables=None,
         )
         return out_TNH
@@ -104,7 +108,7 @@ class Case:
             device=self.inputs[0].device,
             num_sequences=CAPACITY + 1,
             window_size=self.size.window,
-            deterministic=False,
+            deterministic=self.size.deterministic,
             automatic=False,
         )
         return backend.reasons(inputs)
@@ -117,19 +121,33 @@ def errors(found: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, 
     }
 
 
-def measure(case: Case, time: Callable[[Callable[[], object]], harness.Spread]) -> dict[str, Any]:
-    """Return times, errors and reasons of every backend, by name."""
+def differing(case: Case, backend: Backend, runs: int = 5) -> list[str]:
+    """Return the names of the results whose bits differ between runs on the same inputs."""
+    first, *others = (case.results(backend, torch.bfloat16) for _ in range(runs))
+    return [name for name in NAMES if any(not torch.equal(first[name], x[name]) for x in others)]
+
+
+def measure(
+    case: Case,
+    time: Callable[[Callable[[], object]], harness.Spread],
+    names: Sequence[str] | None = None,
+) -> dict[str, Any]:
+    """Return times, errors and reasons of the named backends; by default of every backend."""
     reference = next(backend for backend in OP.backends if backend.name == "reference")
     exact = case.results(reference, torch.float32)
     plain = errors(case.results(reference, torch.float32, autocast=True), exact)
     measured: dict[str, Any] = {}
     for backend in OP.backends:
+        if names is not None and backend.name not in names:
+            continue
         row: dict[str, Any] = {"refused": case.reasons(backend)}
         try:
             found = errors(case.results(backend, torch.bfloat16), exact)
             leaves = [x.clone().requires_grad_() for x in case.inputs]
             row["errors"] = found
             row["ratios"] = {name: found[name] / max(plain[name], ROUNDING) for name in found}
+            if case.size.deterministic:
+                row["run_to_run_differ"] = differing(case, backend)
             row["forward_ms"] = time(lambda b=backend: case.forward(b, case.inputs))
             row["forward_backward_ms"] = time(
                 lambda b=backend, x=leaves: torch.autograd.grad(
@@ -143,9 +161,17 @@ def measure(case: Case, time: Callable[[Callable[[], object]], harness.Spread]) 
     return measured
 
 
+def repeats_of(row: dict[str, Any]) -> str:
+    """Return `bitwise`, or the results that differ between runs; empty if a kernel has failed."""
+    if "run_to_run_differ" not in row:
+        return ""
+    return ", ".join(row["run_to_run_differ"]) or "bitwise"
+
+
 def rows_of(results: list[dict[str, Any]]) -> list[dict[str, object]]:
     """Return the rows of the table, from results in the form of a result file."""
     rows = []
+    repeated = any("run_to_run_differ" in row for r in results for row in r["backends"].values())
     for result in results:
         for name, row in result["backends"].items():
             ratios = row.get("ratios")
@@ -158,6 +184,7 @@ def rows_of(results: list[dict[str, Any]]) -> list[dict[str, object]]:
                     "forward + backward ms": harness.shown(row.get("forward_backward_ms")),
                     "worst error / plain": f"{max(ratios.values()):.2f}" if ratios else "",
                     "admitted": "no" if row["refused"] else "yes",
+                    **({"run to run": repeats_of(row)} if repeated else {}),
                     "failed": row.get("failed", ""),
                 }
             )
@@ -168,14 +195,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument(
+        "--deterministic", action="store_true", help="run the deterministic form of each kernel"
+    )
+    parser.add_argument("--backends", nargs="+", help="names of backends (default: all)")
     harness.common_arguments(parser)
     arguments = parser.parse_args()
     device = device_from(arguments.device)
     sizes = [
-        Size(8192, 16, 2, head_dim, window) for head_dim in (128, 256) for window in (None, 4096)
+        Size(8192, 16, 2, head_dim, window, arguments.deterministic)
+        for head_dim in (128, 256)
+        for window in (None, 4096)
     ]
     if device.type == "cpu":
-        sizes = [Size(256, 4, 2, 16, window) for window in (None, 8)]
+        sizes = [Size(256, 4, 2, 16, window, arguments.deterministic) for window in (None, 8)]
+    name = "attention_deterministic" if arguments.deterministic else "attention_head_256"
     repeats = 2 if arguments.quick else 30
 
     def time(function: Callable[[], object]) -> harness.Spread:
@@ -185,9 +219,9 @@ def main() -> None:
 
     results: list[dict[str, Any]] = []
     for size in sizes:
-        found = measure(Case(size, device), time)
+        found = measure(Case(size, device), time, arguments.backends)
         results.append({"head_dim": size.head_dim, "window": size.window, "backends": found})
-        path = harness.save("attention_head_256", results, folder=arguments.results)
+        path = harness.save(name, results, folder=arguments.results)
     print(harness.table(rows_of(harness.plain(results))))
     print(path)
 
