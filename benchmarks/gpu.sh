@@ -53,6 +53,9 @@ for name in "${@:?which steps?}"; do
     metadata) step metadata 330 python3 benchmarks/metadata_sync.py ;;
     generation) step generation 100 python3 benchmarks/generation.py ;;
     attention_head_256) step attention_head_256 300 python3 benchmarks/attention_head_256.py ;;
+    attention_deterministic) step attention_deterministic 300 python3 benchmarks/attention_head_256.py --deterministic ;;
+    elementwise) step elementwise 120 python3 benchmarks/elementwise.py ;;
+    step_edge) step step_edge 240 python3 benchmarks/step_edge.py runs/real.zip docs_longtail ;;
     gated_delta_rule) step gated_delta_rule 200 python3 benchmarks/gated_delta_rule.py ;;
     recipe_mfu) step recipe_mfu 240 python3 benchmarks/recipe_mfu.py runs/real.zip docs_longtail --graphs full_iteration local ;;
     beside_megatron) step beside_megatron 240 python3 benchmarks/beside_megatron.py runs/beside.zip ;;

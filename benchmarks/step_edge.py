@@ -27,6 +27,8 @@ from workloads import device_from
 LONG_GAP_US = 5.0
 SHOWN = 12
 """Pairs of kernels in the table."""
+KERNELS_STORED = 60
+"""Kernels whose times are in the result file."""
 ON_THE_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 """Categories of a trace's events that occupy the GPU."""
 FIRST_PROFILED, LAST_PROFILED, STEPS = 8, 11, 20
@@ -73,6 +75,10 @@ def busy_and_gaps(spans: Sequence[Span]) -> tuple[float, list[Gap]]:
     return busy, gaps
 
 
+def total_us(gaps: Iterable[Gap]) -> float:
+    return sum(gap.microseconds for gap in gaps)
+
+
 def by_pair(gaps: Iterable[Gap], steps: int) -> list[dict[str, Any]]:
     """Return the gaps added up per pair of kernels and per step, the longest first."""
     pairs: dict[tuple[str, str], list[float]] = {}
@@ -89,6 +95,18 @@ def by_pair(gaps: Iterable[Gap], steps: int) -> list[dict[str, Any]]:
         for (before, after), found in pairs.items()
     ]
     return sorted(rows, key=lambda row: -row["us_per_step"])
+
+
+def by_name(spans: Iterable[Span], steps: int) -> list[tuple[str, float, float]]:
+    """Return name, milliseconds per step and launches per step of each kernel, slowest first."""
+    totals: dict[str, list[float]] = {}
+    for span in spans:
+        totals.setdefault(span.name[:120], []).append(span.end - span.start)
+    rows = [
+        (name, round(sum(times) / steps / 1e3, 4), round(len(times) / steps, 2))
+        for name, times in totals.items()
+    ]
+    return sorted(rows, key=lambda row: -row[1])
 
 
 def measure(folder: Path, name: str, recipe: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -118,11 +136,11 @@ def measure(folder: Path, name: str, recipe: str, options: dict[str, Any]) -> di
         "busy_ms": round(busy / steps / 1e3, 3),
         "wall_over_busy": round(statistics.median(walls) * 1e3 * steps / busy, 4),
         "launches": round(len(spans) / steps),
-        "short_gaps_ms": round(sum(gap.microseconds for gap in gaps) / steps / 1e3, 3)
-        - round(sum(gap.microseconds for gap in long) / steps / 1e3, 3),
-        "long_gaps_ms": round(sum(gap.microseconds for gap in long) / steps / 1e3, 3),
-        "gaps": by_pair(gaps, steps)[:SHOWN],
+        "short_gaps_ms": round((total_us(gaps) - total_us(long)) / steps / 1e3, 3),
+        "long_gaps_ms": round(total_us(long) / steps / 1e3, 3),
+        "all_gaps": by_pair(gaps, steps)[:SHOWN],
         "long_gaps": by_pair(long, steps)[:SHOWN],
+        "kernel_ms": by_name(spans, steps)[:KERNELS_STORED],
     }
 
 

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import attention_head_256
 import beside_megatron
 import capacity_cost
+import elementwise
 import full_step
 import gated_delta_rule
 import generation
@@ -45,6 +46,7 @@ import plan_peaks
 import recipe_mfu
 import repeatability
 import rope_bench
+import step_edge
 import train_real
 import tune_prediction
 
@@ -289,6 +291,12 @@ TABLES = {
     "attention_head_256": Table(
         "attention_head_256.py", "attention_head_256", attention_head_256.rows_of
     ),
+    "attention_deterministic": Table(
+        "attention_head_256.py", "attention_deterministic", attention_head_256.rows_of
+    ),
+    "elementwise": Table("elementwise.py", "elementwise", elementwise.rows_of),
+    "step_edge": Table("step_edge.py", "step_edge", step_edge.rows_of),
+    "step_edge_gaps": Table("step_edge.py", "step_edge", step_edge.gap_rows_of),
     "gated_delta_rule": Table("gated_delta_rule.py", "gated_delta_rule", gated_delta_rule.rows_of),
     "gated_delta_rule_ratios": Table(
         "gated_delta_rule.py", "gated_delta_rule", gated_delta_rule.ratio_rows_of
