@@ -273,14 +273,11 @@ class Call:
 
 
 def graph_of(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
-    """Capture the calls in one graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        calls[0]()
+    """Capture the calls in one graph, on the current stream."""
+    calls[0]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         for call in calls:
             call()
     return graph
@@ -349,7 +346,7 @@ def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
                 f"{phase} ms": harness.shown(one["ms"]) if one else "",
                 f"{phase} share": f"{100 * one['share']:.0f} %" if one else "",
             }
-        rows.append({**row, "failed": found.get("failed", "")})
+        rows.append({**row, "failed": found.get("failed", "").partition("\n")[0]})
     return rows
 
 
@@ -361,6 +358,9 @@ def main() -> None:
     harness.common_arguments(parser)
     arguments = parser.parse_args()
     device = device_from(arguments.device)
+    if device.type == "cuda":
+        # Autograd runs backward on the stream of forward. The default stream cannot be captured.
+        torch.cuda.set_stream(torch.cuda.Stream())
     sizes = TINY if device.type == "cpu" else Sizes()
     repeats = 2 if arguments.quick else 20
     functions, moved = copies(device, 4)
@@ -374,7 +374,8 @@ def main() -> None:
         try:
             results["kernels"][name] = measure(case, sizes, device, rate, repeats)
         except Exception as error:  # A missing library is a result of this benchmark.
-            results["kernels"][name] = {"failed": f"{type(error).__name__}: {error}"[:120]}
+            line = str(error).partition("\n")[0]
+            results["kernels"][name] = {"failed": f"{type(error).__name__}: {line}"[:120]}
         path = harness.save("elementwise", results, folder=arguments.results)
     print(f"copy: {results['copy_GB_per_s']} GB/s")
     print(harness.table(rows_of(harness.plain(results))))
