@@ -182,7 +182,9 @@ def page(result: Mapping[str, Any]) -> str:
                 (_line_row(line) for line in hybrid),
             ),
             "A `--min-lr` above `--lr` fails in megatron-core too. Variables such as `${DATA_PATH}` "
-            "are values of Megatron's test runner.",
+            "are values of Megatron's test runner. Options that a line does not give have the "
+            "defaults of this project: no dropout, and no learned positions "
+            "([Different](coming_from_megatron.md#different)).",
             "## Refused flags",
             f"The {MOST_SHOWN} most frequent refused flags of all training lines:",
             markdown(("flag", "hybrid lines", "all lines"), refused_flags(hybrid, lines)),

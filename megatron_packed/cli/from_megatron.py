@@ -7,10 +7,10 @@ The file is a model_config.yaml of Megatron-LM's functional tests, or a shell sc
 and one torchrun command. The output is a shell script: the command, with the outcomes as comments.
 A flag is the same, accepted (the trained model is the same without it), different, open (its value
 is a variable that is not set) or refused. Refused flags are left out of the command, and the exit
-code is then 2. Values of variables such as DATA_PATH come from the file and from the environment.
-Other variables stay in the command and are named. If the file has --data-path and --eval-interval
-but no validation data, the command gets Megatron-LM's default --split 969,30,1. Nothing in the file
-is executed.
+code is then 2. Flags of the model that the file does not give are listed if their defaults differ.
+Values of variables such as DATA_PATH come from the file and from the environment. Other variables
+stay in the command and are named. If the file has --data-path and --eval-interval but no validation
+data, the command gets Megatron-LM's default --split 969,30,1. Nothing in the file is executed.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from megatron_packed.config.megatron.line_outcomes import (
     LineOutcome,
     Use,
     line_outcome,
+    other_defaults,
     split_of,
 )
 from megatron_packed.config.megatron.model_config_file import (
@@ -152,6 +153,11 @@ def _outcomes(outcome: LineOutcome) -> Iterator[str]:
             continue
         for use in uses:
             yield _comment(f"  {' '.join([use.flag, *use.texts])}: {use.reason}")
+    defaults = list(other_defaults(outcome.uses))
+    if defaults:
+        yield _comment(f"{len(defaults)} flags of the model are not given and have other defaults:")
+    for flag, sentence in defaults:
+        yield _comment(f"  {flag}: {sentence}")
     for problem in outcome.missing:
         yield _comment(f"missing: {problem}")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -12,8 +12,10 @@ from megatron_packed.config.megatron.differences import differences
 from megatron_packed.config.megatron.flags import REFUSAL_OF, TAKEN
 from megatron_packed.config.megatron.model_config_file import VARIABLE
 from megatron_packed.config.parser.command_line import Occurrence, read_command_line
-from megatron_packed.config.parser.flag_registry import META_FLAGS, spellings
+from megatron_packed.config.parser.flag_registry import META_FLAGS, every_field, spellings
+from megatron_packed.config.parser.help_text import default_text
 from megatron_packed.config.parser.parse import parse_with_sources
+from megatron_packed.config.sections.model import ModelConfig
 
 
 class FlagOutcome(Enum):
@@ -86,6 +88,17 @@ def _differing() -> dict[str, str]:
         for flag, theirs, ours, _ in differences()
         if flag not in spellings() or spellings()[flag].field.option.megatron is None
     }
+
+
+def other_defaults(uses: Iterable[Use]) -> Iterator[tuple[str, str]]:
+    """Yield flags of the model that are not given and have another default, with a sentence."""
+    given = {name for use in uses for name in _names(use.flag)}
+    for described in every_field():
+        theirs = described.option.megatron
+        of_model = described.section == ModelConfig.title
+        if theirs is not None and of_model and described.flag not in given:
+            sentence = f"Megatron-LM: {theirs[0]}; here: {default_text(described)}; {theirs[1]}"
+            yield described.flag, sentence
 
 
 _SPLIT = ("--split", "969,30,1")

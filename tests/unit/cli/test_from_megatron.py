@@ -123,6 +123,16 @@ def test_the_output_is_a_script_that_runs_the_same_flags(case, tmp_path, capsys)
     assert ran.stdout.splitlines() == ["Ring", "train", *expected] and not ran.stderr
 
 
+def test_defaults_of_the_model_that_differ_are_listed_unless_they_are_given(case, capsys) -> None:
+    assert main(["from-megatron", case()]) == 0
+    script = capsys.readouterr().out
+    assert "# 3 flags of the model are not given and have other defaults:" in script
+    assert "#   --position-embedding-type: Megatron-LM: learned_absolute; here: none;" in script
+    given = "\n  --hidden-dropout: 0.0\n  --attention-dropout: 0.0\n  --use-rotary-position-embeddings: true"
+    assert main(["from-megatron", case(CASE.replace("  --lr: .001", "  --lr: .001" + given))]) == 0
+    assert "other defaults" not in capsys.readouterr().out
+
+
 def test_refused_flags_are_left_out_and_end_with_code_2(case, capsys) -> None:
     text = CASE.replace("  --lr: .001", "  --lr: .001\n  --mtp-detach-heads: true")
     assert main(["from-megatron", case(text)]) == 2
@@ -228,6 +238,8 @@ MODEL_ARGS:
   --mamba-num-heads: 8
   --mamba-head-dim: 16
   --position-embedding-type: none
+  --hidden-dropout: 0.0
+  --attention-dropout: 0.0
   --normalization: RMSNorm
   --disable-bias-linear: true
   --squared-relu: true
