@@ -247,7 +247,8 @@ def continued(
     assert done.exit_code == 0, done.console
     found = losses(own / "log.jsonl")
     worst = max(abs(one / two - 1) for one, two in zip(found, expected, strict=True))
-    layout = f" with TP {options['tensor_model_parallel_size']}" if len(options) > 1 else ""
+    size = options.get("tensor_model_parallel_size")
+    layout = f" with TP {size}" if size else ""
     text = " ".join(f"{one:.5f}" for one in found)
     return worst < tolerance, f"{name}{layout}: next losses {text}, {worst:.1e} from megatron-core"
 
