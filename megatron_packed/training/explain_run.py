@@ -210,18 +210,32 @@ class PlannedRun:
         epochs = config.training.train_epochs is not None
         decay = optim.lr_decay_iters or self.steps if epochs else config.decay_iters
         if optim.lr_warmup_fraction is None:
-            warmup = f"{_number(config.warmup_iters)} steps" if config.warmup_iters else ""
+            warmup = self._length_of(config.warmup_iters) if config.warmup_iters else ""
         elif decay is None:
             warmup = f"{100 * optim.lr_warmup_fraction:g} % of the steps"
         else:
-            warmup = f"{_number(optim.lr_warmup_fraction * decay)} steps"
+            warmup = self._length_of(optim.lr_warmup_fraction * decay)
         rises = f"rises to {optim.lr:g} in {warmup} and " if warmup else ""
         if optim.lr_decay_style == "constant":
             return f"The learning rate {rises}stays at {optim.lr:g}."
-        end = "the end" if decay in (None, self.steps) else f"step {decay:,.0f}"
+        end = "the end"
+        if decay is not None and decay != (self._samples() or self.steps):
+            end = self._length_of(decay) if self._samples() else f"step {decay:,.0f}"
         begin = "" if warmup else f" from {optim.lr:g}"
         style = f"({optim.lr_decay_style})"
         return f"The learning rate {rises}falls{begin} to {optim.min_lr:g} by {end} {style}."
+
+    def _samples(self) -> float:
+        """Return the samples of a run whose batch grows, in full batches; otherwise 0."""
+        ramp, samples = self.config.packing.batch_ramp, self.config.training.train_samples
+        grows = ramp is not None and samples is not None and ramp.sentence()
+        return (samples or 0) / self.config.packing.global_batch_size if grows else 0
+
+    def _length_of(self, batches: float) -> str:
+        """Return a length of the schedule in steps, or in samples if the batch grows."""
+        if self._samples():
+            return f"{batches * self.config.packing.global_batch_size:,.0f} samples"
+        return f"{_number(batches)} steps"
 
     def _events(self) -> Iterator[str]:
         config, checkpoint = self.config, self.config.checkpoint

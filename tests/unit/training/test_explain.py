@@ -524,6 +524,10 @@ def test_the_report_begins_with_the_verdict_and_the_run(tmp_path):
     )
     # 5 steps with 14 samples, and 14 steps of 6
     assert "19 steps, about 69.7 epochs." in grows["steps"]
+    assert "rises to 0.001 in 10 samples and falls to 0 by the end (linear)." in grows["steps"]
+    samples += ["--lr-decay-samples", "60"]
+    grows = said([*argv[: argv.index("--train-iters")], *argv[argv.index("--lr") :], *samples])
+    assert "rises to 0.001 in 6 samples and falls to 0 by 60 samples (linear)." in grows["steps"]
     epochs = said([flag for flag in argv if flag not in ("--train-iters", "30")] + EPOCHS)
     assert epochs["steps"].startswith("About 2 steps for 5 epochs.")
 
