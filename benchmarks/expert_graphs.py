@@ -1,10 +1,14 @@
 """Compares steps with whole E layers in graphs, with captured routers alone, and without graphs.
 
     torchrun --nproc_per_node 2 benchmarks/expert_graphs.py [--quick]
+    python benchmarks/expert_graphs.py [--quick]
 
 The share is that of one rank of a model like Nemotron-3-Nano (`moe_bench.py`), with 16 experts on each
-of two ranks. Both dispatchers run. Bounds of expert buffers follow the routing of the first step. The
-peak is that of the timed steps plus the graph pool, next to the estimate of `megatron-packed plan`.
+rank. Both dispatchers run. Bounds of expert buffers follow the routing of the first step. The peak is
+that of the timed steps plus the graph pool, next to the estimate of `megatron-packed plan`.
+
+With one process, the expert-parallel group has one rank: the dispatchers run all their kernels and
+copies, and a rank sends rows to itself. No step can overflow there.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import harness
 import moe_bench
@@ -26,14 +31,14 @@ from megatron_packed.config.parallel_layout import ParallelLayout
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.config.sections.training import TrainingConfig
-from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.groups import ParallelGroups, Unjoined
 from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
 from megatron_packed.training.build_job import build_job
 from megatron_packed.training.expert_bounds import ExpertBounds
 from megatron_packed.training.metrics_layout import StepValues
-from megatron_packed.training.run_estimate import estimates, usual
+from megatron_packed.training.run_estimate import Imagined, estimates_of, usual
 from workloads import device_from
 
 EAGER, ROUTER, WHOLE = "eager", "router", "whole E layers"
@@ -44,7 +49,30 @@ GRAPHS = {
     ),
     WHOLE: CudaGraphConfig(cuda_graph_impl="local"),
 }
-STEPS, WARM, PACKS = 16, 6, 4
+STEPS, WARM = 16, 6
+PACKS_OF_RANK, EXPERTS_OF_RANK = 2, 16
+
+
+def groups_of(config: RunConfig, device: torch.device) -> ParallelGroups:
+    """Return the groups of this process; one process gets an expert-parallel group of itself."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    layout = ParallelLayout(world_size=world, **config.parallel.layout_sizes)
+    groups = ParallelGroups.create(config.parallel, device, layout=layout)
+    if world > 1:
+        return groups
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return dataclasses.replace(groups, ep_group=dist.group.WORLD)
+
+
+def planned_gib(config: RunConfig, groups: ParallelGroups, vocab: int) -> float:
+    """Return the estimate of `megatron-packed plan` for a rank of these groups."""
+    like = ParallelGroups.unjoined(config.layout(groups.world_size))
+    if groups.world_size == 1:
+        like = dataclasses.replace(like, ep_group=Unjoined((0,)))
+    imagined = Imagined.in_groups(config, like, vocab)
+    return usual(estimates_of(config, imagined, CAPACITY)).allocated / 2**30
 
 
 def run(
@@ -54,7 +82,8 @@ def run(
     cuda = groups.device.type == "cuda"
     mine = [packs[groups.dp_rank :: groups.dp_size] for packs in steps]
     job = build_job(config, groups, c["vocab"])
-    bounds = ExpertBounds(job.step, groups, packs_per_step=PACKS, say=lambda line: None)
+    packs_per_step = config.packs_per_step()
+    bounds = ExpertBounds(job.step, groups, packs_per_step=packs_per_step, say=lambda line: None)
     if bounds.unknown:
         bounds.observe(mine[0])
     sizes = CaptureSizes.of([CAPACITY], c["T"])
@@ -62,7 +91,7 @@ def run(
     seconds, held, pool = [], 0, 0.0
     with released(graphs):
         if graphs is not None:
-            capture_graphs(graphs, job.step, PACKS, groups, first=True)
+            capture_graphs(graphs, job.step, packs_per_step, groups, first=True)
             job.step.graphs, pool = graphs, graphs.counters.memory_mib / 1024
         for number, packs in enumerate(mine):
             if cuda and number == min(WARM, len(mine) // 2):
@@ -75,15 +104,16 @@ def run(
                 seconds.append(time.perf_counter() - begun)
             if StepValues.from_list(metrics.tolist()).held:
                 held += 1
+                bounds.make_room()
                 job.step.redo(packs, config.optim.lr)
+                bounds.raise_for(job.step.layout.counts_of(job.step.numbers.tolist()))
         job.step.graphs = None
     tokens = sum(pack.num_real_tokens for pack in steps[-1])
-    plan = usual(estimates(config, groups.world_size, c["vocab"], CAPACITY))
     return {
         "tokens_per_second": tokens / statistics.median(seconds),
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 + pool if cuda else 0.0,
         "pool_gib": pool,
-        "plan_gib": plan.allocated / 2**30,
+        "plan_gib": planned_gib(config, groups, c["vocab"]),
         "repeats": held,
         "bounds": job.model.expert_room.bounds,
     }
@@ -118,31 +148,33 @@ def main() -> None:
     arguments = parser.parse_args()
     device = torch.device(device_from(arguments.device).type)
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    if world != 2:
-        parser.error(f"this script needs 2 processes, not {world}; start it with torchrun")
+    if world > 2:
+        parser.error(f"this script needs 1 or 2 processes, not {world}")
     apply_environment(TrainingConfig(train_iters=STEPS))
-    c: dict[str, Any] = {**moe_bench.CONFIG, "experts": 32}
+    c: dict[str, Any] = {**moe_bench.CONFIG, "experts": world * EXPERTS_OF_RANK}
     c = {**quick(c), "experts": 8} if arguments.quick else c
+    packs, count = world * PACKS_OF_RANK, QUICK_STEPS if arguments.quick else STEPS
     results: dict[str, Any] = {}
     for dispatcher in ("allgather", "alltoall"):
         results[dispatcher] = {}
-        options = {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": dispatcher}
+        options = {"expert_model_parallel_size": world, "moe_token_dispatcher_type": dispatcher}
         options |= {"use_distributed_optimizer": True, **moe_bench.ROUTER}
         if not arguments.quick:
             options["moe_shared_expert_intermediate_size"] = moe_bench.SHARED_FFN
         for kind, graph_options in GRAPHS.items():
             if device.type == "cuda":
                 harness.free_memory()
-            config = config_of(c, PACKS, options, device, STEPS)
+            # With two ranks, this is the default of captured experts.
+            measured = {"moe_expert_rank_capacity_factor": "auto"} if kind == WHOLE else {}
+            config = config_of(c, packs, {**options, **measured}, device, STEPS)
             config = dataclasses.replace(config, cuda_graph=graph_options)
-            layout = ParallelLayout(world_size=world, **config.parallel.layout_sizes)
-            groups = ParallelGroups.create(config.parallel, device, layout=layout)
-            count = QUICK_STEPS if arguments.quick else STEPS
-            steps = steps_of(c, PACKS, count, groups.device)
+            groups = groups_of(config, device)
+            steps = steps_of(c, packs, count, groups.device)
             results[dispatcher][kind] = run(config, groups, steps, c)
     if rank == 0:
         print(harness.table(rows_of(results)))
-        harness.save("expert_graphs", results, folder=arguments.results)
+        name = "expert_graphs" if world == 2 else "expert_graphs_one"
+        harness.save(name, results, folder=arguments.results)
 
 
 if __name__ == "__main__":

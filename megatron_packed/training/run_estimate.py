@@ -45,6 +45,11 @@ class Imagined(NamedTuple):
     @classmethod
     def of(cls, config: RunConfig, world_size: int, vocab_size: int) -> Imagined:
         groups = ParallelGroups.unjoined(config.layout(world_size))
+        return cls.in_groups(config, groups, vocab_size)
+
+    @classmethod
+    def in_groups(cls, config: RunConfig, groups: ParallelGroups, vocab_size: int) -> Imagined:
+        """Build the model of a rank of these groups."""
         # Local layers have the same parameters as TransformerEngine's, which need not be installed.
         local = replace(config, training=replace(config.training, transformer_impl="local"))
         return cls(build_model(local, vocab_size, "meta", groups).train(), groups)
@@ -65,8 +70,13 @@ def estimates(
         vocab_size: entries of the vocabulary.
         documents: capacity of a pack in documents.
     """
+    return estimates_of(config, Imagined.of(config, world_size, vocab_size), documents)
+
+
+def estimates_of(config: RunConfig, imagined: Imagined, documents: int) -> dict[str, Estimate]:
+    """Return the `estimates` of a rank of a planned run."""
     # The real modules on the meta device give the sizes, so the estimate follows changes of them.
-    model, groups = Imagined.of(config, world_size, vocab_size)
+    model, groups = imagined
     ownership = (
         Ownership.over if config.parallel.use_distributed_optimizer else Ownership.undivided
     )(groups)
