@@ -144,6 +144,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    harness.tilings_argument(parser)
     harness.common_arguments(parser)
     arguments = parser.parse_args()
     device = torch.device(device_from(arguments.device).type)
@@ -151,6 +152,8 @@ def main() -> None:
     if world > 2:
         parser.error(f"this script needs 1 or 2 processes, not {world}")
     apply_environment(TrainingConfig(train_iters=STEPS))
+    harness.tune_over(arguments.tilings)
+    name = "expert_graphs" if world == 2 else "expert_graphs_one"
     c: dict[str, Any] = {**moe_bench.CONFIG, "experts": world * EXPERTS_OF_RANK}
     c = {**quick(c), "experts": 8} if arguments.quick else c
     packs, count = world * PACKS_OF_RANK, QUICK_STEPS if arguments.quick else STEPS
@@ -171,10 +174,10 @@ def main() -> None:
             groups = groups_of(config, device)
             steps = steps_of(c, packs, count, groups.device)
             results[dispatcher][kind] = run(config, groups, steps, c)
+            if rank == 0:
+                harness.save(name, results, folder=arguments.results)
     if rank == 0:
         print(harness.table(rows_of(results)))
-        name = "expert_graphs" if world == 2 else "expert_graphs_one"
-        harness.save(name, results, folder=arguments.results)
 
 
 if __name__ == "__main__":
