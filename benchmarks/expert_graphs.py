@@ -50,6 +50,7 @@ GRAPHS = {
     WHOLE: CudaGraphConfig(cuda_graph_impl="local"),
 }
 STEPS, WARM = 16, 6
+DISPATCHERS = ("alltoall", "allgather")
 PACKS_OF_RANK, EXPERTS_OF_RANK = 2, 16
 
 
@@ -145,6 +146,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     harness.tilings_argument(parser)
+    parser.add_argument("--dispatchers", nargs="+", default=DISPATCHERS, choices=DISPATCHERS)
     harness.common_arguments(parser)
     arguments = parser.parse_args()
     device = torch.device(device_from(arguments.device).type)
@@ -158,7 +160,7 @@ def main() -> None:
     c = {**quick(c), "experts": 8} if arguments.quick else c
     packs, count = world * PACKS_OF_RANK, QUICK_STEPS if arguments.quick else STEPS
     results: dict[str, Any] = {}
-    for dispatcher in ("allgather", "alltoall"):
+    for dispatcher in arguments.dispatchers:
         results[dispatcher] = {}
         options = {"expert_model_parallel_size": world, "moe_token_dispatcher_type": dispatcher}
         options |= {"use_distributed_optimizer": True, **moe_bench.ROUTER}
