@@ -230,10 +230,13 @@ def _state_lines(config: RunConfig) -> list[str]:
     sent = state_messages(config)
     if sent is None:
         return []
+    moved = ""
+    if sent.reordering:
+        moved = f", and {sent.reordering / MIB:,.2f} MiB to reorder the rows of each * layer"
     return [
-        f"For each M layer and pass a rank sends {sent.total / MIB:,.2f} MiB to other context-parallel "
-        f"ranks: states {sent.states / MIB:,.2f}, halo {sent.halo / MIB:,.2f}, reordered rows "
-        f"{sent.reordering / MIB:,.2f}."
+        f"In each pass a rank sends {(sent.states + sent.halo) / MIB:,.2f} MiB for each M layer to "
+        f"other context-parallel ranks (states {sent.states / MIB:,.2f}, halo "
+        f"{sent.halo / MIB:,.2f}){moved}."
     ]
 
 

@@ -30,6 +30,7 @@ from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.layers.query_key_norm import QueryKeyNorm, query_key_norms
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.layers.transformer_impl import implementation
+from megatron_packed.layers.zigzag_rows import from_zigzag, to_zigzag
 from megatron_packed.ops.activation.api import sigmoid_gate
 from megatron_packed.ops.context_parallel_attention.api import Peers, context_parallel_attention
 from megatron_packed.ops.rope.api import RopeScaling, apply_rope, rope_tables
@@ -123,6 +124,7 @@ class CoreAttention(nn.Module):
     Each context-parallel rank holds rows of the hidden state. With ``a2a`` an all-to-all changes to
     the head-parallel layout, the kernel runs on complete documents, and a second all-to-all changes
     back. With ``all_gather`` and ``p2p`` the ranks send keys and values to each other.
+    If the other layers need contiguous rows, the rows are reordered ([Note: reordered rows]).
 
     Args:
         config: sizes of the model.
@@ -241,9 +243,11 @@ class CoreAttention(nn.Module):
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, packed: PackedSeqParams
     ) -> Tensor:
         """Attend in the context-parallel layout: queries of this rank's rows, all heads."""
-        order = self.cp.order(packed)
+        order = self.cp.attention_order(packed)
         assert order is not None, "cp_comm_type all_gather and p2p use zigzag sharding of rows"
-        return context_parallel_attention(
+        if self.cp.reorders_attention:
+            q_TNH, k_TKH, v_TKH = to_zigzag((q_TNH, k_TKH, v_TKH), self.cp, packed)
+        o_TNH = context_parallel_attention(
             q_TNH,
             k_TKH,
             v_TKH,
@@ -257,6 +261,7 @@ class CoreAttention(nn.Module):
             deterministic=self.backends.deterministic,
             backend=self.backends.context_parallel_attention,
         )
+        return from_zigzag(o_TNH, self.cp, packed) if self.cp.reorders_attention else o_TNH
 
 
 class Attention(nn.Module):

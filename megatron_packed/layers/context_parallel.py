@@ -67,8 +67,7 @@ class ContextParallel:
     """Communication type of context-parallel attention.
 
     ``a2a`` is an all-to-all to the head-parallel layout and back. ``all_gather`` gathers keys and
-    values; ``p2p`` sends them around a ring. ``all_gather`` and ``p2p`` use zigzag sharding of
-    rows.
+    values; ``p2p`` sends them around a ring. ``all_gather`` and ``p2p`` attend to a zigzag of rows.
     """
     mamba_comm_type: str = HEADS
     """Communication type of Mamba layers.
@@ -83,8 +82,13 @@ class ContextParallel:
         groups: ParallelGroups | None,
         comm_type: str = A2A,
         mamba_comm_type: str = HEADS,
+        *,
+        has_mamba: bool = True,
     ) -> ContextParallel:
         """Return the context parallelism of this rank, or ``SINGLE`` for one rank.
+
+        Only Mamba layers need contiguous rows to pass states. So ``mamba_comm_type`` has no effect
+        without ``has_mamba``.
 
         Raises:
             ValueError: a communication type is unknown.
@@ -98,7 +102,7 @@ class ContextParallel:
             size=groups.cp_size,
             rank=groups.cp_rank,
             comm_type=comm_type,
-            mamba_comm_type=mamba_comm_type,
+            mamba_comm_type=mamba_comm_type if has_mamba else HEADS,
         )
 
     @property
@@ -117,7 +121,21 @@ class ContextParallel:
 
     @property
     def partition(self) -> Partition:
+        """Partition of the rows between layers.
+
+        It is the partition of attention, unless Mamba layers pass states: they need contiguous rows.
+        """
+        zigzag = not self.exchanges_heads and not self.passes_states
+        return Partition(size=self.size, rank=self.rank, zigzag=zigzag)
+
+    @property
+    def attention_partition(self) -> Partition:
         return Partition(size=self.size, rank=self.rank, zigzag=not self.exchanges_heads)
+
+    @property
+    def reorders_attention(self) -> bool:
+        """Return whether attention has other rows than the other layers."""
+        return self.partition != self.attention_partition
 
     @property
     def global_ranks(self) -> list[int]:
@@ -125,9 +143,13 @@ class ContextParallel:
         return [] if self.group is None else global_ranks(self.group)
 
     def order(self, packed: PackedSeqParams) -> RankOrder | None:
-        """Return the order of rows: from the precomputed tables of the pack, else computed now."""
+        """Return the order of rows between layers; None if slots keep their order."""
+        return self.attention_order(packed) if self.partition.zigzag else None
+
+    def attention_order(self, packed: PackedSeqParams) -> RankOrder | None:
+        """Return the order of rows in attention: from the tables of the pack, else computed now."""
         prepared = packed.tables.rank_order
-        return self.partition.order(packed) if prepared is None else prepared
+        return self.attention_partition.order(packed) if prepared is None else prepared
 
     def own(self, x_T: Tensor, packed: PackedSeqParams) -> Tensor:
         """Return this rank's ``(T / c, ...)`` rows of a tensor with one row per slot of the pack.

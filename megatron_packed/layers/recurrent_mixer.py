@@ -147,7 +147,6 @@ class RecurrentMixer(nn.Module):
         """Run everything between the projections: ``(T, O)`` -> ``(T, I)``."""
         z_TI, conv_TC, *per_head = self.split(projected_TO, packed)
         if self.passing is not None:
-            conv_TC, *per_head = self.passing.to_part([conv_TC, *per_head], packed)
             convolved_TC = self._convolve_part(self.passing, conv_TC, packed)
         else:
             convolved_TC = self.conv1d(conv_TC, packed.seq_idx)
@@ -155,10 +154,7 @@ class RecurrentMixer(nn.Module):
         y_TNP = self.scan_heads(heads, per_head, packed)
         if self.cp.group is not None:
             (y_TNP,) = heads_to_rows((self.cp.in_order_of_ranks(y_TNP, packed),), self.cp.group)
-        y_TI = y_TNP.flatten(1)
-        if self.passing is not None:
-            y_TI = self.passing.from_part(y_TI, packed)
-        normed_TI: Tensor = self.norm(y_TI, z_TI)
+        normed_TI: Tensor = self.norm(y_TNP.flatten(1), z_TI)
         return normed_TI
 
     def _convolve_part(

@@ -7,11 +7,8 @@ convolution of the next one. The state that leaves each part goes to all later p
 document may have tokens in several of them (`ops.ssd.passed_states`). Both are all-gathers whose
 size does not depend on T. So neither heads nor groups need to divide among the ranks.
 
-With a zigzag of attention the rows of a rank are no part of the pack. `to_part` then moves the
-columns of convolution and scan to the order of slots, and `from_part` moves the outputs back. The
-number of rows that a rank owes another one depends on the documents, but CUDA graphs need fixed
-sizes. So each move is two all-to-alls of equal parts: rows are exchanged for columns, reordered
-locally, and exchanged back. The gate z and the gated norm keep the rows of the rank.
+The rows between the layers are therefore contiguous. Attention that needs a zigzag moves its rows
+([Note: reordered rows]).
 
 Letters: T tokens of the pack, c ranks, C channels, W convolution width, N heads of P channels, S
 state.
@@ -19,13 +16,10 @@ state.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_packed.distributed.all_to_all import heads_to_rows, rows_to_columns
 from megatron_packed.distributed.differentiable import gather_rows
 from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.ops.ssd.passed_states import entering_state
@@ -43,31 +37,6 @@ class StatePassing:
     def __init__(self, cp: ContextParallel, width: int) -> None:
         self.cp = cp
         self.halo = width - 1
-
-    def to_part(self, columns: Sequence[Tensor], packed: PackedSeqParams) -> list[Tensor]:
-        """Move ``(T / c, ...)`` tensors from the rows of this rank to its part of the pack."""
-        if self.cp.exchanges_heads:
-            return list(columns)
-        moved_TC = self._moved(torch.cat(list(columns), dim=1), packed, to_part=True)
-        return list(moved_TC.split([x_TC.shape[1] for x_TC in columns], dim=1))
-
-    def from_part(self, y_TI: Tensor, packed: PackedSeqParams) -> Tensor:
-        """Move a ``(T / c, I)`` tensor back to the rows of this rank: the inverse of `to_part`."""
-        return y_TI if self.cp.exchanges_heads else self._moved(y_TI, packed, to_part=False)
-
-    def _moved(self, x_TC: Tensor, packed: PackedSeqParams, *, to_part: bool) -> Tensor:
-        """Reorder the rows of all ranks, by two all-to-alls of equal parts.
-
-        See [Note: passed states].
-        """
-        channels = x_TC.shape[1]
-        # (T / c, C) -> (T, C / c)
-        padded_TC = pad(x_TC, (0, -channels % self.cp.size))
-        columns_TC = rows_to_columns((padded_TC,), self.cp.group)
-        reorder = self.cp.in_order_of_slots if to_part else self.cp.in_order_of_ranks
-        # (T, C / c) -> (T / c, C)
-        (moved_TC,) = heads_to_rows((reorder(columns_TC, packed),), self.cp.group)
-        return moved_TC[:, :channels]
 
     def seq_idx(self, packed: PackedSeqParams, halo: int = 0) -> Tensor:
         """Return the document of each slot of this rank's part, ``(1, halo + T / c)``.

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from megatron_packed.config.layer_pattern import MAMBA
 from megatron_packed.config.sections.memory import MemoryConfig
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.groups import ParallelGroups
@@ -53,6 +54,15 @@ from megatron_packed.models.pack_tables import PackTables
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.packed.params import PackedSeqParams
 from megatron_packed.packed.shared_tables import NO_TABLES
+
+
+def _offloader(
+    memory: MemoryConfig, given: Offload | None, device: torch.device | str
+) -> Offload | None:
+    """Return the given offloader of activations or a new one; None if nothing is offloaded."""
+    if not memory.offloads:
+        return None
+    return given or Offload.from_config(memory, device)
 
 
 class HybridModel(ExpertLayers, nn.Module):
@@ -109,14 +119,14 @@ class HybridModel(ExpertLayers, nn.Module):
     ) -> None:
         super().__init__()
         self.memory = memory or MemoryConfig()
-        self.offload = (
-            (offload or Offload.from_config(self.memory, device)) if self.memory.offloads else None
-        )
+        self.offload = _offloader(self.memory, offload, device)
         """Offloader of activations; None if no activation is offloaded. Call its `Offload.end_step`
         after every optimizer step.
         """
         self.tp = TensorParallel.of(groups, sequence_parallel=sequence_parallel)
-        self.cp = ContextParallel.of(groups, cp_comm_type, mamba_cp_comm_type)
+        self.cp = ContextParallel.of(
+            groups, cp_comm_type, mamba_cp_comm_type, has_mamba=MAMBA in config.layer_types
+        )
         self.ep = ExpertParallel.of(groups, self.tp)
         self.config = config
         self.vocab_size = vocab_size
@@ -131,7 +141,7 @@ class HybridModel(ExpertLayers, nn.Module):
             num_rows, config.hidden_size, multiplier=config.embedding_multiplier, **options
         )
         # Positions of a document's padding continue after its last token.
-        positions = max_positions + -max_positions % self.cp.partition.alignment
+        positions = max_positions + -max_positions % self.cp.attention_partition.alignment
         self.rotary = Rotary.of(config, positions, backend=self.backends.rope, device=device)
         self.layers = build_layers(config, rotary=self.rotary, ep=self.ep, device=device, **parts)
         self._main_layers = config.layers_of_depth(0)

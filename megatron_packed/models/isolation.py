@@ -292,7 +292,7 @@ def _check_layer(
     # The documents: one inside a chunk, one across the boundary to the next chunk, a short one in
     # that chunk, and a long one. The remaining slots are the tail.
     lengths = [chunk // 2 + 1, 3 * chunk // 4, 3, total - 2 * chunk]
-    alignment = model.cp.partition.alignment
+    alignment = model.cp.attention_partition.alignment
     packs = [_make_pack(lengths, slots, alignment, change).to(device) for change in (False, True)]
     others_T = packs[0].packed.seq_idx[0] != CHANGED
     before, again, after = (observe(model, pack) for pack in (packs[0], packs[0], packs[1]))

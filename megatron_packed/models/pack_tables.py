@@ -75,7 +75,7 @@ class PackTables:
                 cannot share the pack.
         """
         if self.cp.size > 1:
-            self.partition.check(packed)
+            self.cp.attention_partition.check(packed)
         if self.rotary is not None:
             longest = int(packed.document_lengths.max(initial=0))
             if longest > self.rotary.max_positions:
@@ -88,14 +88,16 @@ class PackTables:
         """Derive the tables from the tensors of ``packed``; a CUDA graph can capture this."""
         # The tail may be longer than any document; zero keeps its positions inside the rotary tables.
         positions_T = None if self.rotary is None else packed.position_ids * packed.valid
-        order = valid_T = None
+        rank_order = order = valid_T = None
         if self.cp.size > 1:
-            order = self.cp.order(packed)
+            rank_order = self.cp.attention_order(packed)
+            # Between the layers, slots keep their order if the partition is contiguous.
+            order = rank_order if self.partition.zigzag else None
             valid_T = self.partition.own(packed.valid, order)
             if positions_T is not None:
                 positions_T = self.partition.own(positions_T, order)
         return SharedTables(
-            rank_order=order,
+            rank_order=rank_order,
             rank_valid=valid_T,
             attention=self._attention_tables(packed),
             rope_position_ids=positions_T,

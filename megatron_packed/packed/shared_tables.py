@@ -76,7 +76,7 @@ class SharedTables:
     rope_position_ids: Tensor | None = None
     """``(T / c,)`` int32, positions of this context-parallel rank's rows; 0 on the tail."""
     rank_order: RankOrder | None = None
-    """Rank order of the slots for c context-parallel ranks; None if slots keep their order."""
+    """Order of the slots in attention over c context-parallel ranks; None if slots keep their order."""
     rank_valid: Tensor | None = None
     """``(T / c,)`` bool, ``valid`` of this context-parallel rank's rows; None if c is 1."""
     num_valid: Tensor | None = None

@@ -206,7 +206,7 @@ def _dummies(
         total_tokens=graphs.slot.total_tokens,
         vocab_size=step.model.vocab_size,
         packs_per_step=packs_per_step,
-        alignment=step.model.cp.partition.alignment,
+        alignment=step.model.cp.attention_partition.alignment,
         longest=step.model.max_positions,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_packed.config.layer_pattern import MAMBA, MOE
+from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MOE
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.parallel import NOT_BUILT
 from megatron_packed.training.explain_capability import OFF, ON, PARTIAL, Capability
@@ -42,9 +42,9 @@ def parallel_capabilities(config: RunConfig, world_size: int) -> Iterator[Capabi
         )
         passed = ""
         if parallel.passes_states and MAMBA in config.model.hybrid_layer_pattern:
-            reordered = parallel.document_alignment > 1
+            reordered = parallel.document_alignment > 1 and ATTENTION in config.model.layer_types
             passed = "; Mamba layers pass states"
-            passed += ", in rows reordered by all-to-all" if reordered else ""
+            passed += ", and all-to-alls reorder the rows of attention" if reordered else ""
         yield Capability(
             "context parallelism",
             ON,

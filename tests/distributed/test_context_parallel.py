@@ -293,6 +293,7 @@ def test_ranks_pass_the_states_of_scans(
 ) -> None:
     """Check heads that no context-parallel ranks can share, in both precisions."""
     runs = variants(layout, changes=ODD, pattern="M*-M", mamba="state")
+    runs += variants(layout, changes={**TIED, **DELTA}, pattern="*GM*", mamba="state")[1:2]
     changes = CASES["groups and keys shared by ranks"]
     runs.append(Run("p2p", changes, "ME", dtype=torch.float32, flat=True, mamba="state"))
     runs += [replace(run, dtype=torch.float32, flat=True) for run in runs[:2]]
@@ -437,20 +438,22 @@ def test_number_of_collectives(pools: WorkerPools) -> None:
         assert sorted(p2p["forward"]) == sorted(p2p["backward"]) == ["recv_"] * 3 + ["send"] * 3
 
 
-def test_passed_states_need_two_messages_and_two_exchanges_for_each_reordering(
+def test_passed_states_need_two_messages_and_attention_two_exchanges_for_each_reordering(
     pools: WorkerPools,
 ) -> None:
-    """Check the halo and the states, and with a zigzag the moves before and after the scan."""
-    runs = [Run(comm, TIED, pattern="M", mamba="state") for comm in ("a2a", "p2p")]
+    """Check the halo and the states of an M layer, and the moves before and after attention."""
+    runs = [Run(comm, TIED, pattern="M*", mamba="state") for comm in ("a2a", "p2p")]
+    runs.append(Run("all_gather", TIED, pattern="*M", mamba="state"))
     gathers = ["_allgather_base_"] * 2
     scatters = ["_reduce_scatter_base_"] * 2
     moves = ["alltoall_base_"] * 2
-    for contiguous, zigzag in pools.run(collectives_of_layers, 4, runs, layout={"cp_size": 4}):
-        assert contiguous == {"prepare": [], "forward": gathers, "backward": scatters}
-        assert zigzag == {
+    for *mamba, attend in pools.run(collectives_of_layers, 4, runs, layout={"cp_size": 4}):
+        for found in mamba:
+            assert found == {"prepare": [], "forward": gathers, "backward": scatters}
+        assert attend == {
             "prepare": [],
-            "forward": moves + gathers + moves,
-            "backward": moves + scatters + moves,
+            "forward": moves + gathers[:1] + moves,
+            "backward": moves + scatters[:1] + moves,
         }
 
 
@@ -593,7 +596,7 @@ def test_other_documents_do_not_change_by_a_bit(
 ) -> None:
     changes = {**TIED, **ROPE, **DELTA, "mamba_num_groups": 1}
     runs = [Run(comm, changes, "M*-EG", sequence_parallel, torch.float32) for comm in COMM_TYPES]
-    runs += [replace(run, pattern="M*M", mamba="state") for run in (runs[0], runs[2])]
+    runs += [replace(run, pattern="M*GM", mamba="state") for run in (runs[0], runs[2])]
     results = pools.run(leaks, world_size, runs, layout=layout, timeout=120)
     for i, run in enumerate(runs):
         for rank in results:
@@ -621,6 +624,10 @@ def _passed_without_return(x: Tensor, group: Any) -> Tensor:
 
 
 def _unsorted(cp: ContextParallel, x: Tensor, packed: Any) -> Tensor:
+    return x
+
+
+def _unmoved(x: Any, cp: ContextParallel, packed: Any) -> Any:
     return x
 
 
@@ -655,6 +662,8 @@ PATCHES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "counts of a rank's own tokens": (ContextParallel, "sum_of_statistics", own_value),
     "rows left in the order of ranks": (ContextParallel, "in_order_of_slots", _unsorted),
     "rows sent back in the order of slots": (ContextParallel, "in_order_of_ranks", _unsorted),
+    "contiguous rows in attention": (attention, "to_zigzag", _unmoved),
+    "rows of attention left in a zigzag": (attention, "from_zigzag", _unmoved),
     "no halo": (StatePassing, "with_halo", _without_halo),
     "no entering state": (StatePassing, "entering", _no_state),
     "states without a way back": (state_passing, "gather_rows", gathered_without_sum),
@@ -674,10 +683,10 @@ MUTATIONS = [
     Run("a2a", TIED, "M", mutation="everybody's first heads"),
     Run("a2a", TIED, "M", mutation="everybody's first channels"),
     Run("a2a", TIED, "M", mamba="state", mutation="no halo"),
-    Run("p2p", TIED, "M", mamba="state", mutation="no entering state"),
+    Run("p2p", TIED, "M*", mamba="state", mutation="no entering state"),
     Run("a2a", TIED, "M", mamba="state", mutation="states without a way back"),
-    Run("p2p", TIED, "M", mamba="state", mutation="rows left in the order of ranks"),
-    Run("p2p", TIED, "M", mamba="state", mutation="rows sent back in the order of slots"),
+    Run("p2p", TIED, "M*", mamba="state", mutation="contiguous rows in attention"),
+    Run("p2p", TIED, "M*", mamba="state", mutation="rows of attention left in a zigzag"),
     Run("p2p", DELTA, "G", mutation="rows left in the order of ranks"),
     Run("p2p", DELTA, "G", mutation="rows sent back in the order of slots"),
     Run("a2a", DELTA, "G", mutation="everybody's first heads"),

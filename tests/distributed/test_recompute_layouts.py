@@ -67,18 +67,13 @@ def compare(
     additional collectives."""
     config = config_of(way)
     model = dataclasses.replace(config.model, hidden_dropout=dropout)
-    parallel = config.parallel
-    if passes_states:
-        pattern = model.hybrid_layer_pattern.replace("G", "M")
-        model = dataclasses.replace(model, hybrid_layer_pattern=pattern)
-        parallel = dataclasses.replace(parallel, mamba_cp_comm_type="state")
+    parallel = dataclasses.replace(
+        config.parallel, mamba_cp_comm_type="state" if passes_states else "heads"
+    )
     config = dataclasses.replace(config, model=model, parallel=parallel)
     expected, fewest = one_step(config, groups)
     answers = {}
     for name, memory in MODES.items():
-        if passes_states and memory.recompute_modules:
-            parts = tuple(part for part in PARTS if part != "gdn")
-            memory = dataclasses.replace(memory, recompute_modules=parts)
         found, collectives = one_step(dataclasses.replace(config, memory=memory), groups)
         answers[name] = (alike(found, expected), collectives - fewest)
     return answers

@@ -121,12 +121,7 @@ STEPS = 6
 def model_of(name: str) -> ModelConfig:
     """Return the model of a layout."""
     balancing = "global_aux_loss" if name in GLOBAL_LOADS else "aux_loss"
-    pattern = MODEL.hybrid_layer_pattern
-    if name.endswith("state"):
-        pattern = pattern.replace("G", "M")
-    model = dataclasses.replace(
-        MODEL, moe_router_load_balancing_type=balancing, hybrid_layer_pattern=pattern
-    )
+    model = dataclasses.replace(MODEL, moe_router_load_balancing_type=balancing)
     return with_depths(model) if name in DEPTHS else model
 
 

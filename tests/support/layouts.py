@@ -73,7 +73,7 @@ class Way(NamedTuple):
     comm_type: str = "a2a"
     dispatcher: str = "allgather"
     mamba: str = "heads"
-    """Communication of Mamba layers. With ``state``, Mamba layers replace gated delta nets."""
+    """Communication of Mamba layers."""
 
     @property
     def dp_size(self) -> int:
@@ -107,9 +107,6 @@ class Way(NamedTuple):
 
 
 def config_of(way: Way, *, bf16: bool = False, seed: int = 1, **model: Any) -> RunConfig:
-    if way.mamba == "state":
-        pattern = MODEL.hybrid_layer_pattern.replace("G", "M")
-        model = {"hybrid_layer_pattern": pattern, **model}
     return RunConfig(
         model=dataclasses.replace(MODEL, **{"moe_token_dispatcher_type": way.dispatcher, **model}),
         data=DataConfig(train_data_path=("absent.jsonl",), sft=True),

@@ -267,13 +267,6 @@ def _dense_rules(
     if cp > 1 and all(items.fits(tp) for items in shared) and comm:
         exchanged = [items.of_one(tp) for items in shared if items.exchanged_by(parallel)]
         yield from _shared_out(cp_flag, cp, exchanged, _instead_of_heads(cp, exchanged))
-        if parallel.passes_states and any(items.symbol == GATED_DELTA_NET for items in shared):
-            yield Problem(
-                "--mamba-cp-comm-type",
-                "state",
-                "is not supported for patterns with G layers, which exchange heads",
-                "give heads",
-            )
     if sound("packing.seq_length", "packing.micro_batch_size"):
         yield from _row_rules(parallel, packing, sound)
 
@@ -281,9 +274,7 @@ def _dense_rules(
 def _instead_of_heads(cp: int, exchanged: list[_Shared]) -> str:
     """Return the flags with which ``cp`` ranks fit because they exchange no heads, as a cure."""
     misfits = {items.symbol for items in exchanged if not items.fits(cp)}
-    without_heads = {ATTENTION: "--cp-comm-type p2p"}
-    if all(items.symbol != GATED_DELTA_NET for items in exchanged):
-        without_heads[MAMBA] = "--mamba-cp-comm-type state"
+    without_heads = {ATTENTION: "--cp-comm-type p2p", MAMBA: "--mamba-cp-comm-type state"}
     if not misfits or not misfits <= without_heads.keys():
         return ""
     given = [flag for symbol, flag in without_heads.items() if symbol in misfits]

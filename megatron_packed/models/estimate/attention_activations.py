@@ -44,7 +44,9 @@ class _AttentionSizes:
         self.groups = max(core.num_groups // split, 1) if self.by_heads else core.num_groups
         self.attended = self.rows * self.heads * self.width * b
         self.keys = self.rows * self.groups * self.width * b
-        self.exchanged = self.query + 2 * self.key if self.by_heads else 0
+        self.moved = self.by_heads or cp.reorders_attention
+        """True if the kernel has other rows or heads than the projections."""
+        self.exchanged = self.query + 2 * self.key if self.moved else 0
         self.travelling = 0
         if cp.size > 1 and not self.by_heads:
             # all_gather receives keys and values of all ranks; p2p holds those of two ranks.
@@ -70,7 +72,7 @@ def attention_footprint(rank: RankSizes, name: str, layer: nn.Module) -> Footpri
 
 def _saved(rank: RankSizes, sizes: _AttentionSizes) -> dict[str, Term]:
     saved = {**rank.norm(), "qkv.input": Term(rank.rows_bytes), **_norm_terms(rank, sizes)}
-    if sizes.by_heads:
+    if sizes.moved:
         if sizes.gated or sizes.normed:
             saved["qkv.output"] = Term(sizes.whole)  # the gate and the norms read it
         saved["attention.qkv"] = Term(
@@ -86,7 +88,7 @@ def _saved(rank: RankSizes, sizes: _AttentionSizes) -> dict[str, Term]:
         if sizes.gated:
             saved["proj.input"] = Term(sizes.query)
     saved["attention.output"] = Term(sizes.attended)
-    if sizes.gated and sizes.by_heads:
+    if sizes.gated and sizes.moved:
         saved["gate.input"] = Term(sizes.query)  # the output after the exchange
     saved["attention.lse"] = Term(FP32 * sizes.rows * sizes.heads)
     return rank.dropped(saved)

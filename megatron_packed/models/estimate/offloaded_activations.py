@@ -96,7 +96,7 @@ class ResidentUnderOffload(ResidentUnderRecompute):
     def stays(self, layer: int, symbol: str, term: str) -> bool:
         moved = bool(symbol) and any(term in bundle for bundle in self._bundles[layer])
         # The projection after the kernel saves the kernel's output, too.
-        if term == "attention.output" and not self._by_heads and not self._gated:
+        if term == "attention.output" and not self._moved and not self._gated:
             moved = moved and self._memory.offloads_module("attn_proj", layer)
         return not moved and super().stays(layer, symbol, term)
 

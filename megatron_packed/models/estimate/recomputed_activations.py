@@ -45,7 +45,8 @@ class ResidentUnderRecompute:
         self._model = model
         self._work = work
         self._mixers = {MIXERS[module] for module in self._modules if module in MIXERS}
-        self._by_heads = model.cp.size > 1 and model.cp.exchanges_heads
+        by_heads = model.cp.size > 1 and model.cp.exchanges_heads
+        self._moved = by_heads or model.cp.reorders_attention
         self._gated = model.config.attention_output_gate
         gathered = (
             model.tp.group is not None and model.tp.sequence_parallel and not model.ep.splits_tokens
@@ -65,7 +66,7 @@ class ResidentUnderRecompute:
             return term in _AROUND_MIXERS or (symbol != MOE and term in _NORM_OUTPUTS)
         if CORE_ATTENTION in self._modules and symbol == ATTENTION:
             # Without a gate, the kernel's output is the input of the projection, which keeps it.
-            repeated = self._by_heads or self._gated
+            repeated = self._moved or self._gated
             return term not in _CORE and not (repeated and term == "attention.output")
         return EXPERT_ACTIVATION not in self._modules or term != "experts.activation"
 
@@ -77,14 +78,14 @@ class ResidentUnderRecompute:
         """Return the bytes that recomputed modules hold in place of their saved tensors.
 
         These are the outputs of the norms before expert layers, and the fused projections whose
-        heads were exchanged between ranks.
+        rows or heads were exchanged between ranks.
         """
         total = 0
         for footprint, layer in zip(layers, self._model.layers, strict=True):
             if footprint.symbol == MOE and MOE in self._mixers and LAYER_NORM not in self._modules:
                 total += footprint.saved["norm.input"].bytes
-            exchanged = self._by_heads and "qkv.output" not in footprint.saved
-            if footprint.symbol == ATTENTION and CORE_ATTENTION in self._modules and exchanged:
+            moved = self._moved and "qkv.output" not in footprint.saved
+            if footprint.symbol == ATTENTION and CORE_ATTENTION in self._modules and moved:
                 mixer: Any = layer.mixer
                 width = mixer.qkv.weight.shape[0]
                 total += self._work.tokens // self._model.cp.size * width * self._work.element

@@ -35,9 +35,8 @@ class RecurrentSizes:
         self.y = tokens * self.inner * b
         """Output before and after the norm, which has as many elements in both layouts."""
         exchanged = self.rows * sum(width for (width,) in mixer.used_shapes) * b
-        reordered = passes and not rank.cp.exchanges_heads
-        self.exchange = exchanged if shared or reordered else 0
-        """Bytes of the rows that context-parallel ranks exchange or reorder."""
+        self.exchange = exchanged if shared else 0
+        """Bytes of the rows that context-parallel ranks exchange."""
         # With passed states the input of the convolution is a copy that begins with the halo.
         self.copied = self.convolved if passes else self.exchange
 

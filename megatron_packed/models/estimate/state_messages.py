@@ -1,10 +1,10 @@
-"""Bytes that a context-parallel rank sends for a Mamba layer that passes states."""
+"""Bytes that a context-parallel rank sends in a model whose Mamba layers pass states."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_packed.config.layer_pattern import MAMBA
+from megatron_packed.config.layer_pattern import ATTENTION, MAMBA
 from megatron_packed.config.run import RunConfig
 from megatron_packed.models.estimate.footprint import FP32
 
@@ -17,19 +17,17 @@ class StateMessages:
     """
 
     states: int
-    """States and decays, to all other ranks. They do not depend on the length of the pack."""
+    """States and decays of an M layer, to all other ranks. They do not depend on the length of the
+    pack.
+    """
     halo: int
-    """Last inputs of the convolution, to all other ranks."""
+    """Last inputs of the convolution of an M layer, to all other ranks."""
     reordering: int
-    """Rows that all-to-alls bring into the order of slots and back; 0 without a zigzag."""
-
-    @property
-    def total(self) -> int:
-        return self.states + self.halo + self.reordering
+    """Rows that all-to-alls bring into the zigzag of a * layer and back; 0 without a zigzag."""
 
 
 def state_messages(config: RunConfig) -> StateMessages | None:
-    """Return the messages of each Mamba layer of a run; None if no layer passes states."""
+    """Return the messages of a run's layers; None if no layer passes states."""
     model, parallel = config.model, config.parallel
     if not parallel.passes_states or MAMBA not in model.layer_types:
         return None
@@ -39,11 +37,21 @@ def state_messages(config: RunConfig) -> StateMessages | None:
     channels = inner + 2 * groups * model.mamba_state_dim
     rows = config.packing.tokens_per_pack // cp
     halo = min(model.mamba_d_conv - 1, rows) * channels * element
-    # Columns are padded to a multiple of c. Each move has two all-to-alls, which keep 1 / c.
-    parts = sum(-(-columns // cp) for columns in (channels + heads, inner))
-    moved = 2 * rows * parts * (cp - 1) * element if parallel.document_alignment > 1 else 0
     return StateMessages(
         states=FP32 * heads * (model.mamba_head_dim * model.mamba_state_dim + 1) * (cp - 1),
         halo=halo * (cp - 1),
-        reordering=moved,
+        reordering=_reordering(config, rows * element) if parallel.document_alignment > 1 else 0,
     )
+
+
+def _reordering(config: RunConfig, column: int) -> int:
+    """Return the bytes that reorder the rows of a * layer. A column has ``column`` bytes."""
+    model, parallel = config.model, config.parallel
+    if ATTENTION not in model.layer_types:
+        return 0
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    queries = model.num_attention_heads // tp * model.head_dim
+    keys = max(model.num_query_groups // tp, 1) * model.head_dim
+    # Columns are padded to a multiple of c. Each move has two all-to-alls, which keep 1 / c.
+    parts = sum(-(-columns // cp) for columns in (queries + 2 * keys, queries))
+    return 2 * parts * (cp - 1) * column

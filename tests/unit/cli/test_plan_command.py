@@ -116,14 +116,16 @@ def test_passed_states_of_nemotron_h_8b_over_32_ranks(capsys):
     zigzag = [*NEMOTRON_H_8B, "--cp-comm-type", "p2p"]
     assert "or give --mamba-cp-comm-type state, which shares no heads" in refusal(capsys, *zigzag)
     found = plan(capsys, *zigzag, "--mamba-cp-comm-type", "state")
-    rows, columns = 1048576 // 32, 16 * 64 + 2 * 128 + 16
+    rows, columns = 1048576 // 32, 16 * 64 + 2 * 128
     assert found["passed_states"] == {
         "states": 31 * 4 * 16 * (64 * 128 + 1),
-        "halo": 31 * 3 * (columns - 16) * 2,
-        # Two all-to-alls in each direction, each with 31 of 32 parts; 1296 columns are padded.
-        "reordering": 2 * 2 * rows * 31 * (-(-columns // 32) + 16 * 64 // 32),
+        "halo": 31 * 3 * columns * 2,
+        # Two all-to-alls in each direction, each with 31 of 32 parts, of 4 heads and 1 key head.
+        "reordering": 2 * 2 * rows * 31 * ((4 + 2) * 128 + 4 * 128) // 32,
     }
     assert all(found["fits"].values())
+    gathered = [*NEMOTRON_H_8B, "--cp-comm-type", "all_gather", "--mamba-cp-comm-type", "state"]
+    assert plan(capsys, *gathered)["passed_states"] == found["passed_states"]
     shared = [*NEMOTRON_H_8B, "--cp-comm-type", "a2a", "--mamba-cp-comm-type", "state"]
     wide = ("--num-attention-heads", 256, "--num-query-groups", 256)
     assert plan(capsys, *shared, *wide)["passed_states"]["reordering"] == 0

@@ -514,8 +514,9 @@ INVALID = [
         {"--context-parallel-size": "or give --mamba-cp-comm-type state, which shares no heads"},
     ),
     (
-        "^2 --context-parallel-size 2 --hybrid-layer-pattern MG --mamba-cp-comm-type state",
-        {"--mamba-cp-comm-type": "patterns with G layers, which exchange heads give heads"},
+        "^3 --context-parallel-size 3 --seq-length 126 --hybrid-layer-pattern MG "
+        "--mamba-cp-comm-type state",
+        {"--context-parallel-size": "--linear-num-key-heads (16) choose from"},
     ),
     ("--mamba-cp-comm-type p2p", {"--mamba-cp-comm-type": "heads"}),
     ("--pipeline-model-parallel-size 2", {"--pipeline-model-parallel-size": "not supported"}),

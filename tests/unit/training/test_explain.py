@@ -182,7 +182,7 @@ def test_context_parallelism_says_how_and_where_documents_lie():
     assert passed == f"{reason}; Mamba layers pass states"
     moved = said("--cp-comm-type", "p2p", "--mamba-cp-comm-type", "state")
     assert moved["context parallelism"].reason.endswith(
-        "pass states, in rows reordered by all-to-all"
+        "pass states, and all-to-alls reorder the rows of attention"
     )
     assert "kernel context_parallel_attention" in ring and "kernel varlen_attention" not in ring
     words = [*FLAGS, "--context-parallel-size", "2", "--cp-comm-type", "p2p", "--attention-backend"]

@@ -233,19 +233,24 @@ def test_what_a_scan_moves_and_its_states():
     ]
 
 
-@pytest.mark.parametrize(("comm", "moved"), [("a2a", 0), ("p2p", 1)])
-def test_what_passed_states_move(comm, moved):
-    """Two ranks have all four heads of their rows; only a zigzag needs a reordering."""
+@pytest.mark.parametrize("comm", ["a2a", "p2p"])
+def test_what_passed_states_move(comm):
+    """Two ranks have all four heads of their rows; attention to a zigzag reorders its rows."""
     options = {"cp_comm_type": comm, "mamba_cp_comm_type": "state"}
-    [layer] = footprints(one_layer("M", {"world_size": 2, "cp_size": 2}, **options), WORK)
+    model = one_layer("M*", {"world_size": 2, "cp_size": 2}, **options)
+    layer, attention = footprints(model, WORK)
     columns = 4 * 8 + 2 * 2 * 16
     assert layer.saved["conv1d.input"].bytes == 2048 * columns * 2
     assert layer.saved["scan.passed"].bytes == 3 * 4 * 8 * 16 * 4
     moments = {moment.name: moment.extra for moment in layer.moments}
-    assert bytes_at(moments, Purpose.COMMUNICATION, "forward of the scan", "forward") == [
-        moved * 2048 * (columns + 4) * 2,
-        moved * 2048 * 4 * 8 * 2,
+    assert bytes_at(moments, Purpose.COMMUNICATION, "forward of the scan", "forward") == [0, 0]
+    moments = {moment.name: moment.extra for moment in attention.moments}
+    heads = 2048 * (4 + 2 * 2) * 8 * 2
+    assert bytes_at(moments, Purpose.COMMUNICATION, "backward of queries, keys and values") == [
+        heads
     ]
+    assert attention.saved["attention.qkv"].bytes == heads
+    assert ("proj.input" in attention.saved) and "qkv.output" not in attention.saved
 
 
 def test_what_a_gated_delta_net_moves_and_its_states():
