@@ -38,6 +38,8 @@ from megatron_packed.ops.rms_norm.api import OP as RMS_NORM
 from megatron_packed.ops.rms_norm.api import rms_norm
 from megatron_packed.ops.rope.api import OP as ROPE
 from megatron_packed.ops.rope.api import apply_rope, rope_tables
+from megatron_packed.ops.router_logits.api import OP as ROUTER
+from megatron_packed.ops.router_logits.api import router_logits
 from megatron_packed.ops.ssd.api import OP as SSD
 from megatron_packed.ops.ssd.api import ssd
 from megatron_packed.ops.varlen_attention.api import varlen_attention
@@ -101,6 +103,12 @@ def _moe(backend: str, t: dict[str, Tensor], packed: PackedSeqParams) -> Tensor:
     )
     weights_TK = torch.full(ids_TK.shape, 0.5, device=t["x"].device, dtype=torch.float32)
     return unpermute(y_RD, moved, weights_TK)
+
+
+def _router(backend: str, t: dict[str, Tensor], packed: PackedSeqParams) -> Tensor:
+    # A router computes in float32 in every precision, so plain PyTorch does so too.
+    with torch.autocast(t["x"].device.type, enabled=False):
+        return router_logits(t["x"], t["w"], backend=backend)
 
 
 def _loss(backend: str, t: dict[str, Tensor], packed: PackedSeqParams) -> Tensor:
@@ -213,6 +221,13 @@ def cases() -> dict[str, Case]:
             {"x": (512,)},
             {"w1": gaussian(8, 256, 512, scale=0.04), "w2": gaussian(8, 512, 256, scale=0.06)},
             _moe,
+        ),
+        "router_logits": Case(
+            ROUTER,
+            {"x": (2688,)},
+            {"w": gaussian(128, 2688, scale=0.02)},
+            _router,
+            fp32=("w",),
         ),
         "cross_entropy": Case(
             CROSS_ENTROPY, {"x": (512,)}, {"w": gaussian(1024, 512, scale=0.05)}, _loss

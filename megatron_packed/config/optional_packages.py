@@ -54,6 +54,7 @@ PACKAGES = (
             "activation.triton",
             "cross_entropy.triton",
             "permute.triton",
+            "router_logits.triton",
         ),
     ),
     Package(

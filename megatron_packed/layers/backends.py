@@ -24,6 +24,7 @@ class Backends:
     gated_delta_rule: str = "auto"
     permute: str = "auto"
     grouped_mlp: str = "auto"
+    router_logits: str = "auto"
     cross_entropy: str = "auto"
     deterministic: bool = False
     """True selects the run-to-run deterministic variant of kernels that offer one."""

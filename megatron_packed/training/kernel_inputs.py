@@ -26,6 +26,7 @@ from megatron_packed.ops.grouped_mlp import api as grouped_mlp
 from megatron_packed.ops.permute import api as permute
 from megatron_packed.ops.rms_norm import api as rms_norm
 from megatron_packed.ops.rope import api as rope
+from megatron_packed.ops.router_logits import api as router_logits
 from megatron_packed.ops.ssd import api as ssd
 from megatron_packed.ops.varlen_attention import backends as varlen_attention
 from megatron_packed.ops.varlen_attention.api import effective_window
@@ -259,6 +260,16 @@ def _feed_forward_ops(config: RunConfig, kind: str) -> Iterator[tuple[Op, Hashab
                 channels=model.routed_width,
                 routes=model.moe_router_topk,
                 dtype=dtype,
+                device_type=kind,
+            ),
+        )
+        yield (
+            router_logits.OP,
+            router_logits.RouterLogitsInputs(
+                channels=model.hidden_size,
+                experts=model.num_experts,
+                dtype=dtype,
+                weight_dtype=torch.float32,
                 device_type=kind,
             ),
         )

@@ -46,6 +46,7 @@ LABELS = {
     "rms_norm": "norm",
     "grouped_mlp": "grouped product",
     "permute": "permute",
+    "router_logits": "router",
     "activation": "activation",
     "cross_entropy": "loss",
     "adamw": "optimizer",

@@ -43,6 +43,7 @@ LAYER_OF = {
     "cross_entropy": "-",
     "grouped_mlp": "E",
     "permute": "E",
+    "router_logits": "E",
     "layers": "*",
 }
 """Layer in which each op is tested."""

@@ -146,7 +146,14 @@ class MoE(nn.Module):
             "device": device,
             "dtype": dtype,
         }
-        self.router = Router(config, tp=tp, cp=cp, rows_group=self.ep.rows_group, device=device)
+        self.router = Router(
+            config,
+            tp=tp,
+            cp=cp,
+            rows_group=self.ep.rows_group,
+            backend=backends.router_logits,
+            device=device,
+        )
         self.experts = GroupedExperts(
             self.router.num_experts,
             config.routed_width,
@@ -164,15 +171,11 @@ class MoE(nn.Module):
         self.shared_expert: MLP | None = None
         self.shared_expert_gate: Linear | None = None
         if config.moe_shared_expert_intermediate_size:
+            inner = config.moe_shared_expert_intermediate_size
             # Experts that are split by inner channels share one `enter` and `leave` with the shared
             # expert, so the shared expert then has no group of its own.
             options["tp"] = tp if self.ep.splits_tokens else tp.inside()
-            self.shared_expert = MLP(
-                config.hidden_size,
-                config.moe_shared_expert_intermediate_size,
-                bias=False,
-                **options,
-            )
+            self.shared_expert = MLP(config.hidden_size, inner, bias=False, **options)
             if config.moe_shared_expert_gate:
                 self.shared_expert_gate = self._build_gate(device, dtype)
 
@@ -218,8 +221,7 @@ class MoE(nn.Module):
         del dispatched, y_RL, routed_TL
         y_TD = y_TL if self.fc2_latent_proj is None else self.fc2_latent_proj(y_TL)
         y_TD = self._leave_with_shared_expert(y_TD, own_TD, x_TD)
-        chosen_TE = chosen_experts(routing.topk_expert_ids_TK, valid_T, self.router.num_experts)
-        aux_loss = self._aux_loss(routing.logits_TE, chosen_TE, valid_T, packed)
+        aux_loss, chosen_TE = self._aux_loss(routing, valid_T, packed)
         balance: Balance | tuple[()] = ()
         if self.balances_all_ranks and self.training:
             balance = self._balance(routing.logits_TE, chosen_TE, valid_T)
@@ -248,23 +250,29 @@ class MoE(nn.Module):
         return y_TD * torch.sigmoid(self.shared_expert_gate(x_TD))
 
     def _aux_loss(
-        self, logits_TE: Tensor, chosen_TE: Tensor, valid_T: Tensor, packed: PackedSeqParams
-    ) -> Tensor:
-        """Return the auxiliary losses of this rank's rows; 0 outside training."""
+        self, routing: Routing, valid_T: Tensor, packed: PackedSeqParams
+    ) -> tuple[Tensor, Tensor]:
+        """Return the auxiliary losses of this rank's rows, 0 outside training, and the chosen experts.
+
+        Returns:
+            0-d float32 losses; `chosen_experts` of the routing.
+        """
+        tokens = count_valid(packed, self.depth)
+        chosen_TE = chosen_experts(routing.topk_expert_ids_TK, valid_T, self.router.num_experts)
         if not self.training:
-            return torch.zeros((), dtype=torch.float32, device=valid_T.device)
+            return torch.zeros((), dtype=torch.float32, device=valid_T.device), chosen_TE
         tables = prepared(packed, self.depth) if self.depth else packed.tables
         loss = auxiliary_loss(
             self.config,
-            logits_TE,
+            routing.logits_TE,
             chosen_TE,
             valid_T,
-            count_valid(packed, self.depth),
+            tokens,
             samples=None if tables is None else tables.samples,
             share=self.balance_share,
             cp=self.cp,
         )
-        return self.tp.counted_once(loss)
+        return self.tp.counted_once(loss), chosen_TE
 
     def _balance(self, logits_TE: Tensor, chosen_TE: Tensor, valid_T: Tensor) -> Balance:
         """Return the load for ``global_aux_loss``; see [Note: global balance is outside of layers]."""

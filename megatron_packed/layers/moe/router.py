@@ -29,11 +29,11 @@ from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.differentiable import Group, gather_rows
 from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
 from megatron_packed.layers.context_parallel import ContextParallel
-from megatron_packed.layers.linear import linear
 from megatron_packed.layers.moe.aux_loss import EPSILON
 from megatron_packed.layers.moe.random_logits import random_logits, replace_values
 from megatron_packed.layers.parameters import keep_fp32, new_parameter
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
+from megatron_packed.ops.router_logits.api import router_logits
 from megatron_packed.packed.params import PackedSeqParams
 from megatron_packed.torch_private import foreach_add_
 
@@ -150,6 +150,7 @@ class Router(nn.Module):
         cp: context parallelism of this rank.
         rows_group: tensor-parallel group, if each of its ranks dispatches its own rows; else None.
             All these ranks route all rows.
+        backend: backend of the op ``router_logits``.
         device: device of the parameters.
     """
 
@@ -162,11 +163,13 @@ class Router(nn.Module):
         tp: TensorParallel = SINGLE,
         cp: ContextParallel = ALL_ROWS,
         rows_group: Group | None = None,
+        backend: str = "auto",
         device: torch.device | str,
     ) -> None:
         super().__init__()
         self.cp = cp
         self.rows_group = rows_group
+        self.backend = backend
         self.routing_seed = 0
         """Seed of random logits; `initialize` sets it from the seed of the run and the name."""
         assert config.num_experts is not None, "a config with an E layer must set num_experts"
@@ -192,7 +195,7 @@ class Router(nn.Module):
                 other rows are gathered from its ranks.
             packed: metadata of the pack, for random logits.
         """
-        logits_TE = linear(x_TD.to(self.weight.dtype), self.weight)
+        logits_TE = router_logits(x_TD, self.weight, backend=self.backend)
         if self.rows_group is not None:
             logits_TE = gather_rows(logits_TE, self.rows_group)
         if self.config.moe_router_force_load_balancing and self.training:

@@ -23,6 +23,7 @@ from megatron_packed.models.estimate.footprint import (
     Term,
     feed_forward_bytes,
 )
+from megatron_packed.ops.router_logits.api import partial_sums
 
 
 class _MoESizes:
@@ -47,10 +48,12 @@ class _MoESizes:
         self.inner = mixer.experts.fc2.shape[2] * b
         """``row``, ``first`` and ``inner`` are bytes of one row."""
         self.latent = rank.config.moe_latent_size is not None
-        self.fc1 = mixer.experts.fc1.numel() * b
-        self.fc2 = mixer.experts.fc2.numel() * b
         self.has_shared = mixer.shared_expert is not None
         self.shared_gate = mixer.shared_expert_gate is not None
+        self.router_input = self.routed * rank.hidden * b
+        """Bytes of the rows that the router saves; 0 if they are the shared expert's saved rows."""
+        if self.has_shared and (not mixer.ep.splits_tokens or rank.tp.sequence_parallel):
+            self.router_input = 0
         self.shared_rows = rank.rows_bytes if mixer.ep.splits_tokens else rank.inside_bytes
         """Bytes of the rows that the shared expert processes."""
         self.shared_first = self.shared_inner = 0
@@ -78,12 +81,15 @@ def _saved(rank: RankSizes, sizes: _MoESizes) -> dict[str, Term]:
     scores = int(bool(config.moe_aux_loss_coeff)) + int(bool(config.moe_z_loss_coeff))
     scores += 2 if config.moe_router_score_function == "sigmoid" else 0
     scores += int(config.balances_documents)  # the weight of each probability
+    # The softmax over the selected experts is the weights themselves, unless they are scaled.
+    scaled = bool(config.moe_router_topk_scaling_factor)
+    weights = 2 if scaled or config.moe_router_score_function == "sigmoid" else 1
     scored = scores * rank.tokens * FP32 * sizes.experts
     maps = FP32 * (sizes.returned + 2 * rows + sizes.entered * sizes.routes)
     saved = {
         **rank.norm(),
-        "router.input": Term(FP32 * sizes.routed * rank.hidden),
-        "router.scores": Term(scored + rank.tokens * sizes.routes * (8 + 2 * FP32)),
+        "router.input": Term(sizes.router_input),
+        "router.scores": Term(scored + rank.tokens * sizes.routes * (8 + weights * FP32)),
         "experts.maps": Term(maps, Purpose.EXPERTS),
         "experts.input": Term(rows * sizes.row, Purpose.EXPERTS),
         "experts.fc1": Term(rows * sizes.first, Purpose.EXPERTS),
@@ -97,9 +103,8 @@ def _saved(rank: RankSizes, sizes: _MoESizes) -> dict[str, Term]:
             "shared.activation": Term(sizes.shared_inner),
         }
     if sizes.latent:
-        # The first projection and the shared expert save the same tensor.
-        x = 0 if sizes.has_shared else sizes.routed * rank.hidden * rank.element
-        saved |= {"latent.input": Term(x), "latent.output": Term(sizes.routed * sizes.row)}
+        # The first projection saves the same rows as the router.
+        saved["latent.output"] = Term(sizes.routed * sizes.row)
     if sizes.shared_gate:
         saved["shared.output"] = Term(sizes.shared_rows)
     return rank.dropped(saved)
@@ -150,7 +155,8 @@ def _backward(rank: RankSizes, sizes: _MoESizes, saved: dict[str, Term]) -> tupl
             ),
         ),
         moment("the combination", sizes.returned * sizes.row, moving, more=latent),
-        moment("the experts' fc2", rows * sizes.row + inner, 0, output, more=sizes.fc2),
+        # The products add the weights' gradients to the buffer, without a second gradient.
+        moment("the experts' fc2", rows * sizes.row + inner, 0, output),
         moment("the experts' activation", first + inner, 0, output, activation),
         moment(
             "the experts' fc1",
@@ -159,7 +165,6 @@ def _backward(rank: RankSizes, sizes: _MoESizes, saved: dict[str, Term]) -> tupl
             output,
             activation,
             "experts.fc1",
-            more=sizes.fc1,
         ),
         moment(
             "the dispatch", rows * sizes.row, moving, *everything, more=sizes.entered * sizes.row
@@ -169,7 +174,8 @@ def _backward(rank: RankSizes, sizes: _MoESizes, saved: dict[str, Term]) -> tupl
             0,
             0,
             *everything,
-            more=(FP32 + rank.element) * sizes.routed * rank.hidden,
+            more=sizes.routed * rank.hidden * rank.element
+            + FP32 * partial_sums(sizes.routed) * sizes.experts * rank.hidden,
         ),
     )
 

@@ -51,8 +51,10 @@ class ResidentUnderRecompute:
         gathered = (
             model.tp.group is not None and model.tp.sequence_parallel and not model.ep.splits_tokens
         )
-        # The shared expert reads the norm's output directly, unless its rows are gathered.
-        self._norm_outputs = _NORM_OUTPUTS | (set() if gathered else {"shared.input"})
+        # The router and the shared expert read the norm's output directly, unless its rows are
+        # gathered.
+        of_experts = set() if gathered else {"router.input", "shared.input"}
+        self._norm_outputs = _NORM_OUTPUTS | of_experts
 
     def stays(self, layer: int, symbol: str, term: str) -> bool:
         if not symbol:

@@ -24,7 +24,15 @@ from megatron_packed.ops.grouped_mlp import grouped_mm
 from megatron_packed.packed.micro_batch import MicroBatch
 
 TOKENS, CHUNK = 32, 16
-OWN = ("rms_norm", "gated_rms_norm", "gated_delta_rule", "activation", "rope", "permute")
+OWN = (
+    "rms_norm",
+    "gated_rms_norm",
+    "gated_delta_rule",
+    "activation",
+    "rope",
+    "permute",
+    "router_logits",
+)
 TRITON = dict.fromkeys(OWN, "triton")
 CASES = {
     "MLP": ("-", {}),

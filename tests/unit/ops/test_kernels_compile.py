@@ -193,6 +193,28 @@ def cross_entropy(size, dtype, in_flat_buffer):
         loss_sum.backward(grad_scale)
 
 
+def router(experts):
+    op = import_module(OPS + "router_logits.triton_kernels")
+    weight = parameter(experts, 2688)
+    backward(op.run(leaf(5, 2688, dtype=torch.bfloat16), weight))
+
+
+def expert_gradients(experts):
+    op = import_module(OPS + "grouped_mlp.weight_gradient")
+    rows = (torch.zeros(5, width, dtype=torch.bfloat16) for width in (2688, 1856))
+    op.add_weight_gradient(torch.zeros(experts, 2688, 1856), *rows, torch.zeros(experts).int())
+
+
+@pytest.mark.parametrize("launches, experts", [(router, 16), (router, 160), (expert_gradients, 3)])
+def test_products_of_experts_compile_and_fit(launches, experts, compiled, tmp_path):
+    launches(experts)
+    assert compiled
+    for name, kernel in compiled:
+        assert kernel.metadata.shared <= SHARED_MEMORY, name
+        assert stack_bytes(kernel, tmp_path / name) == 0, name
+        assert not transposed_in_registers(kernel.asm["ttgir"]), name
+
+
 def delta_rule(*sizes, dtype):
     tokens, key_heads, heads, key_dim, value_dim = sizes
     k_TGK = leaf(tokens, key_heads, key_dim, dtype=dtype)
