@@ -4,7 +4,8 @@
 A layer needs six products: two in forward, and for each of these one for the gradient of the input
 and one for the gradient of the weight. The grouped product does not write rows after the last
 offset, and may leave the gradient of an unused expert unwritten. Both are set to zero wherever later
-code reads them. A weight's gradient is added to its ``main_grad`` (fp32) if it has one.
+code reads them. If a weight has ``main_grad`` (fp32), a kernel of this package computes the gradient
+and adds it there; see `weight_gradient`.
 
 The tiling of the product depends on the row counts of the experts. So rows with equal content may
 differ in the last bits between calls with different row counts.
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from megatron_packed.ops.activation.api import Kind, activation
 from megatron_packed.ops.grouped_mlp.unwritten_rows import zero_rows_after_, zero_unused_experts_
+from megatron_packed.ops.grouped_mlp.weight_gradient import add_weight_gradient, can_add
 from megatron_packed.torch_private import grouped_mm as _product
 
 if TYPE_CHECKING:
@@ -112,8 +114,12 @@ class _GroupedLinear(torch.autograd.Function):
             dx_RI = _product(dy_RO, weight_EOI, offs=offsets_E)
             dx_RI = zero_rows_after_(dx_RI, offsets_E) if ctx.clear_dx else dx_RI
         if ctx.needs_input_grad[1]:
+            main_grad = ctx.main_grad
+            if main_grad is not None and can_add(main_grad, dy_RO, x_RI):
+                add_weight_gradient(main_grad, dy_RO, x_RI, offsets_E)
+                return dx_RI, None, None, None, None, None
             dweight_EOI = zero_unused_experts_(_product(dy_RO.t(), x_RI, offs=offsets_E), offsets_E)
-            if ctx.main_grad is not None:
-                ctx.main_grad.add_(dweight_EOI)
+            if main_grad is not None:
+                main_grad.add_(dweight_EOI)
                 dweight_EOI = None
         return dx_RI, dweight_EOI, None, None, None, None
