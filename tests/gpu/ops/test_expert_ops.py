@@ -1,9 +1,12 @@
 """Permutation and grouped products on a GPU: references, cleared padding, determinism, graphs."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from megatron_packed.ops.grouped_mlp.api import grouped_mlp
+from megatron_packed.ops.grouped_mlp.weight_gradient import add_weight_gradient, can_add
 from megatron_packed.ops.permute.api import permute, unpermute
 from support.op_packs import no_sync, replayed
 
@@ -30,9 +33,15 @@ def make(dtype=torch.bfloat16, seed=0, tail=37, used=E):
     }
 
 
-def layer(values, permute_backend="triton", mlp_backend="grouped_mm"):
-    """Run permute, experts and unpermute, forward and backward."""
+def layer(values, permute_backend="triton", mlp_backend="grouped_mm", accumulate=False):
+    """Run permute, experts and unpermute, forward and backward.
+
+    With ``accumulate``, the gradients of the experts' weights are those of their ``main_grad``.
+    """
     leaf = {name: values[name].detach().requires_grad_() for name in ("x", "w1", "w2", "weights")}
+    sums = {name: torch.zeros_like(leaf[name], dtype=torch.float32) for name in ("w1", "w2")}
+    for name in sums if accumulate else ():
+        leaf[name].main_grad = sums[name]
     permuted = permute(leaf["x"], values["ids"], E, values["valid"], backend=permute_backend)
     rows = grouped_mlp(
         permuted.x_RD,
@@ -43,19 +52,21 @@ def layer(values, permute_backend="triton", mlp_backend="grouped_mm"):
         backend=mlp_backend,
     )
     y = unpermute(rows, permuted, leaf["weights"], backend=permute_backend)
-    gradients = torch.autograd.grad(y, leaf.values(), values["dy"])
-    return {"y": y.detach(), **dict(zip((f"d_{name}" for name in leaf), gradients))}
+    gradients = torch.autograd.grad(y, leaf.values(), values["dy"], allow_unused=True)
+    found = dict(zip(leaf, gradients)) | (sums if accumulate else {})
+    return {"y": y.detach(), **{f"d_{name}": gradient for name, gradient in found.items()}}
 
 
 def error(got, want):
     return ((got.double() - want.double()).norm() / want.double().norm()).item()
 
 
+@pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("used", [E, K], ids=["all experts", "most experts without a row"])
 @pytest.mark.parametrize("tail", [0, 37, T])
-def test_the_layer_equals_its_references(used, tail):
+def test_the_layer_equals_its_references(used, tail, accumulate):
     values = make(tail=tail, used=used)
-    got = layer(values)
+    got = layer(values, accumulate=accumulate)
     wide = {name: v.float() if v.is_floating_point() else v for name, v in values.items()}
     want = layer(wide, "reference", "reference")
     for name in want:
@@ -88,34 +99,38 @@ def test_permute_kernels_equal_the_reference(dtype):
         assert error(got, want) < (4e-3 if dtype == torch.bfloat16 else 1e-6)
 
 
-def test_weight_gradients_go_to_main_grad():
-    values = make()
-    permuted = permute(values["x"], values["ids"], E, values["valid"])
-
-    def run(accumulate):
-        leaves = [values[name].detach().clone().requires_grad_() for name in ("w1", "w2")]
-        for leaf in leaves if accumulate else []:
-            leaf.main_grad = torch.ones(leaf.shape, device="cuda")
-        y = grouped_mlp(
-            permuted.x_RD, *leaves, permuted.offsets_E, activation="swiglu", backend="grouped_mm"
+@pytest.mark.parametrize("out, inner", [(384, 256), (136, 72), (8, 520)])
+def test_weight_gradients_are_sums_in_float32(out, inner):
+    """Two micro-batches; NaN in the rows after the last offset, which are not read."""
+    ends = [0, 5, 5, 700, 961]
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    main_grad = torch.full((len(ends), out, inner), 3.0, device="cuda")
+    want = main_grad.double()
+    for _ in range(2):
+        dy, x = (
+            torch.randn(T, width, generator=generator, device="cuda").bfloat16()
+            for width in (out, inner)
         )
-        y.sum().backward()
-        return leaves
+        dy[ends[-1] :], x[ends[-1] :] = torch.nan, torch.nan
+        assert can_add(main_grad, dy, x)
+        add_weight_gradient(main_grad, dy, x, torch.tensor(ends, dtype=torch.int32, device="cuda"))
+        for expert, (start, end) in enumerate(zip([0, *ends], ends)):
+            want[expert] += dy[start:end].double().t() @ x[start:end].double()
+    assert error(main_grad, want) < 1e-5
+    assert (main_grad[[0, 2]] == 3).all()
 
-    for with_main_grad, without in zip(run(True), run(False)):
-        assert with_main_grad.grad is None
-        assert error(with_main_grad.main_grad - 1, without.grad) < 1e-5
 
-
-def test_every_run_gives_the_same_bits():
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_every_run_gives_the_same_bits(accumulate):
     values = make()
-    first = layer(values)
+    first = layer(values, accumulate=accumulate)
     for _ in range(5):
-        again = layer(values)
+        again = layer(values, accumulate=accumulate)
         assert {name for name in first if not torch.equal(first[name], again[name])} == set()
 
 
-def test_replay_with_other_routing_equals_eager():
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_replay_with_other_routing_equals_eager(accumulate):
     static = make()
     changes = [
         make(seed=1, tail=0),
@@ -123,7 +138,7 @@ def test_replay_with_other_routing_equals_eager():
         make(seed=3, used=K),
         make(seed=4, tail=T),
     ]
-    for outcome in replayed(layer, static, changes):
+    for outcome in replayed(partial(layer, accumulate=accumulate), static, changes):
         assert {
             name for name, (again, eager) in outcome.items() if not torch.equal(again, eager)
         } == set()
@@ -131,9 +146,10 @@ def test_replay_with_other_routing_equals_eager():
 
 def test_no_host_sync():
     values = make()
-    layer(values)
+    run = partial(layer, accumulate=True)
+    run(values)
     torch.cuda.synchronize()
-    no_sync(layer, values)
+    no_sync(run, values)
 
 
 def test_tokens_keep_their_results_when_others_are_routed_elsewhere():
