@@ -141,6 +141,8 @@ def _notes(directory: Path, model: ModelConfig, files: ModelFiles) -> Iterator[s
     """Yield sentences about tensors that were passed over and about another chunk size."""
     if files.aside:
         yield f"Passed over, because they are not part of the text model: {by_prefix(files.aside)}."
+        if any(name.startswith("mtp.") for name in files.aside):
+            yield f"{flags.MTP_DEPTHS} N converts multi-token prediction (mtp.*) too, as N depths."
     fields = read_config(directory / CONFIG)
     for key in CHUNK_SIZES & fields.keys():
         if MAMBA in model.hybrid_layer_pattern and fields[key] != model.mamba_chunk_size:

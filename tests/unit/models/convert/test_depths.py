@@ -140,6 +140,7 @@ def test_without_the_option_the_tensors_are_passed_over(family, tmp_path, capsys
     assert converted(tmp_path) == 0
     said = capsys.readouterr().out
     assert f"Passed over, because they are not part of the text model: {len(table(1))}" in said
+    assert "--mtp-depths N converts multi-token prediction" in said
     assert not any(n.startswith("mtp.") for n in imported(tmp_path / "ours" / "step_00000000"))
     words = ["convert", "--to-hf", str(tmp_path / "back"), "--load", str(tmp_path / "ours")]
     assert main([*words, "--hf-base", str(tmp_path / "hf")]) == 0
