@@ -40,10 +40,11 @@ def from_text(described: Field, text: str) -> Any:
         try:
             return float(text)
         except ValueError:
-            cure = f"give {described.flag} {placeholder(described)}, for example {described.default or 0.001}"
-            raise WrongValueError(
-                Problem(described.flag, repr(text), "must be a number", cure)
-            ) from None
+            word = described.option.word
+            example = word or described.default or 0.001
+            cure = f"give {described.flag} {placeholder(described)}, for example {example}"
+            rule = f"must be a number or {word}" if word else "must be a number"
+            raise WrongValueError(Problem(described.flag, repr(text), rule, cure)) from None
     return text
 
 

@@ -137,7 +137,7 @@ INVALID = [
     ),
     (
         f"{MOE} --moe-expert-rank-capacity-factor most",
-        {"--moe-expert-rank-capacity-factor": "auto"},
+        {"--moe-expert-rank-capacity-factor": "must be a number or auto"},
     ),
     (f"{MOE} --seq-length 2000000000", {"--moe-router-topk": "4000000000"}),
     ("--seq-length 1", {"--seq-length": ">= 2"}),
