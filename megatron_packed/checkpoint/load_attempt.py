@@ -20,6 +20,7 @@ from megatron_packed.checkpoint.read_tensors import StoredRange, fill, locate, o
 from megatron_packed.checkpoint.sealed_json import Json, read_small_file
 from megatron_packed.checkpoint.shard_file import check_values
 from megatron_packed.checkpoint.tensor_shard import DTYPE_NAMES, TensorShard
+from megatron_packed.config import flag_names as flags
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +145,8 @@ class LoadAttempt:
         self.ranks.agree(
             compare,
             f"matching the tensors of {self.directory}",
-            cure="no tensor was loaded; use the configuration that wrote the checkpoint, or allow these names",
+            cure="no tensor was loaded; use the configuration that wrote the checkpoint, or allow "
+            f"missing and extra tensors by {flags.DIST_CKPT_STRICTNESS} log_all",
         )
 
     def _verify(self) -> None:
