@@ -22,6 +22,13 @@ from typing import Any
 
 import mamba_ssm
 import torch
+from mamba_ssm.ops.triton import (
+    ssd_bmm,
+    ssd_chunk_scan,
+    ssd_chunk_state,
+    ssd_combined,
+    ssd_state_passing,
+)
 from mamba_ssm.ops.triton.ssd_bmm import _bmm_chunk_bwd, _bmm_chunk_fwd
 from mamba_ssm.ops.triton.ssd_chunk_scan import _chunk_scan_bwd_dstates, _chunk_scan_fwd
 from mamba_ssm.ops.triton.ssd_chunk_state import _chunk_state_fwd
@@ -34,6 +41,10 @@ from megatron_packed.ops.ssd import gradients
 from megatron_packed.ops.ssd.api import SSDInputs, inputs_of
 from megatron_packed.ops.ssd.chunk_sum import PartialSums, chunk_sum_backward, chunk_sum_forward
 from megatron_packed.ops.ssd.int32_offsets import OFFSET_LIMIT, largest_offset, piece, pieces
+from megatron_packed.ops.ssd.parallel_compile import compile_module_in_threads
+
+for _module in (ssd_bmm, ssd_chunk_scan, ssd_chunk_state, ssd_combined, ssd_state_passing):
+    compile_module_in_threads(_module)
 
 OLDEST = (2, 3, 2)
 """Oldest supported version of mamba-ssm: its kernels clamp all exponent differences at zero.
@@ -70,7 +81,8 @@ def not_supported_reasons(inputs: SSDInputs) -> list[str]:
 def tune(inputs: SSDInputs, device: torch.device) -> None:
     """Tune the kernels' tiles by one forward and backward pass over zeros of these sizes.
 
-    The function waits for the device. It takes some minutes if no kernel is compiled yet.
+    The function waits for the device. If no kernel is compiled yet, all cores of this process
+    compile for about 200 s together.
     """
     zeros = partial(torch.zeros, dtype=inputs.dtype, device=device)
     x_TNP = zeros(inputs.tokens, inputs.heads, inputs.head_dim, requires_grad=True)

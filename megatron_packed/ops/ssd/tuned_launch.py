@@ -10,6 +10,8 @@ from typing import Any
 import triton
 from torch import Tensor
 
+from megatron_packed.ops.ssd.parallel_compile import compile_in_threads
+
 _tuned: dict[tuple[Any, Hashable], Any] = {}
 """Configurations that the tuner chose, by kernel and size."""
 
@@ -24,7 +26,7 @@ def launch(
     key = (kernel, size)
     config = _tuned.get(key)
     if config is None:
-        tuner = without_hooks(kernel)
+        tuner = compile_in_threads(without_hooks(kernel))
         tuner[grid](**arguments)
         config = _tuned[key] = tuner.best_config
     else:
