@@ -21,6 +21,7 @@ import time
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -276,6 +277,8 @@ def run_theirs(config: RunConfig, data: RunData, device: torch.device) -> dict[s
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 
     begin_megatron()
+    # The import lets mamba-ssm's tuners compile in threads.
+    import_module("megatron_packed.ops.ssd.mamba_ssm")
     ours = build_model(config, data.vocab_size, device)
     rows = ours.embedding.weight.shape[0]
     if rows != data.vocab_size:
@@ -315,9 +318,9 @@ def side(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def run_ours(folder: Path, options: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """Train with `pretrain_hybrid.py`; return its curves and the hash of its pack plan."""
-    steps, _ = Run("beside", folder, options).result()
+def result_of_ours(run: Run) -> tuple[dict[str, Any], str]:
+    """Wait for `pretrain_hybrid.py`; return its curves and the hash of its pack plan."""
+    steps, _ = run.result()
     found = side([{**step, "loss": step["lm_loss"]} for step in steps])
     found["replays"] = sum(step.get("graph_replays", 0) for step in steps)
     found["fallbacks"] = sum(step.get("graph_fallbacks", 0) for step in steps)
@@ -433,8 +436,11 @@ def main() -> None:
             archive.extractall(root)
         (folder,) = Path(root).iterdir()
         options |= GRAPHS  # part of the pack plan, so also for the plan of megatron-core's packs
-        results["megatron_packed"], plan = run_ours(folder, options)
+        ours = Run("beside", folder, options)
         begin_alone(port=29517)
+        # The import takes many seconds, and the GPU does nothing for it.
+        import_module("megatron.core.models.hybrid.hybrid_layer_specs")
+        results["megatron_packed"], plan = result_of_ours(ours)
         config = parse(command_line(folder.name, folder, options)[2:], 1)
         data = build_data(config, ParallelGroups.single(device), print)
         results["plan_hash"] = data.train.plan.hash

@@ -110,10 +110,15 @@ def logits(model: nn.Module, tokens: Tensor) -> Tensor:
     return found.cpu()
 
 
-def few_configurations() -> None:
-    """Let Triton's kernels use their first configuration; tuning takes longer than this check."""
+def compile_little() -> None:
+    """Take the first configuration of Triton's kernels, and compile no PyTorch functions.
+
+    Both would take longer than this check.
+    """
+    import torch._dynamo
     import triton
 
+    torch._dynamo.config.disable = True
     tuned = triton.autotune
     triton.autotune = lambda configs, key, **more: tuned(configs[:1], key, **more)
 
@@ -124,7 +129,7 @@ def on_process(_: int, kind: str, folder: str, device: str) -> None:
     warnings.simplefilter("ignore")
     args, documents = KINDS[kind], training.documents_of(7)
     if device == "cuda":
-        few_configurations()
+        compile_little()
         torch.cuda.set_device(0)
         training.logits = logits
     else:
