@@ -97,6 +97,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "cp2 a2a": {**CP2, "cp_comm_type": "a2a"},
         "cp2 all_gather": {**CP2, "cp_comm_type": "all_gather"},
         "cp2 p2p": {**CP2, "cp_comm_type": "p2p"},
+        "cp2 a2a parts": {**CP2, "cp_comm_type": "a2a", "cp_comm_overlap_parts": 4},
         "cp2 state": {**CP2, "mamba_cp_comm_type": "state"},
         "cp2 p2p state": {**CP2, "cp_comm_type": "p2p", "mamba_cp_comm_type": "state"},
         "ep2 allgather": {**EP2, "moe_token_dispatcher_type": "allgather"},
@@ -109,6 +110,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "dp4 zero": ZERO,
         "tp4 sp": {"tensor_model_parallel_size": 4, **SP},
         "cp4 a2a": {"context_parallel_size": 4, "cp_comm_type": "a2a"},
+        "cp4 a2a parts": {"context_parallel_size": 4, "cp_comm_overlap_parts": 2},
         "cp4 state": {"context_parallel_size": 4, "mamba_cp_comm_type": "state"},
         "ep4 allgather": {
             "expert_model_parallel_size": 4,

@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_packed.config.exchanged_heads import parts_of_layers
 from megatron_packed.config.idle_model_options import MODEL_IDLE, Idle, keys_in
 from megatron_packed.config.layer_pattern import MOE
 from megatron_packed.config.options import Field
@@ -71,7 +72,12 @@ IDLE: tuple[Idle, ...] = (
     Idle(
         "--context-parallel-size is 1",
         lambda run, _: run.parallel.context_parallel_size == 1,
-        keys_in("parallel", "cp_comm_type mamba_cp_comm_type"),
+        keys_in("parallel", "cp_comm_type mamba_cp_comm_type cp_comm_overlap_parts"),
+    ),
+    Idle(
+        "no layer exchanges heads",
+        lambda run, _: not parts_of_layers(run),
+        ("parallel.cp_comm_overlap_parts",),
     ),
     Idle(
         "the run has one process",

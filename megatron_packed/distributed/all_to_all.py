@@ -14,7 +14,7 @@ rank has a contiguous slice of tokens. So the received tokens are in sequence or
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -24,8 +24,8 @@ from torch import Tensor
 from megatron_packed.distributed.differentiable import Group, linear_map
 
 
-def rows_to_heads(tensors: Sequence[Tensor], group: Group | None) -> tuple[Tensor, ...]:
-    """Convert tensors from the context-parallel to the head-parallel layout.
+def rows_to_columns(tensors: Sequence[Tensor], group: Group | None) -> Tensor:
+    """Convert tensors from the context-parallel to the head-parallel layout, in one tensor.
 
     A rank gives all heads of its own tokens and receives all tokens of its own heads. There is one
     all-to-all forward and one backward.
@@ -34,45 +34,38 @@ def rows_to_heads(tensors: Sequence[Tensor], group: Group | None) -> tuple[Tenso
         tensors: ``(T/c, N_i, ...)`` each, of one dtype. ``N_i`` is a multiple or a divisor of c. If
             ``N_i`` is less than c, neighbouring ranks get copies of a head: rank r gets head
             ``r * N_i // c``. The gradient of that head is the sum of the gradients of the copies.
-        group: process group; ``None`` returns the tensors unchanged.
+        group: process group; ``None`` stands for one rank.
     Returns:
-        ``(T, max(N_i/c, 1), ...)`` each: views into the tensor that ``rows_to_columns`` returns.
+        ``(T, W)``: the channels of this rank's heads, concatenated in the order of ``tensors``.
     Raises:
         ValueError: rows or dtypes differ, or ``N_i`` is neither a multiple nor a divisor of c.
     Example:
-        c = 2: x ``(4, 6, 64)``, B ``(4, 1, 128)`` -> x ``(8, 3, 64)``, B ``(8, 1, 128)``. Both
-        ranks hold the same B.
-    """
-    if group is None:
-        return tuple(tensors)
-    ranks = dist.get_world_size(group)
-    heads = [max(x.shape[1] // ranks, 1) for x in tensors]
-    widths = [n * x[0, 0].numel() for n, x in zip(heads, tensors)]
-    return tuple(
-        part.view(-1, n, *x.shape[2:])
-        for part, n, x in zip(
-            torch.split(rows_to_columns(tensors, group), widths, dim=1), heads, tensors
-        )
-    )
-
-
-def rows_to_columns(tensors: Sequence[Tensor], group: Group | None) -> Tensor:
-    """Convert tensors like ``rows_to_heads``, but return the results as one tensor.
-
-    The convolution over x, B and C needs their channels in one tensor.
-
-    Returns:
-        ``(T, W)``: the channels of this rank's heads, concatenated in the order of ``tensors``.
+        c = 2: x ``(4, 6, 64)``, B ``(4, 1, 128)`` -> ``(8, 3 * 64 + 128)``. Both ranks hold the
+        same B.
     """
     # See [Note: exchange of heads].
     if group is None:
         return torch.cat([x.flatten(1) for x in tensors], dim=1)
-    ranks = dist.get_world_size(group)
+    (x_cTW,) = messages_of_heads(tensors, dist.get_world_size(group), 1)
+    return exchange_equal_parts(x_cTW, group).flatten(0, 1)
+
+
+def messages_of_heads(tensors: Sequence[Tensor], ranks: int, parts: int) -> Iterator[Tensor]:
+    """Yield a message ``(c, T/c, W)`` for each part of the heads of every rank.
+
+    Args:
+        tensors: as for `rows_to_columns`. With several parts, ``ranks * parts`` divides each N_i.
+        ranks: c.
+        parts: number of parts.
+    """
     tensors = [_shared_heads(x, ranks) for x in tensors]
     rows = _common_rows(tensors)
-    # (T/c, N, ...) -> (T/c, c, W_i) -> (c, T/c, W_i), concatenated over i to (c, T/c, W)
-    x_cTW = torch.cat([x.reshape(rows, ranks, -1).transpose(0, 1) for x in tensors], dim=2)
-    return exchange_equal_parts(x_cTW, group).flatten(0, 1)
+    assert all(x.shape[1] % (ranks * parts) == 0 for x in tensors), (ranks, parts)
+    # (T/c, N, ...) -> (T/c, c, parts, W_i) -> parts of (T/c, c, W_i)
+    pieces = [x.reshape(rows, ranks, parts, -1).unbind(2) for x in tensors]
+    for part in zip(*pieces):
+        # (T/c, c, W_i) -> (c, T/c, W_i), concatenated over i to (c, T/c, W)
+        yield torch.cat([x.transpose(0, 1) for x in part], dim=2)
 
 
 def heads_to_rows(tensors: Sequence[Tensor], group: Group | None) -> tuple[Tensor, ...]:

@@ -141,6 +141,20 @@ def start_all_gather(flat: Tensor, group: dist.ProcessGroup | None) -> Started |
     )
 
 
+def exchange_parts(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Send part r of a contiguous ``x`` ``(c, ...)`` to rank r; receive part s from rank s."""
+    received = torch.empty_like(x)
+    dist.all_to_all_single(received, x, group=group)
+    return received
+
+
+def start_exchange(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Started]:
+    """Start ``exchange_parts``; call ``wait_for`` before the result is read or ``x`` is freed."""
+    received = torch.empty_like(x)
+    work = dist.all_to_all_single(received, x, group=group, async_op=True)
+    return received, Started(work, "all_to_all_single", group)
+
+
 def wait_for(started: Started | None) -> None:
     """Make the current stream wait for a started collective; on CUDA the host does not wait."""
     # `last_operation.py` finds this function by its name in the stack of a rank that hangs.

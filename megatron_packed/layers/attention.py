@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from megatron_packed.config.layer_pattern import ATTENTION
 from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.distributed.all_to_all import heads_to_rows, rows_to_heads
 from megatron_packed.distributed.differentiable import gather_rows, pass_on
+from megatron_packed.distributed.overlapped_exchange import compute_by_heads
 from megatron_packed.layers.attention_heads import (
     attended_heads,
+    attention_parts,
     key_value_heads,
     qkv_shard,
     query_heads,
@@ -32,6 +33,7 @@ from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.layers.transformer_impl import implementation
 from megatron_packed.layers.zigzag_rows import from_zigzag, to_zigzag
 from megatron_packed.ops.activation.api import sigmoid_gate
+from megatron_packed.ops.column_slices import split_columns
 from megatron_packed.ops.context_parallel_attention.api import Peers, context_parallel_attention
 from megatron_packed.ops.rope.api import RopeScaling, apply_rope, rope_tables
 from megatron_packed.ops.varlen_attention.api import varlen_attention
@@ -148,7 +150,11 @@ class CoreAttention(nn.Module):
         cp: ContextParallel,
     ) -> None:
         super().__init__()
-        attended_heads(config, tp, cp)  # raises an error for heads that cannot be split evenly
+        # This call raises an error for heads that cannot be split evenly.
+        queries, keys = attended_heads(config, tp, cp)
+        self.parts = attention_parts(config, tp, cp)
+        self.used_shapes = tuple((n, config.head_dim) for n in (queries, keys, keys))
+        """Shapes of a part's queries, keys and values in the kernel of ``a2a``."""
         self.cp = cp
         self.exchanges_heads = cp.exchanges_heads
         self.peers = Peers(
@@ -168,9 +174,9 @@ class CoreAttention(nn.Module):
         self.window_size = config.window_of(number)
         self.norm = norm
         self.rotary = rotary
-        queries = self.num_heads // self.num_groups * self.head_dim
-        gates = [queries] if config.attention_output_gate else []
-        self.split_sizes = [queries, *gates, self.head_dim, self.head_dim]
+        rows = self.num_heads // self.num_groups * self.head_dim
+        gates = [rows] if config.attention_output_gate else []
+        self.split_sizes = [rows, *gates, self.head_dim, self.head_dim]
 
     def forward(self, qkv_TO: Tensor, packed: PackedSeqParams) -> Tensor:
         """Attend with the fused queries, keys and values ``(T, O)``; return ``(T, N H)``."""
@@ -219,15 +225,11 @@ class CoreAttention(nn.Module):
     def attend_by_heads(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, packed: PackedSeqParams
     ) -> Tensor:
-        """Attend in the head-parallel layout: all rows, this rank's part of the heads."""
-        if self.cp.group is not None:
-            q_TNH, k_TKH, v_TKH = rows_to_heads((q_TNH, k_TKH, v_TKH), self.cp.group)
-        o_TNH = varlen_attention(
-            q_TNH,
-            k_TKH,
-            v_TKH,
-            packed.cu_seqlens,
-            packed.max_seqlen,
+        """Attend in the head-parallel layout: all rows, this rank's heads, part by part."""
+        attend = partial(
+            varlen_attention,
+            cu_seqlens=packed.cu_seqlens,
+            max_seqlen=packed.max_seqlen,
             seq_idx_1T=packed.seq_idx,
             softmax_scale=self.softmax_scale,
             window_size=self.window_size,
@@ -235,9 +237,13 @@ class CoreAttention(nn.Module):
             tables=packed.tables.attention.get(self.window_size),
             backend=self.backends.varlen_attention,
         )
-        if self.cp.group is not None:
-            (o_TNH,) = heads_to_rows((o_TNH,), self.cp.group)
-        return o_TNH
+        if self.cp.group is None:
+            return attend(q_TNH, k_TKH, v_TKH)
+
+        def attend_part(part: int, columns_TW: Tensor) -> Tensor:
+            return attend(*split_columns(columns_TW, *self.used_shapes))
+
+        return compute_by_heads((q_TNH, k_TKH, v_TKH), attend_part, self.cp.group, self.parts)
 
     def _attend_by_rows(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, packed: PackedSeqParams

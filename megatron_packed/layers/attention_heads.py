@@ -68,13 +68,26 @@ def attended_heads(config: ModelConfig, tp: TensorParallel, cp: ContextParallel)
     """Return the numbers of query heads and key-value heads in a rank's attention kernel.
 
     These are the heads of the tensor-parallel rank. With ``a2a`` they are split further over the
-    context-parallel ranks.
+    context-parallel ranks, and into the parts that are exchanged one after the other.
 
     Raises:
         ValueError: with ``a2a``, the heads cannot be split evenly over the context-parallel ranks.
     """
-    heads = [tp.local_segment(query_heads(config)), tp.local_segment(key_value_heads(config))]
+    heads = _local_heads(config, tp)
     if cp.exchanges_heads:
-        queries, keys = (cp.local_count(segment) for segment in heads)
+        parts = attention_parts(config, tp, cp)
+        queries, keys = (cp.local_count(segment) // parts for segment in heads)
         return queries, keys
     return heads[0].count, heads[1].count
+
+
+def attention_parts(config: ModelConfig, tp: TensorParallel, cp: ContextParallel) -> int:
+    """Return the number of parts in which the heads of a layer are exchanged; 1 without ``a2a``."""
+    if not cp.exchanges_heads:
+        return 1
+    return cp.parts(*(segment.count for segment in _local_heads(config, tp)))
+
+
+def _local_heads(config: ModelConfig, tp: TensorParallel) -> list[SplitSegment]:
+    """Return query heads and key-value heads of a tensor-parallel rank."""
+    return [tp.local_segment(query_heads(config)), tp.local_segment(key_value_heads(config))]

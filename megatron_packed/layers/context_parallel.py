@@ -10,6 +10,7 @@ Letters: T tokens of the pack; each of c ranks holds T / c of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_packed.config.exchanged_heads import number_of_parts
+from megatron_packed.config.layer_pattern import MAMBA
 from megatron_packed.distributed.collectives import all_gather_rows, all_reduce_sum
 from megatron_packed.distributed.differentiable import Group
 from megatron_packed.distributed.groups import ParallelGroups, global_ranks
@@ -69,6 +72,8 @@ class ContextParallel:
     ``a2a`` is an all-to-all to the head-parallel layout and back. ``all_gather`` gathers keys and
     values; ``p2p`` sends them around a ring. ``all_gather`` and ``p2p`` attend to a zigzag of rows.
     """
+    overlap_parts: int = 1
+    """Largest number of parts in which exchanged heads travel; see [Note: exchange in parts]."""
     mamba_comm_type: str = HEADS
     """Communication type of Mamba layers.
 
@@ -82,13 +87,13 @@ class ContextParallel:
         groups: ParallelGroups | None,
         comm_type: str = A2A,
         mamba_comm_type: str = HEADS,
-        *,
-        has_mamba: bool = True,
+        overlap_parts: int = 1,
+        layer_types: Sequence[str] = (MAMBA,),
     ) -> ContextParallel:
         """Return the context parallelism of this rank, or ``SINGLE`` for one rank.
 
-        Only Mamba layers need contiguous rows to pass states. So ``mamba_comm_type`` has no effect
-        without ``has_mamba``.
+        Only Mamba layers pass states, so ``mamba_comm_type`` has no effect without any in
+        ``layer_types``.
 
         Raises:
             ValueError: a communication type is unknown.
@@ -102,7 +107,8 @@ class ContextParallel:
             size=groups.cp_size,
             rank=groups.cp_rank,
             comm_type=comm_type,
-            mamba_comm_type=mamba_comm_type if has_mamba else HEADS,
+            mamba_comm_type=mamba_comm_type if MAMBA in layer_types else HEADS,
+            overlap_parts=overlap_parts,
         )
 
     @property
@@ -113,11 +119,6 @@ class ContextParallel:
     def passes_states(self) -> bool:
         """Return whether Mamba layers pass states between the ranks."""
         return self.size > 1 and self.mamba_comm_type == STATE
-
-    @property
-    def ranks_of_mamba_heads(self) -> int:
-        """Number of ranks that share the heads of a Mamba layer."""
-        return 1 if self.passes_states else self.size
 
     @property
     def partition(self) -> Partition:
@@ -203,6 +204,14 @@ class ContextParallel:
         """Return this rank's number of items of a segment in the head-parallel layout."""
         return self.part(segment).local_length // segment.width
 
+    def parts(self, *counts: int) -> int:
+        """Return the number of parts in which a layer's heads are exchanged.
+
+        Args:
+            counts: numbers of heads and of groups of heads of a tensor-parallel rank.
+        """
+        return number_of_parts(self.overlap_parts, self.size, counts)
+
     @torch.no_grad()
     def sum_of_statistics(self, x: Tensor) -> Tensor:
         """Sum ``x`` over the ranks, without a gradient."""
@@ -211,6 +220,15 @@ class ContextParallel:
 
 SINGLE = ContextParallel()
 """No context parallelism: one rank holds all rows."""
+
+
+def take_in_parts(shard: Shard, whole: Tensor, parts: int) -> tuple[Tensor, ...]:
+    """Return a rank's shard of ``whole`` in parts; each has an equal part of every piece.
+
+    One part is ``shard.take(whole)``.
+    """
+    pieces = (whole.narrow(0, piece.start, piece.length) for piece in shard.pieces)
+    return torch.cat([piece.unflatten(0, (parts, -1)) for piece in pieces], dim=1).unbind()
 
 
 class _PermuteRows(torch.autograd.Function):

@@ -129,15 +129,20 @@ class GatedDeltaNet(RecurrentMixer):
         self.A_log = self.per_head(device)
         self.dt_bias = self.per_head(device)
 
+    def head_parameters(self) -> tuple[Tensor, ...]:
+        return self.A_log, self.dt_bias
+
     def scan_heads(
-        self, heads: Sequence[Tensor], per_head: Sequence[Tensor], packed: PackedSeqParams
+        self,
+        heads: Sequence[Tensor],
+        per_head: Sequence[Tensor],
+        packed: PackedSeqParams,
+        parameters: Sequence[Tensor] = (),
     ) -> Tensor:
         """Run the gated delta rule; see `ops.gated_delta_rule.api.gated_delta_rule`."""
         q_TGK, k_TGK, v_TNV = heads
         b_TN, a_TN = per_head
-        A_log_N, dt_bias_N = self.A_log, self.dt_bias
-        if self.used_heads is not None:
-            A_log_N, dt_bias_N = map(self.used_heads.take, (A_log_N, dt_bias_N))
+        A_log_N, dt_bias_N = parameters or self.head_parameters()
         return gated_delta_rule(
             q_TGK,
             k_TGK,

@@ -152,15 +152,20 @@ class MambaMixer(RecurrentMixer):
         self.D = self.per_head(device)
         self.dt_bias = self.per_head(device)
 
+    def head_parameters(self) -> tuple[Tensor, ...]:
+        return self.A_log, self.D, self.dt_bias
+
     def scan_heads(
-        self, heads: Sequence[Tensor], per_head: Sequence[Tensor], packed: PackedSeqParams
+        self,
+        heads: Sequence[Tensor],
+        per_head: Sequence[Tensor],
+        packed: PackedSeqParams,
+        parameters: Sequence[Tensor] = (),
     ) -> Tensor:
         """Run the state-space scan; see `ops.ssd.api.ssd` and [Note: passed states]."""
         x_TNP, B_TGS, C_TGS = heads
         (dt_TN,) = per_head
-        A_log_N, D_N, dt_bias_N = self.A_log, self.D, self.dt_bias
-        if self.used_heads is not None:
-            A_log_N, D_N, dt_bias_N = map(self.used_heads.take, (A_log_N, D_N, dt_bias_N))
+        A_log_N, D_N, dt_bias_N = parameters or self.head_parameters()
         seq_idx_1T, cu_seqlens = packed.seq_idx, packed.cu_seqlens
         if self.passing is not None:
             seq_idx_1T, cu_seqlens = self.passing.seq_idx(packed), self.passing.cu_seqlens(packed)

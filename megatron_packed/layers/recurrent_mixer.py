@@ -7,11 +7,12 @@ the input projection.
 Convolution and recurrence run along the tokens of the pack. They process each head independently,
 with the group of B and C or the key head that the head uses. All other operations process each row
 independently. So before the convolution each of c ranks exchanges T / c rows of all heads for T
-rows of N / c heads. After the recurrence the ranks exchange back. Each direction is one all-to-all;
-the first transfers all columns except z. The gate z and the gated norm stay in the context-parallel
-layout, where a rank has all channels of each norm group. So they need no communication. A rank uses
-only its heads' part of the convolution weights and of the parameters with one value per head. The
-gradients of the other parts are zero on this rank.
+rows of N / c heads. After the recurrence the ranks exchange back. Each direction is one all-to-all,
+or one for each part of the heads ([Note: exchange in parts]). The first transfers all columns
+except z. The gate z and the gated norm stay in the context-parallel layout, where a rank has all
+channels of each norm group. So they need no communication. A rank uses only its heads' part of the
+convolution weights and of the parameters with one value per head. The gradients of the other parts
+are zero on this rank.
 
 A mixer that passes states (`state_passing`) exchanges no heads. Each rank runs convolution and
 recurrence of all heads on its part of the pack.
@@ -26,11 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_packed.distributed.all_to_all import heads_to_rows, rows_to_columns
+from megatron_packed.distributed.overlapped_exchange import compute_by_heads
 from megatron_packed.distributed.tensor_parallel_shards import SplitSegment, set_shard
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
-from megatron_packed.layers.context_parallel import ContextParallel
+from megatron_packed.layers.context_parallel import ContextParallel, take_in_parts
 from megatron_packed.layers.named_call import NamedCall
 from megatron_packed.layers.parameters import keep_fp32, new_parameter, no_weight_decay
 from megatron_packed.layers.short_convolution import CausalConv1d
@@ -39,6 +40,11 @@ from megatron_packed.layers.tensor_parallel import TensorParallel
 from megatron_packed.layers.transformer_impl import implementation
 from megatron_packed.ops.column_slices import split_columns
 from megatron_packed.packed.params import PackedSeqParams
+
+
+def _of_part(shapes: Sequence[tuple[int, ...]], parts: int) -> list[tuple[int, ...]]:
+    """Return the shapes of one of several equal parts of the heads."""
+    return [(count // parts, *width) for count, *width in shapes]
 
 
 class RecurrentMixer(nn.Module):
@@ -97,7 +103,10 @@ class RecurrentMixer(nn.Module):
         self.heads = tp.shard(head)
         own_z, own_head = tp.local_segment(z), tp.local_segment(head)
         own_channels = [tp.local_segment(segment) for segment in convolved]
-        channels, used_channels = tp.shard(*convolved), cp.part(*own_channels)
+        channels = tp.shard(*convolved)
+        self.used_channels = cp.part(*own_channels)
+        self.parts = cp.parts(own_head.count, *(segment.count for segment in own_channels))
+        """Number of parts of the heads; parts are exchanged and computed one after the other."""
         self.used_heads = None if cp.group is None else cp.part(own_head)
         # Shapes before (`row_shapes`) and after (`used_shapes`, `conv_shapes`) the all-to-all
         # between context-parallel ranks. With one rank there is no all-to-all (`own_shapes`).
@@ -106,7 +115,7 @@ class RecurrentMixer(nn.Module):
         self.row_shapes = self._rows(inner, shapes, (own_head.count, 1))
         self.own_shapes = self._rows(inner, [(channels.local_length,)], (own_head.count,))
         used_heads = (cp.local_count(own_head),)
-        self.used_shapes = ((used_channels.local_length,), *[used_heads] * values_per_head)
+        self.used_shapes = ((self.used_channels.local_length,), *[used_heads] * values_per_head)
         self.conv_shapes = tuple((cp.local_count(s), s.width) for s in own_channels)
         options = {"device": device, "dtype": dtype}
         parts = implementation(backends.transformer_impl, device, dtype)
@@ -114,7 +123,6 @@ class RecurrentMixer(nn.Module):
         self.in_proj = parts.column_parallel(hidden_size, rows, bias=False, tp=tp, **options)
         self.conv1d = CausalConv1d(
             channels,
-            None if cp.group is None else used_channels,
             width,
             bias=bias,
             backend=backends.causal_conv1d,
@@ -145,17 +153,41 @@ class RecurrentMixer(nn.Module):
 
     def _scan(self, projected_TO: Tensor, packed: PackedSeqParams) -> Tensor:
         """Run everything between the projections: ``(T, O)`` -> ``(T, I)``."""
-        z_TI, conv_TC, *per_head = self.split(projected_TO, packed)
-        if self.passing is not None:
-            convolved_TC = self._convolve_part(self.passing, conv_TC, packed)
-        else:
-            convolved_TC = self.conv1d(conv_TC, packed.seq_idx)
-        heads = split_columns(convolved_TC, *self.conv_shapes)
-        y_TNP = self.scan_heads(heads, per_head, packed)
+        z_TI, *columns = self.split(projected_TO)
         if self.cp.group is not None:
-            (y_TNP,) = heads_to_rows((self.cp.in_order_of_ranks(y_TNP, packed),), self.cp.group)
+            y_TNP = self._scan_by_heads(columns, packed)
+        else:
+            conv_TC, *per_head = columns
+            if self.passing is not None:
+                convolved_TC = self._convolve_part(self.passing, conv_TC, packed)
+            else:
+                convolved_TC = self.conv1d(conv_TC, packed.seq_idx)
+            heads = split_columns(convolved_TC, *self.conv_shapes)
+            y_TNP = self.scan_heads(heads, per_head, packed)
         normed_TI: Tensor = self.norm(y_TNP.flatten(1), z_TI)
         return normed_TI
+
+    def _scan_by_heads(self, columns: Sequence[Tensor], packed: PackedSeqParams) -> Tensor:
+        """Run convolution and recurrence of this rank's heads on all rows, part by part.
+
+        See [Note: recurrent mixers across context-parallel ranks].
+        """
+        assert self.cp.group is not None and self.used_heads is not None
+        weights = self.conv1d.in_parts(self.used_channels, self.parts)
+        values = [take_in_parts(self.used_heads, x_N, self.parts) for x_N in self.head_parameters()]
+        used_shapes = _of_part(self.used_shapes, self.parts)
+        conv_shapes = _of_part(self.conv_shapes, self.parts)
+
+        def scan(part: int, columns_TW: Tensor) -> Tensor:
+            used_TW = self.cp.in_order_of_slots(columns_TW, packed)
+            conv_TC, *per_head = split_columns(used_TW, *used_shapes)
+            convolved_TC = self.conv1d(conv_TC, packed.seq_idx, weights[part])
+            heads = split_columns(convolved_TC, *conv_shapes)
+            parameters = [of_parts[part] for of_parts in values]
+            y_TNP = self.scan_heads(heads, per_head, packed, parameters)
+            return self.cp.in_order_of_ranks(y_TNP, packed)
+
+        return compute_by_heads(columns, scan, self.cp.group, self.parts)
 
     def _convolve_part(
         self, passing: StatePassing, conv_TC: Tensor, packed: PackedSeqParams
@@ -165,32 +197,37 @@ class RecurrentMixer(nn.Module):
         convolved_TC: Tensor = self.conv1d(passing.with_halo(conv_TC), seq_idx_1T)
         return convolved_TC[passing.halo :]
 
-    def split(self, projected_TO: Tensor, packed: PackedSeqParams) -> list[Tensor]:
-        """Split the projection; all parts except z are in the head-parallel layout.
-
-        See [Note: recurrent mixers across context-parallel ranks].
+    def split(self, projected_TO: Tensor) -> list[Tensor]:
+        """Split the projection into z and the columns of convolution and recurrence.
 
         Returns:
-            z ``(T / c, I)`` of this rank's rows; the convolution's input ``(T, C)`` and each
-            ``(T, N / c)`` with one value per head, of all rows, for this rank's heads.
+            z ``(T, I)``; then the input of the convolution ``(T, C)`` and each ``(T, N)`` with one
+            value per head. With an exchange of heads, ``(T / c, count, width)`` of each segment
+            instead.
         """
         shapes = self.own_shapes if self.cp.group is None else self.row_shapes
         columns = list(split_columns(projected_TO, *shapes))
         z_TI = columns.pop(0 if self.z_first else -1 - self.values_per_head)
-        if self.cp.group is not None:
-            used_TW = self.cp.in_order_of_slots(rows_to_columns(columns, self.cp.group), packed)
-            columns = list(split_columns(used_TW, *self.used_shapes))
         return [z_TI, *columns]
 
+    def head_parameters(self) -> tuple[Tensor, ...]:
+        """Return the parameters with one value per head that ``scan_heads`` takes."""
+        raise NotImplementedError
+
     def scan_heads(
-        self, heads: Sequence[Tensor], per_head: Sequence[Tensor], packed: PackedSeqParams
+        self,
+        heads: Sequence[Tensor],
+        per_head: Sequence[Tensor],
+        packed: PackedSeqParams,
+        parameters: Sequence[Tensor] = (),
     ) -> Tensor:
-        """Run the recurrence of this rank's heads.
+        """Run the recurrence of some heads.
 
         Args:
             heads: the convolved segments, ``(T, count, width)`` each.
             per_head: values of each head, ``(T, N)`` each.
             packed: metadata of the pack.
+            parameters: ``head_parameters`` of these heads, ``(N,)`` each; by default of all heads.
         Returns:
             ``(T, N, P)``.
         """

@@ -5,12 +5,22 @@ Letters: T tokens, C convolution channels, W convolution width.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
 from megatron_packed.distributed.tensor_parallel_shards import Shard, set_shard
+from megatron_packed.layers.context_parallel import take_in_parts
 from megatron_packed.layers.parameters import new_parameter, no_weight_decay
 from megatron_packed.ops.causal_conv1d.api import causal_conv1d
+
+
+class Weights(NamedTuple):
+    """Weight and bias of C channels of a convolution."""
+
+    weight_CW: Tensor
+    bias_C: Tensor | None
 
 
 class CausalConv1d(nn.Module):
@@ -18,7 +28,6 @@ class CausalConv1d(nn.Module):
 
     Args:
         channels: this tensor-parallel rank's shard of the channels.
-        used: the C channels of this shard that this context-parallel rank convolves; None for all.
         width: W.
         bias: adds a bias to each channel.
         backend: backend of the op ``causal_conv1d``.
@@ -29,7 +38,6 @@ class CausalConv1d(nn.Module):
     def __init__(
         self,
         channels: Shard,
-        used: Shard | None,
         width: int,
         *,
         bias: bool = True,
@@ -38,7 +46,6 @@ class CausalConv1d(nn.Module):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.used = used
         self.backend = backend
         self.weight = set_shard(
             new_parameter(channels.local_length, width, device=device, dtype=dtype), channels
@@ -48,12 +55,16 @@ class CausalConv1d(nn.Module):
             values = new_parameter(channels.local_length, device=device, dtype=dtype)
             self.bias = set_shard(no_weight_decay(values), channels)
 
-    def forward(self, x_TC: Tensor, seq_idx_1T: Tensor) -> Tensor:
-        weight_CW: Tensor = self.weight
-        bias_C: Tensor | None = self.bias
-        if self.used is not None:
-            weight_CW = self.used.take(weight_CW)
-            bias_C = None if bias_C is None else self.used.take(bias_C)
+    def in_parts(self, used: Shard, parts: int) -> list[Weights]:
+        """Return weight and bias of the channels ``used`` of a context-parallel rank, in parts."""
+        weights = take_in_parts(used, self.weight, parts)
+        if self.bias is None:
+            return [Weights(weight_CW, None) for weight_CW in weights]
+        return list(map(Weights, weights, take_in_parts(used, self.bias, parts)))
+
+    def forward(self, x_TC: Tensor, seq_idx_1T: Tensor, weights: Weights | None = None) -> Tensor:
+        """Convolve ``(T, C)`` with all channels' weights, or with ``weights`` of C channels."""
+        weight_CW, bias_C = Weights(self.weight, self.bias) if weights is None else weights
         return causal_conv1d(
             x_TC, weight_CW, bias_C, seq_idx_1T, activation="silu", backend=self.backend
         )

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from megatron_packed.config.layer_pattern import MAMBA
 from megatron_packed.config.sections.memory import MemoryConfig
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.groups import ParallelGroups
@@ -86,6 +85,8 @@ class HybridModel(ExpertLayers, nn.Module):
             or ``p2p``. ``all_gather`` and ``p2p`` need packs in which every document is padded to a
             multiple of 2 cp_size.
         mamba_cp_comm_type: context-parallel Mamba layers: ``heads`` or ``state``.
+        cp_comm_overlap_parts: largest number of parts in which heads are exchanged between
+            context-parallel ranks; a part travels while another one is computed.
         sequence_parallel: between the layers, each tensor-parallel rank has only its rows of the
             hidden state.
         device: device of the parameters.
@@ -109,6 +110,7 @@ class HybridModel(ExpertLayers, nn.Module):
         groups: ParallelGroups | None = None,
         cp_comm_type: str = "a2a",
         mamba_cp_comm_type: str = "heads",
+        cp_comm_overlap_parts: int = 1,
         sequence_parallel: bool = False,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
@@ -120,12 +122,10 @@ class HybridModel(ExpertLayers, nn.Module):
         super().__init__()
         self.memory = memory or MemoryConfig()
         self.offload = _offloader(self.memory, offload, device)
-        """Offloader of activations; None if no activation is offloaded. Call its `Offload.end_step`
-        after every optimizer step.
-        """
+        """Offloader of activations, if any; call its `Offload.end_step` after every optimizer step."""
         self.tp = TensorParallel.of(groups, sequence_parallel=sequence_parallel)
         self.cp = ContextParallel.of(
-            groups, cp_comm_type, mamba_cp_comm_type, has_mamba=MAMBA in config.layer_types
+            groups, cp_comm_type, mamba_cp_comm_type, cp_comm_overlap_parts, config.layer_types
         )
         self.ep = ExpertParallel.of(groups, self.tp)
         self.config = config

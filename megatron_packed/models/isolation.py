@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -66,7 +65,7 @@ SLOW_RATE = 1 / 32
 """Rate A of the decay in the check of gated delta nets: a state halves in about 17 tokens."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class IsolationResult:
     """Result of the check for one quantity of one kind of layer.
 
@@ -127,6 +126,7 @@ def check_isolation(
     groups: ParallelGroups | None = None,
     cp_comm_type: str = "a2a",
     mamba_cp_comm_type: str = "heads",
+    cp_comm_overlap_parts: int = 1,
     sequence_parallel: bool = False,
 ) -> list[IsolationResult]:
     """Check every kind of layer in ``model_config``'s pattern with the kernels that it would run.
@@ -140,13 +140,14 @@ def check_isolation(
         Refuse to train unless all of them ``passed``, and print those that did not.
     """
     device, backends = torch.device(device), Backends.of(backends)
-    tp, cp = TensorParallel.of(groups), ContextParallel.of(groups, cp_comm_type, mamba_cp_comm_type)
+    tp = TensorParallel.of(groups)
+    cp = ContextParallel.of(groups, cp_comm_type, mamba_cp_comm_type, cp_comm_overlap_parts)
     ranks = tp.size * cp.size
-    tune_recurrences(model_config, device, dtype, backends, tp.size * cp.ranks_of_mamba_heads)
+    tune_recurrences(model_config, device, dtype, backends, tp, cp)
     results = []
     ep_size = 1 if groups is None else groups.ep_size
     for symbol, window in _kinds_of_layers(model_config):
-        small = small_config(symbol, model_config, ranks, ep_size, window=window)
+        small = small_config(symbol, model_config, ranks * cp.overlap_parts, ep_size, window=window)
         total = -(-(2 * small.mamba_chunk_size + 32) // BLOCK) * BLOCK * ranks
         # Without an exchange of heads, every document is padded, so the pack needs more slots.
         slots = total if cp.exchanges_heads else total + BLOCK * ranks
@@ -157,6 +158,7 @@ def check_isolation(
             groups=groups,
             cp_comm_type=cp_comm_type,
             mamba_cp_comm_type=mamba_cp_comm_type,
+            cp_comm_overlap_parts=cp_comm_overlap_parts,
             sequence_parallel=sequence_parallel,
             device=device,
             dtype=dtype,
@@ -355,9 +357,7 @@ def _without_boundaries(pack: MicroBatch) -> MicroBatch:
         cu_seqlens=cu_seqlens,
         cu_seqlens_cpu=cu_seqlens.cpu(),
         seq_idx=torch.zeros_like(packed.seq_idx),
-        position_ids=torch.arange(
-            packed.total_tokens, dtype=torch.int32, device=packed.position_ids.device
-        ),
+        position_ids=torch.arange(packed.total_tokens).to(packed.position_ids),
         valid=torch.ones_like(packed.valid),
         max_seqlen=packed.total_tokens,
         num_seqs=1,

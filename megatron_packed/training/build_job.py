@@ -87,6 +87,7 @@ def build_model(
         groups=groups,
         cp_comm_type=config.parallel.cp_comm_type,
         mamba_cp_comm_type=config.parallel.mamba_cp_comm_type,
+        cp_comm_overlap_parts=config.parallel.cp_comm_overlap_parts,
         sequence_parallel=config.parallel.sequence_parallel,
         device=device,
         dtype=dtype or dtype_of(config),

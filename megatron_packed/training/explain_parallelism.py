@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_packed.config.exchanged_heads import parts_of_layers
 from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MOE
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.parallel import NOT_BUILT
@@ -40,15 +41,11 @@ def parallel_capabilities(config: RunConfig, world_size: int) -> Iterator[Capabi
             if config.document_alignment > 1
             else ""
         )
-        passed = ""
-        if parallel.passes_states and MAMBA in config.model.hybrid_layer_pattern:
-            reordered = parallel.document_alignment > 1 and ATTENTION in config.model.layer_types
-            passed = "; Mamba layers pass states"
-            passed += ", and all-to-alls reorder the rows of attention" if reordered else ""
         yield Capability(
             "context parallelism",
             ON,
-            f"the tokens of each pack are split over {cp} ranks, by {comm}{padded}{passed}",
+            f"the tokens of each pack are split over {cp} ranks, by {comm}{padded}"
+            f"{_states_and_heads(config)}",
         )
     yield from _replicas(config, world_size)
     if parallel.overlap_grad_reduce:
@@ -70,6 +67,21 @@ def parallel_capabilities(config: RunConfig, world_size: int) -> Iterator[Capabi
     yield from _experts(config)
     for axis in NOT_BUILT.values():
         yield Capability(axis, OFF, "not supported yet")
+
+
+def _states_and_heads(config: RunConfig) -> str:
+    """Describe passed states, and the parts of exchanged heads if the run requests an overlap."""
+    parallel, model = config.parallel, config.model
+    said = ""
+    if parallel.passes_states and MAMBA in model.layer_types:
+        said += "; Mamba layers pass states"
+        if parallel.document_alignment > 1 and ATTENTION in model.layer_types:
+            said += ", and all-to-alls reorder the rows of attention"
+    parts = parts_of_layers(config)
+    if parts and parallel.cp_comm_overlap_parts > 1:
+        numbers = (f"{number} for each {symbol} layer" for symbol, number in parts.items())
+        said += f"; parts in which heads travel: {', '.join(numbers)}"
+    return said
 
 
 def _replicas(config: RunConfig, world_size: int) -> Iterator[Capability]:

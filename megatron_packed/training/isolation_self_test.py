@@ -30,6 +30,7 @@ def self_test(
         groups=groups,
         cp_comm_type=config.parallel.cp_comm_type,
         mamba_cp_comm_type=config.parallel.mamba_cp_comm_type,
+        cp_comm_overlap_parts=config.parallel.cp_comm_overlap_parts,
         sequence_parallel=config.parallel.sequence_parallel,
     )
     # The first use compiles and tunes kernels. On GPUs, rank 0 does so first, and other ranks reuse

@@ -16,7 +16,6 @@ from megatron_packed.distributed.all_to_all import (
     exchange_rows,
     heads_to_rows,
     rows_to_columns,
-    rows_to_heads,
 )
 from megatron_packed.distributed.collectives import all_reduce_sum
 from megatron_packed.distributed.differentiable import (
@@ -30,28 +29,18 @@ from megatron_packed.distributed.differentiable import (
     split_rows,
 )
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.overlapped_exchange import compute_by_heads
 from megatron_packed.distributed.testing import WorkerPools, run_distributed
 
 SHARED, OWN = "shared", "own"
 
 
-def fused_to_heads(x_TW: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def fused_to_columns(x_TW: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Convert a fused ``(T/c, 12 + 4 + 8)`` tensor to the head-parallel layout.
 
     It contains four heads of width 3, four heads of width 1, and two heads of width 4. The last two
     are copied if there are more ranks.
     """
-    x, dt, b = x_TW.split([12, 4, 8], dim=1)
-    return torch.cat(
-        [
-            y.flatten(1)
-            for y in rows_to_heads([x.unflatten(1, (4, 3)), dt, b.unflatten(1, (2, 4))], group)
-        ],
-        1,
-    )
-
-
-def fused_to_columns(x_TW: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     x, dt, b = x_TW.split([12, 4, 8], dim=1)
     return rows_to_columns([x.unflatten(1, (4, 3)), dt, b.unflatten(1, (2, 4))], group)
 
@@ -95,7 +84,6 @@ CASES = {
     "join_rows": Case(join_rows, OWN, SHARED),
     "gather_last": Case(gather_last, OWN, SHARED),
     "pass_on": Case(pass_on, OWN, OWN),
-    "rows_to_heads": Case(fused_to_heads, OWN, OWN, (5, 24)),
     "rows_to_columns": Case(fused_to_columns, OWN, OWN, (5, 24)),
     "heads_to_rows": Case(fused_to_rows, OWN, OWN, (16, 8)),
     "exchange_rows": Case(by_counts, OWN, OWN, (12, 3)),
@@ -188,7 +176,7 @@ def meaning(name: str, x: list[Tensor], rank: int) -> Tensor:
         return torch.cat(x, dim=-1)
     if name == "pass_on":
         return x[rank - 1]
-    if name in ("rows_to_heads", "rows_to_columns"):
+    if name == "rows_to_columns":
         heads, dt, b = torch.cat(x).split([12, 4, 8], dim=1)
         group = rank * 2 // size
         b = b.chunk(2, dim=1)[rank] if size == 2 else b[:, 4 * group : 4 * group + 4]
@@ -229,7 +217,7 @@ def test_one_rank_gets_its_own_tensor_back(name: str) -> None:
     case = CASES[name]
     result = case.function(x[:, :8] if name == "heads_to_rows" else x, None)
     assert torch.equal(result, x[:, :8] if name == "heads_to_rows" else x)
-    if name not in ("rows_to_heads", "rows_to_columns", "heads_to_rows"):
+    if name not in ("rows_to_columns", "heads_to_rows"):
         assert result is x
 
 
@@ -262,11 +250,18 @@ def mixer(x_TW: Tensor, decay_N: Tensor, groups: ParallelGroups) -> Tensor:
     """
     group, ranks, rank = groups.tp_group, groups.tp_size, groups.tp_rank
     x, b = x_TW.split([12, 6], dim=1)
-    x, b = rows_to_heads([x.unflatten(1, (4, 3)), b.unflatten(1, (2, 3))], group)
-    heads = x.shape[1]
-    b = b.repeat_interleave(heads // b.shape[1], dim=1)
-    y = torch.cumsum(x * b.sigmoid(), dim=0) * _mine(decay_N, rank, ranks, 0)[:, None]
-    return heads_to_rows([y], group)[0].flatten(1)
+    tensors = [x.unflatten(1, (4, 3)), b.unflatten(1, (2, 3))]
+
+    def scan(part: int, columns_TW: Tensor) -> Tensor:
+        heads, groups_of_heads = 4 // ranks, max(2 // ranks, 1)
+        x, b = columns_TW.split([3 * heads, 3 * groups_of_heads], dim=1)
+        b = b.unflatten(1, (-1, 3)).repeat_interleave(heads // groups_of_heads, dim=1)
+        decay = _mine(decay_N, rank, ranks, 0)[:, None]
+        return torch.cumsum(x.unflatten(1, (-1, 3)) * b.sigmoid(), dim=0) * decay
+
+    if group is None:
+        return scan(0, rows_to_columns(tensors, None)).flatten(1)
+    return compute_by_heads(tensors, scan, group, 1).flatten(1)
 
 
 def _mine(x: Tensor, rank: int, size: int, dim: int) -> Tensor:
@@ -321,7 +316,7 @@ def count_calls(groups: ParallelGroups) -> list[int]:
     dist.all_to_all_single = lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs)
     try:
         x = torch.randn(4, 24, requires_grad=True)
-        y = fused_to_heads(x, groups.tp_group)
+        y = fused_to_columns(x, groups.tp_group)
         forward = len(calls)
         y.sum().backward()
     finally:
@@ -338,9 +333,9 @@ def refusals(groups: ParallelGroups) -> list[str]:
     attempts = [
         lambda: scatter_rows(torch.ones(5, 2), group),
         lambda: split_rows(torch.ones(5, 2), group),
-        lambda: rows_to_heads([torch.ones(3, 3)], group),
-        lambda: rows_to_heads([torch.ones(3, 2), torch.ones(4, 2)], group),
-        lambda: rows_to_heads([torch.ones(3, 2), torch.ones(3, 2).double()], group),
+        lambda: rows_to_columns([torch.ones(3, 3)], group),
+        lambda: rows_to_columns([torch.ones(3, 2), torch.ones(4, 2)], group),
+        lambda: rows_to_columns([torch.ones(3, 2), torch.ones(3, 2).double()], group),
         lambda: heads_to_rows([torch.ones(3, 2)], group),
     ]
     messages = []

@@ -71,6 +71,13 @@ class ParallelConfig(Section, title="parallel"):
         "passes the states of the scan from rank to rank, so the ranks need not divide the heads.",
         choices=("heads", "state"),
     )
+    cp_comm_overlap_parts: int = option(
+        1,
+        "Largest number of parts in which context-parallel ranks exchange heads; a part travels "
+        "while another one is computed. 1 does not overlap.",
+        unit="parts",
+        minimum=1,
+    )
     expert_model_parallel_size: int = option(
         1, "Number of expert-parallel ranks; they share the experts.", unit="ranks", minimum=1
     )

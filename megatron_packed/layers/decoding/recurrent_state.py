@@ -51,7 +51,7 @@ class RecurrentState(MixerState, Generic[Mixer]):
 
     def prefill(self, x_TD: Tensor, packed: PackedSeqParams) -> Tensor:
         mixer, lengths = self.mixer, packed.document_lengths.tolist()
-        z_TI, conv_TC, *per_head = mixer.split(mixer.in_proj(x_TD), packed)
+        z_TI, conv_TC, *per_head = mixer.split(mixer.in_proj(x_TD))
         self.last_BWC = last_inputs(conv_TC, lengths, mixer.conv1d.weight.shape[1])
         heads = split_columns(mixer.conv1d(conv_TC, packed.seq_idx), *mixer.conv_shapes)
         self.state_BN = self.final_states(heads, per_head, lengths)
@@ -61,7 +61,7 @@ class RecurrentState(MixerState, Generic[Mixer]):
 
     def step(self, x_BD: Tensor, tokens: NextTokens) -> Tensor:
         mixer = self.mixer
-        z_BI, conv_BC, *per_head = mixer.split(mixer.in_proj(x_BD), tokens.packed)
+        z_BI, conv_BC, *per_head = mixer.split(mixer.in_proj(x_BD))
         convolved_BC, self.last_BWC = convolve_next(
             self.last_BWC, conv_BC, mixer.conv1d.weight, mixer.conv1d.bias
         )

@@ -154,7 +154,7 @@ CASES = [
         {"moe_pad_expert_input_to_capacity": "is allgather"},
     ),
     (
-        "--sequence-parallel --cp-comm-type a2a --mamba-cp-comm-type state "
+        "--sequence-parallel --cp-comm-type a2a --mamba-cp-comm-type state --cp-comm-overlap-parts 2 "
         "--overlap-grad-reduce --use-distributed-optimizer --ddp-bucket-size 9 "
         "--check-weight-hash-across-dp-replicas-interval 5 --check-grad-hash-across-dp-replicas-interval 5 "
         "--distributed-backend gloo --distributed-timeout-minutes 3",
@@ -162,6 +162,7 @@ CASES = [
             "sequence_parallel": "--tensor-model-parallel-size is 1",
             "cp_comm_type": "--context-parallel-size is 1",
             "mamba_cp_comm_type": "--context-parallel-size is 1",
+            "cp_comm_overlap_parts": "--context-parallel-size is 1",
         }
         | dict.fromkeys(
             (
@@ -180,6 +181,10 @@ CASES = [
         "^2 --overlap-grad-reduce --use-distributed-optimizer --ddp-bucket-size 9 --distributed-backend gloo "
         "--check-weight-hash-across-dp-replicas-interval 5 --check-grad-hash-across-dp-replicas-interval 5",
         {},
+    ),
+    (
+        "^2 --context-parallel-size 2 --cp-comm-type p2p --mamba-cp-comm-type state --cp-comm-overlap-parts 2",
+        {"cp_comm_overlap_parts": "no layer exchanges heads"},
     ),
     ("--bf16 --check-weight-hash-across-dp-replicas-interval 5", {}),
     (

@@ -1,0 +1,128 @@
+"""Heads that are exchanged in parts, in captured steps: equal bits, and messages under kernels.
+
+On one GPU the context-parallel group has one rank, which sends its heads to itself through NCCL.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
+from megatron_packed.distributed.determinism import configure_determinism
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.testing import WorkerPools
+from megatron_packed.layers.context_parallel import ContextParallel
+from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
+from megatron_packed.training.build_job import Job, build_job
+from support.gpu_graph_steps import (
+    CAPTURE_SIZES,
+    DEVICE,
+    PACKS,
+    config_of,
+    different,
+    state_of,
+    steps_of,
+)
+from support.gpu_layouts import MODEL, VOCAB
+from support.host_waits import waiting
+
+pytestmark = pytest.mark.gpu
+
+PARTS = 4
+STEPS = 4
+LAYERS = dataclasses.replace(
+    MODEL,
+    hybrid_layer_pattern="M*-",
+    num_attention_heads=8,
+    num_query_groups=4,
+    mamba_num_heads=16,
+    mamba_num_groups=4,
+    num_experts=None,
+    moe_router_num_groups=None,
+    moe_router_group_topk=None,
+    moe_latent_size=None,
+    moe_shared_expert_intermediate_size=None,
+    moe_shared_expert_gate=False,
+    moe_router_enable_expert_bias=False,
+)
+"""Layers whose heads travel in 4 parts over one rank, and in 2 parts over two ranks."""
+
+
+def parts_of(job: Job) -> list[int]:
+    mixers = [getattr(layer.mixer, "core_attn", layer.mixer) for layer in job.model.layers]
+    return [getattr(mixer, "parts", 0) for mixer in mixers]
+
+
+def compare(groups: ParallelGroups, impl: str) -> dict[str, Any]:
+    """Compare steps in parts, eager and replayed, with eager steps without parts."""
+    configure_determinism()
+    layout: dict[str, Any] = {"context_parallel_size": groups.cp_size}
+    whole = build_job(config_of(LAYERS, **layout), groups, VOCAB)
+    config = config_of(LAYERS, cp_comm_overlap_parts=PARTS, **layout)
+    eager = build_job(config, groups, VOCAB)
+    captured = dataclasses.replace(config, cuda_graph=CudaGraphConfig(cuda_graph_impl=impl))
+    job = build_job(captured, groups, VOCAB)
+    graphs = build_graphs(captured, job, CAPTURE_SIZES, groups, print)
+    assert graphs is not None
+    steps = steps_of(groups, 1, overflow=False)[:STEPS]
+    equal = []
+    with released(graphs):
+        capture_graphs(graphs, job.step, PACKS, groups, first=True)
+        job.step.graphs = graphs
+        for micro_batches in steps:
+            wanted = whole.step(micro_batches, 1e-3).clone()
+            found = [one.step(micro_batches, 1e-3).clone() for one in (eager, job)]
+            equal.append([torch.equal(metrics, wanted) for metrics in found])
+        return waiting(job.step, steps[:2]) | {
+            "parts": [parts_of(one) for one in (whole, eager, job)],
+            "equal": equal,
+            "eager in parts": different(state_of(eager), state_of(whole)),
+            "replays": graphs.counters.replays,
+            "fallbacks": graphs.counters.fallbacks.total(),
+            "module_fallbacks": dict(graphs.counters.module_fallbacks),
+        }
+
+
+def check(found: dict[str, Any], parts: list[int]) -> None:
+    print(found)
+    assert found["parts"][0] == [min(part, 1) for part in parts] and found["parts"][1] == parts
+    assert found["equal"] == [[True, True]] * STEPS and found["eager in parts"] == [], found
+    assert found["replays"] > 0 and not found["fallbacks"] and not found["module_fallbacks"], found
+    assert found["finite"] and found["launches"] > 0, found
+    assert found["waits"] == [] and found["pageable"] == [], found
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[ParallelGroups]:
+    """Yield groups of one process, whose models exchange heads in a group of this process."""
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    monkeypatch.setattr(ContextParallel, "of", staticmethod(of_this_process))
+    yield ParallelGroups.single(DEVICE)
+    dist.destroy_process_group()
+    torch.use_deterministic_algorithms(False)
+
+
+def of_this_process(
+    groups: ParallelGroups, comm_type: str, mamba: str, parts: int, layer_types: list[str]
+) -> ContextParallel:
+    return ContextParallel(group=dist.group.WORLD, overlap_parts=parts)
+
+
+@pytest.mark.shows(lambda impl: f"graphs: {impl}", "one process")
+@pytest.mark.parametrize("impl", ["local", "full_iteration"])
+def test_replays_in_parts_are_the_eager_steps_on_one_gpu(impl: str, alone: ParallelGroups) -> None:
+    check(compare(alone, impl), [4, 4, 0])
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.shows(lambda impl: f"graphs: {impl}", "CP a2a")
+@pytest.mark.parametrize("impl", ["local", "full_iteration"])
+def test_replays_in_parts_are_the_eager_steps(impl: str, nccl_pools: WorkerPools) -> None:
+    for found in nccl_pools.run(compare, 2, impl, layout={"cp_size": 2}, timeout=400):
+        check(found, [2, 2, 0])
