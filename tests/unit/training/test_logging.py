@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_packed.config.sections.logging import LoggingConfig
 from megatron_packed.cuda_graphs.fallback_reasons import GraphCounters
 from megatron_packed.memory.offload_figures import OffloadFigures
 from megatron_packed.reporting.curves import read_jsonl
@@ -282,7 +283,8 @@ def test_a_terminal_shows_the_newest_step_in_a_line_that_is_overwritten(capsys, 
     """Steps between two printed lines share one terminal line; the next text erases this line."""
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    console = Console(rank=0, total_steps=10, log_interval=4)
+    console = Console.of_run(0, LoggingConfig(log_interval=4))
+    console.total_steps = 10
     for iteration in (1, 2, 3):
         console.step(record(iteration))
     console.say("saved")
