@@ -90,8 +90,8 @@ class Case:
     backward: int
     """Elements per token that backward must read and write; 0 if it needs no kernel."""
     weights: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    slices: tuple[str, ...] = ()
-    """Rows that are a column slice of a wider projection."""
+    slices: dict[str, int] = field(default_factory=dict)
+    """Columns of the wider projection of which some rows are a slice."""
 
 
 class Softmax:
@@ -120,7 +120,7 @@ def cases(s: Sizes, device: torch.device) -> dict[str, Case]:
     lengths = [s.tokens // 4, s.tokens // 8, s.tokens // 2, s.tokens // 8]
     packed = PackedSeqParams.from_lengths(lengths, s.tokens, device=device)
     cos, sin = rope_tables(s.tokens, s.head_dim, 10000.0, device)
-    head = {"x": (s.heads, s.head_dim), "gate": (s.heads, s.head_dim)}
+    query_group = (s.kv_heads, s.hidden // s.kv_heads)
     rotated = {"q": (s.heads, s.head_dim), "k": (s.kv_heads, s.head_dim)}
     conv = {"w": (s.convolved, 4), "b": (s.convolved,)}
     group = s.inner // s.groups
@@ -164,7 +164,18 @@ def cases(s: Sizes, device: torch.device) -> dict[str, Case]:
             backward=5 * s.ffn,
         ),
         "sigmoid_gate": Case(
-            rows=head, call=sigmoid_gate, forward=3 * s.hidden, backward=5 * s.hidden
+            rows={"x": query_group, "gate": query_group},
+            call=sigmoid_gate,
+            forward=3 * s.hidden,
+            backward=5 * s.hidden,
+            # Each group of the fused projection has queries, gates, a key and a value.
+            slices={"gate": 2 * (query_group[1] + s.head_dim)},
+        ),
+        "sigmoid_gate, heads": Case(
+            rows={"x": (s.heads, s.head_dim), "gate": (s.heads, s.head_dim)},
+            call=sigmoid_gate,
+            forward=3 * s.hidden,
+            backward=5 * s.hidden,
         ),
         "gated_rms_norm, Mamba": Case(
             rows={"x": (s.inner,), "z": (s.inner,)},
@@ -172,7 +183,7 @@ def cases(s: Sizes, device: torch.device) -> dict[str, Case]:
             call=lambda x, z, w: gated_rms_norm(x, z, w, EPS, group_size=group),
             forward=3 * s.inner,
             backward=5 * s.inner,
-            slices=("z",),
+            slices={"z": s.projected},
         ),
         "gated_rms_norm, delta net": Case(
             rows={"x": (s.inner,), "z": (s.inner,)},
@@ -182,7 +193,7 @@ def cases(s: Sizes, device: torch.device) -> dict[str, Case]:
             ),
             forward=3 * s.inner,
             backward=5 * s.inner,
-            slices=("z",),
+            slices={"z": s.projected},
         ),
         "causal_conv1d": Case(
             rows={"x": (s.convolved,)},
@@ -190,7 +201,7 @@ def cases(s: Sizes, device: torch.device) -> dict[str, Case]:
             call=lambda x, w, b: causal_conv1d(x, w, b, packed.seq_idx),
             forward=2 * s.convolved,
             backward=3 * s.convolved,
-            slices=("x",),
+            slices={"x": s.projected},
         ),
         "causal_conv1d, library": Case(
             rows={"x": (s.convolved,)},
@@ -198,7 +209,7 @@ def cases(s: Sizes, device: torch.device) -> dict[str, Case]:
             call=lambda x, w, b: causal_conv1d(x, w, b, packed.seq_idx, backend="causal_conv1d"),
             forward=2 * s.convolved,
             backward=3 * s.convolved,
-            slices=("x",),
+            slices={"x": s.projected},
         ),
         "rope": Case(
             rows=rotated,
@@ -241,10 +252,8 @@ class Call:
 
         leaves = []
         for name, shape in self.case.rows.items():
-            if name in self.case.slices:
-                x = random(self.sizes.tokens, self.sizes.projected)[:, : shape[0]]
-            else:
-                x = random(self.sizes.tokens, *shape)
+            columns = self.case.slices.get(name, shape[-1])
+            x = random(self.sizes.tokens, *shape[:-1], columns)[..., : shape[-1]]
             leaves.append(x.requires_grad_())
         for shape in self.case.weights.values():
             weight = random(*shape).requires_grad_()

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor, empty_like
 
+_MANY_FEATURES = 1024
+
 
 def add_partial_sums(
     parts_XD: Tensor, weight_D: Tensor, main_grad_D: Tensor | None
@@ -25,15 +27,17 @@ def add_partial_sums(
     """
     programs, features = parts_XD.shape
     out_D = empty_like(weight_D) if main_grad_D is None else main_grad_D
-    _sum_kernel[(triton.cdiv(features, 32),)](
+    # Few features make few programs, so each program has more parts at a time.
+    block_p, block_d, warps = (64, 16, 4) if features >= _MANY_FEATURES else (256, 8, 8)
+    _sum_kernel[(triton.cdiv(features, block_d),)](
         parts_XD,
         out_D,
         programs,
         FEATURES=features,
         ADD=main_grad_D is not None,
-        BLOCK_P=128,
-        BLOCK_D=32,
-        num_warps=8,
+        BLOCK_P=block_p,
+        BLOCK_D=block_d,
+        num_warps=warps,
     )
     return out_D if main_grad_D is None else None
 

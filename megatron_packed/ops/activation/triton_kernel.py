@@ -22,6 +22,10 @@ _BLOCK = 2048
 """Elements of one row that one program handles: 16 per thread."""
 
 
+_MOST_GROUPS = 32
+"""Most groups of a gate that one program handles. More would not fit in registers."""
+
+
 def not_supported_reasons(inputs: ActivationInputs) -> list[str]:
     return fp32_reasons(inputs.device_type, inputs.dtype)
 
@@ -90,20 +94,9 @@ class _SigmoidGate(torch.autograd.Function):
         x_TKF = x_TKF.contiguous()
         gate_TKF = gate_TKF if gate_TKF.stride(2) == 1 else gate_TKF.contiguous()
         y_TKF = torch.empty_like(x_TKF)
-        groups, features = x_TKF.shape[1:]
         if y_TKF.numel():
-            _gate_kernel[_grid(x_TKF.shape[0] * groups, features)](
-                x_TKF,
-                gate_TKF,
-                y_TKF,
-                groups,
-                features,
-                gate_TKF.stride(0),
-                gate_TKF.stride(1),
-                SPLIT=triton.cdiv(features, _BLOCK),
-                BLOCK=_BLOCK,
-                num_warps=4,
-            )
+            grid, sizes = _gate_launch(x_TKF, gate_TKF)
+            _gate_kernel[grid](x_TKF, gate_TKF, y_TKF, **sizes)
         ctx.save_for_backward(x_TKF, gate_TKF)
         return y_TKF
 
@@ -113,22 +106,9 @@ class _SigmoidGate(torch.autograd.Function):
         x_TKF, gate_TKF = ctx.saved_tensors
         dy_TKF = dy_TKF.contiguous()
         dx_TKF, dgate_TKF = torch.empty_like(x_TKF), torch.empty_like(x_TKF)
-        groups, features = x_TKF.shape[1:]
         if dy_TKF.numel():
-            _gate_backward_kernel[_grid(x_TKF.shape[0] * groups, features)](
-                x_TKF,
-                gate_TKF,
-                dy_TKF,
-                dx_TKF,
-                dgate_TKF,
-                groups,
-                features,
-                gate_TKF.stride(0),
-                gate_TKF.stride(1),
-                SPLIT=triton.cdiv(features, _BLOCK),
-                BLOCK=_BLOCK,
-                num_warps=4,
-            )
+            grid, sizes = _gate_launch(x_TKF, gate_TKF)
+            _gate_backward_kernel[grid](x_TKF, gate_TKF, dy_TKF, dx_TKF, dgate_TKF, **sizes)
         return dx_TKF, dgate_TKF
 
 
@@ -138,6 +118,26 @@ def _parts(kind: int) -> int:
 
 def _grid(rows: int, features: int) -> tuple[int]:
     return (rows * triton.cdiv(features, _BLOCK),)
+
+
+def _gate_launch(x_TKF: Tensor, gate_TKF: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
+    """Return the grid (blocks of groups, blocks of features) and the sizes for the gate's kernels.
+
+    A narrow group fills only a part of a block, so a program handles several groups.
+    """
+    tokens, groups, features = x_TKF.shape
+    block = min(_BLOCK, triton.next_power_of_2(features))
+    rows = min(_MOST_GROUPS, _BLOCK // block)
+    return (triton.cdiv(tokens * groups, rows), triton.cdiv(features, block)), {
+        "rows": tokens * groups,
+        "groups": groups,
+        "gate_token_stride": gate_TKF.stride(0),
+        "gate_group_stride": gate_TKF.stride(1),
+        "FEATURES": features,
+        "ROWS": rows,
+        "BLOCK": block,
+        "num_warps": 4,
+    }
 
 
 def _rows(x_TF: Tensor) -> Tensor:
@@ -215,54 +215,76 @@ def _backward_kernel(
     tl.store(dx_row + column, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _gate_kernel(
     x_ptr,
     gate_ptr,
     y_ptr,
+    rows,
     groups,
-    features,
     gate_token_stride,
     gate_group_stride,
-    SPLIT: tl.constexpr,
+    FEATURES: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute y = x * sigmoid(gate) for one block of one group of a row."""
-    program = tl.program_id(0)
-    row = (program // SPLIT).to(tl.int64)
-    column = (program % SPLIT) * BLOCK + tl.arange(0, BLOCK)
-    mask = column < features
-    place = row // groups * gate_token_stride + row % groups * gate_group_stride
-    gate = tl.load(gate_ptr + place + column, mask=mask, other=0.0).to(tl.float32)
-    x = tl.load(x_ptr + row * features + column, mask=mask, other=0.0).to(tl.float32)
+    """Compute y = x * sigmoid(gate) for a block of features of ROWS groups.
+
+    Row r is group r % groups of token r // groups.
+    """
+    place, gate_place, mask = _gate_places(
+        rows, groups, gate_token_stride, gate_group_stride, FEATURES, ROWS, BLOCK
+    )
+    gate = tl.load(gate_ptr + gate_place, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32)
     y = x / (1.0 + tl.exp(-gate))
-    tl.store(y_ptr + row * features + column, y.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _gate_backward_kernel(
     x_ptr,
     gate_ptr,
     dy_ptr,
     dx_ptr,
     dgate_ptr,
+    rows,
     groups,
-    features,
     gate_token_stride,
     gate_group_stride,
-    SPLIT: tl.constexpr,
+    FEATURES: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Compute dx = dy * s and dgate = dy * x * s * (1 - s), with s = sigmoid(gate)."""
-    program = tl.program_id(0)
-    row = (program // SPLIT).to(tl.int64)
-    column = (program % SPLIT) * BLOCK + tl.arange(0, BLOCK)
-    mask = column < features
-    place = row // groups * gate_token_stride + row % groups * gate_group_stride
-    gate = tl.load(gate_ptr + place + column, mask=mask, other=0.0).to(tl.float32)
-    x = tl.load(x_ptr + row * features + column, mask=mask, other=0.0).to(tl.float32)
-    dy = tl.load(dy_ptr + row * features + column, mask=mask, other=0.0).to(tl.float32)
+    place, gate_place, mask = _gate_places(
+        rows, groups, gate_token_stride, gate_group_stride, FEATURES, ROWS, BLOCK
+    )
+    gate = tl.load(gate_ptr + gate_place, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    dy = tl.load(dy_ptr + place, mask=mask, other=0.0).to(tl.float32)
     sigmoid = 1.0 / (1.0 + tl.exp(-gate))
     dx, dgate = dy * sigmoid, dy * x * sigmoid * (1.0 - sigmoid)
-    tl.store(dx_ptr + row * features + column, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-    tl.store(dgate_ptr + row * features + column, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
+    tl.store(dx_ptr + place, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    tl.store(dgate_ptr + place, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _gate_places(
+    rows,
+    groups,
+    gate_token_stride,
+    gate_group_stride,
+    FEATURES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Return the offsets of this program's elements in x and in the gate, and their mask."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    start = row.to(tl.int64) * FEATURES
+    # A division of 64-bit integers would take many instructions.
+    token, group = (row // groups).to(tl.int64), row % groups
+    gate_start = token * gate_token_stride + group * gate_group_stride
+    mask = (row < rows)[:, None] & (column < FEATURES)[None, :]
+    return start[:, None] + column[None, :], gate_start[:, None] + column[None, :], mask

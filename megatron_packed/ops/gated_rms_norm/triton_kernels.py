@@ -29,10 +29,12 @@ if TYPE_CHECKING:
 
 _LARGEST_GROUP = 16384
 # Rows x channels that one program has in registers at a time.
-_ELEMENTS_PER_TILE = 2048
+_ELEMENTS_PER_TILE = 1024
 # Programs of the backward kernel, over all groups: enough to fill any GPU several times. There are
 # about _BACKWARD_PROGRAMS / groups partial sums of the weight's gradient.
-_BACKWARD_PROGRAMS = 1024
+_BACKWARD_PROGRAMS = 512
+# Backward loads the next two tiles in advance. Larger tiles have no room in shared memory.
+_LARGEST_PREFETCHED_TILE = 2048
 
 
 def not_supported_reasons(inputs: GatedRMSNormInputs) -> list[str]:
@@ -148,7 +150,8 @@ class _GatedNorm(torch.autograd.Function):
             NORM_FIRST=ctx.norm_before_gate,
             BLOCK=block,
             ROWS=rows,
-            num_warps=_warps(block * rows),
+            STAGES=3 if block * rows <= _LARGEST_PREFETCHED_TILE else 1,
+            num_warps=_warps(2 * block * rows),
         )
         dweight = None
         if ctx.needs_input_grad[2]:
@@ -264,6 +267,7 @@ def _backward_kernel(
     NORM_FIRST: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Compute dx and dz of several tiles of one group, and their part of the weight's gradient.
 
@@ -276,7 +280,7 @@ def _backward_kernel(
     weight_lane = lane if SHARED_WEIGHT else channel
     weight = tl.load(weight_ptr + weight_lane, mask=lane < GROUP_SIZE, other=0.0).to(tl.float32)
     d_weight = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-    for tile in range(tiles_per_program):
+    for tile in tl.range(0, tiles_per_program, num_stages=STAGES):
         row = (program * tiles_per_program + tile) * ROWS + tl.arange(0, ROWS)
         mask = (row < tokens)[:, None] & (lane < GROUP_SIZE)[None, :]
         x = _load(x_ptr, row, x_stride, channel, mask)

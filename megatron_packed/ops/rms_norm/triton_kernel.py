@@ -32,6 +32,9 @@ from megatron_packed.ops.triton_mode import device_reasons
 _WIDEST = 16384
 """Largest number of features: a program has a complete row in registers."""
 
+_WIDEST_PREFETCHED = 4096
+"""Largest number of features of which backward loads several steps in advance."""
+
 _FLOATING = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -132,7 +135,9 @@ class _RMSNorm(torch.autograd.Function):
             ROWS=rows,
             BLOCK_D=block_d,
             ZERO_CENTERED=ctx.zero_centered,
-            num_warps=min(32, 2 * warps),
+            # Loads of the next two steps are under way. Wider rows have no room in shared memory.
+            STAGES=3 if block_d <= _WIDEST_PREFETCHED else 1,
+            num_warps=warps if block_d <= _WIDEST_PREFETCHED else min(32, 2 * warps),
         )
         dweight = (
             add_partial_sums(parts, weight, ctx.main_grad) if ctx.needs_input_grad[1] else None
@@ -185,10 +190,10 @@ def _forward_kernel(
     BLOCK_D: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_D)
     mask = (row < tokens)[:, None] & (column < FEATURES)[None, :]
-    start = row // inner * group_stride + row % inner * row_stride
+    start = _row_starts(row, inner, group_stride, row_stride)
     x = tl.load(x_ptr + start[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
     rstd = tl.rsqrt(tl.sum(x * x, axis=1) / FEATURES + eps)
     tl.store(rstd_ptr + row, rstd, mask=row < tokens)
@@ -196,7 +201,16 @@ def _forward_kernel(
     if ZERO_CENTERED:
         weight += 1.0
     y = (x * rstd[:, None] * weight[None, :]).to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + row[:, None] * FEATURES + column[None, :], y, mask=mask)
+    tl.store(y_ptr + row.to(tl.int64)[:, None] * FEATURES + column[None, :], y, mask=mask)
+
+
+@triton.jit
+def _row_starts(row, inner, group_stride, row_stride):
+    """Return the offsets of the first elements of rows of x.
+
+    The division has 32 bits, because one of 64 bits would take many instructions.
+    """
+    return (row // inner).to(tl.int64) * group_stride + (row % inner).to(tl.int64) * row_stride
 
 
 @triton.jit(do_not_specialize=["program_rows"])
@@ -219,6 +233,7 @@ def _backward_kernel(
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Compute dx of ``program_rows`` consecutive rows, and their part of dw in registers."""
     column = tl.arange(0, BLOCK_D)
@@ -227,11 +242,12 @@ def _backward_kernel(
     if ZERO_CENTERED:
         weight += 1.0
     share = tl.zeros((BLOCK_D,), tl.float32)
-    first = tl.program_id(0).to(tl.int64) * program_rows
-    for start in range(0, program_rows, ROWS):
-        row = first + start + tl.arange(0, ROWS)
+    first = tl.program_id(0) * program_rows
+    for start in tl.range(0, program_rows, ROWS, num_stages=STAGES):
+        number = first + start + tl.arange(0, ROWS)
+        row = number.to(tl.int64)
         mask = (row < tokens)[:, None] & real[None, :]
-        x_start = row // inner * group_stride + row % inner * row_stride
+        x_start = _row_starts(number, inner, group_stride, row_stride)
         x = tl.load(x_ptr + x_start[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + row[:, None] * dy_stride + column[None, :], mask=mask, other=0.0).to(
             tl.float32

@@ -158,7 +158,7 @@ def test_activation(kind, shape):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("groups", "features"), [(2, 2100), (3, 5), (1, 1)])
+@pytest.mark.parametrize(("groups", "features"), [(2, 2100), (3, 5), (9, 40), (1, 1)])
 def test_sigmoid_gate_of_a_fused_projection(groups, features):
     x = torch.randn(4, groups, features, requires_grad=True)
     fused = (3 * torch.randn(4, groups, 2 * features + 3)).requires_grad_()
