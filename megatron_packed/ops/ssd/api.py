@@ -24,6 +24,7 @@ OP = Op(
     "ssd",
     (
         Backend("mamba_ssm", "megatron_packed.ops.ssd.mamba_ssm"),
+        Backend("triton", "megatron_packed.ops.ssd.triton_kernels", automatic=False),
         Backend("reference", "megatron_packed.ops.ssd.reference"),
         Backend("recurrence", "megatron_packed.ops.ssd.recurrence", automatic=False),
     ),

@@ -47,7 +47,7 @@ class PartialSums(NamedTuple):
     d_last_sum_NQX: Tensor
     """Additional gradient of the last sum of each chunk, with any stride between chunks."""
     d_log_XNQL: Tensor
-    """Gradient of the single terms ``dt * A``."""
+    """Gradient of the single terms ``dt * A``; X may be 0."""
     d_reach_XNQL: Tensor
     """Gradient of the sums of all terms after a token of the chunk, stored at the next position.
 
@@ -285,7 +285,8 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     d_log += tl.cumsum(
         _partial_sums(d_reach_ptr, at, size, is_stored & (i > 0)[None, :], REACHES), axis=1
     )
-    d_log += _partial_sums(d_log_ptr, at, size, is_stored, LOGS)
+    if LOGS > 0:
+        d_log += _partial_sums(d_log_ptr, at, size, is_stored, LOGS)
 
     A = -tl.exp(tl.load(A_log_ptr + n, mask=is_head, other=0.0).to(tl.float32))
     raw = tl.load(

@@ -1,0 +1,301 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Triton kernels of the gradients inside a chunk, given the states around it and their gradients.
+
+A program computes one chunk of one group of heads. It takes the heads in order and sums the gradients
+of B, C and C B^T in registers. If there are few chunks, several programs share the heads of a group,
+and a second kernel adds their sums in a fixed order.
+
+Letters: T tokens, N heads, P head dimension, G groups, S state, Q chunks, L tokens of a chunk, X
+blocks of channels of a head, K programs of a group.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_packed.ops.ssd.chunk_sum import PartialSums
+from megatron_packed.ops.ssd.triton_tiles import TILES, Plan
+
+_ROWS_PER_PROGRAM = 16
+
+
+class ScanTensors(NamedTuple):
+    """Tensors that the gradients are computed from."""
+
+    x_TNP: Tensor
+    B_TGS: Tensor
+    C_TGS: Tensor
+    dy_TNP: Tensor
+    seq_idx_1T: Tensor
+    factors_4NQL: Tensor
+    states_QNPS: Tensor
+    """State at the start of each chunk, in x's dtype."""
+    d_states_QNPS: Tensor
+    """Gradient of the state at the end of each chunk, in x's dtype."""
+
+
+def chunk_gradients(scan: ScanTensors, plan: Plan, *, out: tuple[Tensor, Tensor]) -> PartialSums:
+    """Write the gradients of B and C to ``out``, and return those of steps, decays and D.
+
+    Args:
+        out: tensors of the shapes of B and C with stride 1 in the last dimension.
+    """
+    (tokens, heads, _), (groups, state_dim) = scan.x_TNP.shape, scan.B_TGS.shape[1:]
+    dB_TGS, dC_TGS = out
+    options = {"dtype": torch.float32, "device": scan.x_TNP.device}
+    if plan.splits == 1:
+        parts = (dB_TGS, dC_TGS)
+    else:
+        shape_KTGS = (plan.splits, tokens, groups, state_dim)
+        parts = (torch.empty(shape_KTGS, **options), torch.empty(shape_KTGS, **options))
+    d_sums_3XNQL = torch.empty(3, plan.blocks, heads, plan.chunks, plan.length, **options)
+    d_last_NQX = torch.empty(heads, plan.chunks, plan.blocks, **options)
+    d_D_XQN = torch.empty(plan.blocks, plan.chunks, heads, **options)
+    _launch(scan, plan, parts, (d_sums_3XNQL, d_last_NQX, d_D_XQN))
+    if plan.splits > 1:
+        _add(parts, (dB_TGS, dC_TGS), plan.splits)
+    return PartialSums(
+        d_sum_XNQL=d_sums_3XNQL[0],
+        d_last_sum_NQX=d_last_NQX,
+        d_log_XNQL=d_sums_3XNQL[0, :0],
+        d_reach_XNQL=d_sums_3XNQL[1],
+        d_step_XNQL=d_sums_3XNQL[2],
+        d_D_XXQN=d_D_XQN[None],
+    )
+
+
+def _launch(
+    scan: ScanTensors, plan: Plan, out: tuple[Tensor, Tensor], sums: tuple[Tensor, ...]
+) -> None:
+    (tokens, heads, head_dim), (groups, state_dim) = scan.x_TNP.shape, scan.B_TGS.shape[1:]
+    tiles = TILES[scan.x_TNP.dtype]["gradients"]
+    _gradients_kernel[(groups * plan.splits, plan.chunks)](
+        *scan,
+        *out,
+        *sums,
+        tokens,
+        plan.chunks,
+        *scan.x_TNP.stride()[:2],
+        *scan.B_TGS.stride()[:2],
+        *scan.C_TGS.stride()[:2],
+        *scan.dy_TNP.stride()[:2],
+        *out[0].stride()[-3:-1],
+        *out[1].stride()[-3:-1],
+        P=head_dim,
+        S=state_dim,
+        BLOCK_P=plan.block_p,
+        BLOCK_S=plan.block_s,
+        HEADS=heads,
+        HEADS_PER_GROUP=heads // groups,
+        SPLITS=plan.splits,
+        L=plan.length,
+        STAGES=tiles.stages,
+        PRECISION=plan.precision,
+        num_warps=tiles.warps,
+        maxnreg=tiles.registers,
+    )
+
+
+def _add(parts: tuple[Tensor, Tensor], outs: tuple[Tensor, Tensor], splits: int) -> None:
+    tokens, groups, state_dim = outs[0].shape
+    columns = groups * state_dim
+    block = min(triton.next_power_of_2(columns), 256)
+    _add_kernel[(triton.cdiv(tokens, _ROWS_PER_PROGRAM), triton.cdiv(columns, block), 2)](
+        *parts,
+        *outs,
+        tokens,
+        outs[0].stride(0),
+        outs[0].stride(1),
+        outs[1].stride(0),
+        outs[1].stride(1),
+        S=state_dim,
+        COLUMNS=columns,
+        SPLITS=splits,
+        BLOCK_T=_ROWS_PER_PROGRAM,
+        BLOCK=block,
+    )
+
+
+@triton.jit(do_not_specialize=["tokens", "chunks"])
+def _gradients_kernel(
+    x_ptr,
+    b_ptr,
+    c_ptr,
+    dy_ptr,
+    seq_idx_ptr,
+    factors_ptr,
+    states_ptr,
+    d_states_ptr,
+    db_ptr,
+    dc_ptr,
+    d_sums_ptr,
+    d_last_ptr,
+    d_skip_ptr,
+    tokens,
+    chunks,
+    x_stride,
+    x_head_stride,
+    b_stride,
+    b_group_stride,
+    c_stride,
+    c_group_stride,
+    dy_stride,
+    dy_head_stride,
+    db_stride,
+    db_group_stride,
+    dc_stride,
+    dc_group_stride,
+    P: tl.constexpr,
+    S: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEADS_PER_GROUP: tl.constexpr,
+    SPLITS: tl.constexpr,
+    L: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Compute chunk c of the heads of part k of group g in program (g * SPLITS + k, c).
+
+    The gradients of sums, of what reaches the end of the chunk and of steps are B5 and B7, B4 and B3 of
+    README.md.
+    """
+    BLOCKS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
+    COUNT: tl.constexpr = HEADS_PER_GROUP // SPLITS
+    group = tl.program_id(0) // SPLITS
+    split = tl.program_id(0) % SPLITS
+    chunk = tl.program_id(1)
+    start = chunk.to(tl.int64) * L
+    p = tl.arange(0, BLOCK_P)
+    s = tl.arange(0, BLOCK_S)
+    token = tl.arange(0, L)
+    real = token < tokens - chunk * L
+    s_mask = real[:, None] & (s < S)[None, :]
+    plane = HEADS * chunks.to(tl.int64) * L
+    sums = BLOCKS * plane
+    x_tile = token[:, None] * x_stride + p[None, :]
+    dy_tile = token[:, None] * dy_stride + p[None, :]
+    state_tile = p[:, None] * S + s[None, :]
+    b_base = b_ptr + (start * b_stride + group * b_group_stride)
+    c_base = c_ptr + (start * c_stride + group * c_group_stride)
+    b = tl.load(b_base + token[:, None] * b_stride + s[None, :], mask=s_mask, other=0.0)
+    c = tl.load(c_base + token[:, None] * c_stride + s[None, :], mask=s_mask, other=0.0)
+    document = tl.load(seq_idx_ptr + start + token, mask=real, other=-1)
+    # Rows are the earlier tokens j, columns the later tokens i.
+    pairs = (token[:, None] <= token[None, :]) & (document[:, None] == document[None, :])
+    scores = tl.dot(b, tl.trans(c), input_precision=PRECISION)
+    scores = tl.where(pairs, scores, 0.0)
+    db = tl.zeros((L, BLOCK_S), dtype=tl.float32)
+    dc = tl.zeros((L, BLOCK_S), dtype=tl.float32)
+    d_scores = tl.zeros((L, L), dtype=tl.float32)
+    for step_of_loop in tl.range(COUNT * BLOCKS, num_stages=STAGES):
+        head = group * HEADS_PER_GROUP + split * COUNT + step_of_loop // BLOCKS
+        block = step_of_loop % BLOCKS
+        channel = block * BLOCK_P
+        p_mask = real[:, None] & (channel + p < P)[None, :]
+        state_mask = (channel + p < P)[:, None] & (s < S)[None, :]
+        row = head.to(tl.int64) * chunks * L + start
+        x_base = x_ptr + (start * x_stride + head * x_head_stride + channel)
+        dy_base = dy_ptr + (start * dy_stride + head * dy_head_stride + channel)
+        at = (chunk.to(tl.int64) * HEADS + head) * (P * S) + channel * S
+        step = tl.load(factors_ptr + row + token)
+        total = tl.load(factors_ptr + plane + row + token)
+        enter = tl.load(factors_ptr + 2 * plane + row + token)
+        rest = tl.load(factors_ptr + 3 * plane + row + token)
+        keep = tl.load(factors_ptr + 2 * plane + row + (L - 1))
+        # A tile is read from shared memory where it is loaded here, so late loads save registers.
+        state = tl.load(states_ptr + at + state_tile, mask=state_mask, other=0.0)
+        d_state = tl.load(d_states_ptr + at + state_tile, mask=state_mask, other=0.0)
+        d_last = tl.sum(tl.sum(state.to(tl.float32) * d_state.to(tl.float32), axis=1), axis=0)
+
+        # Terms with the state at the start of the chunk.
+        dy = tl.load(dy_base + dy_tile, mask=p_mask, other=0.0)
+        wide = dy.to(tl.float32)
+        scaled = wide * enter[:, None]
+        y = tl.dot(c, tl.trans(state), input_precision=PRECISION)
+        d_enter = tl.sum(y * scaled, axis=1)
+        dc = tl.dot(scaled.to(dy.dtype), state, dc, input_precision=PRECISION)
+
+        # Terms with the state at its end.
+        x = tl.load(x_base + x_tile, mask=p_mask, other=0.0)
+        d_skip = tl.sum(tl.sum(x.to(tl.float32) * wide, axis=1), axis=0)
+        scaled = x.to(tl.float32) * rest[:, None]
+        w = tl.dot(b, tl.trans(d_state), input_precision=PRECISION)
+        d_rest = tl.sum(w * scaled, axis=1)
+        scaled *= step[:, None]
+        db = tl.dot(scaled.to(x.dtype), d_state, db, input_precision=PRECISION)
+
+        # Terms between two tokens of the chunk. Inside a document the exponent is at most 0. Elsewhere
+        # the scores are zeros, and d_scores is masked after the loop.
+        decay = tl.exp2(tl.minimum(total[None, :] - total[:, None], 0.0))
+        products = tl.dot(x, tl.trans(dy), input_precision=PRECISION) * (decay * step[:, None])
+        d_scores += products
+        products *= scores
+        # A step that is too small to divide by has no gradient with respect to dt.
+        d_step = tl.where(step > 1e-30, tl.sum(products, axis=1) / step, 0.0)
+        # The diagonal has no decay.
+        products = tl.where(token[:, None] < token[None, :], products, 0.0)
+        d_earlier = tl.sum(products, axis=1)
+        d_later = tl.sum(products, axis=0)
+
+        out = d_sums_ptr + block * plane + row
+        tl.store(out + token, d_later + d_enter - d_earlier)
+        tl.store(out + sums + token + 1, d_rest * step, mask=token + 1 < L)
+        tl.store(out + 2 * sums + token, d_step + d_rest)
+        tl.store(d_last_ptr + (head * chunks + chunk) * BLOCKS + block, d_last * keep)
+        tl.store(d_skip_ptr + (block * chunks + chunk) * HEADS + head, d_skip)
+    low = tl.where(pairs, d_scores, 0.0).to(b.dtype)
+    db = tl.dot(low, c, db, input_precision=PRECISION)
+    # A transposed product, so that the computed tile is not transposed as a left operand.
+    dc += tl.trans(tl.dot(tl.trans(b), low, input_precision=PRECISION))
+    part = split * tokens.to(tl.int64) * (HEADS // HEADS_PER_GROUP) * S
+    if SPLITS == 1:
+        part = 0
+    db_base = db_ptr + (part + start * db_stride + group * db_group_stride)
+    db_tile = token[:, None] * db_stride + s[None, :]
+    tl.store(db_base + db_tile, db.to(db_ptr.dtype.element_ty), mask=s_mask)
+    dc_base = dc_ptr + (part + start * dc_stride + group * dc_group_stride)
+    dc_tile = token[:, None] * dc_stride + s[None, :]
+    tl.store(dc_base + dc_tile, dc.to(dc_ptr.dtype.element_ty), mask=s_mask)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _add_kernel(
+    db_parts_ptr,
+    dc_parts_ptr,
+    db_ptr,
+    dc_ptr,
+    tokens,
+    db_stride,
+    db_group_stride,
+    dc_stride,
+    dc_group_stride,
+    S: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Add the sums of all programs of a group, in order: those of B if the third index is 0, else of C."""
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = (t < tokens)[:, None] & (column < COLUMNS)[None, :]
+    at = t[:, None] * COLUMNS + column[None, :]
+    plane = tokens.to(tl.int64) * COLUMNS
+    total = tl.zeros((BLOCK_T, BLOCK), dtype=tl.float32)
+    if tl.program_id(2) == 0:
+        for split in tl.static_range(SPLITS):
+            total += tl.load(db_parts_ptr + split * plane + at, mask=mask, other=0.0)
+        to = t[:, None] * db_stride + (column // S * db_group_stride + column % S)[None, :]
+        tl.store(db_ptr + to, total.to(db_ptr.dtype.element_ty), mask=mask)
+    else:
+        for split in tl.static_range(SPLITS):
+            total += tl.load(dc_parts_ptr + split * plane + at, mask=mask, other=0.0)
+        to = t[:, None] * dc_stride + (column // S * dc_group_stride + column % S)[None, :]
+        tl.store(dc_ptr + to, total.to(dc_ptr.dtype.element_ty), mask=mask)

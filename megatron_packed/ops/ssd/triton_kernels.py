@@ -1,0 +1,128 @@
+# mypy: disable-error-code="no-untyped-call"
+"""Scan by Triton kernels that keep the state in registers, and restart at each document.
+
+Forward runs four kernels and saves only its inputs. Backward computes the decay factors and states
+again, and gives the same bits in each run. README.md has the formulas and the proof of isolation.
+
+The shapes of all tensors and grids depend only on the numbers of tokens, heads, groups and channels.
+There is no autotuning, so a warm-up only has to compile the kernels.
+
+Gradients of x, B, C and dt are written directly into the buffers of ``ops.column_slices`` if there are
+any. Gradients of A_log, D and dt_bias are added to their ``main_grad`` if they have one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_packed.ops.column_slices import GradientSlot, gradient_like, gradient_slot
+from megatron_packed.ops.ssd.api import SSDInputs, inputs_of
+from megatron_packed.ops.ssd.chunk_sum import chunk_sum_backward
+from megatron_packed.ops.ssd.triton_gradients import ScanTensors, chunk_gradients
+from megatron_packed.ops.ssd.triton_outputs import input_gradients, outputs
+from megatron_packed.ops.ssd.triton_states import states_of_chunks, states_of_segments
+from megatron_packed.ops.ssd.triton_steps import STEP, chunk_factors
+from megatron_packed.ops.ssd.triton_tiles import TILES, plan_of
+from megatron_packed.ops.triton_mode import device_reasons
+
+_LARGEST_STATE = 256
+
+
+def not_supported_reasons(inputs: SSDInputs) -> list[str]:
+    """Return the reasons why the kernels do not support these inputs; empty if they do."""
+    reasons = device_reasons(inputs.device_type)
+    if inputs.dtype not in TILES:
+        reasons.append(f"the kernels support bfloat16 and float32, not {inputs.dtype}")
+    if inputs.state_dim > _LARGEST_STATE:
+        reasons.append(
+            f"state_dim ({inputs.state_dim}) is above {_LARGEST_STATE}, the largest that fits in registers"
+        )
+    return reasons
+
+
+def run(
+    x_TNP: Tensor,
+    dt_TN: Tensor,
+    A_log_N: Tensor,
+    B_TGS: Tensor,
+    C_TGS: Tensor,
+    D_N: Tensor,
+    dt_bias_N: Tensor,
+    seq_idx_1T: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    chunk_size: int,
+) -> Tensor:
+    """Run the op; see ``api.ssd``. The kernels have their own chunk length and ignore ``chunk_size``."""
+    slots = tuple(gradient_slot(tensor) for tensor in (x_TNP, dt_TN, B_TGS, C_TGS))
+    arguments = (x_TNP, dt_TN, A_log_N, B_TGS, C_TGS, D_N, dt_bias_N)
+    y_TNP: Tensor = _Scan.apply(*arguments, seq_idx_1T, slots)
+    return y_TNP
+
+
+class _Scan(torch.autograd.Function):
+    """Scan of a pack in segments; saves its inputs only."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TNP: Tensor,
+        dt_TN: Tensor,
+        A_log_N: Tensor,
+        B_TGS: Tensor,
+        C_TGS: Tensor,
+        D_N: Tensor,
+        dt_bias_N: Tensor,
+        seq_idx_1T: Tensor,
+        slots: tuple[GradientSlot | None, ...],
+    ) -> Tensor:
+        x_TNP, B_TGS, C_TGS = (
+            t if t.stride(-1) == 1 else t.contiguous() for t in (x_TNP, B_TGS, C_TGS)
+        )
+        # Do not pass the gradient buffers to save_for_backward: backward writes to them, and
+        # autograd would report a modified saved tensor.
+        ctx.main_grads = tuple(
+            getattr(parameter, "main_grad", None) if parameter.requires_grad else None
+            for parameter in (A_log_N, D_N, dt_bias_N)
+        )
+        ctx.slots = slots
+        A_log_N, D_N, dt_bias_N = A_log_N.contiguous(), D_N.contiguous(), dt_bias_N.contiguous()
+        ctx.save_for_backward(x_TNP, dt_TN, A_log_N, B_TGS, C_TGS, D_N, dt_bias_N, seq_idx_1T)
+        plan = plan_of(inputs_of(x_TNP, B_TGS, C_TGS, 1))
+        factors_4NQL, first_QL = chunk_factors(dt_TN, A_log_N, dt_bias_N, seq_idx_1T, plan.length)
+        states_ZNPS = states_of_segments(x_TNP, B_TGS, factors_4NQL, plan)
+        return outputs(x_TNP, B_TGS, C_TGS, D_N, first_QL, factors_4NQL, states_ZNPS, plan)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_TNP: Tensor) -> tuple[Tensor | None, ...]:
+        x_TNP, dt_TN, A_log_N, B_TGS, C_TGS, D_N, dt_bias_N, seq_idx_1T = ctx.saved_tensors
+        if dy_TNP.stride(-1) != 1:
+            dy_TNP = dy_TNP.contiguous()
+        dx_TNP, ddt_TN, dB_TGS, dC_TGS = map(gradient_like, (x_TNP, dt_TN, B_TGS, C_TGS), ctx.slots)
+        plan = plan_of(inputs_of(x_TNP, B_TGS, C_TGS, 1))
+        factors_4NQL, first_QL = chunk_factors(dt_TN, A_log_N, dt_bias_N, seq_idx_1T, plan.length)
+        forward = (x_TNP, B_TGS, factors_4NQL)
+        states_ZNPS = states_of_segments(*forward, plan)
+        states_QNPS = states_of_chunks(*forward, states_ZNPS, plan)
+        d_states_ZNPS = states_of_segments(dy_TNP, C_TGS, factors_4NQL, plan, reverse=True)
+        d_states_QNPS = input_gradients(
+            *(dy_TNP, B_TGS, C_TGS, D_N, first_QL, factors_4NQL, d_states_ZNPS, plan),
+            out=dx_TNP,
+        )
+        tensors = ScanTensors(
+            *(x_TNP, B_TGS, C_TGS, dy_TNP, seq_idx_1T, factors_4NQL, states_QNPS, d_states_QNPS)
+        )
+        sums = chunk_gradients(tensors, plan, out=(dB_TGS, dC_TGS))
+        steps = chunk_sum_backward(
+            factors_4NQL[STEP],
+            *(dt_TN, A_log_N, D_N, dt_bias_N, seq_idx_1T, sums),
+            out_TN=ddt_TN,
+            main_grads=ctx.main_grads,
+        )
+        gradients = (dx_TNP, steps.dt_TN, steps.A_log_N, dB_TGS, dC_TGS)
+        return (*gradients, steps.D_N, steps.dt_bias_N, None, None)

@@ -1,0 +1,218 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Triton kernel of the scan: a program carries the state through a segment and writes the outputs.
+
+Forward computes y. Backward computes the gradient of x by the same kernel from the last chunk to the
+first, because the adjoint of the scan is a scan: dy, C and B take the places of x, B and C. It also
+stores the gradient of the state at the end of each chunk, for the gradients of B and the decays.
+
+The state is transposed, (P, S), and so are the tiles of x and y. In this orientation each product's left
+operand is a value in registers or a loaded tile. No computed tile is transposed: Triton 3.4 to 3.7.0
+miscompile products with such a left operand on Hopper.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_packed.ops.ssd.triton_tiles import TILES, Plan
+
+
+def outputs(
+    x_TNP: Tensor,
+    B_TGS: Tensor,
+    C_TGS: Tensor,
+    D_N: Tensor,
+    first_QL: Tensor,
+    factors_4NQL: Tensor,
+    states_ZNPS: Tensor,
+    plan: Plan,
+) -> Tensor:
+    """Return y, ``(T, N, P)`` contiguous.
+
+    Args:
+        states_ZNPS: the state at the start of each segment.
+    """
+    y_TNP = torch.empty(x_TNP.shape, dtype=x_TNP.dtype, device=x_TNP.device)
+    tensors = (x_TNP, B_TGS, C_TGS, D_N, first_QL, factors_4NQL, states_ZNPS)
+    _scan(tensors, y_TNP, None, plan, reverse=False)
+    return y_TNP
+
+
+def input_gradients(
+    dy_TNP: Tensor,
+    B_TGS: Tensor,
+    C_TGS: Tensor,
+    D_N: Tensor,
+    first_QL: Tensor,
+    factors_4NQL: Tensor,
+    d_states_ZNPS: Tensor,
+    plan: Plan,
+    *,
+    out: Tensor,
+) -> Tensor:
+    """Write the gradient of x to ``out``, and return the gradients of the states.
+
+    Args:
+        d_states_ZNPS: the gradient of the state at the end of each segment.
+        out: ``(T, N, P)`` with stride 1 in the last dimension.
+    Returns:
+        ``(Q, N, P, S)`` in the dtype of dy: the gradient of the state at the end of each chunk.
+    """
+    shape = (plan.chunks, *d_states_ZNPS.shape[1:])
+    d_states_QNPS = torch.empty(shape, dtype=dy_TNP.dtype, device=dy_TNP.device)
+    tensors = (dy_TNP, C_TGS, B_TGS, D_N, first_QL, factors_4NQL, d_states_ZNPS)
+    _scan(tensors, out, d_states_QNPS, plan, reverse=True)
+    return d_states_QNPS
+
+
+def _scan(
+    tensors: tuple[Tensor, ...],
+    out_TNP: Tensor,
+    states_QNPS: Tensor | None,
+    plan: Plan,
+    *,
+    reverse: bool,
+) -> None:
+    """Launch one program for each segment, head and block of channels."""
+    x_TNP, B_TGS, C_TGS = tensors[:3]
+    (tokens, heads, head_dim), (groups, state_dim) = x_TNP.shape, B_TGS.shape[1:]
+    tiles = TILES[x_TNP.dtype]["inputs" if reverse else "outputs"]
+    _scan_kernel[(heads * plan.blocks, plan.segments)](
+        *tensors,
+        out_TNP,
+        states_QNPS,
+        tokens,
+        plan.chunks,
+        plan.chunks_per_segment,
+        *x_TNP.stride()[:2],
+        *B_TGS.stride()[:2],
+        *C_TGS.stride()[:2],
+        *out_TNP.stride()[:2],
+        P=head_dim,
+        S=state_dim,
+        BLOCK_P=plan.block_p,
+        BLOCK_S=plan.block_s,
+        HEADS=heads,
+        HEADS_PER_GROUP=heads // groups,
+        L=plan.length,
+        REVERSE=reverse,
+        STAGES=tiles.stages,
+        PRECISION=plan.precision,
+        num_warps=tiles.warps,
+        maxnreg=tiles.registers,
+    )
+
+
+@triton.jit(do_not_specialize=["tokens", "chunks", "chunks_per_segment"])
+def _scan_kernel(
+    x_ptr,
+    b_ptr,
+    c_ptr,
+    d_ptr,
+    first_ptr,
+    factors_ptr,
+    entering_ptr,
+    y_ptr,
+    states_ptr,
+    tokens,
+    chunks,
+    chunks_per_segment,
+    x_stride,
+    x_head_stride,
+    b_stride,
+    b_group_stride,
+    c_stride,
+    c_group_stride,
+    y_stride,
+    y_head_stride,
+    P: tl.constexpr,
+    S: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEADS_PER_GROUP: tl.constexpr,
+    L: tl.constexpr,
+    REVERSE: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Compute y of segment z in program (n * blocks + block, z); see README.md, F1 to F4.
+
+    With REVERSE, x, B, C and y are dy, C, B and dx, and the state is its gradient (B1 to B3).
+    """
+    BLOCKS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
+    head = tl.program_id(0) // BLOCKS
+    group = head // HEADS_PER_GROUP
+    segment = tl.program_id(1)
+    first = segment * chunks_per_segment
+    count = tl.minimum(chunks_per_segment, chunks - first)
+    p = (tl.program_id(0) % BLOCKS) * BLOCK_P + tl.arange(0, BLOCK_P)
+    s = tl.arange(0, BLOCK_S)
+    token = tl.arange(0, L)
+    x_tile = token[:, None] * x_stride + p[None, :]
+    y_tile = token[None, :] * y_stride + p[:, None]
+    b_tile = token[:, None] * b_stride + s[None, :]
+    c_tile = token[:, None] * c_stride + s[None, :]
+    x_base = x_ptr + head.to(tl.int64) * x_head_stride
+    y_base = y_ptr + head.to(tl.int64) * y_head_stride
+    b_base = b_ptr + group.to(tl.int64) * b_group_stride
+    c_base = c_ptr + group.to(tl.int64) * c_group_stride
+    plane = HEADS * chunks.to(tl.int64) * L
+    factor_base = factors_ptr + head.to(tl.int64) * chunks * L
+    skip = tl.load(d_ptr + head).to(tl.float32)
+    at = (segment.to(tl.int64) * HEADS + head) * (P * S)
+    state_mask = (p < P)[:, None] & (s < S)[None, :]
+    state_tile = p[:, None] * S + s[None, :]
+    state = tl.load(entering_ptr + at + state_tile, mask=state_mask, other=0.0)
+    for done in tl.range(count, num_stages=STAGES):
+        chunk = first + done
+        if REVERSE:
+            chunk = first + count - 1 - done
+        start = chunk.to(tl.int64) * L
+        real = token < tokens - chunk * L
+        x_mask = real[:, None] & (p < P)[None, :]
+        y_mask = (p < P)[:, None] & real[None, :]
+        s_mask = real[:, None] & (s < S)[None, :]
+        total = tl.load(factor_base + plane + start + token)
+        step = tl.load(factor_base + start + token)
+        enter = tl.load(factor_base + 2 * plane + start + token)
+        leave = tl.load(factor_base + 3 * plane + start + token) * step
+        beginning = tl.load(first_ptr + start + token)
+        # The factor of the state is that of the last token.
+        keep = tl.load(factor_base + 2 * plane + start + (L - 1))
+
+        # A tile is read from shared memory where it is loaded here, so late loads save registers.
+        c = tl.load(c_base + start * c_stride + c_tile, mask=s_mask, other=0.0)
+        low = state.to(c.dtype)
+        if REVERSE:
+            out = states_ptr + (chunk.to(tl.int64) * HEADS + head) * (P * S) + state_tile
+            tl.store(out, low, mask=state_mask)
+        y = tl.dot(low, tl.trans(c), input_precision=PRECISION)
+        b = tl.load(b_base + start * b_stride + b_tile, mask=s_mask, other=0.0)
+        # Rows are the tokens of x and B, columns those of y and C.
+        scores = tl.dot(b, tl.trans(c), input_precision=PRECISION)
+        # Token i has a pair with token j if beginning_i <= j <= i. An unsigned comparison tests both.
+        age = (token - beginning).to(tl.uint32)
+        if REVERSE:
+            pairs = (token[None, :] - beginning[:, None]).to(tl.uint32) <= age[:, None]
+            logs = total[:, None] - total[None, :]
+            scores *= step[None, :]
+            y *= leave[None, :]
+            factor = enter
+        else:
+            pairs = (token[:, None] - beginning[None, :]).to(tl.uint32) <= age[None, :]
+            logs = total[None, :] - total[:, None]
+            scores *= step[:, None]
+            y *= enter[None, :]
+            factor = leave
+        scores *= tl.exp2(tl.where(pairs, logs, -float("inf")))
+        x = tl.load(x_base + start * x_stride + x_tile, mask=x_mask, other=0.0)
+        y = tl.dot(tl.trans(x), scores.to(x.dtype), y, input_precision=PRECISION)
+        wide = tl.trans(x).to(tl.float32)
+        y += skip * wide
+        tl.store(y_base + start * y_stride + y_tile, y.to(y_ptr.dtype.element_ty), mask=y_mask)
+        u = (wide * factor[None, :]).to(x.dtype)
+        state = tl.dot(u, b, state * keep, input_precision=PRECISION)

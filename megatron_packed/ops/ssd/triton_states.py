@@ -1,0 +1,241 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Triton kernels that carry the state along the pack, forward and backward.
+
+The pack is divided into segments of several chunks. One program carries the state of one head, or of
+a block of its channels, through one segment in fp32 registers. Segments run at the same time, so the
+state that enters each segment comes first: one launch computes what each segment adds to a state of
+zeros, and a second one passes these states from segment to segment.
+
+Backward carries the gradient of the state from the last chunk to the first. This is the same
+computation with dy and C in place of x and B, and with the factors of the outputs.
+
+Letters: T tokens, N heads, P head dimension, G groups, S state, Q chunks, L tokens of a chunk, Z
+segments.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_packed.ops.ssd.triton_tiles import TILES, Plan
+
+_PASSED_PER_PROGRAM = 256
+
+
+def states_of_segments(
+    x_TNP: Tensor, B_TGS: Tensor, factors_4NQL: Tensor, plan: Plan, *, reverse: bool = False
+) -> Tensor:
+    """Compute the state that enters each segment.
+
+    Args:
+        x_TNP: x, or with ``reverse`` the gradient of y.
+        B_TGS: B, or with ``reverse`` C.
+        reverse: go from the last chunk to the first, and return gradients of states.
+    Returns:
+        ``(Z, N, P, S)`` fp32: the state at the start of each segment, or the gradient of the state at its
+        end.
+    """
+    _, heads, head_dim = x_TNP.shape
+    state_dim, device = B_TGS.shape[2], x_TNP.device
+    states_ZNPS = torch.empty(
+        plan.segments, heads, head_dim, state_dim, dtype=torch.float32, device=device
+    )
+    decays_ZN = torch.empty(plan.segments, heads, dtype=torch.float32, device=device)
+    if plan.segments > 1:
+        _walk(x_TNP, B_TGS, factors_4NQL, states_ZNPS, decays_ZN, None, plan, reverse)
+    size = head_dim * state_dim
+    _pass_kernel[(triton.cdiv(size, _PASSED_PER_PROGRAM), heads)](
+        states_ZNPS,
+        decays_ZN,
+        plan.segments,
+        size,
+        HEADS=heads,
+        BLOCK=_PASSED_PER_PROGRAM,
+        REVERSE=reverse,
+        num_warps=2,
+    )
+    return states_ZNPS
+
+
+def states_of_chunks(
+    x_TNP: Tensor,
+    B_TGS: Tensor,
+    factors_4NQL: Tensor,
+    states_ZNPS: Tensor,
+    plan: Plan,
+    *,
+    reverse: bool = False,
+) -> Tensor:
+    """Return the state at the start of each chunk, or with ``reverse`` its gradient at the chunk's end.
+
+    Args:
+        states_ZNPS: result of `states_of_segments` for the other arguments.
+    Returns:
+        ``(Q, N, P, S)`` in the dtype of x.
+    """
+    shape = (plan.chunks, *states_ZNPS.shape[1:])
+    states_QNPS = torch.empty(shape, dtype=x_TNP.dtype, device=x_TNP.device)
+    _walk(x_TNP, B_TGS, factors_4NQL, states_ZNPS, None, states_QNPS, plan, reverse)
+    return states_QNPS
+
+
+def _walk(
+    x_TNP: Tensor,
+    B_TGS: Tensor,
+    factors_4NQL: Tensor,
+    states_ZNPS: Tensor,
+    decays_ZN: Tensor | None,
+    states_QNPS: Tensor | None,
+    plan: Plan,
+    reverse: bool,
+) -> None:
+    """Launch one program for each segment, head and block of channels."""
+    (tokens, heads, head_dim), (groups, state_dim) = x_TNP.shape, B_TGS.shape[1:]
+    tiles = TILES[x_TNP.dtype]["sums" if states_QNPS is None else "states"]
+    _walk_kernel[(heads * plan.blocks, plan.segments)](
+        x_TNP,
+        B_TGS,
+        factors_4NQL,
+        states_ZNPS,
+        decays_ZN,
+        states_QNPS,
+        tokens,
+        plan.chunks,
+        plan.chunks_per_segment,
+        *x_TNP.stride()[:2],
+        *B_TGS.stride()[:2],
+        P=head_dim,
+        S=state_dim,
+        BLOCK_P=plan.block_p,
+        BLOCK_S=plan.block_s,
+        HEADS=heads,
+        HEADS_PER_GROUP=heads // groups,
+        L=plan.length,
+        REVERSE=reverse,
+        CHUNKS=states_QNPS is not None,
+        STAGES=tiles.stages,
+        PRECISION=plan.precision,
+        num_warps=tiles.warps,
+        maxnreg=tiles.registers,
+    )
+
+
+@triton.jit(do_not_specialize=["tokens", "chunks", "chunks_per_segment"])
+def _walk_kernel(
+    x_ptr,
+    b_ptr,
+    factors_ptr,
+    states_ptr,
+    decays_ptr,
+    out_ptr,
+    tokens,
+    chunks,
+    chunks_per_segment,
+    x_stride,
+    x_head_stride,
+    b_stride,
+    b_group_stride,
+    P: tl.constexpr,
+    S: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEADS_PER_GROUP: tl.constexpr,
+    L: tl.constexpr,
+    REVERSE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Carry a state through segment z in program (n * blocks + block, z).
+
+    With CHUNKS the kernel reads the state that enters the segment and stores that of each chunk. Else it
+    starts from zeros and stores the last state, and the decay of the segment.
+    """
+    BLOCKS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
+    head = tl.program_id(0) // BLOCKS
+    segment = tl.program_id(1)
+    first = segment * chunks_per_segment
+    count = tl.minimum(chunks_per_segment, chunks - first)
+    p = (tl.program_id(0) % BLOCKS) * BLOCK_P + tl.arange(0, BLOCK_P)
+    s = tl.arange(0, BLOCK_S)
+    token = tl.arange(0, L)
+    state_tile = p[:, None] * S + s[None, :]
+    state_mask = (p < P)[:, None] & (s < S)[None, :]
+    x_tile = token[None, :] * x_stride + p[:, None]
+    b_tile = token[:, None] * b_stride + s[None, :]
+    x_base = x_ptr + head.to(tl.int64) * x_head_stride
+    b_base = b_ptr + (head // HEADS_PER_GROUP).to(tl.int64) * b_group_stride
+    plane = HEADS * chunks.to(tl.int64) * L
+    factor_base = factors_ptr + head.to(tl.int64) * chunks * L
+    at = (segment.to(tl.int64) * HEADS + head) * (P * S)
+    if CHUNKS:
+        state = tl.load(states_ptr + at + state_tile, mask=state_mask, other=0.0)
+    else:
+        state = tl.zeros((BLOCK_P, BLOCK_S), dtype=tl.float32)
+        decay = 1.0
+    chunk = first
+    if REVERSE:
+        chunk = first + count - 1
+    # The factor of a chunk is that of its last token. It is read one step early.
+    keep = tl.load(factor_base + 2 * plane + chunk * L + (L - 1))
+    for done in tl.range(count, num_stages=STAGES):
+        chunk = first + done
+        following = tl.minimum(chunk + 1, chunks - 1)
+        if REVERSE:
+            chunk = first + count - 1 - done
+            following = tl.maximum(chunk - 1, 0)
+        start = chunk.to(tl.int64) * L
+        real = token < tokens - chunk * L
+        x_mask = (p < P)[:, None] & real[None, :]
+        x = tl.load(x_base + start * x_stride + x_tile, mask=x_mask, other=0.0)
+        b_mask = real[:, None] & (s < S)[None, :]
+        b = tl.load(b_base + start * b_stride + b_tile, mask=b_mask, other=0.0)
+        if REVERSE:
+            factor = tl.load(factor_base + 2 * plane + start + token)
+        else:
+            factor = tl.load(factor_base + 3 * plane + start + token)
+            factor *= tl.load(factor_base + start + token)
+        next_keep = tl.load(factor_base + 2 * plane + following * L + (L - 1))
+        if CHUNKS:
+            out = out_ptr + (chunk.to(tl.int64) * HEADS + head) * (P * S) + state_tile
+            tl.store(out, state.to(out_ptr.dtype.element_ty), mask=state_mask)
+        else:
+            decay *= keep
+        u = (x.to(tl.float32) * factor[None, :]).to(x.dtype)
+        state = tl.dot(u, b, state * keep, input_precision=PRECISION)
+        keep = next_keep
+    if not CHUNKS:
+        tl.store(states_ptr + at + state_tile, state, mask=state_mask)
+        if tl.program_id(0) % BLOCKS == 0:
+            tl.store(decays_ptr + segment * HEADS + head, decay)
+
+
+@triton.jit(do_not_specialize=["segments"])
+def _pass_kernel(
+    states_ptr,
+    decays_ptr,
+    segments,
+    size,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
+    """Replace the state that each segment adds by the state that enters it, for a block of one head."""
+    head = tl.program_id(1)
+    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    state = tl.zeros((BLOCK,), dtype=tl.float32)
+    for done in tl.range(segments, num_stages=3):
+        segment = done
+        if REVERSE:
+            segment = segments - 1 - done
+        # No segment follows the last one, so its own state is not needed.
+        row = segment.to(tl.int64) * HEADS + head
+        needed = tl.where(done + 1 < segments, size, 0)
+        added = tl.load(states_ptr + row * size + channel, mask=channel < needed, other=0.0)
+        decay = tl.load(decays_ptr + row, mask=needed > 0, other=0.0)
+        tl.store(states_ptr + row * size + channel, state, mask=channel < size)
+        state = state * decay + added

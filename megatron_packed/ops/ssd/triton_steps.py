@@ -1,0 +1,119 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Triton kernel for the step sizes and for all decay factors of a chunk.
+
+The running sum of dt A restarts at each document, as in `chunk_sum`. The factors of terms of other
+documents are exact zeros, so the other kernels need no document numbers, except for the products
+between two tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_packed.ops.ssd.chunk_sum import _log1p, _restarting_add
+
+STEP, SUM, ENTER, REST = range(4)
+"""Planes of the result of `chunk_factors`."""
+_LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+_HEADS_PER_PROGRAM = 8
+
+
+def chunk_factors(
+    dt_TN: Tensor, A_log_N: Tensor, dt_bias_N: Tensor, seq_idx_1T: Tensor, length: int
+) -> tuple[Tensor, Tensor]:
+    """Compute step sizes, restarting sums, decay factors and starts of documents.
+
+    Args:
+        dt_TN: ``(T, N)`` step sizes before bias and softplus, any strides.
+        length: L, a power of 2.
+    Returns:
+        ``(4, N, Q, L)`` fp32 and ``(Q, L)`` int32. The planes of the first are STEP:
+        ``softplus(dt + dt_bias)``. SUM: the restarting sum s, divided by log 2. ENTER: ``exp(s_i)`` if the document of token i continues from the
+        previous chunk, else 0. REST: ``exp(s_last - s_i)`` if the document of token i is that of the
+        chunk's last token, else 0. Positions after the last token have a step of 0 and the sum of the
+        last token. The second is the position in the chunk where the document of each token begins.
+    """
+    tokens, heads = dt_TN.shape
+    chunks = triton.cdiv(tokens, length)
+    factors_4NQL = torch.empty(4, heads, chunks, length, dtype=torch.float32, device=dt_TN.device)
+    first_QL = torch.empty(chunks, length, dtype=torch.int32, device=dt_TN.device)
+    _factors_kernel[(chunks, triton.cdiv(heads, _HEADS_PER_PROGRAM))](
+        dt_TN,
+        A_log_N,
+        dt_bias_N,
+        seq_idx_1T,
+        factors_4NQL,
+        first_QL,
+        tokens,
+        heads,
+        chunks,
+        dt_TN.stride(0),
+        dt_TN.stride(1),
+        L=length,
+        BLOCK_N=_HEADS_PER_PROGRAM,
+    )
+    return factors_4NQL, first_QL
+
+
+@triton.jit(do_not_specialize=["tokens", "chunks"])
+def _factors_kernel(
+    dt_ptr,
+    A_log_ptr,
+    bias_ptr,
+    seq_idx_ptr,
+    factors_ptr,
+    first_ptr,
+    tokens,
+    heads,
+    chunks,
+    stride_token,
+    stride_head,
+    L: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    chunk = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    i = tl.arange(0, L)
+    t = chunk * L + i
+    is_token = t < tokens
+    is_head = n < heads
+    is_real = is_head[:, None] & is_token[None, :]
+    raw = tl.load(
+        dt_ptr + n[:, None] * stride_head + t[None, :] * stride_token, mask=is_real, other=0.0
+    ).to(tl.float32)
+    raw += tl.load(bias_ptr + n, mask=is_head, other=0.0).to(tl.float32)[:, None]
+    step = tl.where(raw <= 20.0, _log1p(tl.exp(tl.minimum(raw, 20.0))), raw)
+    step = tl.where(is_real, step, 0.0)
+    A = -tl.exp(tl.load(A_log_ptr + n, mask=is_head, other=0.0).to(tl.float32))
+
+    # Positions after the last token belong to the last document.
+    document = tl.load(seq_idx_ptr + tl.minimum(t, tokens - 1))
+    before = tl.load(seq_idx_ptr + t - 1, mask=is_token & (t > 0), other=0)
+    starts = ((document != before) & is_token).to(tl.int32)
+    starts = tl.broadcast_to(starts[None, :], (BLOCK_N, L))
+    total, _ = tl.associative_scan((step * (A * _LOG2_E)[:, None], starts), 1, _restarting_add)
+
+    last = tl.sum(tl.where((i == L - 1)[None, :], total, 0.0), axis=1)
+    previous_document = tl.load(seq_idx_ptr + chunk * L - 1, mask=chunk > 0, other=-1)
+    last_document = tl.load(seq_idx_ptr + tl.minimum(chunk * L + L, tokens) - 1)
+    enter = tl.where((document == previous_document)[None, :], tl.exp2(total), 0.0)
+    rest = tl.where((document == last_document)[None, :], tl.exp2(last[:, None] - total), 0.0)
+
+    out = factors_ptr + (n[:, None] * chunks + chunk) * L + i[None, :]
+    plane = heads * chunks.to(tl.int64) * L
+    mask = is_head[:, None] & (i < L)[None, :]
+    tl.store(out, step, mask=mask)
+    tl.store(out + plane, total, mask=mask)
+    tl.store(out + 2 * plane, enter, mask=mask)
+    tl.store(out + 3 * plane, rest, mask=mask)
+    if tl.program_id(1) == 0:
+        beginning = ((document != before) & is_token).to(tl.int32) * i
+        tl.store(first_ptr + chunk * L + i, tl.associative_scan(beginning, 0, _larger))
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)

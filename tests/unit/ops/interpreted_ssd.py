@@ -1,0 +1,214 @@
+"""Our kernels of the scan in Triton's interpreter; test_triton_interpreter.py runs them."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+from megatron_packed.ops.column_slices import split_columns
+from megatron_packed.ops.ssd import triton_tiles
+from megatron_packed.ops.ssd.api import OP, inputs_of, ssd
+from support.op_packs import boundaries, leaks, relative_error
+
+NAMES = ("x", "dt", "A_log", "B", "C", "D", "dt_bias")
+PER_TOKEN = ("x", "dt", "B", "C")
+SIZES = (4, 20, 2, 12)
+"""N, P, G and S; the tiles of the heads have unused channels."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_uninitialised(monkeypatch):
+    """Fill new memory with NaN, so that a kernel that reads it has NaN in its results."""
+
+    def filled(make, *arguments, **options):
+        x = make(*arguments, **options)
+        return x.fill_(torch.nan) if x.is_floating_point() else x
+
+    monkeypatch.setattr(torch, "empty", partial(filled, torch.empty))
+    monkeypatch.setattr(torch, "empty_like", partial(filled, torch.empty_like))
+
+
+@pytest.fixture
+def few_programs(monkeypatch):
+    """Make segments of several chunks, and programs that compute all heads of a group."""
+    monkeypatch.setattr(triton_tiles, "_PROGRAMS", 8)
+    monkeypatch.setattr(triton_tiles, "_GRADIENT_PROGRAMS", 1)
+
+
+@pytest.fixture
+def bfloat16_of_a_gpu(monkeypatch):
+    """Multiply and round bf16 tiles as a GPU does.
+
+    The interpreter multiplies the bits of such tiles as integers, and truncates where a GPU rounds.
+    """
+    builder = interpreter.InterpreterBuilder
+    create_dot, create_cast = builder.create_dot, builder.cast_impl
+
+    def wide(tile):
+        if tile.dtype.scalar != tl.bfloat16:
+            return tile
+        bits = tile.data.astype(np.uint32) << 16
+        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+
+    def cast_impl(self, tile, dtype):
+        if dtype.scalar != tl.bfloat16 or tile.dtype.scalar != tl.float32:
+            return create_cast(self, tile, dtype)
+        rounded = torch.from_numpy(np.ascontiguousarray(tile.data)).bfloat16()
+        bits = rounded.view(torch.int16).numpy().view(np.uint16)
+        return interpreter.TensorHandle(bits, tl.bfloat16)
+
+    monkeypatch.setattr(
+        builder, "create_dot", lambda self, a, b, *rest: create_dot(self, wide(a), wide(b), *rest)
+    )
+    monkeypatch.setattr(builder, "cast_impl", cast_impl)
+
+
+def make(tokens, sizes=SIZES, *, decay=1.0, bias=-2.0):
+    generator = torch.Generator().manual_seed(0)
+    heads, head_dim, groups, state_dim = sizes
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    return {
+        "x": normal(tokens, heads, head_dim),
+        "dt": normal(tokens, heads),
+        "A_log": (decay * torch.linspace(0.5, 8, heads, dtype=torch.float64)).log(),
+        "B": normal(tokens, groups, state_dim),
+        "C": normal(tokens, groups, state_dim),
+        "D": normal(heads),
+        "dt_bias": normal(heads) + bias,
+    }
+
+
+def cast(values, dtype):
+    """Return the inputs with the tensors of tokens in ``dtype`` and the parameters in float32."""
+    return {k: v.to(dtype if k in PER_TOKEN else torch.float32) for k, v in values.items()}
+
+
+def upstream(y):
+    """Return a gradient of y with a different value for each element."""
+    return (7 * torch.linspace(-1, 1, y.numel(), dtype=torch.float64)).sin().view(y.shape).to(y)
+
+
+def results(values, lengths, backend="triton"):
+    leaf = {name: values[name].detach().requires_grad_() for name in NAMES}
+    y = ssd(*leaf.values(), *boundaries(lengths), chunk_size=16, backend=backend)
+    gradients = torch.autograd.grad(y, leaf.values(), upstream(y))
+    return {"y": y.detach(), **dict(zip((f"d_{name}" for name in NAMES), gradients))}
+
+
+def check(values, lengths, bound=1e-5):
+    want = results(values, lengths, "recurrence")
+    got = results(cast(values, torch.float32), lengths)
+    for name in want:
+        assert relative_error(got[name], want[name]) < bound, name
+
+
+@pytest.mark.parametrize("lengths", [[31, 32, 33, 1, 15], [96, 3], [1, 2, 3, 20], [1]], ids=str)
+def test_kernels_are_the_recurrence(lengths):
+    check(make(sum(lengths)), lengths)
+
+
+@pytest.mark.parametrize("lengths", [[160], [5, 90, 40, 32, 64, 2]], ids=str)
+def test_segments_of_several_chunks_and_groups_in_one_program(lengths, few_programs):
+    check(make(sum(lengths)), lengths)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (3, 33, 1, 17), (6, 16, 6, 16), (6, 70, 2, 3)])
+def test_sizes_of_heads_and_groups(sizes):
+    check(make(67, sizes), [40, 27])
+
+
+@pytest.mark.parametrize(("decay", "bias"), [(0.001, -6.0), (200.0, 4.0)])
+def test_weak_and_strong_decay(decay, bias, few_programs):
+    """Compare with a decay that keeps the state for long, and one that forgets it within a token."""
+    check(make(100, decay=decay, bias=bias), [70, 30], bound=2e-5)
+
+
+def test_steps_that_underflow_stay_finite():
+    values = cast(make(70), torch.float32)
+    values["dt"][20:40] = -1000.0
+    assert all(value.isfinite().all() for value in results(values, [33, 37]).values())
+
+
+def test_bfloat16_errs_at_most_twice_as_much_as_pytorch(bfloat16_of_a_gpu, few_programs):
+    lengths = [64, 97, 1, 30]
+    low = cast(make(sum(lengths), (2, 16, 1, 16)), torch.bfloat16)
+    want = results({name: value.double() for name, value in low.items()}, lengths, "recurrence")
+    got, plain = results(low, lengths), results(low, lengths, "reference")
+    for name in want:
+        error, of_plain = (relative_error(x[name], want[name]) for x in (got, plain))
+        assert error < max(2 * of_plain, 2**-7), (name, error, of_plain)
+
+
+@pytest.mark.parametrize("restarts", [True, False])
+def test_documents_do_not_touch_each_other_by_a_bit(restarts, few_programs):
+    lengths = [5, 60, 7, 40]
+    values = cast(make(sum(lengths)), torch.float32)
+    parameters = {name: values[name] for name in NAMES if name not in PER_TOKEN}
+
+    def run(inputs):
+        found = results({**inputs, **parameters}, lengths if restarts else [sum(lengths)])
+        return {name: found[name] for name in ("y", *(f"d_{name}" for name in PER_TOKEN))}
+
+    leaked = leaks(run, {name: values[name] for name in PER_TOKEN}, lengths, victims=[1, 2])
+    assert (leaked == set()) is restarts
+
+
+def test_chunk_size_has_no_effect_and_any_is_accepted():
+    values = cast(make(40), torch.float32)
+    ys = [
+        ssd(*values.values(), *boundaries([40]), chunk_size=size, backend="triton")
+        for size in (1, 48, 256)
+    ]
+    assert torch.equal(ys[0], ys[1]) and torch.equal(ys[0], ys[2])
+
+
+def test_strided_inputs_gradient_slots_and_main_grads():
+    lengths = [40, 30]
+    heads, head_dim, groups, state_dim = SIZES
+    values = cast(make(70), torch.float32)
+    want = results(values, lengths)
+    wide = torch.cat([values[name].flatten(1) for name in PER_TOKEN], dim=1).requires_grad_()
+    shapes = ((heads, head_dim), (heads,), (groups, state_dim), (groups, state_dim))
+    x, dt, B, C = split_columns(wide, *shapes)
+    A_log, D, dt_bias = (torch.nn.Parameter(values[name]) for name in ("A_log", "D", "dt_bias"))
+    A_log.main_grad = torch.full((heads,), 3.0)
+    y = ssd(
+        *(x, dt, A_log, B, C, D, dt_bias), *boundaries(lengths), chunk_size=64, backend="triton"
+    )
+    assert torch.equal(y, want["y"])
+    y.backward(upstream(y))
+    merged = torch.cat([want[f"d_{name}"].flatten(1) for name in PER_TOKEN], dim=1)
+    assert torch.equal(wide.grad, merged)
+    torch.testing.assert_close(A_log.main_grad - 3, want["d_A_log"], rtol=1e-5, atol=1e-5)
+    assert A_log.grad is None
+    assert torch.equal(D.grad, want["d_D"]) and torch.equal(dt_bias.grad, want["d_dt_bias"])
+
+
+def test_only_the_inputs_are_saved_for_backward():
+    values = {name: value.requires_grad_() for name, value in cast(make(70), torch.float32).items()}
+    saved = []
+
+    def pack(x):
+        saved.append(x.data_ptr())
+        return x
+
+    seq_idx_1T, cu_seqlens = boundaries([70])
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        ssd(*values.values(), seq_idx_1T, cu_seqlens, chunk_size=64, backend="triton")
+    assert set(saved) == {x.data_ptr() for x in (*values.values(), seq_idx_1T)}
+
+
+def test_unsupported_inputs_are_refused_with_reasons():
+    def reasons(state_dim, dtype):
+        x, B = torch.zeros(5, 2, 8, dtype=dtype), torch.zeros(5, 1, state_dim, dtype=dtype)
+        return OP.explain(inputs_of(x, B, B, 48))["triton"]
+
+    assert not reasons(256, torch.bfloat16) and not reasons(3, torch.float32)
+    assert "state_dim (257)" in reasons(257, torch.bfloat16)[0]
+    assert "float16" in reasons(8, torch.float16)[0]
