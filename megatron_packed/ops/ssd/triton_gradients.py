@@ -237,8 +237,8 @@ def _gradients_kernel(
         products = tl.dot(x, tl.trans(dy), input_precision=PRECISION) * (decay * step[:, None])
         d_scores += products
         products *= scores
-        # A step that is too small to divide by has no gradient with respect to dt.
-        d_step = tl.where(step > 1e-30, tl.sum(products, axis=1) / step, 0.0)
+        # The products are zeros for a step of zero. The bound prevents 0 / 0.
+        d_step = tl.sum(products, axis=1) / tl.maximum(step, 1e-30)
         # The diagonal has no decay.
         products = tl.where(token[:, None] < token[None, :], products, 0.0)
         d_earlier = tl.sum(products, axis=1)

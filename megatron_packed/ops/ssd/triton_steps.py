@@ -30,11 +30,13 @@ def chunk_factors(
         dt_TN: ``(T, N)`` step sizes before bias and softplus, any strides.
         length: L, a power of 2.
     Returns:
-        ``(4, N, Q, L)`` fp32 and ``(Q, L)`` int32. The planes of the first are STEP:
-        ``softplus(dt + dt_bias)``. SUM: the restarting sum s, divided by log 2. ENTER: ``exp(s_i)`` if the document of token i continues from the
-        previous chunk, else 0. REST: ``exp(s_last - s_i)`` if the document of token i is that of the
-        chunk's last token, else 0. Positions after the last token have a step of 0 and the sum of the
-        last token. The second is the position in the chunk where the document of each token begins.
+        ``(4, N, Q, L)`` fp32 and ``(Q, L)`` int32. The second is the position in the chunk where the
+        document of each token begins. The planes of the first are
+
+        - STEP: ``softplus(dt + dt_bias)``, 0 after the last token.
+        - SUM: the restarting sum s, divided by log 2. After the last token it is that of this token.
+        - ENTER: ``exp(s_i)`` if the document of token i continues from the previous chunk, else 0.
+        - REST: ``exp(s_last - s_i)`` if token i is in the document of the chunk's last token, else 0.
     """
     tokens, heads = dt_TN.shape
     chunks = triton.cdiv(tokens, length)
@@ -99,8 +101,10 @@ def _factors_kernel(
     last = tl.sum(tl.where((i == L - 1)[None, :], total, 0.0), axis=1)
     previous_document = tl.load(seq_idx_ptr + chunk * L - 1, mask=chunk > 0, other=-1)
     last_document = tl.load(seq_idx_ptr + tl.minimum(chunk * L + L, tokens) - 1)
-    enter = tl.where((document == previous_document)[None, :], tl.exp2(total), 0.0)
-    rest = tl.where((document == last_document)[None, :], tl.exp2(last[:, None] - total), 0.0)
+    nothing = -float("inf")
+    enter = tl.exp2(tl.where((document == previous_document)[None, :], total, nothing))
+    logs = last[:, None] - total
+    rest = tl.exp2(tl.where((document == last_document)[None, :], logs, nothing))
 
     out = factors_ptr + (n[:, None] * chunks + chunk) * L + i[None, :]
     plane = heads * chunks.to(tl.int64) * L

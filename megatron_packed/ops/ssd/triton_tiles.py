@@ -12,7 +12,7 @@ import triton
 
 from megatron_packed.ops.ssd.api import SSDInputs
 
-_PROGRAMS = 396
+_PROGRAMS = 256
 """Programs of a launch along the pack that fill a GPU: three for each of an H200's 132 processors."""
 _GRADIENT_PROGRAMS = 128
 """Programs of the launch of gradients that fill a GPU."""
@@ -54,9 +54,9 @@ TILES = {
     torch.bfloat16: {
         "sums": Tiles(4, 3),
         "states": Tiles(4, 3),
-        "outputs": Tiles(4, 3),
-        "inputs": Tiles(4, 3),
-        "gradients": Tiles(8, 3),
+        "outputs": Tiles(4, 2),
+        "inputs": Tiles(4, 2),
+        "gradients": Tiles(8, 2),
     },
     torch.float32: {
         "sums": Tiles(4, 1),

@@ -12,9 +12,8 @@ from megatron_packed.ops.column_slices import split_columns
 from megatron_packed.ops.ssd import triton_tiles
 from megatron_packed.ops.ssd.api import OP, inputs_of, ssd
 from support.op_packs import boundaries, leaks, relative_error
+from support.scan_cases import LOCAL, NAMES, PER_TOKEN, cast, make, results, upstream
 
-NAMES = ("x", "dt", "A_log", "B", "C", "D", "dt_bias")
-PER_TOKEN = ("x", "dt", "B", "C")
 SIZES = (4, 20, 2, 12)
 """N, P, G and S; the tiles of the heads have unused channels."""
 
@@ -66,41 +65,6 @@ def bfloat16_of_a_gpu(monkeypatch):
     monkeypatch.setattr(builder, "cast_impl", cast_impl)
 
 
-def make(tokens, sizes=SIZES, *, decay=1.0, bias=-2.0):
-    generator = torch.Generator().manual_seed(0)
-    heads, head_dim, groups, state_dim = sizes
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    return {
-        "x": normal(tokens, heads, head_dim),
-        "dt": normal(tokens, heads),
-        "A_log": (decay * torch.linspace(0.5, 8, heads, dtype=torch.float64)).log(),
-        "B": normal(tokens, groups, state_dim),
-        "C": normal(tokens, groups, state_dim),
-        "D": normal(heads),
-        "dt_bias": normal(heads) + bias,
-    }
-
-
-def cast(values, dtype):
-    """Return the inputs with the tensors of tokens in ``dtype`` and the parameters in float32."""
-    return {k: v.to(dtype if k in PER_TOKEN else torch.float32) for k, v in values.items()}
-
-
-def upstream(y):
-    """Return a gradient of y with a different value for each element."""
-    return (7 * torch.linspace(-1, 1, y.numel(), dtype=torch.float64)).sin().view(y.shape).to(y)
-
-
-def results(values, lengths, backend="triton"):
-    leaf = {name: values[name].detach().requires_grad_() for name in NAMES}
-    y = ssd(*leaf.values(), *boundaries(lengths), chunk_size=16, backend=backend)
-    gradients = torch.autograd.grad(y, leaf.values(), upstream(y))
-    return {"y": y.detach(), **dict(zip((f"d_{name}" for name in NAMES), gradients))}
-
-
 def check(values, lengths, bound=1e-5):
     want = results(values, lengths, "recurrence")
     got = results(cast(values, torch.float32), lengths)
@@ -110,12 +74,12 @@ def check(values, lengths, bound=1e-5):
 
 @pytest.mark.parametrize("lengths", [[31, 32, 33, 1, 15], [96, 3], [1, 2, 3, 20], [1]], ids=str)
 def test_kernels_are_the_recurrence(lengths):
-    check(make(sum(lengths)), lengths)
+    check(make(sum(lengths), SIZES), lengths)
 
 
 @pytest.mark.parametrize("lengths", [[160], [5, 90, 40, 32, 64, 2]], ids=str)
 def test_segments_of_several_chunks_and_groups_in_one_program(lengths, few_programs):
-    check(make(sum(lengths)), lengths)
+    check(make(sum(lengths), SIZES), lengths)
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (3, 33, 1, 17), (6, 16, 6, 16), (6, 70, 2, 3)])
@@ -126,11 +90,11 @@ def test_sizes_of_heads_and_groups(sizes):
 @pytest.mark.parametrize(("decay", "bias"), [(0.001, -6.0), (200.0, 4.0)])
 def test_weak_and_strong_decay(decay, bias, few_programs):
     """Compare with a decay that keeps the state for long, and one that forgets it within a token."""
-    check(make(100, decay=decay, bias=bias), [70, 30], bound=2e-5)
+    check(make(100, SIZES, decay=decay, bias=bias), [70, 30], bound=2e-5)
 
 
 def test_steps_that_underflow_stay_finite():
-    values = cast(make(70), torch.float32)
+    values = cast(make(70, SIZES), torch.float32)
     values["dt"][20:40] = -1000.0
     assert all(value.isfinite().all() for value in results(values, [33, 37]).values())
 
@@ -148,19 +112,19 @@ def test_bfloat16_errs_at_most_twice_as_much_as_pytorch(bfloat16_of_a_gpu, few_p
 @pytest.mark.parametrize("restarts", [True, False])
 def test_documents_do_not_touch_each_other_by_a_bit(restarts, few_programs):
     lengths = [5, 60, 7, 40]
-    values = cast(make(sum(lengths)), torch.float32)
+    values = cast(make(sum(lengths), SIZES), torch.float32)
     parameters = {name: values[name] for name in NAMES if name not in PER_TOKEN}
 
     def run(inputs):
         found = results({**inputs, **parameters}, lengths if restarts else [sum(lengths)])
-        return {name: found[name] for name in ("y", *(f"d_{name}" for name in PER_TOKEN))}
+        return {name: found[name] for name in LOCAL}
 
     leaked = leaks(run, {name: values[name] for name in PER_TOKEN}, lengths, victims=[1, 2])
     assert (leaked == set()) is restarts
 
 
 def test_chunk_size_has_no_effect_and_any_is_accepted():
-    values = cast(make(40), torch.float32)
+    values = cast(make(40, SIZES), torch.float32)
     ys = [
         ssd(*values.values(), *boundaries([40]), chunk_size=size, backend="triton")
         for size in (1, 48, 256)
@@ -171,7 +135,7 @@ def test_chunk_size_has_no_effect_and_any_is_accepted():
 def test_strided_inputs_gradient_slots_and_main_grads():
     lengths = [40, 30]
     heads, head_dim, groups, state_dim = SIZES
-    values = cast(make(70), torch.float32)
+    values = cast(make(70, SIZES), torch.float32)
     want = results(values, lengths)
     wide = torch.cat([values[name].flatten(1) for name in PER_TOKEN], dim=1).requires_grad_()
     shapes = ((heads, head_dim), (heads,), (groups, state_dim), (groups, state_dim))
@@ -191,7 +155,9 @@ def test_strided_inputs_gradient_slots_and_main_grads():
 
 
 def test_only_the_inputs_are_saved_for_backward():
-    values = {name: value.requires_grad_() for name, value in cast(make(70), torch.float32).items()}
+    values = {
+        name: value.requires_grad_() for name, value in cast(make(70, SIZES), torch.float32).items()
+    }
     saved = []
 
     def pack(x):

@@ -1,0 +1,165 @@
+"""Our kernels of the Mamba-2 scan on a GPU: errors, isolation, determinism, poison, graphs."""
+
+import os
+
+# The libraries read these at import or first use. They fix the order of sums and the tuned kernels.
+os.environ.setdefault("MAMBA_DETERMINISTIC", "1")
+os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")
+
+import pytest
+import torch
+
+from megatron_packed.ops.column_slices import split_columns
+from megatron_packed.ops.ssd.api import ssd
+from support.op_packs import boundaries, leaks, no_sync, replayed
+from support.scan_cases import LOCAL, NAMES, PER_TOKEN, RESULTS, cast, make, results
+
+pytestmark = pytest.mark.gpu
+
+SIZES = (16, 64, 2, 128)
+"""N, P, G and S."""
+PACKS = {
+    "around a chunk": [1, 63, 64, 65, 127, 129, 2, 1, 2, 3, 300],
+    "one document fills the pack": [1500],
+    "over 100 documents": [1, 2, 3, 10] * 40,
+}
+DECAYS = {
+    "ordinary": {},
+    "weak": {"decay": 0.001, "bias": -6.0},
+    "strong": {"decay": 50.0, "bias": 2.0},
+}
+BF16 = 8e-3
+"""Largest norm of the error of bf16 kernels, as in test_mamba_ops.py."""
+
+
+def error(got, want):
+    """Return the norm of the difference, relative to the norm of ``want``."""
+    return ((got.double() - want).norm() / want.norm().clamp_min(1e-9)).item()
+
+
+def low_and_exact(lengths, sizes, dtype, **options):
+    """Return inputs in ``dtype`` and the results of the reference in float64 for these inputs."""
+    low = cast(make(sum(lengths), sizes, device="cuda", **options), dtype)
+    return low, results({k: v.double() for k, v in low.items()}, lengths, "reference")
+
+
+@pytest.mark.parametrize("decay", DECAYS.values(), ids=DECAYS.keys())
+@pytest.mark.parametrize("lengths", PACKS.values(), ids=PACKS.keys())
+def test_bfloat16_is_the_reference(lengths, decay):
+    low, want = low_and_exact(lengths, SIZES, torch.bfloat16, **decay)
+    got, plain = results(low, lengths), results(low, lengths, "reference")
+    errors = {name: error(got[name], want[name]) for name in RESULTS}
+    allowed = {name: max(BF16, 2.5 * error(plain[name], want[name])) for name in RESULTS}
+    assert {k: (errors[k], allowed[k]) for k in RESULTS if not errors[k] <= allowed[k]} == {}
+
+
+@pytest.mark.parametrize("decay", DECAYS.values(), ids=DECAYS.keys())
+@pytest.mark.parametrize("lengths", PACKS.values(), ids=PACKS.keys())
+def test_float32_is_the_reference(lengths, decay):
+    low, want = low_and_exact(lengths, SIZES, torch.float32, **decay)
+    got = results(low, lengths)
+    errors = {name: error(got[name], want[name]) for name in RESULTS}
+    assert {name: value for name, value in errors.items() if not value < 1e-4} == {}
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(1, 1, 1, 1), (3, 96, 3, 64), (6, 40, 2, 24), (4, 64, 1, 256), (5, 200, 1, 16)],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sizes_of_heads_groups_and_states(sizes, dtype):
+    lengths = PACKS["around a chunk"]
+    low, want = low_and_exact(lengths, sizes, dtype)
+    got = results(low, lengths)
+    limit = BF16 if dtype == torch.bfloat16 else 1e-4
+    errors = {name: error(got[name], want[name]) for name in RESULTS}
+    assert {name: value for name, value in errors.items() if not value < limit} == {}
+
+
+def test_errors_are_within_those_of_mamba_ssm():
+    lengths = [700, 33, 64, 500, 1, 750]
+    low, want = low_and_exact(lengths, SIZES, torch.bfloat16)
+    got, theirs = results(low, lengths), results(low, lengths, "mamba_ssm", chunk_size=128)
+    errors = {
+        name: (error(got[name], want[name]), error(theirs[name], want[name])) for name in want
+    }
+    print(errors)
+    assert {k: pair for k, pair in errors.items() if pair[0] > 1.1 * pair[1] + 1e-4} == {}
+
+
+@pytest.mark.parametrize("sizes", [SIZES, (64, 64, 8, 128)], ids=str)
+def test_documents_do_not_touch_each_other_by_a_bit(sizes):
+    lengths = [300, 2, 64, 129, 5, 700]
+    values = cast(make(sum(lengths), sizes, device="cuda"), torch.bfloat16)
+    parameters = {name: values[name] for name in NAMES if name not in PER_TOKEN}
+
+    def run(per_token):
+        found = results({**per_token, **parameters}, lengths)
+        return {name: found[name] for name in LOCAL}
+
+    assert not leaks(run, {name: values[name] for name in PER_TOKEN}, lengths)
+
+
+@pytest.mark.parametrize("sizes", [(64, 64, 8, 128), (8, 64, 1, 128)], ids=str)
+def test_every_run_gives_the_same_bits(sizes):
+    lengths = [8192 - 5000, 4000, 999, 1]
+    values = cast(make(8192, sizes, device="cuda"), torch.bfloat16)
+    first = results(values, lengths)
+    for _ in range(5):
+        again = results(values, lengths)
+        assert {name for name in first if not torch.equal(first[name], again[name])} == set()
+
+
+def test_nothing_uninitialised_is_read():
+    """Fill the free memory with NaN, so that a kernel that reads unwritten memory returns NaN."""
+    lengths = PACKS["around a chunk"]
+    values = cast(make(sum(lengths), SIZES, device="cuda"), torch.bfloat16)
+    want = results(values, lengths)
+    for fill in (torch.nan, torch.inf):
+        poison = [
+            torch.full((2**22 >> i,), fill, device="cuda") for i in range(14) for _ in range(8)
+        ]
+        del poison
+        got = results(values, lengths)
+        assert all(torch.equal(got[name], want[name]) for name in RESULTS)
+
+
+def test_replays_of_other_packings_equal_eager_without_host_wait():
+    tokens = 1000
+    values = cast(make(tokens, SIZES, device="cuda"), torch.bfloat16)
+    packs = [[1000], [1, 2, 3, 4] * 100, [64] * 15 + [40], [500, 499, 1], [63, 65, 872]]
+    static = {**values, "seq_idx": boundaries(packs[0], "cuda")[0]}
+    unread = torch.zeros(1, dtype=torch.int32, device="cuda")
+
+    def run(static):
+        leaves = [static[name].detach().requires_grad_() for name in NAMES]
+        y = ssd(*leaves, static["seq_idx"], unread, chunk_size=64, backend="triton")
+        return dict(zip(RESULTS, (y, *torch.autograd.grad(y, leaves, torch.ones_like(y)))))
+
+    run(static)
+    no_sync(run, static)
+    changes = [
+        {"seq_idx": boundaries(pack, "cuda")[0], "B": torch.randn_like(values["B"])}
+        for pack in packs
+    ]
+    for outcome in replayed(run, static, changes):
+        for name, (replay, eager) in outcome.items():
+            assert torch.equal(replay, eager), name
+
+
+def test_offsets_beyond_32_bits_are_right():
+    """With rows of 32,768 elements, the last rows of x begin beyond 2^31 elements."""
+    heads, head_dim, groups, state_dim = 2, 64, 1, 16
+    lengths = [60_000, 5_000, 2_072]
+    wide = torch.empty(sum(lengths), 32_768, dtype=torch.bfloat16, device="cuda")
+    columns = wide[:, : heads * head_dim + 2 * groups * state_dim].normal_()
+    shapes = ((heads, head_dim), (groups, state_dim), (groups, state_dim))
+    x, B, C = split_columns(columns, *shapes)
+    rest = make(1, (heads, head_dim, groups, state_dim), device="cuda")
+    values = {**cast(rest, torch.bfloat16), "x": x, "B": B, "C": C}
+    values["dt"] = torch.randn(sum(lengths), heads, device="cuda").bfloat16()
+    got = results(values, lengths)
+    want = results({name: value.contiguous() for name, value in values.items()}, lengths)
+    assert all(torch.equal(got[name], want[name]) for name in RESULTS)
+    assert want["y"][-100:].abs().min() >= 0 and want["y"][-100:].any()
