@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_packed.ops.ssd.chunk_sum import PartialSums
-from megatron_packed.ops.ssd.triton_tiles import TILES, Plan
+from megatron_packed.ops.ssd.triton_tiles import Plan
 
 _ROWS_PER_PROGRAM = 16
 
@@ -73,7 +73,7 @@ def _launch(
     scan: ScanTensors, plan: Plan, out: tuple[Tensor, Tensor], sums: tuple[Tensor, ...]
 ) -> None:
     (tokens, heads, head_dim), (groups, state_dim) = scan.x_TNP.shape, scan.B_TGS.shape[1:]
-    tiles = TILES[scan.x_TNP.dtype]["gradients"]
+    tiles = plan.tiles["gradients"]
     _gradients_kernel[(groups * plan.splits, plan.chunks)](
         *scan,
         *out,
@@ -95,7 +95,6 @@ def _launch(
         SPLITS=plan.splits,
         L=plan.length,
         STAGES=tiles.stages,
-        PRECISION=plan.precision,
         num_warps=tiles.warps,
         maxnreg=tiles.registers,
     )
@@ -159,7 +158,6 @@ def _gradients_kernel(
     SPLITS: tl.constexpr,
     L: tl.constexpr,
     STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Compute chunk c of the heads of part k of group g in program (g * SPLITS + k, c).
 
@@ -189,7 +187,7 @@ def _gradients_kernel(
     document = tl.load(seq_idx_ptr + start + token, mask=real, other=-1)
     # Rows are the earlier tokens j, columns the later tokens i.
     pairs = (token[:, None] <= token[None, :]) & (document[:, None] == document[None, :])
-    scores = tl.dot(b, tl.trans(c), input_precision=PRECISION)
+    scores = tl.dot(b, tl.trans(c))
     scores = tl.where(pairs, scores, 0.0)
     db = tl.zeros((L, BLOCK_S), dtype=tl.float32)
     dc = tl.zeros((L, BLOCK_S), dtype=tl.float32)
@@ -218,23 +216,23 @@ def _gradients_kernel(
         dy = tl.load(dy_base + dy_tile, mask=p_mask, other=0.0)
         wide = dy.to(tl.float32)
         scaled = wide * enter[:, None]
-        y = tl.dot(c, tl.trans(state), input_precision=PRECISION)
+        y = tl.dot(c, tl.trans(state))
         d_enter = tl.sum(y * scaled, axis=1)
-        dc = tl.dot(scaled.to(dy.dtype), state, dc, input_precision=PRECISION)
+        dc = tl.dot(scaled.to(dy.dtype), state, dc)
 
         # Terms with the state at its end.
         x = tl.load(x_base + x_tile, mask=p_mask, other=0.0)
         d_skip = tl.sum(tl.sum(x.to(tl.float32) * wide, axis=1), axis=0)
         scaled = x.to(tl.float32) * rest[:, None]
-        w = tl.dot(b, tl.trans(d_state), input_precision=PRECISION)
+        w = tl.dot(b, tl.trans(d_state))
         d_rest = tl.sum(w * scaled, axis=1)
         scaled *= step[:, None]
-        db = tl.dot(scaled.to(x.dtype), d_state, db, input_precision=PRECISION)
+        db = tl.dot(scaled.to(x.dtype), d_state, db)
 
         # Terms between two tokens of the chunk. Inside a document the exponent is at most 0. Elsewhere
         # the scores are zeros, and d_scores is masked after the loop.
         decay = tl.exp2(tl.minimum(total[None, :] - total[:, None], 0.0))
-        products = tl.dot(x, tl.trans(dy), input_precision=PRECISION) * (decay * step[:, None])
+        products = tl.dot(x, tl.trans(dy)) * (decay * step[:, None])
         d_scores += products
         products *= scores
         # The products are zeros for a step of zero. The bound prevents 0 / 0.
@@ -251,9 +249,9 @@ def _gradients_kernel(
         tl.store(d_last_ptr + (head * chunks + chunk) * BLOCKS + block, d_last * keep)
         tl.store(d_skip_ptr + (block * chunks + chunk) * HEADS + head, d_skip)
     low = tl.where(pairs, d_scores, 0.0).to(b.dtype)
-    db = tl.dot(low, c, db, input_precision=PRECISION)
+    db = tl.dot(low, c, db)
     # A transposed product, so that the computed tile is not transposed as a left operand.
-    dc += tl.trans(tl.dot(tl.trans(b), low, input_precision=PRECISION))
+    dc += tl.trans(tl.dot(tl.trans(b), low))
     part = split * tokens.to(tl.int64) * (HEADS // HEADS_PER_GROUP) * S
     if SPLITS == 1:
         part = 0

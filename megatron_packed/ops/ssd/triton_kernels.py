@@ -26,20 +26,21 @@ from megatron_packed.ops.ssd.triton_gradients import ScanTensors, chunk_gradient
 from megatron_packed.ops.ssd.triton_outputs import input_gradients, outputs
 from megatron_packed.ops.ssd.triton_states import states_of_chunks, states_of_segments
 from megatron_packed.ops.ssd.triton_steps import STEP, chunk_factors
-from megatron_packed.ops.ssd.triton_tiles import TILES, plan_of
+from megatron_packed.ops.ssd.triton_tiles import LARGEST_STATE, plan_of
 from megatron_packed.ops.triton_mode import device_reasons
 
-_LARGEST_STATE = 256
+DTYPES = (torch.bfloat16,)
+"""Supported dtypes. Tests add float32 in the interpreter; on a GPU its tiles would not fit in registers."""
 
 
 def not_supported_reasons(inputs: SSDInputs) -> list[str]:
     """Return the reasons why the kernels do not support these inputs; empty if they do."""
     reasons = device_reasons(inputs.device_type)
-    if inputs.dtype not in TILES:
-        reasons.append(f"the kernels support bfloat16 and float32, not {inputs.dtype}")
-    if inputs.state_dim > _LARGEST_STATE:
+    if inputs.dtype not in DTYPES:
+        reasons.append(f"the kernels support bfloat16, not {inputs.dtype}")
+    if inputs.state_dim > LARGEST_STATE:
         reasons.append(
-            f"state_dim ({inputs.state_dim}) is above {_LARGEST_STATE}, the largest that fits in registers"
+            f"state_dim ({inputs.state_dim}) is above {LARGEST_STATE}, the largest that fits in registers"
         )
     return reasons
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_packed.ops.ssd.triton_tiles import TILES, Plan
+from megatron_packed.ops.ssd.triton_tiles import Plan
 
 
 def outputs(
@@ -79,7 +79,7 @@ def _scan(
     """Launch one program for each segment, head and block of channels."""
     x_TNP, B_TGS, C_TGS = tensors[:3]
     (tokens, heads, head_dim), (groups, state_dim) = x_TNP.shape, B_TGS.shape[1:]
-    tiles = TILES[x_TNP.dtype]["inputs" if reverse else "outputs"]
+    tiles = plan.tiles["inputs" if reverse else "outputs"]
     _scan_kernel[(heads * plan.blocks, plan.segments)](
         *tensors,
         out_TNP,
@@ -100,7 +100,6 @@ def _scan(
         L=plan.length,
         REVERSE=reverse,
         STAGES=tiles.stages,
-        PRECISION=plan.precision,
         num_warps=tiles.warps,
         maxnreg=tiles.registers,
     )
@@ -137,7 +136,6 @@ def _scan_kernel(
     L: tl.constexpr,
     REVERSE: tl.constexpr,
     STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Compute y of segment z in program (n * blocks + block, z); see README.md, F1 to F4.
 
@@ -190,10 +188,10 @@ def _scan_kernel(
         if REVERSE:
             out = states_ptr + (chunk.to(tl.int64) * HEADS + head) * (P * S) + state_tile
             tl.store(out, low, mask=state_mask)
-        y = tl.dot(low, tl.trans(c), input_precision=PRECISION)
+        y = tl.dot(low, tl.trans(c))
         b = tl.load(b_base + start * b_stride + b_tile, mask=s_mask, other=0.0)
         # Rows are the tokens of x and B, columns those of y and C.
-        scores = tl.dot(b, tl.trans(c), input_precision=PRECISION)
+        scores = tl.dot(b, tl.trans(c))
         # Token i has a pair with token j if beginning_i <= j <= i. An unsigned comparison tests both.
         age = (token - beginning).to(tl.uint32)
         if REVERSE:
@@ -210,9 +208,9 @@ def _scan_kernel(
             factor = leave
         scores *= tl.exp2(tl.where(pairs, logs, -float("inf")))
         x = tl.load(x_base + start * x_stride + x_tile, mask=x_mask, other=0.0)
-        y = tl.dot(tl.trans(x), scores.to(x.dtype), y, input_precision=PRECISION)
+        y = tl.dot(tl.trans(x), scores.to(x.dtype), y)
         wide = tl.trans(x).to(tl.float32)
         y += skip * wide
         tl.store(y_base + start * y_stride + y_tile, y.to(y_ptr.dtype.element_ty), mask=y_mask)
         u = (wide * factor[None, :]).to(x.dtype)
-        state = tl.dot(u, b, state * keep, input_precision=PRECISION)
+        state = tl.dot(u, b, state * keep)

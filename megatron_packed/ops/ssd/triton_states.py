@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_packed.ops.ssd.triton_tiles import TILES, Plan
+from megatron_packed.ops.ssd.triton_tiles import Plan
 
 _PASSED_PER_PROGRAM = 256
 
@@ -94,7 +94,7 @@ def _walk(
 ) -> None:
     """Launch one program for each segment, head and block of channels."""
     (tokens, heads, head_dim), (groups, state_dim) = x_TNP.shape, B_TGS.shape[1:]
-    tiles = TILES[x_TNP.dtype]["sums" if states_QNPS is None else "states"]
+    tiles = plan.tiles["sums" if states_QNPS is None else "states"]
     _walk_kernel[(heads * plan.blocks, plan.segments)](
         x_TNP,
         B_TGS,
@@ -117,7 +117,6 @@ def _walk(
         REVERSE=reverse,
         CHUNKS=states_QNPS is not None,
         STAGES=tiles.stages,
-        PRECISION=plan.precision,
         num_warps=tiles.warps,
         maxnreg=tiles.registers,
     )
@@ -148,7 +147,6 @@ def _walk_kernel(
     REVERSE: tl.constexpr,
     CHUNKS: tl.constexpr,
     STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Carry a state through segment z in program (n * blocks + block, z).
 
@@ -206,7 +204,7 @@ def _walk_kernel(
         else:
             decay *= keep
         u = (x.to(tl.float32) * factor[None, :]).to(x.dtype)
-        state = tl.dot(u, b, state * keep, input_precision=PRECISION)
+        state = tl.dot(u, b, state * keep)
         keep = next_keep
     if not CHUNKS:
         tl.store(states_ptr + at + state_tile, state, mask=state_mask)

@@ -9,7 +9,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from megatron_packed.ops.column_slices import split_columns
-from megatron_packed.ops.ssd import triton_tiles
+from megatron_packed.ops.ssd import triton_kernels, triton_tiles
 from megatron_packed.ops.ssd.api import OP, inputs_of, ssd
 from support.op_packs import boundaries, leaks, relative_error
 from support.scan_cases import LOCAL, NAMES, PER_TOKEN, cast, make, results, upstream
@@ -28,6 +28,15 @@ def nothing_uninitialised(monkeypatch):
 
     monkeypatch.setattr(torch, "empty", partial(filled, torch.empty))
     monkeypatch.setattr(torch, "empty_like", partial(filled, torch.empty_like))
+
+
+@pytest.fixture(autouse=True)
+def float32_too(monkeypatch):
+    """Accept float32, so that errors of formulas are not hidden by roundings to bf16."""
+    monkeypatch.setattr(triton_kernels, "DTYPES", (torch.bfloat16, torch.float32))
+    OP.chosen.clear()
+    yield
+    OP.chosen.clear()
 
 
 @pytest.fixture
@@ -65,19 +74,20 @@ def bfloat16_of_a_gpu(monkeypatch):
     monkeypatch.setattr(builder, "cast_impl", cast_impl)
 
 
-def check(values, lengths, bound=1e-5):
+def check(values, lengths, bound=3e-5):
+    """Compare all results. Gradients of decays are differences of sums, which cost a few digits."""
     want = results(values, lengths, "recurrence")
     got = results(cast(values, torch.float32), lengths)
     for name in want:
         assert relative_error(got[name], want[name]) < bound, name
 
 
-@pytest.mark.parametrize("lengths", [[31, 32, 33, 1, 15], [96, 3], [1, 2, 3, 20], [1]], ids=str)
+@pytest.mark.parametrize("lengths", [[63, 64, 65, 1], [128, 3], [1, 2, 3, 20], [1]], ids=str)
 def test_kernels_are_the_recurrence(lengths):
     check(make(sum(lengths), SIZES), lengths)
 
 
-@pytest.mark.parametrize("lengths", [[160], [5, 90, 40, 32, 64, 2]], ids=str)
+@pytest.mark.parametrize("lengths", [[320], [5, 150, 40, 64, 2]], ids=str)
 def test_segments_of_several_chunks_and_groups_in_one_program(lengths, few_programs):
     check(make(sum(lengths), SIZES), lengths)
 
@@ -90,7 +100,7 @@ def test_sizes_of_heads_and_groups(sizes):
 @pytest.mark.parametrize(("decay", "bias"), [(0.001, -6.0), (200.0, 4.0)])
 def test_weak_and_strong_decay(decay, bias, few_programs):
     """Compare with a decay that keeps the state for long, and one that forgets it within a token."""
-    check(make(100, SIZES, decay=decay, bias=bias), [70, 30], bound=2e-5)
+    check(make(100, SIZES, decay=decay, bias=bias), [70, 30])
 
 
 def test_steps_that_underflow_stay_finite():
@@ -175,6 +185,6 @@ def test_unsupported_inputs_are_refused_with_reasons():
         x, B = torch.zeros(5, 2, 8, dtype=dtype), torch.zeros(5, 1, state_dim, dtype=dtype)
         return OP.explain(inputs_of(x, B, B, 48))["triton"]
 
-    assert not reasons(256, torch.bfloat16) and not reasons(3, torch.float32)
+    assert not reasons(256, torch.bfloat16) and not reasons(3, torch.bfloat16)
     assert "state_dim (257)" in reasons(257, torch.bfloat16)[0]
     assert "float16" in reasons(8, torch.float16)[0]
