@@ -82,25 +82,27 @@ def check(values, lengths, bound=3e-5):
         assert relative_error(got[name], want[name]) < bound, name
 
 
-@pytest.mark.parametrize("lengths", [[63, 64, 65, 1], [128, 3], [1, 2, 3, 20], [1]], ids=str)
+@pytest.mark.parametrize("lengths", [[63, 64, 65, 1], [1, 2, 3, 20]], ids=str)
 def test_kernels_are_the_recurrence(lengths):
     check(make(sum(lengths), SIZES), lengths)
 
 
-@pytest.mark.parametrize("lengths", [[320], [5, 150, 40, 64, 2]], ids=str)
+@pytest.mark.parametrize("lengths", [[5, 150, 40, 64, 2]], ids=str)
 def test_segments_of_several_chunks_and_groups_in_one_program(lengths, few_programs):
     check(make(sum(lengths), SIZES), lengths)
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (3, 33, 1, 17), (6, 16, 6, 16), (6, 70, 2, 3)])
-def test_sizes_of_heads_and_groups(sizes):
-    check(make(67, sizes), [40, 27])
+@pytest.mark.parametrize(
+    ("sizes", "lengths"), [((1, 1, 1, 1), [1]), ((3, 33, 3, 17), [2, 1]), ((3, 70, 1, 3), [40, 27])]
+)
+def test_sizes_of_heads_and_groups(sizes, lengths):
+    check(make(sum(lengths), sizes), lengths)
 
 
 @pytest.mark.parametrize(("decay", "bias"), [(0.001, -6.0), (200.0, 4.0)])
 def test_weak_and_strong_decay(decay, bias, few_programs):
     """Compare with a decay that keeps the state for long, and one that forgets it within a token."""
-    check(make(100, SIZES, decay=decay, bias=bias), [70, 30])
+    check(make(80, (2, 20, 1, 12), decay=decay, bias=bias), [50, 30])
 
 
 def test_steps_that_underflow_stay_finite():
@@ -121,15 +123,15 @@ def test_bfloat16_errs_at_most_twice_as_much_as_pytorch(bfloat16_of_a_gpu, few_p
 
 @pytest.mark.parametrize("restarts", [True, False])
 def test_documents_do_not_touch_each_other_by_a_bit(restarts, few_programs):
-    lengths = [5, 60, 7, 40]
-    values = cast(make(sum(lengths), SIZES), torch.float32)
+    lengths = [5, 30, 70]
+    values = cast(make(sum(lengths), (2, 20, 1, 12)), torch.float32)
     parameters = {name: values[name] for name in NAMES if name not in PER_TOKEN}
 
     def run(inputs):
         found = results({**inputs, **parameters}, lengths if restarts else [sum(lengths)])
         return {name: found[name] for name in LOCAL}
 
-    leaked = leaks(run, {name: values[name] for name in PER_TOKEN}, lengths, victims=[1, 2])
+    leaked = leaks(run, {name: values[name] for name in PER_TOKEN}, lengths, victims=[1])
     assert (leaked == set()) is restarts
 
 
