@@ -238,7 +238,7 @@ class TrainingConfig(Section, title="training"):
         "auto",
         "Kernel of the Mamba-2 scan.",
         group=KERNELS,
-        choices=("auto", "reference", "mamba_ssm"),
+        choices=("auto", "reference", "triton", "mamba_ssm"),
     )
     gated_delta_rule_backend: str = option(
         "auto",
