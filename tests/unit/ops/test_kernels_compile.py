@@ -232,6 +232,18 @@ def delta_rule(*sizes, dtype):
     backward(o)
 
 
+def scan(*sizes):
+    tokens, heads, head_dim, groups, state_dim = sizes
+    x_TNP = leaf(tokens, heads, head_dim, dtype=torch.bfloat16)
+    B_TGS = leaf(tokens, groups, state_dim, dtype=torch.bfloat16)
+    dt_TN = leaf(tokens, heads, dtype=torch.bfloat16)
+    A_log_N, D_N, dt_bias_N = (leaf(heads, dtype=torch.float32) for _ in range(3))
+    op = import_module(OPS + "ssd.triton_kernels")
+    seq_idx_1T = torch.zeros(1, tokens).int()
+    arguments = (x_TNP, dt_TN, A_log_N, B_TGS, B_TGS, D_N, dt_bias_N, seq_idx_1T, None)
+    backward(op.run(*arguments, chunk_size=128))
+
+
 def transposed_in_registers(ttgir):
     """Return the tensor-core products whose left operand is a computed tile that was transposed.
 
@@ -263,6 +275,25 @@ def test_delta_rule_compiles_and_fits(dtype, head_dim, compiled, tmp_path):
         assert not transposed_in_registers(kernel.asm["ttgir"]), name
         if dtype == torch.bfloat16 and name in DELTA_RULE_STACK:
             assert stack_bytes(kernel, tmp_path / name) <= DELTA_RULE_STACK[name], name
+
+
+SCAN_STACK = {"_walk_kernel": 0, "_scan_kernel": 448, "_gradients_kernel": 128}
+"""As `DELTA_RULE_STACK`, for a state of 128."""
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(8192, 64, 64, 8, 128), (300, 3, 96, 1, 256)],
+    ids=["usual", "large state"],
+)
+def test_scan_compiles_and_fits(sizes, compiled, tmp_path):
+    scan(*sizes)
+    assert SCAN_STACK.keys() <= {name for name, _ in compiled}
+    for name, kernel in compiled:
+        assert kernel.metadata.shared <= SHARED_MEMORY, name
+        assert not transposed_in_registers(kernel.asm["ttgir"]), name
+        if sizes[-1] == 128 and name in SCAN_STACK:
+            assert stack_bytes(kernel, tmp_path / name) <= SCAN_STACK[name], name
 
 
 def test_the_search_for_transposed_operands_finds_one():
