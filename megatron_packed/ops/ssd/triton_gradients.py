@@ -54,7 +54,8 @@ def chunk_gradients(scan: ScanTensors, plan: Plan, *, out: tuple[Tensor, Tensor]
         shape_KTGS = (plan.splits, tokens, groups, state_dim)
         parts = (torch.empty(shape_KTGS, **options), torch.empty(shape_KTGS, **options))
     d_sums_3XNQL = torch.empty(3, plan.blocks, heads, plan.chunks, plan.length, **options)
-    d_last_NQX = torch.empty(heads, plan.chunks, plan.blocks, **options)
+    channels = plan.blocks * plan.block_p
+    d_last_NQX = torch.empty(heads, plan.chunks, channels, **options)
     d_D_XQN = torch.empty(plan.blocks, plan.chunks, heads, **options)
     _launch(scan, plan, parts, (d_sums_3XNQL, d_last_NQX, d_D_XQN))
     if plan.splits > 1:
@@ -210,7 +211,7 @@ def _gradients_kernel(
         # A tile is read from shared memory where it is loaded here, so late loads save registers.
         state = tl.load(states_ptr + at + state_tile, mask=state_mask, other=0.0)
         d_state = tl.load(d_states_ptr + at + state_tile, mask=state_mask, other=0.0)
-        d_last = tl.sum(tl.sum(state.to(tl.float32) * d_state.to(tl.float32), axis=1), axis=0)
+        d_last = tl.sum(state.to(tl.float32) * d_state.to(tl.float32), axis=1)
 
         # Terms with the state at the start of the chunk.
         dy = tl.load(dy_base + dy_tile, mask=p_mask, other=0.0)
@@ -235,18 +236,19 @@ def _gradients_kernel(
         products = tl.dot(x, tl.trans(dy)) * (decay * step[:, None])
         d_scores += products
         products *= scores
-        # The products are zeros for a step of zero. The bound prevents 0 / 0.
-        d_step = tl.sum(products, axis=1) / tl.maximum(step, 1e-30)
         # The diagonal has no decay.
-        products = tl.where(token[:, None] < token[None, :], products, 0.0)
-        d_earlier = tl.sum(products, axis=1)
-        d_later = tl.sum(products, axis=0)
+        decayed = tl.where(token[:, None] < token[None, :], products, 0.0)
+        d_step, d_earlier = tl.reduce((products, decayed), 1, _add_pairs)
+        d_later = tl.sum(decayed, axis=0)
+        # The products are zeros for a step of zero. The bound prevents 0 / 0.
+        d_step = d_step / tl.maximum(step, 1e-30)
 
         out = d_sums_ptr + block * plane + row
         tl.store(out + token, d_later + d_enter - d_earlier)
         tl.store(out + sums + token + 1, d_rest * step, mask=token + 1 < L)
         tl.store(out + 2 * sums + token, d_step + d_rest)
-        tl.store(d_last_ptr + (head * chunks + chunk) * BLOCKS + block, d_last * keep)
+        last_at = ((head * chunks + chunk) * BLOCKS + block) * BLOCK_P
+        tl.store(d_last_ptr + last_at + p, d_last * keep)
         tl.store(d_skip_ptr + (block * chunks + chunk) * HEADS + head, d_skip)
     low = tl.where(pairs, d_scores, 0.0).to(b.dtype)
     db = tl.dot(low, c, db)
@@ -261,6 +263,11 @@ def _gradients_kernel(
     dc_base = dc_ptr + (part + start * dc_stride + group * dc_group_stride)
     dc_tile = token[:, None] * dc_stride + s[None, :]
     tl.store(dc_base + dc_tile, dc.to(dc_ptr.dtype.element_ty), mask=s_mask)
+
+
+@triton.jit
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
 
 
 @triton.jit(do_not_specialize=["tokens"])
