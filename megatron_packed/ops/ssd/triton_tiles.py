@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import triton
-
 from megatron_packed.ops.ssd.api import SSDInputs
 
 LENGTH = 64
@@ -81,11 +79,11 @@ class Plan(NamedTuple):
 
 def plan_of(inputs: SSDInputs) -> Plan:
     """Return the sizes for inputs of this shape."""
-    chunks = triton.cdiv(inputs.tokens, LENGTH)
-    blocks = triton.cdiv(inputs.head_dim, _SMALLEST_BLOCK)
-    block_s = max(triton.next_power_of_2(inputs.state_dim), _SMALLEST_BLOCK)
-    wanted = triton.cdiv(_PROGRAMS, inputs.heads * blocks)
-    chunks_per_segment = triton.cdiv(chunks, min(wanted, chunks))
+    chunks = -(-inputs.tokens // LENGTH)
+    blocks = -(-inputs.head_dim // _SMALLEST_BLOCK)
+    block_s = max(1 << (inputs.state_dim - 1).bit_length(), _SMALLEST_BLOCK)
+    wanted = -(-_PROGRAMS // (inputs.heads * blocks))
+    chunks_per_segment = -(-chunks // min(wanted, chunks))
     return Plan(
         tiles=TILES[block_s],
         length=LENGTH,
@@ -94,7 +92,7 @@ def plan_of(inputs: SSDInputs) -> Plan:
         blocks=blocks,
         block_s=block_s,
         chunks_per_segment=chunks_per_segment,
-        segments=triton.cdiv(chunks, chunks_per_segment),
+        segments=-(-chunks // chunks_per_segment),
         splits=_splits(inputs.heads // inputs.groups, chunks * inputs.groups),
     )
 
