@@ -62,10 +62,10 @@ def lengths_of(tokens: int) -> list[int]:
     """Return the lengths of documents with a long tail, which fill the pack."""
     documents = max(tokens // TOKENS_PER_DOCUMENT, 2)
     mean = tokens / documents
-    lengths = lognormal_lengths(4 * tokens, mean=mean, sigma=0.8, longest=tokens, seed=0)
-    lengths = sorted(map(int, lengths[: documents - 1]))
-    while sum(lengths) >= tokens:
-        lengths[-1] //= 2
+    drawn = lognormal_lengths(4 * tokens, mean=mean, sigma=0.8, longest=tokens, seed=0)
+    drawn = drawn[:documents]
+    # Scaled lengths are rounded down to at least one token, and the last document gets the rest.
+    lengths = [max(int(length * tokens / drawn.sum()), 1) for length in drawn[:-1]]
     return [*lengths, tokens - sum(lengths)]
 
 
