@@ -5,13 +5,13 @@ A program computes one chunk of one group of heads. It takes the heads in order 
 of B, C and C B^T in registers. If there are few chunks, several programs share the heads of a group,
 and a second kernel adds their sums in a fixed order.
 
-Letters: T tokens, N heads, P head dimension, G groups, S state, Q chunks, L tokens of a chunk, X
-blocks of channels of a head, K programs of a group.
+Letters: T tokens, N heads, P head dimension, G groups, S state, Q chunks, L tokens of a chunk. There
+are X blocks of channels in a head, and K programs for a group.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_packed.ops.ssd.chunk_sum import PartialSums
+from megatron_packed.ops.ssd.triton_loads import load_factors, load_rows, store_rows
 from megatron_packed.ops.ssd.triton_tiles import Plan
 
 _ROWS_PER_PROGRAM = 16
@@ -47,7 +48,7 @@ def chunk_gradients(scan: ScanTensors, plan: Plan, *, out: tuple[Tensor, Tensor]
     """
     (tokens, heads, _), (groups, state_dim) = scan.x_TNP.shape, scan.B_TGS.shape[1:]
     dB_TGS, dC_TGS = out
-    options = {"dtype": torch.float32, "device": scan.x_TNP.device}
+    options: dict[str, Any] = {"dtype": torch.float32, "device": scan.x_TNP.device}
     if plan.splits == 1:
         parts = (dB_TGS, dC_TGS)
     else:
@@ -160,14 +161,10 @@ def _gradients_kernel(
     L: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Compute chunk c of the heads of part k of group g in program (g * SPLITS + k, c).
-
-    The gradients of sums, of what reaches the end of the chunk and of steps are B5 and B7, B4 and B3 of
-    README.md.
-    """
+    """Compute B3 to B7 in chunk c for part k of the heads of group g in program (g * SPLITS + k, c)."""
     BLOCKS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
     COUNT: tl.constexpr = HEADS_PER_GROUP // SPLITS
-    group = tl.program_id(0) // SPLITS
+    group = (tl.program_id(0) // SPLITS).to(tl.int64)
     split = tl.program_id(0) % SPLITS
     chunk = tl.program_id(1)
     start = chunk.to(tl.int64) * L
@@ -177,92 +174,90 @@ def _gradients_kernel(
     real = token < tokens - chunk * L
     s_mask = real[:, None] & (s < S)[None, :]
     plane = HEADS * chunks.to(tl.int64) * L
-    sums = BLOCKS * plane
-    x_tile = token[:, None] * x_stride + p[None, :]
-    dy_tile = token[:, None] * dy_stride + p[None, :]
-    state_tile = p[:, None] * S + s[None, :]
-    b_base = b_ptr + (start * b_stride + group * b_group_stride)
-    c_base = c_ptr + (start * c_stride + group * c_group_stride)
-    b = tl.load(b_base + token[:, None] * b_stride + s[None, :], mask=s_mask, other=0.0)
-    c = tl.load(c_base + token[:, None] * c_stride + s[None, :], mask=s_mask, other=0.0)
+    b = load_rows(b_ptr + group * b_group_stride, start, b_stride, token, s, s_mask)
+    c = load_rows(c_ptr + group * c_group_stride, start, c_stride, token, s, s_mask)
     document = tl.load(seq_idx_ptr + start + token, mask=real, other=-1)
     # Rows are the earlier tokens j, columns the later tokens i.
     pairs = (token[:, None] <= token[None, :]) & (document[:, None] == document[None, :])
-    scores = tl.dot(b, tl.trans(c))
-    scores = tl.where(pairs, scores, 0.0)
+    scores = tl.where(pairs, tl.dot(b, tl.trans(c)), 0.0)
     db = tl.zeros((L, BLOCK_S), dtype=tl.float32)
     dc = tl.zeros((L, BLOCK_S), dtype=tl.float32)
     d_scores = tl.zeros((L, L), dtype=tl.float32)
-    for step_of_loop in tl.range(COUNT * BLOCKS, num_stages=STAGES):
-        head = group * HEADS_PER_GROUP + split * COUNT + step_of_loop // BLOCKS
-        block = step_of_loop % BLOCKS
-        channel = block * BLOCK_P
-        p_mask = real[:, None] & (channel + p < P)[None, :]
-        state_mask = (channel + p < P)[:, None] & (s < S)[None, :]
-        row = head.to(tl.int64) * chunks * L + start
-        x_base = x_ptr + (start * x_stride + head * x_head_stride + channel)
-        dy_base = dy_ptr + (start * dy_stride + head * dy_head_stride + channel)
-        at = (chunk.to(tl.int64) * HEADS + head) * (P * S) + channel * S
-        step = tl.load(factors_ptr + row + token)
-        total = tl.load(factors_ptr + plane + row + token)
-        enter = tl.load(factors_ptr + 2 * plane + row + token)
-        rest = tl.load(factors_ptr + 3 * plane + row + token)
+    for number in tl.range(COUNT * BLOCKS, num_stages=STAGES):
+        head = group * HEADS_PER_GROUP + split * COUNT + number // BLOCKS
+        block = number % BLOCKS
+        channel = block * BLOCK_P + p
+        p_mask = real[:, None] & (channel < P)[None, :]
+        row = head * chunks * L + start
+        step, total, enter, rest = load_factors(factors_ptr + row, plane, token)
         keep = tl.load(factors_ptr + 2 * plane + row + (L - 1))
         # A tile is read from shared memory where it is loaded here, so late loads save registers.
-        state = tl.load(states_ptr + at + state_tile, mask=state_mask, other=0.0)
-        d_state = tl.load(d_states_ptr + at + state_tile, mask=state_mask, other=0.0)
+        tile = (chunk * HEADS + head) * (P * S) + channel[:, None] * S + s[None, :]
+        state_mask = (channel < P)[:, None] & (s < S)[None, :]
+        state = tl.load(states_ptr + tile, mask=state_mask, other=0.0)
+        d_state = tl.load(d_states_ptr + tile, mask=state_mask, other=0.0)
         d_last = tl.sum(state.to(tl.float32) * d_state.to(tl.float32), axis=1)
+        last_at = ((head * chunks + chunk) * BLOCKS + block) * BLOCK_P + p
+        tl.store(d_last_ptr + last_at, d_last * keep)
 
-        # Terms with the state at the start of the chunk.
-        dy = tl.load(dy_base + dy_tile, mask=p_mask, other=0.0)
-        wide = dy.to(tl.float32)
-        scaled = wide * enter[:, None]
-        y = tl.dot(c, tl.trans(state))
-        d_enter = tl.sum(y * scaled, axis=1)
-        dc = tl.dot(scaled.to(dy.dtype), state, dc)
-
-        # Terms with the state at its end.
-        x = tl.load(x_base + x_tile, mask=p_mask, other=0.0)
-        d_skip = tl.sum(tl.sum(x.to(tl.float32) * wide, axis=1), axis=0)
-        scaled = x.to(tl.float32) * rest[:, None]
-        w = tl.dot(b, tl.trans(d_state))
-        d_rest = tl.sum(w * scaled, axis=1)
-        scaled *= step[:, None]
-        db = tl.dot(scaled.to(x.dtype), d_state, db)
-
-        # Terms between two tokens of the chunk. Inside a document the exponent is at most 0. Elsewhere
-        # the scores are zeros, and d_scores is masked after the loop.
-        decay = tl.exp2(tl.minimum(total[None, :] - total[:, None], 0.0))
-        products = tl.dot(x, tl.trans(dy)) * (decay * step[:, None])
-        d_scores += products
-        products *= scores
-        # The diagonal has no decay.
-        decayed = tl.where(token[:, None] < token[None, :], products, 0.0)
-        d_step, d_earlier = tl.reduce((products, decayed), 1, _add_pairs)
-        d_later = tl.sum(decayed, axis=0)
-        # The products are zeros for a step of zero. The bound prevents 0 / 0.
-        d_step = d_step / tl.maximum(step, 1e-30)
-
-        out = d_sums_ptr + block * plane + row
-        tl.store(out + token, d_later + d_enter - d_earlier)
-        tl.store(out + sums + token + 1, d_rest * step, mask=token + 1 < L)
-        tl.store(out + 2 * sums + token, d_step + d_rest)
-        last_at = ((head * chunks + chunk) * BLOCKS + block) * BLOCK_P
-        tl.store(d_last_ptr + last_at + p, d_last * keep)
+        dy = load_rows(dy_ptr + head * dy_head_stride, start, dy_stride, token, channel, p_mask)
+        d_enter, dc = _with_state(c, state, dy, enter, dc)
+        x = load_rows(x_ptr + head * x_head_stride, start, x_stride, token, channel, p_mask)
+        d_skip = tl.sum(tl.sum(x.to(tl.float32) * dy.to(tl.float32), axis=1), axis=0)
         tl.store(d_skip_ptr + (block * chunks + chunk) * HEADS + head, d_skip)
+        d_rest, db = _with_state(b, d_state, x, rest * step, db)
+        d_step, d_sum, d_scores = _between_tokens(x, dy, scores, total, step, token, d_scores)
+        out = d_sums_ptr + block * plane + row + token
+        tl.store(out, d_sum + d_enter)
+        tl.store(out + BLOCKS * plane + 1, d_rest, mask=token + 1 < L)
+        # All terms are zeros for a step of zero. The bound prevents 0 / 0.
+        tl.store(out + 2 * BLOCKS * plane, (d_step + d_rest) / tl.maximum(step, 1e-30))
     low = tl.where(pairs, d_scores, 0.0).to(b.dtype)
     db = tl.dot(low, c, db)
-    # A transposed product, so that the computed tile is not transposed as a left operand.
-    dc += tl.trans(tl.dot(tl.trans(b), low))
+    dc += _transposed_product(b, low)
     part = split * tokens.to(tl.int64) * (HEADS // HEADS_PER_GROUP) * S
     if SPLITS == 1:
         part = 0
-    db_base = db_ptr + (part + start * db_stride + group * db_group_stride)
-    db_tile = token[:, None] * db_stride + s[None, :]
-    tl.store(db_base + db_tile, db.to(db_ptr.dtype.element_ty), mask=s_mask)
-    dc_base = dc_ptr + (part + start * dc_stride + group * dc_group_stride)
-    dc_tile = token[:, None] * dc_stride + s[None, :]
-    tl.store(dc_base + dc_tile, dc.to(dc_ptr.dtype.element_ty), mask=s_mask)
+    store_rows(db_ptr + (part + group * db_group_stride), start, db_stride, token, s, s_mask, db)
+    store_rows(dc_ptr + (part + group * dc_group_stride), start, dc_stride, token, s, s_mask, dc)
+
+
+@triton.jit
+def _with_state(a, state, values, factor, total):
+    """Compute the terms of a chunk with a state: of C with the first one, or of B with the last one.
+
+    Returns:
+        the gradient of the logarithm of ``factor``, and ``total`` plus the gradient of ``a``.
+    """
+    scaled = values.to(tl.float32) * factor[:, None]
+    product = tl.dot(a, tl.trans(state))
+    return tl.sum(product * scaled, axis=1), tl.dot(scaled.to(values.dtype), state, total)
+
+
+@triton.jit
+def _between_tokens(x, dy, scores, total, step, token, d_scores):
+    """Compute the terms between two tokens of a chunk.
+
+    Inside a document the exponent is at most 0. Elsewhere the scores are zeros, and the caller masks
+    the gradient of the scores.
+
+    Returns:
+        the gradient of steps times the steps, that of sums, and ``d_scores`` plus that of scores.
+    """
+    decay = tl.exp2(tl.minimum(total[None, :] - total[:, None], 0.0))
+    products = tl.dot(x, tl.trans(dy)) * (decay * step[:, None])
+    d_scores += products
+    products *= scores
+    # The diagonal has no decay.
+    decayed = tl.where(token[:, None] < token[None, :], products, 0.0)
+    d_step, d_earlier = tl.reduce((products, decayed), 1, _add_pairs)
+    return d_step, tl.sum(decayed, axis=0) - d_earlier, d_scores
+
+
+@triton.jit
+def _transposed_product(b, low):
+    """Return the transpose of ``low`` times ``b``, without a computed tile as a transposed left operand."""
+    return tl.trans(tl.dot(tl.trans(b), low))
 
 
 @triton.jit

@@ -61,11 +61,11 @@ def run(
     """Run the op; see ``api.ssd``. The kernels have their own chunk length and ignore ``chunk_size``."""
     slots = tuple(gradient_slot(tensor) for tensor in (x_TNP, dt_TN, B_TGS, C_TGS))
     arguments = (x_TNP, dt_TN, A_log_N, B_TGS, C_TGS, D_N, dt_bias_N)
-    y_TNP: Tensor = _Scan.apply(*arguments, seq_idx_1T, slots)
+    y_TNP: Tensor = _SegmentedScan.apply(*arguments, seq_idx_1T, slots)
     return y_TNP
 
 
-class _Scan(torch.autograd.Function):
+class _SegmentedScan(torch.autograd.Function):
     """Scan of a pack in segments; saves its inputs only."""
 
     @staticmethod

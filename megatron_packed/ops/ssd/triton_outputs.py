@@ -2,7 +2,7 @@
 """Triton kernel of the scan: a program carries the state through a segment and writes the outputs.
 
 Forward computes y. Backward computes the gradient of x by the same kernel from the last chunk to the
-first, because the adjoint of the scan is a scan: dy, C and B take the places of x, B and C. It also
+first, because the adjoint of the scan is a scan. There dy, C and B take the places of x, B and C. It also
 stores the gradient of the state at the end of each chunk, for the gradients of B and the decays.
 
 The state is transposed, (P, S), and so are the tiles of x and y. In this orientation each product's left
@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_packed.ops.ssd.triton_loads import load_factors, load_rows
 from megatron_packed.ops.ssd.triton_tiles import Plan
 
 
@@ -142,7 +143,7 @@ def _scan_kernel(
     With REVERSE, x, B, C and y are dy, C, B and dx, and the state is its gradient (B1 to B3).
     """
     BLOCKS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
-    head = tl.program_id(0) // BLOCKS
+    head = (tl.program_id(0) // BLOCKS).to(tl.int64)
     group = head // HEADS_PER_GROUP
     segment = tl.program_id(1)
     first = segment * chunks_per_segment
@@ -150,18 +151,10 @@ def _scan_kernel(
     p = (tl.program_id(0) % BLOCKS) * BLOCK_P + tl.arange(0, BLOCK_P)
     s = tl.arange(0, BLOCK_S)
     token = tl.arange(0, L)
-    x_tile = token[:, None] * x_stride + p[None, :]
-    y_tile = token[None, :] * y_stride + p[:, None]
-    b_tile = token[:, None] * b_stride + s[None, :]
-    c_tile = token[:, None] * c_stride + s[None, :]
-    x_base = x_ptr + head.to(tl.int64) * x_head_stride
-    y_base = y_ptr + head.to(tl.int64) * y_head_stride
-    b_base = b_ptr + group.to(tl.int64) * b_group_stride
-    c_base = c_ptr + group.to(tl.int64) * c_group_stride
     plane = HEADS * chunks.to(tl.int64) * L
-    factor_base = factors_ptr + head.to(tl.int64) * chunks * L
+    factor_base = factors_ptr + head * chunks * L
     skip = tl.load(d_ptr + head).to(tl.float32)
-    at = (segment.to(tl.int64) * HEADS + head) * (P * S)
+    at = (segment * HEADS + head) * (P * S)
     state_mask = (p < P)[:, None] & (s < S)[None, :]
     state_tile = p[:, None] * S + s[None, :]
     state = tl.load(entering_ptr + at + state_tile, mask=state_mask, other=0.0)
@@ -172,45 +165,49 @@ def _scan_kernel(
         start = chunk.to(tl.int64) * L
         real = token < tokens - chunk * L
         x_mask = real[:, None] & (p < P)[None, :]
-        y_mask = (p < P)[:, None] & real[None, :]
         s_mask = real[:, None] & (s < S)[None, :]
-        total = tl.load(factor_base + plane + start + token)
-        step = tl.load(factor_base + start + token)
-        enter = tl.load(factor_base + 2 * plane + start + token)
-        leave = tl.load(factor_base + 3 * plane + start + token) * step
+        step, total, enter, rest = load_factors(factor_base + start, plane, token)
+        leave = rest * step
         beginning = tl.load(first_ptr + start + token)
         # The factor of the state is that of the last token.
         keep = tl.load(factor_base + 2 * plane + start + (L - 1))
 
         # A tile is read from shared memory where it is loaded here, so late loads save registers.
-        c = tl.load(c_base + start * c_stride + c_tile, mask=s_mask, other=0.0)
+        c = load_rows(c_ptr + group * c_group_stride, start, c_stride, token, s, s_mask)
         low = state.to(c.dtype)
         if REVERSE:
-            out = states_ptr + (chunk.to(tl.int64) * HEADS + head) * (P * S) + state_tile
+            out = states_ptr + (chunk * HEADS + head) * (P * S) + state_tile
             tl.store(out, low, mask=state_mask)
+            enter, leave = leave, enter
         y = tl.dot(low, tl.trans(c))
-        b = tl.load(b_base + start * b_stride + b_tile, mask=s_mask, other=0.0)
-        # Rows are the tokens of x and B, columns those of y and C.
-        scores = tl.dot(b, tl.trans(c))
-        # Token i has a pair with token j if beginning_i <= j <= i. An unsigned comparison tests both.
-        age = (token - beginning).to(tl.uint32)
-        if REVERSE:
-            pairs = (token[None, :] - beginning[:, None]).to(tl.uint32) <= age[:, None]
-            logs = total[:, None] - total[None, :]
-            scores *= step[None, :]
-            y *= leave[None, :]
-            factor = enter
-        else:
-            pairs = (token[:, None] - beginning[None, :]).to(tl.uint32) <= age[None, :]
-            logs = total[None, :] - total[:, None]
-            scores *= step[:, None]
-            y *= enter[None, :]
-            factor = leave
-        scores *= tl.exp2(tl.where(pairs, logs, -float("inf")))
-        x = tl.load(x_base + start * x_stride + x_tile, mask=x_mask, other=0.0)
+        b = load_rows(b_ptr + group * b_group_stride, start, b_stride, token, s, s_mask)
+        scores = _decayed(tl.dot(b, tl.trans(c)), total, step, token, beginning, REVERSE)
+        y *= enter[None, :]
+        x = load_rows(x_ptr + head * x_head_stride, start, x_stride, token, p, x_mask)
         y = tl.dot(tl.trans(x), scores.to(x.dtype), y)
         wide = tl.trans(x).to(tl.float32)
         y += skip * wide
-        tl.store(y_base + start * y_stride + y_tile, y.to(y_ptr.dtype.element_ty), mask=y_mask)
-        u = (wide * factor[None, :]).to(x.dtype)
+        y_base = y_ptr + (start * y_stride + head * y_head_stride)
+        y_tile = token[None, :] * y_stride + p[:, None]
+        tl.store(y_base + y_tile, y.to(y_ptr.dtype.element_ty), mask=tl.trans(x_mask))
+        u = (wide * leave[None, :]).to(x.dtype)
         state = tl.dot(u, b, state * keep)
+
+
+@triton.jit
+def _decayed(scores, total, step, token, beginning, REVERSE: tl.constexpr):
+    """Return scores times decay and step, and zeros between documents and for later tokens.
+
+    Rows are the tokens of x and B, columns those of y and C; with REVERSE rows are the later ones.
+    """
+    # Token i has a pair with token j if beginning_i <= j <= i. An unsigned comparison tests both.
+    age = (token - beginning).to(tl.uint32)
+    if REVERSE:
+        pairs = (token[None, :] - beginning[:, None]).to(tl.uint32) <= age[:, None]
+        logs = total[:, None] - total[None, :]
+        scores *= step[None, :]
+    else:
+        pairs = (token[:, None] - beginning[None, :]).to(tl.uint32) <= age[None, :]
+        logs = total[None, :] - total[:, None]
+        scores *= step[:, None]
+    return scores * tl.exp2(tl.where(pairs, logs, -float("inf")))

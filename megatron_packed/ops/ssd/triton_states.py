@@ -3,7 +3,7 @@
 
 The pack is divided into segments of several chunks. One program carries the state of one head, or of
 a block of its channels, through one segment in fp32 registers. Segments run at the same time, so the
-state that enters each segment comes first: one launch computes what each segment adds to a state of
+state that enters each segment comes first. One launch computes what each segment adds to a state of
 zeros, and a second one passes these states from segment to segment.
 
 Backward carries the gradient of the state from the last chunk to the first. This is the same
@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_packed.ops.ssd.triton_loads import load_rows
 from megatron_packed.ops.ssd.triton_tiles import Plan
 
 _PASSED_PER_PROGRAM = 256
@@ -154,7 +155,7 @@ def _walk_kernel(
     starts from zeros and stores the last state, and the decay of the segment.
     """
     BLOCKS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
-    head = tl.program_id(0) // BLOCKS
+    head = (tl.program_id(0) // BLOCKS).to(tl.int64)
     segment = tl.program_id(1)
     first = segment * chunks_per_segment
     count = tl.minimum(chunks_per_segment, chunks - first)
@@ -164,17 +165,16 @@ def _walk_kernel(
     state_tile = p[:, None] * S + s[None, :]
     state_mask = (p < P)[:, None] & (s < S)[None, :]
     x_tile = token[None, :] * x_stride + p[:, None]
-    b_tile = token[:, None] * b_stride + s[None, :]
-    x_base = x_ptr + head.to(tl.int64) * x_head_stride
-    b_base = b_ptr + (head // HEADS_PER_GROUP).to(tl.int64) * b_group_stride
+    x_base = x_ptr + head * x_head_stride
+    b_base = b_ptr + (head // HEADS_PER_GROUP) * b_group_stride
     plane = HEADS * chunks.to(tl.int64) * L
-    factor_base = factors_ptr + head.to(tl.int64) * chunks * L
-    at = (segment.to(tl.int64) * HEADS + head) * (P * S)
+    factor_base = factors_ptr + head * chunks * L
+    at = (segment * HEADS + head) * (P * S)
+    decay = 1.0
     if CHUNKS:
         state = tl.load(states_ptr + at + state_tile, mask=state_mask, other=0.0)
     else:
         state = tl.zeros((BLOCK_P, BLOCK_S), dtype=tl.float32)
-        decay = 1.0
     chunk = first
     if REVERSE:
         chunk = first + count - 1
@@ -191,7 +191,7 @@ def _walk_kernel(
         x_mask = (p < P)[:, None] & real[None, :]
         x = tl.load(x_base + start * x_stride + x_tile, mask=x_mask, other=0.0)
         b_mask = real[:, None] & (s < S)[None, :]
-        b = tl.load(b_base + start * b_stride + b_tile, mask=b_mask, other=0.0)
+        b = load_rows(b_base, start, b_stride, token, s, b_mask)
         if REVERSE:
             factor = tl.load(factor_base + 2 * plane + start + token)
         else:
@@ -199,10 +199,9 @@ def _walk_kernel(
             factor *= tl.load(factor_base + start + token)
         next_keep = tl.load(factor_base + 2 * plane + following * L + (L - 1))
         if CHUNKS:
-            out = out_ptr + (chunk.to(tl.int64) * HEADS + head) * (P * S) + state_tile
-            tl.store(out, state.to(out_ptr.dtype.element_ty), mask=state_mask)
-        else:
-            decay *= keep
+            out = out_ptr + (chunk * HEADS + head) * (P * S)
+            tl.store(out + state_tile, state.to(out_ptr.dtype.element_ty), mask=state_mask)
+        decay *= keep
         u = (x.to(tl.float32) * factor[None, :]).to(x.dtype)
         state = tl.dot(u, b, state * keep)
         keep = next_keep

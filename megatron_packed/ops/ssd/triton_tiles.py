@@ -20,7 +20,7 @@ _GRADIENT_PROGRAMS = 128
 """Programs of the launch of gradients that fill a GPU."""
 
 
-class Tiles(NamedTuple):
+class ProgramSize(NamedTuple):
     """Sizes of a program."""
 
     warps: int
@@ -32,25 +32,25 @@ class Tiles(NamedTuple):
 
 TILES = {
     64: {
-        "sums": Tiles(4, 3),
-        "states": Tiles(4, 3),
-        "outputs": Tiles(4, 2),
-        "inputs": Tiles(4, 2),
-        "gradients": Tiles(8, 3),
+        "sums": ProgramSize(4, 3),
+        "states": ProgramSize(4, 3),
+        "outputs": ProgramSize(4, 2),
+        "inputs": ProgramSize(4, 2),
+        "gradients": ProgramSize(8, 3),
     },
     128: {
-        "sums": Tiles(4, 3),
-        "states": Tiles(4, 3),
-        "outputs": Tiles(4, 2),
-        "inputs": Tiles(4, 2),
-        "gradients": Tiles(8, 3),
+        "sums": ProgramSize(4, 3),
+        "states": ProgramSize(4, 3),
+        "outputs": ProgramSize(4, 2),
+        "inputs": ProgramSize(4, 2),
+        "gradients": ProgramSize(8, 3),
     },
     256: {
-        "sums": Tiles(8, 2),
-        "states": Tiles(8, 2),
-        "outputs": Tiles(8, 2),
-        "inputs": Tiles(8, 2),
-        "gradients": Tiles(8, 2),
+        "sums": ProgramSize(8, 2),
+        "states": ProgramSize(8, 2),
+        "outputs": ProgramSize(8, 2),
+        "inputs": ProgramSize(8, 2),
+        "gradients": ProgramSize(8, 2),
     },
 }
 """Sizes of each kernel, by the block of the state."""
@@ -59,7 +59,7 @@ TILES = {
 class Plan(NamedTuple):
     """Sizes that all kernels of a call share."""
 
-    tiles: dict[str, Tiles]
+    tiles: dict[str, ProgramSize]
     length: int
     """Tokens of a chunk, L."""
     chunks: int

@@ -101,7 +101,7 @@ def test_sizes_of_heads_and_groups(sizes, lengths):
 
 @pytest.mark.parametrize(("decay", "bias"), [(0.001, -6.0), (200.0, 4.0)])
 def test_weak_and_strong_decay(decay, bias, few_programs):
-    """Compare with a decay that keeps the state for long, and one that forgets it within a token."""
+    """Compare with a decay that keeps the state for long, and another that forgets it within a token."""
     check(make(80, (2, 20, 1, 12), decay=decay, bias=bias), [50, 30])
 
 

@@ -1,0 +1,32 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Loads and stores of tiles of a chunk, whose rows are tokens, and of decay factors."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_rows(ptr, start, stride, token, column, mask):
+    """Load the columns ``column`` of the rows ``start + token``, with zeros where the mask is False."""
+    base = ptr + start * stride
+    return tl.load(base + (token[:, None] * stride + column[None, :]), mask=mask, other=0.0)
+
+
+@triton.jit
+def store_rows(ptr, start, stride, token, column, mask, value):
+    """Store a tile in the columns ``column`` of the rows ``start + token``, in the dtype of ``ptr``."""
+    base = ptr + start * stride
+    tile = token[:, None] * stride + column[None, :]
+    tl.store(base + tile, value.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_factors(ptr, plane, token):
+    """Load the planes of `triton_steps.chunk_factors` for the tokens of a chunk."""
+    step = tl.load(ptr + token)
+    total = tl.load(ptr + plane + token)
+    enter = tl.load(ptr + 2 * plane + token)
+    rest = tl.load(ptr + 3 * plane + token)
+    return step, total, enter, rest
