@@ -215,7 +215,8 @@ def main() -> None:
             results["errors"][name] = errors(size, device)
         harness.save("ssd", results, folder=arguments.results)
         harness.free_memory()
-    print(harness.table(error_rows_of(harness.plain(results))))
+    if rows := error_rows_of(harness.plain(results)):
+        print(harness.table(rows))
 
 
 if __name__ == "__main__":
