@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from megatron_packed.config.layer_pattern import MAMBA
@@ -20,9 +21,15 @@ from megatron_packed.models.estimate.recurrent_activations import (
     RecurrentSizes,
     recurrent_footprint,
 )
+from megatron_packed.ops.ssd.api import SSDInputs
+from megatron_packed.ops.ssd.triton_tiles import Plan, plan_of
 
+_FACTORS = 4
+"""Numbers in fp32 that our scan computes for each token and head: steps, sums and decays."""
+_SUMS = 3
+"""Gradients in fp32 that our scan computes for each token and head."""
 _SCAN_SPLIT = 132
-"""Number of multiprocessors of an H200. The scan's backward kernels split the heads of a group so
+"""Number of multiprocessors of an H200. The backward kernels of mamba-ssm split the heads of a group so
 that all of them have work.
 """
 
@@ -45,6 +52,8 @@ class _MambaSizes(RecurrentSizes):
         """Bytes of the states that leave all parts, and of the state that enters this part."""
         self.wide = FP32 * self.rows * self.heads * self.width if passes else 0
         """Bytes of outputs in fp32, to which the term of the entering state is added."""
+        self.own = mixer.backends.ssd == "triton"
+        """True if the kernels of this package compute the scan, not those of mamba-ssm."""
 
     @property
     def parts(self) -> int:
@@ -65,21 +74,69 @@ def mamba_footprint(rank: RankSizes, name: str, layer: nn.Module) -> Footprint:
     """Return the saved tensors and the moments of a Mamba layer."""
     mixer: Any = layer.mixer
     sizes = _MambaSizes(rank, mixer)
+    passed = {"scan.passed": Term(sizes.passed)} if sizes.passed else {}
+    steps = {"scan.steps": Term(2 * FP32 * sizes.heads * sizes.scanned)}
+    compute = _own_scan if sizes.own else _scan_of_mamba_ssm
+    forward, backward = compute(rank, sizes)
     scan = Recurrence(
         noun="scan",
         norm_groups=max(sizes.inner // mixer.norm.group_size, 1),
-        saved={
-            "scan.steps": Term(2 * FP32 * sizes.heads * sizes.scanned),
-            **({"scan.passed": Term(sizes.passed)} if sizes.passed else {}),
-        },
-        forward={
-            # The chunk states are freed before the outputs are formed in fp32.
-            Purpose.STATES: max(sizes.states * (FP32 + rank.element), 3 * sizes.wide),
-            Purpose.GRADIENTS: sizes.scores,
-        },
-        backward=_backward_of_scan(rank, sizes),
+        saved=passed if sizes.own else {**steps, **passed},
+        forward=forward,
+        backward=backward,
     )
     return recurrent_footprint(rank, name, MAMBA, sizes, scan)
+
+
+def _own_scan(rank: RankSizes, sizes: _MambaSizes) -> tuple[Amounts, Amounts]:
+    """Return the additional bytes of forward and backward with the kernels of this package."""
+    plan = _plan(sizes)
+    state = sizes.heads * sizes.width * sizes.state
+    per_token = FP32 * sizes.heads * plan.chunks * plan.length
+    segments = FP32 * plan.segments * state
+    # The states are freed before the outputs are formed in fp32 for the term of the entering state.
+    forward = {
+        Purpose.STATES: max(segments, 3 * sizes.wide),
+        Purpose.GRADIENTS: _FACTORS * per_token,
+    }
+    parts = plan.splits if plan.splits > 1 else 0
+    backward = rank.backward_start(
+        projected=sizes.projected,
+        dy=sizes.y,
+        convolved=sizes.convolved,
+        factors=_FACTORS * per_token,
+        sums=_SUMS * plan.blocks * per_token,
+        parts=2 * FP32 * sizes.rows * sizes.groups * sizes.state * parts,
+    )
+    # States of chunks and their gradients, and both at the borders of segments.
+    chunks = plan.chunks * state * rank.element
+    backward[Purpose.STATES] = max(2 * chunks + 2 * segments, 4 * sizes.wide)
+    return forward, backward
+
+
+def _plan(sizes: _MambaSizes) -> Plan:
+    inputs = SSDInputs(
+        tokens=sizes.rows,
+        heads=sizes.heads,
+        head_dim=sizes.width,
+        groups=sizes.groups,
+        state_dim=sizes.state,
+        chunk_size=sizes.chunk,
+        row_stride=1,
+        dtype=torch.bfloat16,
+        device_type="cuda",
+    )
+    return plan_of(inputs)
+
+
+def _scan_of_mamba_ssm(rank: RankSizes, sizes: _MambaSizes) -> tuple[Amounts, Amounts]:
+    """Return the additional bytes of forward and backward with the kernels of mamba-ssm."""
+    forward = {
+        # The chunk states are freed before the outputs are formed in fp32.
+        Purpose.STATES: max(sizes.states * (FP32 + rank.element), 3 * sizes.wide),
+        Purpose.GRADIENTS: sizes.scores,
+    }
+    return forward, _backward_of_scan(rank, sizes)
 
 
 def _backward_of_scan(rank: RankSizes, sizes: _MambaSizes) -> Amounts:
