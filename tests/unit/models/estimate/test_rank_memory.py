@@ -253,6 +253,19 @@ def test_what_passed_states_move(comm):
     assert ("proj.input" in attention.saved) and "qkv.output" not in attention.saved
 
 
+def test_our_scan_saves_its_inputs_only_and_has_states_in_bf16():
+    """There are as many segments as chunks of 64, because 64 programs a head would fill the GPU."""
+    [layer] = footprints(one_layer("M", {}, backends={"ssd": "triton"}), WORK)
+    moments = {moment.name: moment.extra for moment in layer.moments}
+    states = 4096 // 64 * 4 * 8 * 16
+    assert "scan.steps" not in layer.saved
+    names = ("forward of the scan", "backward of the scan")
+    assert bytes_at(moments, Purpose.STATES, *names) == [
+        states * 4,  # fp32 at the start of segments
+        states * (2 * 4 + 2 * 2),  # and their gradients, and both in bf16 for chunks
+    ]
+
+
 def test_what_a_gated_delta_net_moves_and_its_states():
     """Two ranks exchange all rows for a key head of width 8 and two value heads of width 6."""
     exchanged, y = 4096 * (2 * 8 + 2 * 6 + 2 * 2) * 2, 4096 * 2 * 6 * 2
