@@ -21,6 +21,7 @@ import full_step
 import harness
 import layouts
 import offload
+import recipe_mfu
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.distributed.flat_buffers import flat_layout_of
@@ -31,6 +32,7 @@ from megatron_packed.models.estimate.rank_memory import GIB, MIB, estimate
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.training.run_estimate import estimates, usual
 from model_step import CONFIGS, model_config
+from train_real import ROOT
 from workloads import SHAPES
 
 RESULTS = (
@@ -42,6 +44,7 @@ RESULTS = (
     *(f"layouts_{world}_{name}" for world, name in product(layouts.LAYOUTS, layouts.MODELS)),
     "offload",
     "full_step",
+    "recipe_gated_delta_1b",
 )
 """Result files that contain a measured peak, in the order of the table."""
 OF_DATA = ("train-data", "valid-data", "data-cache", "tokenizer", "log-jsonl", "eval", "sft")
@@ -235,6 +238,28 @@ def full_steps() -> Iterator[tuple[str, float, float]]:
             )
 
 
+def recipes() -> Iterator[tuple[str, float, float]]:
+    """Yield whole training runs of a recipe's model. Its file names the size of the vocabulary."""
+    for result in (name for name in RESULTS if name.startswith("recipe_")):
+        found = results(result)
+        model = f"@{ROOT}/examples/recipes/models/{found['recipe']}.args"
+        for graphs, run in found["runs"].items():
+            options = {
+                f"--{name}": value
+                for name, value in recipe_mfu.RUN.items()
+                if not name.startswith(OF_DATA)
+            }
+            words = [
+                word
+                for name, value in {**options, "--cuda-graph-impl": graphs}.items()
+                for word in ([name] if value is True else [name, str(value)])
+            ]
+            config = parse([model, *words, *DATA], 1)
+            documents = config.packing.tokens_per_pack // 256
+            one = usual(estimates(config, 1, config.model.vocab_size, documents))
+            yield f"{found['recipe']} {graphs}", one.allocated / GIB, run["memory_gib"]
+
+
 def peaks() -> list[Peak]:
     """Return all measured peaks of packed steps with their estimates."""
     parts = (
@@ -246,6 +271,7 @@ def peaks() -> list[Peak]:
         layouts_of_several(),
         offloads(),
         full_steps(),
+        recipes(),
     )
     return [Peak(*row) for part in parts for row in part]
 

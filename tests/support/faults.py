@@ -392,19 +392,12 @@ def leaking_attention(rank: int) -> None:
         k: torch.Tensor,
         v: torch.Tensor,
         cu_seqlens: torch.Tensor,
-        *args: Any,
         **names: Any,
     ):
         joined = torch.full_like(cu_seqlens, len(q))
         joined[0] = 0
-        return original(
-            q,
-            k,
-            v,
-            joined,
-            len(q),
-            **{**names, "seq_idx_1T": torch.zeros_like(names["seq_idx_1T"])},
-        )
+        one = {"max_seqlen": len(q), "seq_idx_1T": torch.zeros_like(names["seq_idx_1T"])}
+        return original(q, k, v, joined, **{**names, **one})
 
     attention.varlen_attention = leak
 

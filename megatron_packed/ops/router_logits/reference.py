@@ -44,9 +44,8 @@ class _RouterLogits(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx_TD = (dlogits_TE @ weight_ED).to(x_TD.dtype)
         if ctx.needs_input_grad[1]:
-            wide_TD = x_TD.to(weight_ED.dtype)
-            if ctx.main_grad is None:
-                dweight_ED = dlogits_TE.t() @ wide_TD
-            else:
-                ctx.main_grad.addmm_(dlogits_TE.t(), wide_TD)
+            dweight_ED = dlogits_TE.t() @ x_TD.to(weight_ED.dtype)
+            if ctx.main_grad is not None:
+                ctx.main_grad.add_(dweight_ED)
+                dweight_ED = None
         return dx_TD, dweight_ED
