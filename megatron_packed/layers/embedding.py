@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -15,18 +16,19 @@ from megatron_packed.layers.linear import main_grad_of
 from megatron_packed.layers.parameters import new_parameter
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 
+_GPU_MODULE = "megatron_packed.ops.token_rows"
+"""Needs Triton, which a CPU does not."""
+
 
 @torch.no_grad()
 def accumulate_rows(main_grad_VD: Tensor, tokens_T: Tensor, grad_TD: Tensor) -> None:
     """Add each row of ``grad`` to the row of its token: ``main_grad[tokens[t]] += grad[t]``.
 
-    The sum is in the dtype of ``main_grad`` (float32) and in the same order in every run. On CUDA
-    ``index_put_`` sorts the tokens and adds the rows of equal tokens in order. ``index_add_`` would
-    use atomic additions, whose order changes. On the CPU ``index_add_`` adds row by row and is
-    faster.
+    The sum is in the dtype of ``main_grad`` (float32) and in the same order in every run: the GPU's
+    kernel sorts the tokens. ``index_add_`` would use atomic additions there, whose order changes.
     """
     if main_grad_VD.is_cuda:
-        main_grad_VD.index_put_((tokens_T.long(),), grad_TD.to(main_grad_VD.dtype), accumulate=True)
+        import_module(_GPU_MODULE).add_token_rows(main_grad_VD, tokens_T, grad_TD)
     else:
         main_grad_VD.index_add_(0, tokens_T, grad_TD.to(main_grad_VD.dtype))
 

@@ -147,8 +147,24 @@ def _rows(x_TF: Tensor) -> Tensor:
 
 
 @triton.jit
-def _normal_cdf(x):
-    return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+def _normal(x):
+    """Return the standard normal distribution function of x, and exp(-x^2 / 2).
+
+    The tail beyond |x| is exp(-x^2 / 2) times a polynomial in t, fitted with a relative error of
+    2e-7. This takes half the instructions of ``tl.erf``, and keeps the precision of small results.
+    """
+    root = tl.rsqrt(1.0 + 0.30759144981614817 * tl.abs(x))
+    t = root * root
+    tail = 0.0363053897 * t - 0.147218899
+    tail = tail * t + 0.169783365
+    tail = tail * t - 0.0257671234
+    tail = tail * t + 0.115182566
+    tail = tail * t + 0.105748738
+    tail = tail * t + 0.123279912
+    tail = tail * t + 0.122686115
+    bell = tl.exp2(-0.7213475204444817 * x * x)
+    tail *= t * bell
+    return tl.where(x > 0, 1.0 - tail, tail), bell
 
 
 @triton.jit
@@ -165,7 +181,7 @@ def _forward_kernel(
     mask = column < features
     x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
     if KIND == 0:
-        y = x * _normal_cdf(x)
+        y = x * _normal(x)[0]
     elif KIND == 1:
         positive = tl.where(x > 0, x, 0.0)
         y = positive * positive
@@ -208,8 +224,8 @@ def _backward_kernel(
     else:
         dx_row = dx_ptr + row * features
         if KIND == 0:
-            density = tl.exp(-0.5 * x * x) * 0.3989422804014327
-            dx = dy * (_normal_cdf(x) + x * density)
+            distribution, bell = _normal(x)
+            dx = dy * (distribution + x * bell * 0.3989422804014327)
         else:
             dx = dy * 2.0 * tl.where(x > 0, x, 0.0)
     tl.store(dx_row + column, dx.to(dx_ptr.dtype.element_ty), mask=mask)

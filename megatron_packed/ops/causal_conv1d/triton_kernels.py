@@ -20,6 +20,18 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_packed.ops.causal_conv1d.triton_rows import (
+    backward_step,
+    document,
+    filtered,
+    is_one_document,
+    row,
+    silu,
+    store_four,
+    taps,
+    three_documents,
+    three_rows,
+)
 from megatron_packed.ops.column_slices import GradientSlot, gradient_like, gradient_slot
 from megatron_packed.ops.partial_sums import add_partial_sums
 from megatron_packed.ops.triton_mode import fp32_reasons
@@ -33,6 +45,7 @@ _WIDEST = 4
 
 _BLOCK_CHANNELS = 128
 _WARPS = 1
+_STAGES = 1
 _SHORTEST_RUN = 32
 """Fewest tokens of a program. Each program reads some rows of its neighbours, too."""
 
@@ -171,6 +184,7 @@ def _launch(x_TC: Tensor, weight_CW: Tensor) -> tuple[tuple[int, int], dict[str,
         "CHANNELS": channels,
         "WIDTH": weight_CW.shape[1],
         "BLOCK_C": _BLOCK_CHANNELS,
+        "STAGES": _STAGES,
         "num_warps": _WARPS,
     }
 
@@ -189,6 +203,7 @@ def _forward_kernel(
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Compute y of ``length`` tokens and one block of channels, four rows a step.
 
@@ -196,28 +211,25 @@ def _forward_kernel(
     documents d1, d2, d3.
     """
     column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    real = column < CHANNELS
-    w0, w1, w2, w3, bias = _taps(weight_ptr, bias_ptr, column, real, WIDTH)
+    w, bias = taps(weight_ptr, bias_ptr, column, column < CHANNELS, WIDTH)
     first = tl.program_id(0) * length
-    x3, x2, x1, d3, d2, d1 = _three_rows(
-        x_ptr, seq_idx_ptr, first - 3, tokens, x_stride, column, CHANNELS
-    )
-    for step in range(0, length, 4):
+    x3, x2, x1 = three_rows(x_ptr, first - 3, tokens, x_stride, column, CHANNELS)
+    d3, d2, d1 = three_documents(seq_idx_ptr, first - 3, tokens)
+    for step in tl.range(0, length, 4, num_stages=STAGES):
         t = first + step
-        a, b, c, da, db, dc = _three_rows(x_ptr, seq_idx_ptr, t, tokens, x_stride, column, CHANNELS)
-        d, dd = _row(x_ptr, seq_idx_ptr, t + 3, tokens, x_stride, column, CHANNELS)
-        ya = _filter(a, x1, x2, x3, da, d1, d2, d3, w0, w1, w2, w3, WIDTH) + bias
-        yb = _filter(b, a, x1, x2, db, da, d1, d2, w0, w1, w2, w3, WIDTH) + bias
-        yc = _filter(c, b, a, x1, dc, db, da, d1, w0, w1, w2, w3, WIDTH) + bias
-        yd = _filter(d, c, b, a, dd, dc, db, da, w0, w1, w2, w3, WIDTH) + bias
+        a, b, c = three_rows(x_ptr, t, tokens, x_stride, column, CHANNELS)
+        d = row(x_ptr, t + 3, tokens, x_stride, column, CHANNELS)
+        da, db, dc = three_documents(seq_idx_ptr, t, tokens)
+        dd = document(seq_idx_ptr, t + 3, tokens)
+        rows, documents = (x3, x2, x1, a, b, c, d), (d3, d2, d1, da, db, dc, dd)
+        # Most steps are inside one document, where no row needs a comparison.
+        if is_one_document(documents):
+            y = filtered(rows, documents, w, bias, WIDTH, False)
+        else:
+            y = filtered(rows, documents, w, bias, WIDTH, True)
         if SILU:
-            ya, yb, yc, yd = (
-                ya * tl.sigmoid(ya),
-                yb * tl.sigmoid(yb),
-                yc * tl.sigmoid(yc),
-                yd * tl.sigmoid(yd),
-            )
-        _store_four(y_ptr, t, ya, yb, yc, yd, first, tokens, CHANNELS, column, CHANNELS)
+            y = (silu(y[0]), silu(y[1]), silu(y[2]), silu(y[3]))
+        store_four(y_ptr, t, y, first, tokens, CHANNELS, column, CHANNELS)
         x3, x2, x1, d3, d2, d1 = b, c, d, db, dc, dd
 
 
@@ -240,6 +252,7 @@ def _backward_kernel(
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Compute dx of ``length`` tokens and one block of channels, and their part of dw and dbias.
 
@@ -249,46 +262,33 @@ def _backward_kernel(
     """
     column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     real = column < CHANNELS
-    w0, w1, w2, w3, bias = _taps(weight_ptr, bias_ptr, column, real, WIDTH)
+    w, bias = taps(weight_ptr, bias_ptr, column, real, WIDTH)
     first = tl.program_id(0) * length
     end = tl.minimum(first + length, tokens)
-    x3, x2, x1, d3, d2, d1 = _three_rows(
-        x_ptr, seq_idx_ptr, first - 3, tokens, x_stride, column, CHANNELS
-    )
+    x3, x2, x1 = three_rows(x_ptr, first - 3, tokens, x_stride, column, CHANNELS)
+    d3, d2, d1 = three_documents(seq_idx_ptr, first - 3, tokens)
     g1 = tl.zeros((BLOCK_C,), tl.float32)
     g2, g3, dw0, dw1, dw2, dw3, dbias = g1, g1, g1, g1, g1, g1, g1
-    for step in range(0, length + 4, 4):
+    for step in tl.range(0, length + 4, 4, num_stages=STAGES):
         t = first + step
-        a, b, c, da, db, dc = _three_rows(x_ptr, seq_idx_ptr, t, tokens, x_stride, column, CHANNELS)
-        d, dd = _row(x_ptr, seq_idx_ptr, t + 3, tokens, x_stride, column, CHANNELS)
-        ga, gb, gc, _, _, _ = _three_rows(
-            dy_ptr, seq_idx_ptr, t, tokens, dy_stride, column, CHANNELS
-        )
-        gd, _ = _row(dy_ptr, seq_idx_ptr, t + 3, tokens, dy_stride, column, CHANNELS)
-        if SILU:
-            ga *= _slope(_filter(a, x1, x2, x3, da, d1, d2, d3, w0, w1, w2, w3, WIDTH) + bias)
-            gb *= _slope(_filter(b, a, x1, x2, db, da, d1, d2, w0, w1, w2, w3, WIDTH) + bias)
-            gc *= _slope(_filter(c, b, a, x1, dc, db, da, d1, w0, w1, w2, w3, WIDTH) + bias)
-            gd *= _slope(_filter(d, c, b, a, dd, dc, db, da, w0, w1, w2, w3, WIDTH) + bias)
-        dx3 = _filter(g3, g2, g1, ga, d3, d2, d1, da, w0, w1, w2, w3, WIDTH)
-        dx2 = _filter(g2, g1, ga, gb, d2, d1, da, db, w0, w1, w2, w3, WIDTH)
-        dx1 = _filter(g1, ga, gb, gc, d1, da, db, dc, w0, w1, w2, w3, WIDTH)
-        dxa = _filter(ga, gb, gc, gd, da, db, dc, dd, w0, w1, w2, w3, WIDTH)
-        _store_four(dx_ptr, t - 3, dx3, dx2, dx1, dxa, first, end, dx_stride, column, CHANNELS)
-        g3, g2, g1 = gb, gc, gd
-        # Rows from end on count in the sums of the next program.
-        ga = tl.where(t < end, ga, 0.0)
-        gb = tl.where(t + 1 < end, gb, 0.0)
-        gc = tl.where(t + 2 < end, gc, 0.0)
-        gd = tl.where(t + 3 < end, gd, 0.0)
-        dw0 += ga * a + gb * b + gc * c + gd * d
-        if WIDTH > 1:
-            dw1 += _along(ga, gb, gc, gd, x1, a, b, c, da == d1, db == da, dc == db, dd == dc)
-        if WIDTH > 2:
-            dw2 += _along(ga, gb, gc, gd, x2, x1, a, b, da == d2, db == d1, dc == da, dd == db)
-        if WIDTH > 3:
-            dw3 += _along(ga, gb, gc, gd, x3, x2, x1, a, da == d3, db == d2, dc == d1, dd == da)
-        dbias += ga + gb + gc + gd
+        a, b, c = three_rows(x_ptr, t, tokens, x_stride, column, CHANNELS)
+        d = row(x_ptr, t + 3, tokens, x_stride, column, CHANNELS)
+        ga, gb, gc = three_rows(dy_ptr, t, tokens, dy_stride, column, CHANNELS)
+        gd = row(dy_ptr, t + 3, tokens, dy_stride, column, CHANNELS)
+        da, db, dc = three_documents(seq_idx_ptr, t, tokens)
+        dd = document(seq_idx_ptr, t + 3, tokens)
+        rows, documents = (x3, x2, x1, a, b, c, d), (d3, d2, d1, da, db, dc, dd)
+        g, dw = (g3, g2, g1, ga, gb, gc, gd), (dw0, dw1, dw2, dw3, dbias)
+        # As in forward. Rows from end on count in the sums of the next program.
+        if is_one_document(documents) & (t + 3 < end):
+            latest, dx, sums = backward_step(rows, documents, g, dw, w, bias, 4, SILU, WIDTH, False)
+        else:
+            latest, dx, sums = backward_step(
+                rows, documents, g, dw, w, bias, end - t, SILU, WIDTH, True
+            )
+        store_four(dx_ptr, t - 3, dx, first, end, dx_stride, column, CHANNELS)
+        g3, g2, g1 = latest
+        dw0, dw1, dw2, dw3, dbias = sums
         x3, x2, x1, d3, d2, d1 = b, c, d, db, dc, dd
     part = parts_weight_ptr + (tl.program_id(0) * CHANNELS + column) * WIDTH + WIDTH - 1
     tl.store(part, dw0, mask=real)
@@ -300,87 +300,3 @@ def _backward_kernel(
         tl.store(part - 3, dw3, mask=real)
     if parts_bias_ptr is not None:
         tl.store(parts_bias_ptr + tl.program_id(0) * CHANNELS + column, dbias, mask=real)
-
-
-@triton.jit
-def _filter(v0, v1, v2, v3, d0, d1, d2, d3, w0, w1, w2, w3, WIDTH: tl.constexpr):
-    """Return the sum of w_k v_k over the rows k < WIDTH whose document d_k is that of row 0."""
-    total = w0 * v0
-    if WIDTH > 1:
-        total += w1 * tl.where(d1 == d0, v1, 0.0)
-    if WIDTH > 2:
-        total += w2 * tl.where(d2 == d0, v2, 0.0)
-    if WIDTH > 3:
-        total += w3 * tl.where(d3 == d0, v3, 0.0)
-    return total
-
-
-@triton.jit
-def _along(ga, gb, gc, gd, va, vb, vc, vd, same_a, same_b, same_c, same_d):
-    """Return the sum of g v over the rows of a step whose v is of the same document."""
-    return (
-        ga * tl.where(same_a, va, 0.0)
-        + gb * tl.where(same_b, vb, 0.0)
-        + gc * tl.where(same_c, vc, 0.0)
-        + gd * tl.where(same_d, vd, 0.0)
-    )
-
-
-@triton.jit
-def _slope(u):
-    """Return the derivative of SiLU."""
-    s = tl.sigmoid(u)
-    return s + u * s * (1.0 - s)
-
-
-@triton.jit
-def _row(ptr, seq_idx_ptr, t, tokens, stride, column, CHANNELS: tl.constexpr):
-    """Return row t in fp32 and its document; zeros and -1 outside the pack."""
-    inside = (t >= 0) & (t < tokens)
-    channels = tl.where(inside, CHANNELS, 0)
-    row = tl.load(ptr + t.to(tl.int64) * stride + column, mask=column < channels, other=0.0)
-    return row.to(tl.float32), tl.load(seq_idx_ptr + t, mask=inside, other=-1)
-
-
-@triton.jit
-def _three_rows(ptr, seq_idx_ptr, t, tokens, stride, column, CHANNELS: tl.constexpr):
-    """Return the rows t, t + 1 and t + 2 in fp32, and their documents."""
-    a, da = _row(ptr, seq_idx_ptr, t, tokens, stride, column, CHANNELS)
-    b, db = _row(ptr, seq_idx_ptr, t + 1, tokens, stride, column, CHANNELS)
-    c, dc = _row(ptr, seq_idx_ptr, t + 2, tokens, stride, column, CHANNELS)
-    return a, b, c, da, db, dc
-
-
-@triton.jit
-def _store(ptr, t, value, first, end, stride, column, CHANNELS: tl.constexpr):
-    """Store row t if it is one of the rows from ``first`` to before ``end``."""
-    channels = tl.where((t >= first) & (t < end), CHANNELS, 0)
-    row = ptr + t.to(tl.int64) * stride + column
-    tl.store(row, value.to(ptr.dtype.element_ty), mask=column < channels)
-
-
-@triton.jit
-def _store_four(ptr, t, a, b, c, d, first, end, stride, column, CHANNELS: tl.constexpr):
-    """Store the rows t to t + 3 that are among those from ``first`` to before ``end``."""
-    _store(ptr, t, a, first, end, stride, column, CHANNELS)
-    _store(ptr, t + 1, b, first, end, stride, column, CHANNELS)
-    _store(ptr, t + 2, c, first, end, stride, column, CHANNELS)
-    _store(ptr, t + 3, d, first, end, stride, column, CHANNELS)
-
-
-@triton.jit
-def _taps(weight_ptr, bias_ptr, column, real, WIDTH: tl.constexpr):
-    """Return the weights of the rows t, t - 1, t - 2, t - 3 and the bias, in fp32."""
-    last = weight_ptr + column * WIDTH + WIDTH - 1
-    w0 = tl.load(last, mask=real, other=0.0).to(tl.float32)
-    zero = tl.zeros_like(w0)
-    w1, w2, w3, bias = zero, zero, zero, zero
-    if WIDTH > 1:
-        w1 = tl.load(last - 1, mask=real, other=0.0).to(tl.float32)
-    if WIDTH > 2:
-        w2 = tl.load(last - 2, mask=real, other=0.0).to(tl.float32)
-    if WIDTH > 3:
-        w3 = tl.load(last - 3, mask=real, other=0.0).to(tl.float32)
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + column, mask=real, other=0.0).to(tl.float32)
-    return w0, w1, w2, w3, bias

@@ -149,7 +149,68 @@ def _logits(row_ptr, position, VOCAB_SIZE: tl.constexpr, VOCAB_ROWS: tl.constexp
     logit = tl.load(row_ptr + position, mask=position < VOCAB_ROWS, other=float("-inf")).to(
         tl.float32
     )
-    return tl.where(position < VOCAB_SIZE, logit, float("-inf"))
+    return (
+        logit if VOCAB_SIZE == VOCAB_ROWS else tl.where(position < VOCAB_SIZE, logit, float("-inf"))
+    )
+
+
+@triton.jit
+def _exp(x):
+    """Return exp(x), or 0 for results below 2^-126. Exact results there would take instructions."""
+    return tl.exp2(x * 1.4426950408889634)
+
+
+@triton.jit
+def _largest_and_total(
+    row_ptr, VOCAB_SIZE: tl.constexpr, VOCAB_ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Return the largest logit of a row, and the sum of the exponentials of differences from it.
+
+    Each lane has a maximum and a sum. In a step it reads eight adjacent logits and rescales its sum
+    once.
+    """
+    column = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    # The start value is finite, because -inf minus -inf would give NaN in a lane without a logit.
+    largest = tl.full((BLOCK // 8,), -3.0e38, tl.float32)
+    total = tl.zeros((BLOCK // 8,), tl.float32)
+    for start in range(0, VOCAB_SIZE, BLOCK):
+        logit = _logits(row_ptr, start + column, VOCAB_SIZE, VOCAB_ROWS)
+        larger = tl.maximum(largest, tl.max(logit, axis=1))
+        total = total * _exp(largest - larger) + tl.sum(_exp(logit - larger[:, None]), axis=1)
+        largest = larger
+    row_largest = tl.max(largest, axis=0)
+    return row_largest, tl.sum(total * _exp(largest - row_largest), axis=0)
+
+
+@triton.jit
+def _write_gradient(
+    row_ptr,
+    largest,
+    inverse,
+    label,
+    scale,
+    weight,
+    VOCAB_SIZE: tl.constexpr,
+    VOCAB_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Overwrite the logits of a row by their gradients.
+
+    The loop begins with the block that was read last, which is probably still in a cache.
+    """
+    column = tl.arange(0, BLOCK)
+    BLOCKS: tl.constexpr = (VOCAB_ROWS + BLOCK - 1) // BLOCK
+    for step in range(BLOCKS):
+        position = (BLOCKS - 1 - step) * BLOCK + column
+        logit = _logits(row_ptr, position, VOCAB_SIZE, VOCAB_ROWS)
+        p = _exp(logit - largest) * inverse
+        gradient = tl.where(position == label, p - 1.0, p) * scale
+        gradient = tl.where(weight == 0, 0.0, gradient)
+        if VOCAB_SIZE < VOCAB_ROWS:
+            gradient = tl.where(position < VOCAB_SIZE, gradient, 0.0)
+        tl.store(
+            row_ptr + position, gradient.to(row_ptr.dtype.element_ty), mask=position < VOCAB_ROWS
+        )
 
 
 @triton.jit
@@ -171,17 +232,7 @@ def _softmax_kernel(
     row_ptr = logits_ptr + token * logits_stride
     label = tl.load(label_ptr + token * label_stride).to(tl.int64)
     weight = tl.load(loss_mask_ptr + token * loss_mask_stride)
-    column = tl.arange(0, BLOCK)
-    # The start value is finite, so that a lane without a logit does not subtract infinities.
-    largest = tl.full((BLOCK,), -3.0e38, tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, VOCAB_SIZE, BLOCK):
-        logit = _logits(row_ptr, start + column, VOCAB_SIZE, VOCAB_ROWS)
-        larger = tl.maximum(largest, logit)
-        total = total * tl.exp(largest - larger) + tl.exp(logit - larger)
-        largest = larger
-    row_largest = tl.max(largest, axis=0)
-    row_total = tl.sum(total * tl.exp(largest - row_largest), axis=0)
+    row_largest, row_total = _largest_and_total(row_ptr, VOCAB_SIZE, VOCAB_ROWS, BLOCK)
     known = (label >= 0) & (label < VOCAB_SIZE)
     label_logit = tl.load(row_ptr + tl.where(known, label, 0)).to(tl.float32)
     nll = tl.where(known, tl.log(row_total) + row_largest - label_logit, float("nan"))
@@ -193,17 +244,17 @@ def _softmax_kernel(
         inverse = 1.0 / row_total
         # Wait until all threads have read the label's logit, before any thread overwrites it.
         tl.debug_barrier()
-        for start in range(0, VOCAB_ROWS, BLOCK):
-            position = start + column
-            logit = _logits(row_ptr, position, VOCAB_SIZE, VOCAB_ROWS)
-            p = tl.exp(logit - row_largest) * inverse
-            gradient = tl.where(position == label, p - 1.0, p) * scale
-            gradient = tl.where(weight == 0, 0.0, tl.where(position < VOCAB_SIZE, gradient, 0.0))
-            tl.store(
-                row_ptr + position,
-                gradient.to(logits_ptr.dtype.element_ty),
-                mask=position < VOCAB_ROWS,
-            )
+        _write_gradient(
+            row_ptr,
+            row_largest,
+            inverse,
+            tl.where(known, label, -1).to(tl.int32),
+            scale,
+            weight,
+            VOCAB_SIZE,
+            VOCAB_ROWS,
+            BLOCK,
+        )
 
 
 @triton.jit
@@ -220,19 +271,9 @@ def _statistics_kernel(
 ):
     token = tl.program_id(0).to(tl.int64)
     logits_row_ptr = logits_ptr + token * logits_stride
-    column = tl.arange(0, BLOCK)
-    # The start value is finite, because -inf minus -inf would give NaN on a rank whose vocabulary
-    # rows are all padding.
-    largest = tl.full((BLOCK,), -3.0e38, tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, VOCAB_SIZE, BLOCK):
-        logit = _logits(logits_row_ptr, start + column, VOCAB_SIZE, VOCAB_ROWS)
-        larger = tl.maximum(largest, logit)
-        total = total * tl.exp(largest - larger) + tl.exp(logit - larger)
-        largest = larger
-    row_largest = tl.max(largest, axis=0)
+    row_largest, row_total = _largest_and_total(logits_row_ptr, VOCAB_SIZE, VOCAB_ROWS, BLOCK)
     tl.store(largest_ptr + token, row_largest)
-    tl.store(total_ptr + token, tl.sum(total * tl.exp(largest - row_largest), axis=0))
+    tl.store(total_ptr + token, row_total)
     row = tl.load(row_ptr + token)
     tl.store(label_ptr + token, tl.load(logits_row_ptr + tl.where(row < 0, 0, row)).to(tl.float32))
 
@@ -254,20 +295,11 @@ def _gradient_kernel(
 ):
     token = tl.program_id(0).to(tl.int64)
     logits_row_ptr = logits_ptr + token * logits_stride
-    row = tl.load(row_ptr + token)
+    row = tl.load(row_ptr + token).to(tl.int32)
     largest = tl.load(largest_ptr + token)
     inverse = 1.0 / tl.load(total_ptr + token)
     scale = tl.load(scale_ptr + token * scale_stride)
     weight = tl.load(loss_mask_ptr + token * loss_mask_stride)
-    column = tl.arange(0, BLOCK)
-    for start in range(0, VOCAB_ROWS, BLOCK):
-        position = start + column
-        logit = _logits(logits_row_ptr, position, VOCAB_SIZE, VOCAB_ROWS)
-        p = tl.exp(logit - largest) * inverse
-        gradient = tl.where(position == row, p - 1.0, p) * scale
-        gradient = tl.where(weight == 0, 0.0, tl.where(position < VOCAB_SIZE, gradient, 0.0))
-        tl.store(
-            logits_row_ptr + position,
-            gradient.to(logits_ptr.dtype.element_ty),
-            mask=position < VOCAB_ROWS,
-        )
+    _write_gradient(
+        logits_row_ptr, largest, inverse, row, scale, weight, VOCAB_SIZE, VOCAB_ROWS, BLOCK
+    )

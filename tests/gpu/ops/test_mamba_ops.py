@@ -321,6 +321,26 @@ def test_convolution_equals_its_reference(lengths, dtype, activation, backend):
             assert error(got, want) < (BF16 if dtype == torch.bfloat16 else 1e-5)
 
 
+def test_a_document_has_the_same_convolution_at_every_place_of_a_pack():
+    """The kernels treat steps inside a document differently from steps at a border."""
+    values, rows = make(1024), slice(100, 700)
+    x = values["zxbcdt"][:, :CONV_CHANNELS]
+    dy = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).cuda().bfloat16()
+    found = []
+    for place in range(5):
+        before, after = slice(0, place), slice(place, 424)
+        packed, gradient = (torch.cat([v[before], v[rows], v[after]]) for v in (x, dy))
+        packed.requires_grad_()
+        seq_idx, _ = boundaries([place, 600, 424 - place][place == 0 :], "cuda")
+        y = causal_conv1d(
+            packed, values["conv_weight"], values["conv_bias"], seq_idx, backend="triton"
+        )
+        (dx,) = torch.autograd.grad(y, packed, gradient)
+        found.append([v[place : place + 600] for v in (y, dx)])
+    for one in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(one, found[0]))
+
+
 @pytest.mark.parametrize("dtype, limit", [(torch.bfloat16, BF16), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("group_size", [64, 512, 96, 1024])
 def test_gated_norm_equals_its_reference(dtype, limit, group_size):

@@ -1,4 +1,4 @@
-"""Cases of test_triton_interpreter.py: rope, rms_norm, activation, cross_entropy.
+"""Cases of test_triton_interpreter.py: rope, rms_norm, activation, token rows, cross_entropy.
 
 The sizes are tiny because the interpreter is slow.
 """
@@ -10,6 +10,7 @@ from megatron_packed.ops.activation import api as activation_api
 from megatron_packed.ops.cross_entropy.api import linear_cross_entropy
 from megatron_packed.ops.rms_norm.api import rms_norm, rms_norm_with_residual
 from megatron_packed.ops.rope.api import apply_rope, rope_tables
+from megatron_packed.ops.token_rows import add_token_rows
 from support.split_vocabulary import check_split, check_unknown_label, check_weight_gradient
 
 BACKENDS = ("reference", "triton")
@@ -158,6 +159,18 @@ def test_activation(kind, shape):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
+def test_gelu_is_precise_where_it_is_small():
+    x = torch.linspace(-9, 9, 900)[None].requires_grad_()
+    y = activation_api.activation(x, "gelu", backend="triton")
+    exact = x.detach().double()
+    distribution = torch.special.log_ndtr(exact).exp()
+    slope = distribution + exact * torch.exp(-exact.square() / 2) / (2 * torch.pi) ** 0.5
+    torch.testing.assert_close(y.double(), exact * distribution, rtol=1e-5, atol=1e-30)
+    torch.testing.assert_close(
+        torch.autograd.grad(y.sum(), x)[0].double(), slope, rtol=0, atol=5e-7
+    )
+
+
 @pytest.mark.parametrize(("groups", "features"), [(2, 2100), (3, 5), (9, 40), (1, 1)])
 def test_sigmoid_gate_of_a_fused_projection(groups, features):
     x = torch.randn(4, groups, features, requires_grad=True)
@@ -167,6 +180,17 @@ def test_sigmoid_gate_of_a_fused_projection(groups, features):
         lambda backend: activation_api.sigmoid_gate(x, gate, backend=backend), [x, fused]
     ):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("tokens", "vocab", "features"), [(1, 3, 5), (40, 2, 20), (30, 99, 1030)])
+def test_rows_of_tokens_are_added_to_their_table(tokens, vocab, features):
+    generator = torch.Generator().manual_seed(0)
+    tokens_T = torch.randint(vocab, (tokens,), generator=generator).int()
+    rows = torch.randn(tokens, features + 3, generator=generator).bfloat16()[:, 2:-1]
+    table = torch.randn(vocab, features, generator=generator)
+    want = table.double().index_add(0, tokens_T, rows.double())
+    add_token_rows(table, tokens_T, rows)
+    torch.testing.assert_close(table.double(), want, rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("scaled_in_forward", [False, True])

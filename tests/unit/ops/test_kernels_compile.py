@@ -145,6 +145,12 @@ def gates(size, dtype, in_flat_buffer):
     backward(op.run_gate(leaf(3, 2, size, dtype=dtype), gate_TKF))
 
 
+def token_rows(size, dtype, in_flat_buffer):
+    op = import_module(OPS + "token_rows")
+    tokens_T = torch.zeros(3, dtype=torch.int32 if in_flat_buffer else torch.int64)
+    op.add_token_rows(torch.zeros(2, size), tokens_T, torch.zeros(3, size, dtype=dtype))
+
+
 def permutation(size, dtype, in_flat_buffer):
     op = import_module(OPS + "permute.triton_kernels")
     token_R, row_TK = torch.tensor([0, 1, 0, 1]).int(), torch.tensor([[0, 2], [1, 3]]).int()
@@ -322,6 +328,7 @@ def test_the_search_for_transposed_operands_finds_one():
         scan_steps,
         activations,
         gates,
+        token_rows,
         permutation,
         convolution,
         rope,
