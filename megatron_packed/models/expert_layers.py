@@ -79,7 +79,10 @@ class ExpertLayers:
             agreed_3 = self.ep.agree(torch.cat([overflow.view(1), rows_2]))
             overflow, rows_2 = agreed_3[0], agreed_3[1:]
         aux_loss = torch.stack([report.aux_loss for report in reports]).sum()
-        if self.global_balance is not None and self.training:
+        if not self.training:
+            # Replays of graphs, which are captured in training mode, report losses of evaluations.
+            aux_loss = torch.zeros_like(aux_loss)
+        elif self.global_balance is not None:
             aux_loss = aux_loss + self.global_balance([report.balance for report in reports])
         counts_LE = torch.stack([report.tokens_per_expert_E for report in reports])
         dropped_L = torch.stack([report.dropped for report in reports])

@@ -198,7 +198,7 @@ class Router(nn.Module):
         logits_TE = router_logits(x_TD, self.weight, backend=self.backend)
         if self.rows_group is not None:
             logits_TE = gather_rows(logits_TE, self.rows_group)
-        if self.config.moe_router_force_load_balancing and self.training:
+        if self.config.moe_router_force_load_balancing:
             document_T = self.cp.own(packed.seq_idx.view(-1), packed)
             position_T = self.cp.own(packed.position_ids, packed)
             logits_TE = replace_values(

@@ -357,6 +357,16 @@ def test_backward_twice_is_an_error(jobs):
         output.sum().backward()
 
 
+def test_evaluation_has_no_auxiliary_loss_in_replay_either():
+    """Replays compute what a layer computed in training mode, when its graphs were captured."""
+    model = tiny_model("M*E", moe_aux_loss_coeff=0.5).eval()
+    model.moe_layers[0].mixer.train()  # as in a replay
+    micro_batch = pack([20, 30])
+    with torch.no_grad():
+        assert not model(micro_batch).aux_loss
+        assert model.train()(micro_batch).aux_loss > 0
+
+
 def test_evaluation_replays_and_leaves_gradients_alone(jobs):
     eager, graphed = jobs
     micro_batch = pack([20, 30])

@@ -136,8 +136,8 @@ class ExpertOptions(StackOptions):
     )
     moe_router_force_load_balancing: bool = option(
         False,
-        "Route tokens at random in training, so that experts get even loads in a benchmark. The "
-        "random logits depend on --seed and on the place of a token. The model does not learn to "
+        "Route tokens at random, in evaluations too, so that experts get even loads in a benchmark. "
+        "The random logits depend on --seed and on the place of a token. The model does not learn to "
         "route.",
         group=EXPERTS,
         training_only=True,
