@@ -26,6 +26,7 @@ from megatron_packed.cuda_graphs.capture_and_pool import (
 )
 from megatron_packed.cuda_graphs.fallback_reasons import GraphCounters, GraphFallbackError, Refusal
 from megatron_packed.cuda_graphs.slots import AddressCheck, Place, Slot, SlotRing, capture_size_of
+from megatron_packed.distributed.rng import generators_kept
 from megatron_packed.packed.capture_sizes import CaptureSize, CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.packed.params import PackedSeqParams
@@ -164,7 +165,7 @@ class StepGraphs(ABC):
         self.forget()
         # Autograd nodes of an earlier step would make parts of these passes run on that step's stream.
         gc.collect()  # See [Note: nodes of parameters] in whole_step_graphs.py.
-        with self._rehearsal(), self.backend.side_stream():
+        with generators_kept(self.device), self._rehearsal(), self.backend.side_stream():
             for number, size in enumerate(reversed(self.capture_sizes.sizes), start=1):
                 for _ in range(self._warmup_steps):
                     self._eager_pass(make_dummy(size).to(self.device))
@@ -174,7 +175,8 @@ class StepGraphs(ABC):
     def capture(self, make_dummy: Callable[[CaptureSize], MicroBatch]) -> None:
         """Capture every capture size, the largest first. Call it on all ranks, between steps.
 
-        Gradients hold garbage afterwards. Parameters, buffers and optimizer states are unchanged.
+        Gradients hold garbage afterwards. Parameters, buffers, optimizer states and random states
+        are unchanged.
 
         Args:
             make_dummy: as for `tune`.
@@ -187,7 +189,7 @@ class StepGraphs(ABC):
         self.forget()
         gc.collect()  # See [Note: nodes of parameters] in whole_step_graphs.py.
         try:
-            with self._rehearsal():
+            with generators_kept(self.device), self._rehearsal():
                 self._capture_all(make_dummy)
         except BaseException:  # an incomplete set of graphs must not be replayed
             self.forget()

@@ -1,4 +1,7 @@
-"""Heads that are exchanged in parts, in captured steps: equal bits, and messages under kernels.
+"""Heads that are exchanged in parts, in captured steps: the bits of eager steps, and no host wait.
+
+A part has fewer heads than the whole, and the kernels of mamba-ssm choose other tiles for it. So
+losses of steps in parts are close to those of steps without parts, and not equal.
 
 On one GPU the context-parallel group has one rank, which sends its heads to itself through NCCL.
 """
@@ -36,6 +39,8 @@ pytestmark = pytest.mark.gpu
 
 PARTS = 4
 STEPS = 4
+LARGEST_DIFFERENCE = 1e-3
+"""Largest relative difference of a loss in parts from that without parts, in bf16."""
 LAYERS = dataclasses.replace(
     MODEL,
     hybrid_layer_pattern="M*-",
@@ -60,7 +65,7 @@ def parts_of(job: Job) -> list[int]:
 
 
 def compare(groups: ParallelGroups, impl: str) -> dict[str, Any]:
-    """Compare steps in parts, eager and replayed, with eager steps without parts."""
+    """Compare replayed steps in parts with eager ones, and these with steps without parts."""
     configure_determinism()
     layout: dict[str, Any] = {"context_parallel_size": groups.cp_size}
     whole = build_job(config_of(LAYERS, **layout), groups, VOCAB)
@@ -71,18 +76,21 @@ def compare(groups: ParallelGroups, impl: str) -> dict[str, Any]:
     graphs = build_graphs(captured, job, CAPTURE_SIZES, groups, print)
     assert graphs is not None
     steps = steps_of(groups, 1, overflow=False)[:STEPS]
-    equal = []
+    equal, apart = [], []
     with released(graphs):
         capture_graphs(graphs, job.step, PACKS, groups, first=True)
         job.step.graphs = graphs
         for micro_batches in steps:
-            wanted = whole.step(micro_batches, 1e-3).clone()
-            found = [one.step(micro_batches, 1e-3).clone() for one in (eager, job)]
-            equal.append([torch.equal(metrics, wanted) for metrics in found])
+            plain, wanted, found = (
+                one.step(micro_batches, 1e-3).clone() for one in (whole, eager, job)
+            )
+            equal.append(torch.equal(found, wanted))
+            apart.append(abs(float(wanted[0] / plain[0]) - 1))  # the first metric is the loss
         return waiting(job.step, steps[:2]) | {
             "parts": [parts_of(one) for one in (whole, eager, job)],
             "equal": equal,
-            "eager in parts": different(state_of(eager), state_of(whole)),
+            "apart": apart,
+            "different": different(state_of(job), state_of(eager)),
             "replays": graphs.counters.replays,
             "fallbacks": graphs.counters.fallbacks.total(),
             "module_fallbacks": dict(graphs.counters.module_fallbacks),
@@ -92,7 +100,8 @@ def compare(groups: ParallelGroups, impl: str) -> dict[str, Any]:
 def check(found: dict[str, Any], parts: list[int]) -> None:
     print(found)
     assert found["parts"][0] == [min(part, 1) for part in parts] and found["parts"][1] == parts
-    assert found["equal"] == [[True, True]] * STEPS and found["eager in parts"] == [], found
+    assert found["equal"] == [True] * STEPS and found["different"] == [], found
+    assert max(found["apart"]) < LARGEST_DIFFERENCE, found
     assert found["replays"] > 0 and not found["fallbacks"] and not found["module_fallbacks"], found
     assert found["finite"] and found["launches"] > 0, found
     assert found["waits"] == [] and found["pageable"] == [], found

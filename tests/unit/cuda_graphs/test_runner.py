@@ -320,6 +320,21 @@ def test_dropout_is_refused_by_name():
     assert job.runner.counters.captures == 0
 
 
+def test_tuning_and_capture_leave_random_states_alone():
+    """Kernels may advance a generator without using its numbers, as cuDNN's attention does."""
+    model = tiny_model("M*")
+    for layer in model.layers:
+        layer.forward = lambda *args, true=layer.forward: (torch.rand(1), true(*args))[1]
+    before, states = torch.get_rng_state(), []
+    job = Job(model, graphs=True)
+    states.append(torch.get_rng_state())
+    job.runner.tune(lambda size: full_of(size))
+    states.append(torch.get_rng_state())
+    assert job.capture().runner.counters.captures > 0
+    states.append(torch.get_rng_state())
+    assert all(torch.equal(state, before) for state in states)
+
+
 def test_two_micro_batches_in_flight_are_an_error(jobs):
     job = jobs[1]
     layer = job.runner.modules[2]
