@@ -51,9 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpu-memory-gib",
         type=float,
-        default=141.0,
+        default=139.0,
         metavar="G",
-        help="memory of each GPU in GiB (default 141)",
+        help="memory of each GPU in GiB (default 139, of an H200)",
     )
     parser.add_argument(
         "--lengths",

@@ -90,7 +90,7 @@ def test_a_gpu_where_all_works(examined):
     assert lines["flash-attn"]["instead"] == "varlen_attention: flash_attn_4"
 
 
-GPU = Finding(name="GPU 0", state=State.WORKS, found="NVIDIA H200, 141 GiB, capability 9.0")
+GPU = Finding(name="GPU 0", state=State.WORKS, found="NVIDIA H200, 139 GiB, capability 9.0")
 NO_TORCH = {"import:torch": {"absent": True}}
 NO_GPU = Finding(name="CUDA", state=State.ABSENT, detail="torch 2.13 is built for CPUs only")
 SLOW = {"ssd": {"chosen": "reference", "reasons": {"mamba_ssm": ["missing"], "reference": []}}}
