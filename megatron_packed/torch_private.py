@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from importlib import import_module
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -165,6 +166,17 @@ def abort_process_group() -> None:
     abort = getattr(distributed_c10d, "_abort_process_group", None)
     if abort is not None:
         abort()
+
+
+def symmetric_memory() -> Any:
+    """Return torch's module of symmetric memory, which registers the operations ``symm_mem``.
+
+    torch documents ``torch.ops.symm_mem`` and this module under their private name.
+
+    Raises:
+        ImportError: this torch has no such module.
+    """
+    return import_module("torch.distributed._symmetric_memory")
 
 
 def set_timeout(

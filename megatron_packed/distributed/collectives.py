@@ -155,6 +155,41 @@ def start_exchange(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Started
     return received, Started(work, "all_to_all_single", group)
 
 
+class PendingRows(NamedTuple):
+    """Rows that a started collective will write."""
+
+    started: Started | None
+    rows: Tensor
+
+    def wait(self) -> Tensor:
+        """Make the current stream wait for the collective, and return the rows."""
+        wait_for(self.started)
+        return self.rows
+
+
+def start_gather_rows(x: Tensor, group: dist.ProcessGroup | None) -> PendingRows:
+    """Start ``all_gather_rows``; the current stream continues with other work."""
+    if group is None:
+        return PendingRows(None, x)
+    rows, *rest = x.shape
+    whole = x.new_empty(rows * dist.get_world_size(group), *rest)
+    work = _all_gather(whole, x.contiguous(), group=group, async_op=True)
+    return PendingRows(Started(work, "all_gather", group), whole)
+
+
+def start_scatter_rows(x: Tensor, group: dist.ProcessGroup | None) -> PendingRows:
+    """Start ``reduce_scatter_rows``; the current stream continues with other work.
+
+    Raises:
+        ValueError: the number of rows is not a multiple of the group size.
+    """
+    if group is None:
+        return PendingRows(None, x)
+    mine = torch.empty_like(own_rows(x, group), memory_format=torch.contiguous_format)
+    work = _reduce_scatter(mine, x.contiguous(), group=group, async_op=True)
+    return PendingRows(Started(work, "reduce_scatter", group), mine)
+
+
 def wait_for(started: Started | None) -> None:
     """Make the current stream wait for a started collective; on CUDA the host does not wait."""
     # `last_operation.py` finds this function by its name in the stack of a rank that hangs.

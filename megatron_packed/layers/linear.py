@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron_packed.distributed.collectives import all_gather_rows, reduce_scatter_rows
-from megatron_packed.distributed.differentiable import Group
+from megatron_packed.distributed.sequence_parallel_products import SequenceParallelProducts
 from megatron_packed.distributed.tensor_parallel_shards import Shard, set_shard
 from megatron_packed.layers.parameters import new_parameter, no_weight_decay
 from megatron_packed.layers.tensor_parallel import TensorParallel
@@ -99,7 +98,7 @@ class _LinearIntoMainGrad(torch.autograd.Function):
 
 
 class _GatheredLinear(torch.autograd.Function):
-    """Autograd function ``x W^T + b`` for sequence parallelism, including its collectives.
+    """Autograd function ``x W^T + b`` of a column-parallel layer with sequence parallelism.
 
     Forward gathers the rows of all ranks. Backward reduce-scatters dx and gathers the rows again
     for dW. So only this rank's rows are saved between forward and backward. Saving this memory is
@@ -108,13 +107,18 @@ class _GatheredLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, own_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, group: Group
+        ctx: Any,
+        own_TI: Tensor,
+        weight_OI: Tensor,
+        bias_O: Tensor | None,
+        products: SequenceParallelProducts,
     ) -> Tensor:
         ctx.save_for_backward(own_TI, weight_OI)
         ctx.weight_main_grad = main_grad_of(weight_OI)
         ctx.bias_main_grad = main_grad_of(bias_O)
-        ctx.group = group
-        return F.linear(all_gather_rows(own_TI, group), weight_OI, bias_O)
+        ctx.products = products
+        _, y_TO = products.gather_multiply(own_TI, weight_OI.t(), bias_O)
+        return y_TO
 
     @staticmethod
     @once_differentiable
@@ -122,21 +126,65 @@ class _GatheredLinear(torch.autograd.Function):
         ctx: Any, grad_TO: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         own_TI, weight_OI = ctx.saved_tensors
+        products, needs_dw = ctx.products, ctx.needs_input_grad[1]
         own_grad_TI = grad_OI = grad_O = None
+        # With overlap each collective starts before the product under which it runs.
+        gathering = products.start_gather(own_TI) if needs_dw else None
+        scattering = None
         if ctx.needs_input_grad[0]:
-            own_grad_TI = reduce_scatter_rows(grad_TO @ weight_OI, ctx.group)
-        if ctx.needs_input_grad[1]:
-            x_TI = all_gather_rows(own_TI, ctx.group)
-            if ctx.weight_main_grad is None:
-                grad_OI = grad_TO.t() @ x_TI
-            else:
-                accumulate_weight_grad(ctx.weight_main_grad, grad_TO, x_TI)
+            scattering = products.start_multiply_scatter(grad_TO, weight_OI, before_dw=needs_dw)
+        if needs_dw:
+            grad_OI = _weight_grad(
+                ctx.weight_main_grad, grad_TO, products.gathered(gathering, own_TI)
+            )
         if ctx.needs_input_grad[2]:
             if ctx.bias_main_grad is None:
                 grad_O = grad_TO.sum(dim=0)
             else:
                 accumulate_bias_grad(ctx.bias_main_grad, grad_TO)
+        if scattering is not None:
+            own_grad_TI = scattering.wait()
         return own_grad_TI, grad_OI, grad_O, None
+
+
+class _ScatteredLinear(torch.autograd.Function):
+    """Autograd function ``x W^T`` of a row-parallel layer with sequence parallelism.
+
+    Forward sums the products of all ranks and returns this rank's rows. Backward gathers the rows
+    of the gradient once, for dx and for dW.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TI: Tensor, weight_OI: Tensor, products: SequenceParallelProducts
+    ) -> Tensor:
+        ctx.save_for_backward(x_TI, weight_OI)
+        ctx.weight_main_grad = main_grad_of(weight_OI)
+        ctx.products = products
+        y_TO: Tensor = products.multiply_scatter(x_TI, weight_OI.t())
+        return y_TO
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, own_grad_TO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x_TI, weight_OI = ctx.saved_tensors
+        products, needs_dw = ctx.products, ctx.needs_input_grad[1]
+        grad_TI = grad_OI = grad_TO = None
+        if ctx.needs_input_grad[0]:
+            grad_TO, grad_TI = products.gather_multiply(own_grad_TO, weight_OI, keep=needs_dw)
+        elif needs_dw:
+            grad_TO = products.gathered(None, own_grad_TO)
+        if needs_dw:
+            grad_OI = _weight_grad(ctx.weight_main_grad, grad_TO, x_TI)
+        return grad_TI, grad_OI, None
+
+
+def _weight_grad(main_grad_OI: Tensor | None, grad_TO: Tensor, x_TI: Tensor) -> Tensor | None:
+    """Add the weight gradient to ``main_grad``; without ``main_grad``, return the gradient."""
+    if main_grad_OI is None:
+        return grad_TO.t() @ x_TI
+    accumulate_weight_grad(main_grad_OI, grad_TO, x_TI)
+    return None
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
@@ -222,8 +270,8 @@ class ColumnParallelLinear(Linear):
     def forward(self, x_TI: Tensor) -> Tensor:
         if self.tp.group is None:
             return linear(x_TI, self.weight, self.bias)
-        if self.tp.sequence_parallel:
-            result: Tensor = _GatheredLinear.apply(x_TI, self.weight, self.bias, self.tp.group)
+        if self.tp.products is not None:
+            result: Tensor = _GatheredLinear.apply(x_TI, self.weight, self.bias, self.tp.products)
             return result
         return linear(self.tp.enter(x_TI), self.weight, self.bias)
 
@@ -266,5 +314,8 @@ class RowParallelLinear(Linear):
     def forward(self, x_TI: Tensor) -> Tensor:
         if self.tp.group is None:
             return linear(x_TI, self.weight, self.bias)
-        y_TO = self.tp.leave(linear(x_TI, self.weight))
+        if self.tp.products is not None:
+            y_TO: Tensor = _ScatteredLinear.apply(x_TI, self.weight, self.tp.products)
+        else:
+            y_TO = self.tp.leave(linear(x_TI, self.weight))
         return y_TO if self.bias is None else y_TO + self.bias

@@ -21,6 +21,11 @@ from megatron_packed.distributed.differentiable import (
     scatter_rows,
 )
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.sequence_parallel_products import (
+    NO_OVERLAP,
+    SequenceParallelProducts,
+    TensorOverlap,
+)
 from megatron_packed.distributed.tensor_parallel_shards import Shard, SplitSegment, set_shard
 
 
@@ -36,18 +41,32 @@ class TensorParallel:
 
     The number of rows must then be a multiple of ``size``.
     """
+    products: SequenceParallelProducts | None = None
+    """Products of linear layers with the collectives of sequence parallelism; None without it."""
+
+    def __post_init__(self) -> None:
+        if self.products is None and self.group is not None and self.sequence_parallel:
+            object.__setattr__(self, "products", SequenceParallelProducts(self.group))
 
     @classmethod
     def of(
-        cls, groups: ParallelGroups | None, *, sequence_parallel: bool = False
+        cls,
+        groups: ParallelGroups | None,
+        *,
+        sequence_parallel: bool = False,
+        overlap: TensorOverlap = NO_OVERLAP,
     ) -> TensorParallel:
         if groups is None or groups.tp_size == 1:
             return SINGLE
+        products = None
+        if sequence_parallel and groups.tp_group is not None:
+            products = SequenceParallelProducts(groups.tp_group, overlap)
         return cls(
             group=groups.tp_group,
             size=groups.tp_size,
             rank=groups.tp_rank,
             sequence_parallel=sequence_parallel,
+            products=products,
         )
 
     def enter(self, x_TD: Tensor) -> Tensor:
@@ -104,7 +123,7 @@ class TensorParallel:
 
         Such a module has the same shards, but its ``enter`` and ``leave`` do nothing.
         """
-        return replace(self, group=None, sequence_parallel=False)
+        return replace(self, group=None, sequence_parallel=False, products=None)
 
     def shard(self, *segments: SplitSegment, dim: int = 0) -> Shard:
         """Return this rank's shard of consecutive segments along ``dim``."""

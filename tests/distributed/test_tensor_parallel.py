@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import megatron_packed.layers.linear as linear_module
+import megatron_packed.distributed.sequence_parallel_products as products_module
 import megatron_packed.layers.tensor_parallel as tensor_parallel
 from megatron_packed.distributed.collectives import own_rows
 from megatron_packed.distributed.differentiable import reduce_from
@@ -435,11 +435,7 @@ PATCHES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "entering without a sum in backward": (tensor_parallel, "copy_to", _identity),
     "leaving without a sum": (tensor_parallel, "reduce_from", _identity),
     "gathering without a sum in backward": (tensor_parallel, "gather_rows", gathered_without_sum),
-    "projecting gathered rows without a sum in backward": (
-        linear_module,
-        "reduce_scatter_rows",
-        own_rows,
-    ),
+    "sums of rows of linear layers left out": (products_module, "reduce_scatter_rows", own_rows),
     "scattering without a sum": (tensor_parallel, "scatter_rows", only_own_rows),
     "norm of a group without a sum": (TensorParallel, "sum_over_ranks", own_value),
     "norm of a group without a sum in backward": (
