@@ -155,7 +155,8 @@ def _rows(one: Estimate) -> dict[str, int]:
         **{kind.value: amount for kind, amount in one.peak.amounts.items()},
         "peak in torch's allocator": one.allocated,
         "  of it the CUDA graphs' pool": one.graph_pool,
-        "CUDA context, NCCL (assumed)": one.outside,
+        "symmetric memory": one.symmetric,
+        "CUDA context, NCCL (assumed)": one.outside - one.symmetric,
         "total": one.total,
         "pinned on the host, beside it": one.host_bytes,
     }

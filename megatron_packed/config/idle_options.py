@@ -11,21 +11,14 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_packed.config.exchanged_heads import parts_of_layers
 from megatron_packed.config.idle_model_options import MODEL_IDLE, Idle, keys_in
-from megatron_packed.config.layer_pattern import MOE
+from megatron_packed.config.idle_parallel_options import PARALLEL_IDLE
 from megatron_packed.config.options import Field
 from megatron_packed.config.parser.flag_registry import every_field
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.section import section_fields, unchecked
 from megatron_packed.config.sections.data_parts.tokenizer import TIKTOKEN, TRAINED_BPE
 from megatron_packed.config.sections.memory import FULL, SELECTIVE
-
-
-def _no_replicas(run: RunConfig, processes: int) -> bool:
-    layout = run.layout(processes)
-    of_experts = MOE in run.model.hybrid_layer_pattern and layout.expert_dp_size > 1
-    return layout.size("dp_cp") == 1 and not of_experts
 
 
 def _indexed(run: RunConfig) -> set[bool]:
@@ -64,46 +57,7 @@ _STEP_OPTIONS = (
 
 IDLE: tuple[Idle, ...] = (
     *MODEL_IDLE,
-    Idle(
-        "--tensor-model-parallel-size is 1",
-        lambda run, _: run.parallel.tensor_model_parallel_size == 1,
-        keys_in("parallel", "sequence_parallel expert_tensor_parallel_size"),
-    ),
-    Idle(
-        "--context-parallel-size is 1",
-        lambda run, _: run.parallel.context_parallel_size == 1,
-        keys_in("parallel", "cp_comm_type mamba_cp_comm_type cp_comm_overlap_parts"),
-    ),
-    Idle(
-        "no layer exchanges heads",
-        lambda run, _: not parts_of_layers(run),
-        ("parallel.cp_comm_overlap_parts",),
-    ),
-    Idle(
-        "the run has one process",
-        lambda run, processes: processes == 1,
-        keys_in("parallel", "distributed_backend distributed_timeout_minutes"),
-    ),
-    Idle(
-        "no two ranks have the same weights",
-        _no_replicas,
-        (
-            *keys_in(
-                "parallel", "use_distributed_optimizer overlap_grad_reduce overlap_param_gather"
-            ),
-            "training.check_grad_hash_across_dp_replicas_interval",
-        ),
-    ),
-    Idle(
-        "graphs of whole steps gather the weights at the end of each step",
-        lambda run, _: run.cuda_graph.captures_steps,
-        ("parallel.overlap_param_gather",),
-    ),
-    Idle(
-        "no two ranks have the same weights, and fp32 weights have no masters",
-        lambda run, processes: not run.training.bf16 and _no_replicas(run, processes),
-        ("training.check_weight_hash_across_dp_replicas_interval",),
-    ),
+    *PARALLEL_IDLE,
     Idle(
         "--sft is not given",
         lambda run, _: not run.data.sft,

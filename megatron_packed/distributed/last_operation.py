@@ -21,6 +21,9 @@ _WAITS_FOR_THE_DEVICE = ("training/late_metrics.py", "distributed/hang_detection
 """Files whose functions poll the device; a thread in such a function waits for the device."""
 _PACKAGE = Path(__file__).parents[1]
 _OUR_COLLECTIVES = str(Path(__file__).parent / "collectives.py")
+_FUSED_PRODUCTS = str(Path(__file__).parent / "symmetric_memory.py")
+_FUSED_NAMES = ("all_gather_matmul", "matmul_reduce_scatter")
+"""Functions of `symmetric_memory` that compute a product and exchange its rows."""
 _COLLECTIVES = str(Path(dist.__file__).parent / "distributed_c10d.py")
 
 
@@ -70,6 +73,8 @@ def _describe(inwards: Iterable[FrameType]) -> str:
             and (started := frame.f_locals.get("started")) is not None
         ):
             collective = _collective(started.name, started.group)
+        elif path == _FUSED_PRODUCTS and name in _FUSED_NAMES:
+            collective = _collective(name, frame.f_locals.get("group"))
         elif _PACKAGE in Path(path).parents:
             inside = Path(path).relative_to(_PACKAGE)
             collective = None

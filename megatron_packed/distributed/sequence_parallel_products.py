@@ -68,6 +68,8 @@ class SequenceParallelProducts:
         self.overlap = overlap
         self.memory: SymmetricMemory | None = None
         """Symmetric memory for fused products; without it no product is fused."""
+        self.reason = "no symmetric memory was set up"
+        """Reason why there is no symmetric memory."""
         self.unfused: Counter[str] = Counter()
         """Reason -> number of products that were to be fused and were not. Replays do not count."""
 
@@ -145,6 +147,7 @@ class SequenceParallelProducts:
     def _memory(self, rows: int, width: int, x: Tensor) -> SymmetricMemory | None:
         """Return the symmetric memory if a product of this size may use it."""
         if self.memory is None:
+            self.unfused[self.reason] += 1
             return None
         if rows and self.memory.holds(workspace_bytes(rows, width, x.dtype)):
             return self.memory

@@ -69,6 +69,11 @@ class TensorParallel:
             products=products,
         )
 
+    def close(self) -> None:
+        """Free memory that the ranks share; call it after all graphs were released."""
+        if self.products is not None:
+            self.products.close()
+
     def enter(self, x_TD: Tensor) -> Tensor:
         """Enter the tensor-parallel region: return the hidden state of all tokens.
 

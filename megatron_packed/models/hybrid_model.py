@@ -20,6 +20,7 @@ from megatron_packed.config.sections.memory import MemoryConfig
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.overlapped_collectives import Stage
+from megatron_packed.distributed.sequence_parallel_products import NO_OVERLAP, TensorOverlap
 from megatron_packed.distributed.tensor_parallel_gradients import SharedGradients
 from megatron_packed.distributed.tensor_parallel_shards import (
     ShardedParameter,
@@ -89,6 +90,7 @@ class HybridModel(ExpertLayers, nn.Module):
             context-parallel ranks; a part travels while another one is computed.
         sequence_parallel: between the layers, each tensor-parallel rank has only its rows of the
             hidden state.
+        tp_overlap: collectives of sequence parallelism that run under matrix products.
         device: device of the parameters.
         dtype: dtype of parameters and activations, except parameters that stay float32 (A_log, D,
             dt_bias, router).
@@ -112,6 +114,7 @@ class HybridModel(ExpertLayers, nn.Module):
         mamba_cp_comm_type: str = "heads",
         cp_comm_overlap_parts: int = 1,
         sequence_parallel: bool = False,
+        tp_overlap: TensorOverlap = NO_OVERLAP,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         seed: int = 1234,
@@ -123,7 +126,7 @@ class HybridModel(ExpertLayers, nn.Module):
         self.memory = memory or MemoryConfig()
         self.offload = _offloader(self.memory, offload, device)
         """Offloader of activations, if any; call its `Offload.end_step` after every optimizer step."""
-        self.tp = TensorParallel.of(groups, sequence_parallel=sequence_parallel)
+        self.tp = TensorParallel.of(groups, sequence_parallel=sequence_parallel, overlap=tp_overlap)
         self.cp = ContextParallel.of(
             groups, cp_comm_type, mamba_cp_comm_type, cp_comm_overlap_parts, config.layer_types
         )

@@ -20,6 +20,7 @@ from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.optim.spikes import SpikeDetector
 from megatron_packed.training.metrics_layout import MetricsLayout
+from megatron_packed.training.tensor_overlap import connect_overlap, overlap_of, unfused_lines
 from megatron_packed.training.train_step import TrainStep
 
 
@@ -89,6 +90,7 @@ def build_model(
         mamba_cp_comm_type=config.parallel.mamba_cp_comm_type,
         cp_comm_overlap_parts=config.parallel.cp_comm_overlap_parts,
         sequence_parallel=config.parallel.sequence_parallel,
+        tp_overlap=overlap_of(config),
         device=device,
         dtype=dtype or dtype_of(config),
         seed=config.training.seed,
@@ -113,6 +115,17 @@ class Job:
     buffers: FlatBuffers
     optimizer: Optimizer
     step: TrainStep
+
+    @property
+    def unfused(self) -> list[str]:
+        """Lines about products that were to be fused with a collective and were not."""
+        return unfused_lines(self.model)
+
+    def close(self) -> None:
+        """Free memory that graphs use; call it after the graphs were released."""
+        if self.model.offload is not None:
+            self.model.offload.close()
+        self.model.tp.close()
 
 
 def counted_elsewhere(model: HybridModel, buffers: FlatBuffers) -> list[tuple[int, int]]:
@@ -157,9 +170,10 @@ def ranks_of_norm(
 
 def build_job(config: RunConfig, groups: ParallelGroups, vocab_size: int) -> Job:
     """Build the model, flat buffers, optimizer and training step on this rank's device."""
-    return job_of_model(
-        build_model(config, vocab_size, groups.device, groups).train(), config, groups
-    )
+    model = build_model(config, vocab_size, groups.device, groups).train()
+    # Graphs contain the address of the symmetric memory, so it exists before the first capture.
+    connect_overlap(model, config, groups)
+    return job_of_model(model, config, groups)
 
 
 def job_of_model(model: HybridModel, config: RunConfig, groups: ParallelGroups) -> Job:

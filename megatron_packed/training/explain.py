@@ -78,7 +78,7 @@ def capabilities(
     yield from graph_capabilities(config, device)
     yield _recomputation(config)
     yield _offload(config, device)
-    yield from parallel_capabilities(config, world_size)
+    yield from parallel_capabilities(config, world_size, device)
     if config.model.mtp_depths:
         yield _depths(config)
     yield from _saved_and_logged(config)

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 from megatron_packed.config.exchanged_heads import parts_of_layers
 from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MOE
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.parallel import NOT_BUILT
+from megatron_packed.distributed.sequence_parallel_products import NO_OVERLAP
+from megatron_packed.distributed.symmetric_memory import not_supported_reasons
+from megatron_packed.training.build_job import dtype_of
 from megatron_packed.training.explain_capability import OFF, ON, PARTIAL, Capability
+from megatron_packed.training.tensor_overlap import overlap_absence, overlap_of, overlap_words
+
+CPU = torch.device("cpu")
 
 
-def parallel_capabilities(config: RunConfig, world_size: int) -> Iterator[Capability]:
+def parallel_capabilities(
+    config: RunConfig, world_size: int, device: torch.device = CPU
+) -> Iterator[Capability]:
     """Yield how ``world_size`` processes divide matrices, tokens, batches and experts among them."""
     parallel = config.parallel
     tp = parallel.tensor_model_parallel_size
@@ -32,6 +42,7 @@ def parallel_capabilities(config: RunConfig, world_size: int) -> Iterator[Capabi
                 "between the layers each rank holds all tokens",
                 "--sequence-parallel reduces memory",
             )
+        yield _tensor_overlap(config, device)
     cp, comm = parallel.context_parallel_size, parallel.cp_comm_type
     if cp == 1:
         yield Capability("context parallelism", OFF, "every rank holds all tokens of its packs")
@@ -82,6 +93,22 @@ def _states_and_heads(config: RunConfig) -> str:
         numbers = (f"{number} for each {symbol} layer" for symbol, number in parts.items())
         said += f"; parts in which heads travel: {', '.join(numbers)}"
     return said
+
+
+def _tensor_overlap(config: RunConfig, device: torch.device) -> Capability:
+    """Return which collectives of linear layers run under matrix products."""
+    name, overlap = "tensor-parallel overlap", overlap_of(config)
+    if overlap == NO_OVERLAP:
+        if config.parallel.tp_comm_overlap:
+            return Capability(name, OFF, overlap_absence(config))
+        advice = "--tp-comm-overlap" if config.parallel.sequence_parallel else ""
+        return Capability(name, OFF, "collectives and products run one after the other", advice)
+    # The other ranks are not known here, so only this machine's reasons are.
+    known = not_supported_reasons(device, dtype_of(config), []) if overlap.fuses else []
+    words = overlap_words(overlap, known[0] if known else "")
+    if overlap.fuses and not known:
+        words += "; fused if the GPUs of the ranks can access each other's memory"
+    return Capability(name, PARTIAL if known else ON, words)
 
 
 def _replicas(config: RunConfig, world_size: int) -> Iterator[Capability]:

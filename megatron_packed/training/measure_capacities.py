@@ -92,8 +92,7 @@ def measure(
     job.step.graphs = None
     exact = _packs(config, vocab_size, capture_sizes.capacities[0], None, device)
     timed += timer.times([(None, pack) for pack in exact], say)[0]
-    if job.model.offload is not None:
-        job.model.offload.close()
+    job.close()
     return StepCosts(
         tokens=config.packing.tokens_per_pack,
         update_ms=update,

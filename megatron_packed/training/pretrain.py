@@ -233,17 +233,17 @@ def _train(launch: Launch) -> ExitCode:
     )
     trainer = _build_trainer(launch, data, job, state, kernels)
     exit_code = _run_trainer(launch, job, graphs, trainer)
-    if job.model.offload is not None:  # freed after the graphs that copy to its memory
-        job.model.offload.close()
+    job.close()
     data.close()
     if history is not None:
         history.finish()
     report = None
     if exit_code in (ExitCode.DONE, ExitCode.NONFINITE):
         report = write_page(launch.config, launch.groups, launch.console)
-    for line in launch.closing.lines(
+    closing = launch.closing.lines(
         launch.config, state.progress, trainer.last_iteration, trainer.last_checkpoint, report
-    ):
+    )
+    for line in (*job.unfused, *closing):
         launch.console.say(line)
     return exit_code
 

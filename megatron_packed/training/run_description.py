@@ -14,6 +14,7 @@ from megatron_packed.training.kernels import (
     slow_kernel_warnings,
 )
 from megatron_packed.training.run_data import RunData
+from megatron_packed.training.tensor_overlap import overlap_line
 
 
 def describe(
@@ -32,6 +33,8 @@ def describe(
         f"{config.packing.tokens_per_pack:,} tokens, {config.packs_per_step()} packs a step{_ramp(config)}; "
         f"plan {data.train.plan.hash[:12]}"
     )
+    if line := overlap_line(job.model):
+        console.say(line)
     buffer = job.model.expert_buffer(config.packing.tokens_per_pack)
     if buffer is not None and groups.ep_size > 1:
         room = buffer.rows * buffer.bytes_per_row / 2**20

@@ -27,6 +27,7 @@ from megatron_packed.models.flops import FlopCounter
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.training.build_job import build_model, dtype_of
 from megatron_packed.training.metrics_layout import MetricsLayout
+from megatron_packed.training.tensor_overlap import symmetric_bytes
 
 EVERY_RANK = "every rank"
 BALANCED, WORST = "balanced experts", "all tokens here"
@@ -98,6 +99,7 @@ def estimates_of(config: RunConfig, imagined: Imagined, documents: int) -> dict[
             tail=tail,
             graphs=config.cuda_graph,
             communicators=communicators_of(groups),
+            symmetric=symmetric_bytes(config, dtype_of(config)),
         )
         for kind, even in kinds.items()
     }

@@ -74,6 +74,8 @@ class Way(NamedTuple):
     dispatcher: str = "allgather"
     mamba: str = "heads"
     """Communication of Mamba layers."""
+    tp_overlap: bool = False
+    """``--tp-comm-overlap``."""
 
     @property
     def dp_size(self) -> int:
@@ -98,6 +100,7 @@ class Way(NamedTuple):
         ]
         words.insert(1, f"cp{self.cp_size}-{self.comm_type}" * (self.cp_size > 1))
         words.append("state" * (self.mamba == "state"))
+        words.append("overlap" * self.tp_overlap)
         words += [
             f"ep{self.ep_size}" * (self.ep_size > 1),
             f"etp{self.expert_tp_size}" * bool(self.expert_tp_size),
@@ -120,6 +123,7 @@ def config_of(way: Way, *, bf16: bool = False, seed: int = 1, **model: Any) -> R
             cp_comm_type=way.comm_type,
             mamba_cp_comm_type=way.mamba,
             sequence_parallel=way.sequence_parallel,
+            tp_comm_overlap=way.tp_overlap,
             use_distributed_optimizer=way.distributed_optimizer,
             expert_model_parallel_size=way.ep_size,
             expert_tensor_parallel_size=way.expert_tp_size,

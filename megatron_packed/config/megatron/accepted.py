@@ -171,15 +171,15 @@ ACCEPTED: dict[str, AcceptedFlag] = _table(
         _any("--local-rank"),
     ),
     (
-        "tensor-parallel collectives and matrix products run one after the other",
+        "--tp-comm-overlap has one method, which --disable-tp-comm-overlap-ag and -rs switch off",
         _switches(
-            "--tp-comm-overlap --no-tp-comm-overlap-ag --disable-tp-comm-overlap-ag "
-            "--no-tp-comm-overlap-rs --disable-tp-comm-overlap-rs --tp-comm-overlap-rs-dgrad "
-            "--no-tp-comm-bulk-dgrad --disable-tp-comm-bulk-dgrad --no-tp-comm-bulk-wgrad "
-            "--disable-tp-comm-bulk-wgrad --no-tp-comm-split-ag --disable-tp-comm-split-ag "
-            "--no-tp-comm-split-rs --disable-tp-comm-split-rs"
-        )
-        | _any("--tp-comm-overlap-cfg --tp-comm-bootstrap-backend"),
+            "--no-tp-comm-split-ag --disable-tp-comm-split-ag --no-tp-comm-split-rs "
+            "--disable-tp-comm-split-rs"
+        ),
+    ),
+    (
+        "--tp-comm-overlap uses no userbuffers of TransformerEngine, which it configures",
+        _any("--tp-comm-overlap-cfg --tp-comm-bootstrap-backend"),
     ),
     (
         "there is one pipeline stage",

@@ -11,11 +11,12 @@ from megatron_packed.config.errors import Problem
 from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, MAMBA, MLP, MOE
 from megatron_packed.config.options import derived_option, option
 from megatron_packed.config.parallel_layout import layout_problems
-from megatron_packed.config.section import Section, Sound
+from megatron_packed.config.section import Sound
 from megatron_packed.config.sections.expert_rules import expert_rules
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.sections.model_parts.divisors import divisors, every_divisor, in_words
 from megatron_packed.config.sections.packing import PackingConfig
+from megatron_packed.config.sections.tensor_overlap import TensorOverlapOptions
 
 NOT_BUILT = {
     "pipeline_model_parallel_size": "pipeline parallelism",
@@ -33,7 +34,7 @@ REPLICA_SIZES = ("tensor_model_parallel_size", "context_parallel_size", *NOT_BUI
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelConfig(Section, title="parallel"):
+class ParallelConfig(TensorOverlapOptions, title="parallel"):
     """Options of the parallel axes. The data-parallel size is the number of processes divided by
     the other sizes.
     """

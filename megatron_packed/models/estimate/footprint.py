@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from megatron_packed.distributed.sequence_parallel_products import NO_OVERLAP
 from megatron_packed.models.hybrid_model import HybridModel
 
 FP32 = 4
@@ -117,6 +118,10 @@ class RankSizes:
         self.moved = self.inside_bytes if tp.group is not None else 0
         """Bytes of a hidden state after a tensor-parallel collective; 0 without tensor parallelism.
         """
+        overlap = NO_OVERLAP if tp.products is None else tp.products.overlap
+        bulk = overlap.bulk_dgrad or overlap.bulk_wgrad
+        self.moved_back = self.moved * (2 if bulk else 1)
+        """The same for backward. In bulk the gathered rows and dX of all rows exist together."""
 
     def norm(self) -> dict[str, Term]:
         return {"norm.input": Term(self.rows_bytes), "norm.statistics": Term(self.statistics)}
@@ -138,7 +143,7 @@ class RankSizes:
         """
         return {
             Purpose.GRADIENTS: self.rows_bytes + sum(more.values()),
-            Purpose.COMMUNICATION: self.moved,
+            Purpose.COMMUNICATION: self.moved_back,
         }
 
     def norm_end(self, saved: Mapping[str, Term]) -> Moment:

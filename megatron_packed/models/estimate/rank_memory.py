@@ -115,6 +115,8 @@ class Estimate:
     communicators: int
     host_bytes: int = 0
     """Bytes of pinned host memory for offloaded activations."""
+    symmetric: int = 0
+    """Bytes of symmetric memory for products that are fused with their collective."""
 
     @property
     def allocated(self) -> int:
@@ -123,8 +125,8 @@ class Estimate:
 
     @property
     def outside(self) -> int:
-        """Assumed bytes outside of torch's allocator."""
-        return CONTEXT + self.communicators * COMMUNICATOR
+        """Bytes outside of torch's allocator: assumed bytes, and symmetric memory."""
+        return CONTEXT + self.communicators * COMMUNICATOR + self.symmetric
 
     @property
     def total(self) -> int:
@@ -140,6 +142,7 @@ def estimate(
     graphs: CudaGraphConfig | None = None,
     with_optimizer: bool = True,
     communicators: int = 0,
+    symmetric: int = 0,
     resident: ResidentActivations | None = None,
 ) -> Estimate:
     """Estimate the memory of one rank of a parallel layout.
@@ -152,6 +155,7 @@ def estimate(
         graphs: configuration of CUDA graphs; None captures nothing.
         with_optimizer: False leaves out master weights and moments.
         communicators: number of NCCL communicators of this rank.
+        symmetric: bytes of symmetric memory of this rank.
         resident: rule for activations that stay on the device; by default the rule of the model's
             recomputation and offload options.
     """
@@ -161,18 +165,21 @@ def estimate(
         _captured(model, graphs) if graphs is not None and graphs.enabled else frozenset[int]()
     )
     peak, pool = _peak(layers, around, resident, captured, graphs)
+    # Fused products run on a second stream too, and cuBLAS has a workspace for each stream.
+    workspaces = DETERMINISTIC_WORKSPACES * (2 if symmetric else 1)
     return Estimate(
         static=Static(
             parameters=parameter_bytes(layout),
             gradients=(layout.numel + tail) * _wide(layout).itemsize + ALIGN_BYTES,
             optimizer=optimizer_bytes(layout) if with_optimizer else 0,
             tables=_rotary_bytes(model.rotary) + work.tokens * BYTES_PER_SLOT,
-            workspaces=DETERMINISTIC_WORKSPACES if model.backends.deterministic else 0,
+            workspaces=workspaces if model.backends.deterministic else 0,
         ),
         peak=peak,
         graph_pool=pool,
         communicators=communicators,
         host_bytes=resident.host_bytes,
+        symmetric=symmetric,
     )
 
 

@@ -12,6 +12,7 @@ from megatron_packed.distributed.last_operation import (
     last_operation_of_error,
     last_operation_of_thread,
 )
+from megatron_packed.distributed.symmetric_memory import SymmetricMemory
 from megatron_packed.packed.cu_seqlens import aligned
 
 
@@ -37,6 +38,23 @@ def test_an_error_elsewhere_names_the_innermost_function_of_the_package():
     with pytest.raises(TypeError) as raised:
         aligned(None, 2)
     assert last_operation_of_error(raised.value) == "packed/cu_seqlens.py: as_lengths"
+
+
+def test_an_error_in_a_fused_product_names_its_collective(monkeypatch):
+    monkeypatch.setattr(last_operation.dist, "get_process_group_ranks", lambda group: [0, 1])
+    memory = object.__new__(SymmetricMemory)
+    memory.group = Group()
+    x = torch.zeros(2, 1)
+    products = {
+        "all_gather_matmul": lambda: memory.all_gather_matmul(x, x.t(), keep=False),
+        "matmul_reduce_scatter": lambda: memory.matmul_reduce_scatter(x, x.t()),
+    }
+    for name, product in products.items():
+        with pytest.raises(Exception) as raised:  # the group is no group of torch
+            product()
+        assert last_operation_of_error(raised.value) == (
+            f"{name} over tp (ranks 0, 1), called by code outside megatron_packed"
+        )
 
 
 def test_a_thread_that_waits():

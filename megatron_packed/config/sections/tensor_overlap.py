@@ -1,0 +1,63 @@
+"""Options of the overlap of tensor-parallel collectives with matrix products."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_packed.config.options import option
+from megatron_packed.config.section import Section
+
+OVERLAP = "tensor-parallel overlap"
+PARTS = (
+    "tp_comm_overlap_ag",
+    "tp_comm_overlap_rs",
+    "tp_comm_overlap_rs_dgrad",
+    "tp_comm_bulk_dgrad",
+    "tp_comm_bulk_wgrad",
+)
+"""Options that choose the collectives of ``--tp-comm-overlap``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorOverlapOptions(Section):
+    """Collectives of sequence-parallel linear layers that run under matrix products."""
+
+    tp_comm_overlap: bool = option(
+        False,
+        "Run the collectives of sequence-parallel linear layers under matrix products.",
+        group=OVERLAP,
+    )
+    tp_comm_overlap_ag: bool = option(
+        True,
+        "Do not fuse the all-gather before a matrix product with this product.",
+        group=OVERLAP,
+        flag="disable-tp-comm-overlap-ag",
+        negated=True,
+    )
+    tp_comm_overlap_rs: bool = option(
+        True,
+        "Do not fuse the reduce-scatter after a matrix product with this product.",
+        group=OVERLAP,
+        flag="disable-tp-comm-overlap-rs",
+        negated=True,
+    )
+    tp_comm_overlap_rs_dgrad: bool = option(
+        False,
+        "Fuse the reduce-scatter of an input gradient with its product, instead of running it "
+        "under the product of the weight gradient.",
+        group=OVERLAP,
+    )
+    tp_comm_bulk_dgrad: bool = option(
+        True,
+        "Do not gather the rows for a weight gradient under the product of the input gradient.",
+        group=OVERLAP,
+        flag="disable-tp-comm-bulk-dgrad",
+        negated=True,
+    )
+    tp_comm_bulk_wgrad: bool = option(
+        True,
+        "Do not scatter an input gradient under the product of the weight gradient.",
+        group=OVERLAP,
+        flag="disable-tp-comm-bulk-wgrad",
+        negated=True,
+    )
