@@ -7,9 +7,9 @@ The layouts depend on the number of processes. All layouts start from the same w
 then decides which pack it learns first. Loss and gradient norm of each step are compared with those
 of one process.
 
-Only the steps after the first ones are timed. The share of communication is the time in which NCCL
-kernels run, divided by the time from a step's first kernel to its last, on rank 0. On GPUs the same
-job then captures CUDA graphs, and series of eager and of replayed steps take turns.
+Only the steps after the first ones are timed. On GPUs the same job then captures CUDA graphs, and
+series of eager and of replayed steps take turns. A profile of replayed steps on rank 0 has the
+milliseconds in which ranks exchange data, and those in which no product or other kernel runs meanwhile.
 """
 
 from __future__ import annotations
@@ -69,6 +69,8 @@ grow from step to step.
 LOSS_BOUND, NORM_BOUND = 1e-2, 2e-2
 """Largest allowed relative difference of a step's loss and gradient norm from one process."""
 LOCAL = "local"
+COPIES = ("memcpy dtod", "memcpy ptop")
+"""Beginnings of the names of copies by copy engines; fused products receive rows by these copies."""
 WITHOUT_EXPERTS = ("attn", "mamba", "mlp", "moe_router")
 MODELS = {
     "hybrid1b": CONFIGS["hybrid1b"],
@@ -86,6 +88,7 @@ TP2, CP2, EP2 = (
     for axis in ("tensor_model_parallel", "context_parallel", "expert_model_parallel")
 )
 SP = {"sequence_parallel": True}
+TP_OVERLAP = {"tp_comm_overlap": True}
 ZERO = {"use_distributed_optimizer": True}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
@@ -94,6 +97,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "dp2 zero overlap": {**ZERO, **OVERLAP},
         "tp2": TP2,
         "tp2 sp": {**TP2, **SP},
+        "tp2 sp overlap": {**TP2, **SP, **TP_OVERLAP},
         "cp2 a2a": {**CP2, "cp_comm_type": "a2a"},
         "cp2 all_gather": {**CP2, "cp_comm_type": "all_gather"},
         "cp2 p2p": {**CP2, "cp_comm_type": "p2p"},
@@ -109,6 +113,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "tp2 sp ep2": {**TP2, **SP, **EP2, "moe_token_dispatcher_type": "allgather"},
         "dp4 zero": ZERO,
         "tp4 sp": {"tensor_model_parallel_size": 4, **SP},
+        "tp4 sp overlap": {"tensor_model_parallel_size": 4, **SP, **TP_OVERLAP},
         "cp4 a2a": {"context_parallel_size": 4, "cp_comm_type": "a2a"},
         "cp4 a2a parts": {"context_parallel_size": 4, "cp_comm_overlap_parts": 2},
         "cp4 state": {"context_parallel_size": 4, "mamba_cp_comm_type": "state"},
@@ -217,13 +222,13 @@ def train(
     }
     if groups.device.type == "cuda":
         found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        found |= communication(lambda: job.step(mine, config.optim.lr))
         whole = asks_nothing(config) and not config.parallel.overlap_param_gather
         kinds = (LOCAL, FULL_ITERATION) if whole else (LOCAL,)
         found["graphs"] = {
             impl: replayed(config, job, groups, mine, impl, tokens) for impl in kinds
         }
         job.buffers.wait_params()  # otherwise the process group keeps the gathered weights alive
+    job.close()
     return found
 
 
@@ -261,9 +266,11 @@ def replayed(
                 harness.synchronize()
                 if number:
                     times.append((time.perf_counter() - start) / ROW)
+        job.step.graphs = graphs
+        exchanges = exchange_of(lambda: job.step(mine, config.optim.lr))
         job.step.graphs = None
         counters = graphs.counters
-        return {
+        return exchanges | {
             "eager_ms": Spread.of(seconds[False]),
             "step_ms": Spread.of(seconds[True]),
             "of_eager": Spread.of_ratios(seconds[True], seconds[False]),
@@ -284,12 +291,8 @@ def asks_nothing(config: RunConfig) -> bool:
     return static or config.parallel.expert_model_parallel_size == 1
 
 
-def communication(step: Callable[[], object]) -> dict[str, float]:
-    """Return three shares of the time from a step's first kernel to its last.
-
-    ``communication`` is the share in which NCCL runs, ``exposed_communication`` the share in which
-    nothing but NCCL runs, and ``idle`` the share in which no kernel runs.
-    """
+def exchange_of(step: Callable[[], object]) -> dict[str, float]:
+    """Profile steps, and return `exchange_ms` of one step."""
     from torch.profiler import ProfilerActivity, profile
 
     harness.synchronize()
@@ -297,16 +300,37 @@ def communication(step: Callable[[], object]) -> dict[str, float]:
         for _ in range(PROFILED):
             step()
         torch.cuda.synchronize()
-    events = harness.device_events(profiler)
-    ours = [event for event in events if "nccl" not in event.name.lower()]
+    return exchange_ms(harness.device_events(profiler), PROFILED)
+
+
+def exchange_ms(events: Sequence[Any], steps: int) -> dict[str, float]:
+    """Return three times of a step in ms.
+
+    In ``exchange_ms`` an exchange with other ranks runs. In ``exposed_ms`` nothing but exchanges runs,
+    and in ``idle_ms`` nothing runs, between the first and the last event.
+
+    Copies inside the device count as exchanges, because a copy from symmetric memory of another rank
+    may have their name. Other copies of a step are small.
+
+    Args:
+        events: kernels, copies and memsets of ``steps`` steps, sorted by their start.
+        steps: number of steps.
+    """
+    sending = [event for event in events if is_exchange(event.name)]
+    computing = [event for event in events if not is_exchange(event.name)]
     span = (max(event.time_range.end for event in events) - events[0].time_range.start) / 1e3
-    busy, compute = harness.union_ms(events), harness.union_ms(ours)
-    sending = harness.union_ms([event for event in events if "nccl" in event.name.lower()])
+    busy, compute = harness.union_ms(events), harness.union_ms(computing)
     return {
-        "communication": sending / span,
-        "exposed_communication": (busy - compute) / span,
-        "idle": 1 - busy / span,
+        "exchange_ms": harness.union_ms(sending) / steps,
+        "exposed_ms": (busy - compute) / steps,
+        "idle_ms": (span - busy) / steps,
     }
+
+
+def is_exchange(name: str) -> bool:
+    """Return whether a kernel or copy exchanges data with other ranks, or waits for them."""
+    name = name.lower()
+    return "nccl" in name or "barrier_kernel" in name or name.startswith(COPIES)
 
 
 def difference(found: Sequence[float], wanted: Sequence[float]) -> float:
@@ -365,7 +389,10 @@ def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
             if "failed" in found:
                 rows.append({"model": model, "layout": name, "step ms": found["failed"][:80]})
                 continue
-            shares = (found.get(key) for key in ("communication", "exposed_communication", "idle"))
+            eager = {}
+            if "communication" in found:  # in results until 2026-11-22
+                shares = (found[key] for key in ("communication", "exposed_communication", "idle"))
+                eager["NCCL runs, alone; idle"] = ", ".join(f"{100 * s:.0f} %" for s in shares)
             rows.append(
                 {
                     "model": model,
@@ -373,9 +400,7 @@ def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
                     "step ms": harness.shown(found["step_ms"]),
                     "tokens/s per GPU": round(found["tokens_per_second_per_gpu"]),
                     "of one GPU's": f"{found['scaling']:.3f}",
-                    "NCCL runs, alone; idle": ", ".join(
-                        f"{100 * s:.0f} %" for s in shares if s is not None
-                    ),
+                    **eager,
                     "peak GiB": round(found.get("peak_gib", 0.0), 1),
                     "loss, norm from one process's": f"{found['loss_difference']:.1e}, "
                     f"{found['grad_norm_difference']:.1e}",
@@ -391,6 +416,12 @@ def graph_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
     for model, result in results.items():
         for name, found in result["layouts"].items():
             for impl, graphs in found.get("graphs", {}).items():
+                exchanges = {}
+                if "exposed_ms" in graphs:  # absent from results until 2026-11-22
+                    times = (graphs[key] for key in ("exchange_ms", "exposed_ms", "idle_ms"))
+                    exchanges["exchange, exposed, idle ms"] = ", ".join(
+                        f"{one:.2f}" for one in times
+                    )
                 rows.append(
                     {
                         "model": model,
@@ -401,6 +432,7 @@ def graph_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
                         "of eager": harness.shown(graphs["of_eager"]),
                         "tokens/s per GPU": round(graphs["tokens_per_second_per_gpu"]),
                         "of one GPU's": f"{graphs['scaling']:.3f}",
+                        **exchanges,
                         "graphs hold": f"{graphs['graph_mib']:,.0f} MiB",
                         "plan": result["plan_hash"],
                     }

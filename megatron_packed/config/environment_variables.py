@@ -27,6 +27,9 @@ ALWAYS: dict[str, str] = {
     # A rank may replay a graph while another rank runs eagerly or replays a different graph. NCCL
     # must then not write to buffers that it has registered with a captured collective.
     "NCCL_GRAPH_REGISTER": "0",
+    # Fused products of --tp-comm-overlap use no multicast. torch would set it up with the symmetric
+    # memory, and some machines refuse that.
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
 """Variables that every run sets, if they are not set yet."""
 

@@ -22,12 +22,10 @@ PARALLEL_IDLE: tuple[Idle, ...] = (
     Idle(
         "--tensor-model-parallel-size is 1",
         lambda run, _: run.parallel.tensor_model_parallel_size == 1,
-        keys_in("parallel", "sequence_parallel expert_tensor_parallel_size"),
-    ),
-    Idle(
-        "--tensor-model-parallel-size is 1",
-        lambda run, _: run.parallel.tensor_model_parallel_size == 1,
-        _TENSOR_OVERLAP,
+        (
+            *keys_in("parallel", "sequence_parallel expert_tensor_parallel_size"),
+            *_TENSOR_OVERLAP,
+        ),
     ),
     Idle(
         "--sequence-parallel is not given",

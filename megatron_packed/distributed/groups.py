@@ -164,8 +164,8 @@ class ParallelGroups:
         CUDA tensors use NCCL and CPU tensors use gloo. On the CPU all tensors use gloo.
 
         Args:
-            config: backend (``None`` selects one by device) and timeout of every collective in
-                minutes.
+            config: backend (``None`` selects one by device), timeout of every collective in
+                minutes, and overlap of tensor-parallel collectives with products.
             device: ``cpu`` or ``cuda``.
             environment: environment variables to read instead of ``os.environ``.
             layout: parallel layout of ``WORLD_SIZE`` ranks; by default all ranks are data-parallel.
@@ -188,7 +188,13 @@ class ParallelGroups:
         timeout = _timeout(config.distributed_timeout_minutes)
         owns = join_world(here, backend, device, environment, timeout)
         on_nccl = device.type == "cuda" and "nccl" in dist.get_backend_config()
-        axes = axis_groups(layout, here.rank, "nccl" if on_nccl else None, timeout)
+        axes = axis_groups(
+            layout,
+            here.rank,
+            "nccl" if on_nccl else None,
+            timeout,
+            under_products=config.tp_comm_overlap,
+        )
         if on_nccl:
             delay_watchdog([dist.group.WORLD, *axes.values()], timeout)
         # A gloo group also accepts CUDA tensors, but only a CPU mesh can be built from its groups.

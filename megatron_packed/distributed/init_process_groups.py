@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,8 @@ class BackendConfig(Protocol):
     def distributed_backend(self) -> str | None: ...
     @property
     def distributed_timeout_minutes(self) -> float: ...
+    @property
+    def tp_comm_overlap(self) -> bool: ...
 
 
 class LaunchedProcess(NamedTuple):
@@ -159,7 +161,12 @@ def delay_watchdog(groups: Sequence[dist.ProcessGroup | None], timeout: timedelt
 
 
 def axis_groups(
-    layout: ParallelLayout, rank: int, backend: str | None, timeout: timedelta
+    layout: ParallelLayout,
+    rank: int,
+    backend: str | None,
+    timeout: timedelta,
+    *,
+    under_products: bool = False,
 ) -> dict[Axis, dist.ProcessGroup | None]:
     """Create the process group of ``rank`` on every axis; None for an axis of one rank.
 
@@ -171,6 +178,7 @@ def axis_groups(
         backend: backend of the new groups; None selects the backend of the world group.
         timeout: timeout of every collective. torch does not apply the timeout of the world group to
             new groups.
+        under_products: the collectives of the tensor-parallel group run under matrix products.
     """
     # See [Note: who shares a communicator].
     found: dict[Axis, dist.ProcessGroup | None] = {}
@@ -192,9 +200,21 @@ def axis_groups(
                 timeout=timeout,
                 backend=backend,
                 group_desc=axis,
+                pg_options=options_under_products(backend)
+                if under_products and axis == "tp"
+                else None,
             )
         found[axis] = made[key]
     return found
+
+
+def options_under_products(backend: str | None) -> Any:
+    """Return options for a group whose kernels start before those of a product; None without NCCL."""
+    if backend != "nccl":
+        return None
+    # With equal priorities, the blocks of a product that started earlier occupy all
+    # multiprocessors, and the collective would start when the product ends.
+    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
 
 
 def mesh_of(

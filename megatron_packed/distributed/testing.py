@@ -53,6 +53,7 @@ class DistributedError(AssertionError):
 class _Backend:
     distributed_backend: str | None
     distributed_timeout_minutes: float
+    tp_comm_overlap: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ os.environ |= {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "NCCL_ALGO": "Ring",
     "NCCL_GRAPH_REGISTER": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
 
 import numpy as np

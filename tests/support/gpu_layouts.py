@@ -79,6 +79,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
     "tp2": {"tensor_model_parallel_size": 2},
     "tp2 sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "tp2 sp overlap": {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "tp_comm_overlap": True,
+    },
     "tp2 sp etp1": {
         "tensor_model_parallel_size": 2,
         "sequence_parallel": True,

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ def test_two_processes_do_what_one_does(tmp_path):
         "--models",
         "hybrid1b_moe",
         "--layouts",
-        "tp2 sp",
+        "tp2 sp overlap",
         "ep2 allgather",
         "--results",
         str(tmp_path),
@@ -55,7 +56,7 @@ def test_two_processes_do_what_one_does(tmp_path):
     found = json.loads((tmp_path / "layouts_2_hybrid1b_moe.json").read_text())["results"][
         "hybrid1b_moe"
     ]["layouts"]
-    assert list(found) == [layouts.ONE, "tp2 sp", "ep2 allgather"]
+    assert list(found) == [layouts.ONE, "tp2 sp overlap", "ep2 allgather"]
     for one in found.values():
         assert len(one["loss"]) == layouts.QUICK_STEPS and one["loss"][-1] < one["loss"][0]
         assert one["loss_difference"] < 1e-5 and one["grad_norm_difference"] < 1e-5
@@ -80,6 +81,36 @@ def test_the_worst_step_counts():
     found = layouts.compared({**FOUND, "loss": [2.0, 1.1]}, FOUND)
     assert found["loss_difference"] == pytest.approx(0.1) and found["grad_norm_difference"] == 0.0
     assert found["scaling"] == 1.0
+
+
+def event(name, start, end):
+    return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end))
+
+
+def test_an_exchange_is_exposed_while_no_kernel_computes():
+    """Times of events are in microseconds, the result in milliseconds of one of two steps."""
+    events = [
+        event("nvjet_tst_128x256", 0, 4_000),
+        event("ncclDevKernel_AllGather_RING_LL", 2_000, 6_000),  # 2 ms under the product
+        event("Memcpy PtoP (Device -> Device)", 7_000, 8_000),
+        event("void barrier_kernel(unsigned int**, unsigned long)", 8_000, 9_000),
+        event("Memcpy HtoD (Pinned -> Device)", 9_000, 9_500),
+        event("_chunk_scan_fwd_kernel", 9_000, 10_000),
+    ]
+    assert layouts.exchange_ms(events, 2) == {"exchange_ms": 3.0, "exposed_ms": 2.0, "idle_ms": 0.5}
+
+
+def test_rows_have_the_exchange_of_replayed_steps():
+    by_replay = {
+        "eager_ms": [2.0, 1.0, 3.0],
+        "step_ms": [1.0, 1.0, 1.0],
+        "of_eager": [0.5, 0.5, 0.5],
+    }
+    by_replay |= {"tokens_per_second_per_gpu": 9.0, "scaling": 0.9, "modules": "full"}
+    by_replay |= {"graph_mib": 1.0, "exchange_ms": 3.0, "exposed_ms": 1.25, "idle_ms": 0.0}
+    results = {"model": {"plan_hash": "abc", "layouts": {"tp2": {"graphs": {"local": by_replay}}}}}
+    (row,) = layouts.graph_rows_of(results)
+    assert row["exchange, exposed, idle ms"] == "3.00, 1.25, 0.00"
 
 
 @pytest.mark.parametrize(

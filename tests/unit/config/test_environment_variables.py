@@ -23,6 +23,7 @@ def test_the_variables_of_both_kinds_of_run() -> None:
         "CUBLAS_WORKSPACE_CONFIG": ":0:0",
         "TRITON_CACHE_AUTOTUNING": "1",
         "NCCL_GRAPH_REGISTER": "0",
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     }
     assert environment(ON) == {
         "MAMBA_DETERMINISTIC": "1",
@@ -32,6 +33,7 @@ def test_the_variables_of_both_kinds_of_run() -> None:
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "NCCL_ALGO": "Ring",
         "NCCL_GRAPH_REGISTER": "0",
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     }
 
 
@@ -75,6 +77,7 @@ def test_what_the_user_set_stays_without_deterministic_mode() -> None:
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "TRITON_CACHE_AUTOTUNING": "0",
         "NCCL_GRAPH_REGISTER": "1",
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "0",
     }
     assert apply_environment(OFF, environ := dict(given)) == {}
     assert environ == given
