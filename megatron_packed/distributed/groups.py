@@ -188,13 +188,8 @@ class ParallelGroups:
         timeout = _timeout(config.distributed_timeout_minutes)
         owns = join_world(here, backend, device, environment, timeout)
         on_nccl = device.type == "cuda" and "nccl" in dist.get_backend_config()
-        axes = axis_groups(
-            layout,
-            here.rank,
-            "nccl" if on_nccl else None,
-            timeout,
-            under_products=config.tp_comm_overlap,
-        )
+        kind, overlap = "nccl" if on_nccl else None, config.tp_comm_overlap
+        axes = axis_groups(layout, here.rank, kind, timeout, under_products=overlap)
         if on_nccl:
             delay_watchdog([dist.group.WORLD, *axes.values()], timeout)
         # A gloo group also accepts CUDA tensors, but only a CPU mesh can be built from its groups.

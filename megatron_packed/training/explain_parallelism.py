@@ -24,25 +24,7 @@ def parallel_capabilities(
 ) -> Iterator[Capability]:
     """Yield how ``world_size`` processes divide matrices, tokens, batches and experts among them."""
     parallel = config.parallel
-    tp = parallel.tensor_model_parallel_size
-    if tp == 1:
-        yield Capability("tensor parallelism", OFF, "every rank holds whole weight matrices")
-    else:
-        yield Capability("tensor parallelism", ON, f"each weight matrix is split over {tp} ranks")
-        if parallel.sequence_parallel:
-            yield Capability(
-                "sequence parallelism",
-                ON,
-                f"between the layers each rank holds 1 / {tp} of the tokens",
-            )
-        else:
-            yield Capability(
-                "sequence parallelism",
-                OFF,
-                "between the layers each rank holds all tokens",
-                "--sequence-parallel reduces memory",
-            )
-        yield _tensor_overlap(config, device)
+    yield from _tensor_parallel(config, device)
     cp, comm = parallel.context_parallel_size, parallel.cp_comm_type
     if cp == 1:
         yield Capability("context parallelism", OFF, "every rank holds all tokens of its packs")
@@ -93,6 +75,28 @@ def _states_and_heads(config: RunConfig) -> str:
         numbers = (f"{number} for each {symbol} layer" for symbol, number in parts.items())
         said += f"; parts in which heads travel: {', '.join(numbers)}"
     return said
+
+
+def _tensor_parallel(config: RunConfig, device: torch.device) -> Iterator[Capability]:
+    tp = config.parallel.tensor_model_parallel_size
+    if tp == 1:
+        yield Capability("tensor parallelism", OFF, "every rank holds whole weight matrices")
+        return
+    yield Capability("tensor parallelism", ON, f"each weight matrix is split over {tp} ranks")
+    if config.parallel.sequence_parallel:
+        yield Capability(
+            "sequence parallelism",
+            ON,
+            f"between the layers each rank holds 1 / {tp} of the tokens",
+        )
+    else:
+        yield Capability(
+            "sequence parallelism",
+            OFF,
+            "between the layers each rank holds all tokens",
+            "--sequence-parallel reduces memory",
+        )
+    yield _tensor_overlap(config, device)
 
 
 def _tensor_overlap(config: RunConfig, device: torch.device) -> Capability:

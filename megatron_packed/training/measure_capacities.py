@@ -92,7 +92,7 @@ def measure(
     job.step.graphs = None
     exact = _packs(config, vocab_size, capture_sizes.capacities[0], None, device)
     timed += timer.times([(None, pack) for pack in exact], say)[0]
-    job.close()
+    job.close()  # after the graphs, which contain addresses of its memory
     return StepCosts(
         tokens=config.packing.tokens_per_pack,
         update_ms=update,

@@ -233,7 +233,7 @@ def _train(launch: Launch) -> ExitCode:
     )
     trainer = _build_trainer(launch, data, job, state, kernels)
     exit_code = _run_trainer(launch, job, graphs, trainer)
-    job.close()
+    job.close()  # after the graphs, which contain addresses of its memory
     data.close()
     if history is not None:
         history.finish()

@@ -60,6 +60,7 @@ def connect_overlap(model: HybridModel, config: RunConfig, groups: ParallelGroup
     fused kind run one after the other, and ``products.reason`` has the reason.
     """
     products = model.tp.products
+    # The configuration decides, so all ranks return here, or all take part in the messages below.
     if products is None or not products.overlap.fuses:
         return
     nbytes = _workspace_bytes(config, model.dtype)
