@@ -1,8 +1,15 @@
 """Fixtures for kernels in Triton's interpreter."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from support import quick_interpreter
+
+    quick_interpreter.install()
 
 
 @pytest.fixture

@@ -69,17 +69,18 @@ def test_long_packs_have_longer_runs(monkeypatch):
 def per_token(lengths, seq_idx):
     def run(inputs):
         x = inputs["x"].clone().requires_grad_()
-        y = causal_conv1d(x, normal(C, 4, seed=1), normal(C, seed=2), seq_idx, backend="triton")
+        y = causal_conv1d(x, normal(4, 4, seed=1), normal(4, seed=2), seq_idx, backend="triton")
         return {"y": y.detach(), "dx": torch.autograd.grad(y.square().sum(), x)[0]}
 
-    return run, {"x": normal(sum(lengths), C)}
+    return run, {"x": normal(sum(lengths), 4)}
 
 
 def test_documents_do_not_touch_each_other_by_a_bit():
     lengths = PACKS["shorter than the convolution"]
     seq_idx, _ = boundaries(lengths)
     assert leaks(*per_token(lengths, seq_idx), lengths) == set()
-    assert {"y"} <= leaks(*per_token(lengths, torch.zeros_like(seq_idx)), lengths)
+    one_document = per_token(lengths, torch.zeros_like(seq_idx))
+    assert {"y"} <= leaks(*one_document, lengths, victims=[1])
 
 
 def test_a_broken_document_stays_alone():
@@ -101,7 +102,7 @@ def test_nothing_uninitialised_is_read(monkeypatch):
         assert relative_error(got, want) < 2e-6
 
 
-@pytest.mark.parametrize("in_flat_buffers", [(), ("weight",), ("weight", "bias")])
+@pytest.mark.parametrize("in_flat_buffers", [("weight",), ("bias",)])
 def test_gradients_go_where_they_belong(in_flat_buffers):
     """Check the gradients of bf16 parameters and the columns of x in the common buffer."""
     wide, lengths = normal(20, C + 4).bfloat16().requires_grad_(), [5, 15]

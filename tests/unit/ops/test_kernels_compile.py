@@ -312,13 +312,10 @@ def test_the_search_for_transposed_operands_finds_one():
     assert found == ["%2"]
 
 
+# Size 1 makes the smallest tiles and constants of the arguments; a divisor of 16 makes wide loads.
 @pytest.mark.parametrize(
     ("size", "dtype", "in_flat_buffer"),
-    [
-        (1, torch.float32, False),
-        (4096, torch.bfloat16, True),
-        (5, torch.float16, True),
-    ],
+    [(1, torch.float32, False), (4096, torch.bfloat16, True)],
 )
 @pytest.mark.parametrize(
     "launches",
