@@ -1,21 +1,28 @@
 """Trains one model with megatron_packed and with megatron-core, and compares the losses.
 
     python benchmarks/beside_megatron.py runs/beside.zip
+    python benchmarks/beside_megatron.py runs/beside.zip --ours beside_megatron_ours.json
 
 The archive comes from `prepare_real.py`. Model, batch and schedule are those of Megatron-LM's
 functional test ``hybrid_mr_mcore_te_tp1_pp1_cp1``. The tests ``tp2_pp1_cp1`` and ``tp2_pp1_cp4``
 train the same model in other layouts.
 
 First `pretrain_hybrid.py` trains in a separate process, with the flags of that test and whole steps
-in CUDA graphs. Then megatron-core trains in this process from the same initial weights on the same
-packs in the same order: its model, `DistributedDataParallel`, forward-backward schedule, optimizer
-and learning-rate schedule, called in the order of Megatron-LM's training step. Both sides train in
-bf16 without dropout. Losses are means over the target tokens of a step.
+in CUDA graphs. After its end, this process imports and trains megatron-core, from the same initial
+weights on the same packs in the same order. It uses megatron-core's model,
+`DistributedDataParallel`, forward-backward schedule, optimizer and learning-rate schedule, and calls
+them in the order of Megatron-LM's training step. Both sides train in bf16 without dropout. Losses
+are means over the target tokens of a step.
+
+Each side prints a line for its first and every tenth step. The curves of megatron_packed are
+written to `beside_megatron_ours.json` before megatron-core starts. If the script is stopped after
+that, ``--ours`` takes these curves, and only megatron-core trains.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 import time
 import zipfile
@@ -87,6 +94,11 @@ OURS = {"tokenizer-type": "HuggingFaceTokenizer", "no-isolation-self-test": True
 GRAPHS = {"cuda-graph-impl": "full_iteration"}
 LARGEST = 0.003
 """Largest relative difference of the losses of a step that the check allows."""
+EVERY = 10
+"""Interval of the printed steps."""
+POLL = 0.5
+"""Seconds between two looks at the log of the other process."""
+OURS_FILE = "beside_megatron_ours"
 SIDES = {"megatron_packed": "megatron_packed, graphs", "megatron_core": "megatron-core, eager"}
 COLOURS = {"megatron_packed": "#1f77b4", "megatron_core": "#d62728"}
 
@@ -274,6 +286,7 @@ def packs(config: RunConfig, data: RunData, device: torch.device) -> Iterator[li
 
 def run_theirs(config: RunConfig, data: RunData, device: torch.device) -> dict[str, Any]:
     """Train megatron-core's model on a GPU, and return its curves and step times."""
+    begun = time.perf_counter()
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 
     begin_megatron()
@@ -290,18 +303,35 @@ def run_theirs(config: RunConfig, data: RunData, device: torch.device) -> dict[s
     theirs = theirs.to(device).bfloat16()
     copy_weights(ours, theirs, config.model.hybrid_layer_pattern)
     del ours
-    return trained(TheirTraining(config, theirs), packs(config, data, device))
+    training = TheirTraining(config, theirs)
+    print(f"{SIDES['megatron_core']}: model built, {time.perf_counter() - begun:.1f} s", flush=True)
+    steps = trained(training, packs(config, data, device))
+    return side(list(reported("megatron_core", steps, begun)))
 
 
-def trained(training: TheirTraining, steps: Iterable[list[MicroBatch]]) -> dict[str, Any]:
-    """Return the curves and step times of a training."""
-    found: list[dict[str, float]] = []
+def trained(
+    training: TheirTraining, steps: Iterable[list[MicroBatch]]
+) -> Iterator[dict[str, float]]:
+    """Train, and yield loss, norm of the gradients, learning rate and time of each step."""
     for micro_batches in steps:
         # A step ends when its loss has been read, as with --log-interval 1.
         begun = time.perf_counter()
         values = training.step(micro_batches)
-        found.append({**values, "step_time_ms": 1e3 * (time.perf_counter() - begun)})
-    return side(found)
+        yield {**values, "step_time_ms": 1e3 * (time.perf_counter() - begun)}
+
+
+def reported(name: str, steps: Iterable[dict[str, Any]], begun: float) -> Iterator[dict[str, Any]]:
+    """Yield the steps of a side. Print step, loss and seconds since ``begun`` for the first and
+    every tenth one.
+    """
+    for number, step in enumerate(steps, start=1):
+        if number == 1 or number % EVERY == 0:
+            seconds = time.perf_counter() - begun
+            print(
+                f"{SIDES[name]}: step {number}, loss {step['loss']:.4f}, {seconds:.1f} s",
+                flush=True,
+            )
+        yield step
 
 
 def side(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -318,13 +348,64 @@ def side(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def result_of_ours(run: Run) -> tuple[dict[str, Any], str]:
-    """Wait for `pretrain_hybrid.py`; return its curves and the hash of its pack plan."""
-    steps, _ = run.result()
-    found = side([{**step, "loss": step["lm_loss"]} for step in steps])
+def steps_of(run: Run) -> Iterator[dict[str, Any]]:
+    """Yield the steps of `pretrain_hybrid.py` from its log while it is running.
+
+    The log is read at most every `POLL` seconds, so the reading does not slow the run.
+    """
+    read = 0
+    while True:
+        running = run.running()  # before the reading: a run that has ended writes no more lines
+        text = run.log.read_bytes()[read:] if run.log.exists() else b""
+        complete = text[: text.rfind(b"\n") + 1]
+        read += len(complete)
+        for record in map(json.loads, complete.splitlines()):
+            if "lm_loss" in record:
+                yield {**record, "loss": record["lm_loss"]}
+        if not running:
+            return
+        time.sleep(POLL)
+
+
+def run_ours(run: Run) -> dict[str, Any]:
+    """Wait for the end of `pretrain_hybrid.py`. Return its curves and the hash of its pack plan.
+
+    Raises:
+        SystemExit: the run failed.
+    """
+    steps = list(reported("megatron_packed", steps_of(run), time.perf_counter()))
+    run.result()
+    found = side(steps)
     found["replays"] = sum(step.get("graph_replays", 0) for step in steps)
     found["fallbacks"] = sum(step.get("graph_fallbacks", 0) for step in steps)
-    return found, steps[0]["plan_hash"]
+    return {"plan_hash": steps[0]["plan_hash"], "megatron_packed": found}
+
+
+def stored_ours(path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the result of `run_ours` that an earlier call stored.
+
+    Args:
+        path: file that an earlier call has written.
+        options: flags of this call; the file must have the same.
+    Raises:
+        SystemExit: the run of the file had other flags, another GPU or other libraries.
+    """
+    document = json.loads(path.read_text())
+    stored = document["results"]
+    here = {
+        "device": harness.device_name(),
+        "versions": harness.versions(),
+        "flags": harness.plain(options),
+    }
+    for what, value in here.items():
+        found = stored["flags"] if what == "flags" else document[what]
+        if found != value:
+            raise SystemExit(
+                f"{path}: its run had other {what}: {found}; here: {value}. "
+                "Leave out --ours to train both sides."
+            )
+    curves = {name: stored[name] for name in ("plan_hash", "megatron_packed")}
+    return {**curves, "megatron_packed_date": document["date"]}
 
 
 def compared(sides: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
@@ -424,28 +505,42 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("archive", type=Path, help="file made by prepare_real.py, with one set")
+    parser.add_argument(
+        "--ours",
+        type=Path,
+        metavar="FILE",
+        help=f"take the curves of megatron_packed from {OURS_FILE}.json of an earlier call",
+    )
     harness.common_arguments(parser)
     arguments = parser.parse_args()
     device = device_from(arguments.device)
     if device.type != "cuda":
         raise SystemExit("beside_megatron.py trains megatron-core's model and needs a GPU.")
-    options = {**(TINY_MODEL if arguments.quick else MODEL), **TRAINING, "bf16": True, **OURS}
+    # The flags of graphs are part of the pack plan, so megatron-core's packs need them too.
+    options = {
+        **(TINY_MODEL if arguments.quick else MODEL),
+        **TRAINING,
+        "bf16": True,
+        **OURS,
+        **GRAPHS,
+    }
     results: dict[str, Any] = {"test": TEST}
+    if arguments.ours:
+        results |= stored_ours(arguments.ours, options)
     with tempfile.TemporaryDirectory() as root:
         with zipfile.ZipFile(arguments.archive) as archive:
             archive.extractall(root)
         (folder,) = Path(root).iterdir()
-        options |= GRAPHS  # part of the pack plan, so also for the plan of megatron-core's packs
-        ours = Run("beside", folder, options)
+        if not arguments.ours:
+            ours = run_ours(Run("beside", folder, options))
+            path = harness.save(OURS_FILE, {"flags": options, **ours}, folder=arguments.results)
+            print(f"curves of megatron_packed: {path}", flush=True)
+            results |= ours
         begin_alone(port=29517)
-        # The import takes many seconds, and the GPU does nothing for it.
-        import_module("megatron.core.models.hybrid.hybrid_layer_specs")
-        results["megatron_packed"], plan = result_of_ours(ours)
         config = parse(command_line(folder.name, folder, options)[2:], 1)
         data = build_data(config, ParallelGroups.single(device), print)
-        results["plan_hash"] = data.train.plan.hash
-        if plan != data.train.plan.hash:
-            raise SystemExit(f"the sides have the pack plans {plan} and {data.train.plan.hash}")
+        if results["plan_hash"] != (plan := data.train.plan.hash):
+            raise SystemExit(f"the sides have the pack plans {results['plan_hash']} and {plan}")
         results["megatron_core"] = run_theirs(config, data, device)
         data.close()
     results |= compared(results)

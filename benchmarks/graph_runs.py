@@ -86,6 +86,9 @@ class Run:
             self.command, stdout=self.console.open("w"), stderr=subprocess.STDOUT
         )
 
+    def running(self) -> bool:
+        return self._process.poll() is None
+
     def result(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Wait for the end of the run, and return its records of steps and of validations.
 
