@@ -1,11 +1,14 @@
 """Tests of process groups in a world of one process, and of environments that are refused."""
 
 from dataclasses import FrozenInstanceError, dataclass
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_packed.config.sections.parallel import ParallelConfig
+from megatron_packed.distributed import groups as groups_module
 from megatron_packed.distributed.collectives import (
     all_gather_json,
     all_reduce_max,
@@ -13,6 +16,7 @@ from megatron_packed.distributed.collectives import (
     barrier,
 )
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.init_process_groups import backend_for
 
 
 @dataclass
@@ -98,6 +102,29 @@ def test_wrong_environments_are_refused_before_anything_starts(
     with pytest.raises(ValueError, match=message):
         ParallelGroups.create(config, "cpu", environment)
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "used"),
+    [("cpu", None, "gloo"), ("cuda", None, "nccl"), ("cuda", "gloo", "gloo")],
+)
+def test_a_given_backend_is_used(device, given, used) -> None:
+    config = ParallelConfig(distributed_backend=given)
+    assert backend_for(config, torch.device(device)) == used
+
+
+def test_collectives_wait_as_long_as_the_option_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Joined(Exception):
+        """The processes would join now."""
+
+    def join(*arguments: object) -> None:
+        raise Joined(arguments[-1])
+
+    monkeypatch.setattr(groups_module, "join_world", join)
+    two = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    with pytest.raises(Joined) as raised:
+        ParallelGroups.create(ParallelConfig(distributed_timeout_minutes=7), "cpu", two)
+    assert raised.value.args == (timedelta(minutes=7),)
 
 
 def test_more_processes_than_devices_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

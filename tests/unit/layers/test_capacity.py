@@ -75,7 +75,8 @@ def test_capacity_rounds_up():
     assert expert_capacity(13, 2, 4, 0.5) == 4
 
 
-def test_a_layer_leaves_out_what_it_has_no_room_for_and_counts_what_was_asked():
+@pytest.mark.parametrize("policy", ["probs", "position"])
+def test_a_layer_leaves_out_what_it_has_no_room_for_and_counts_what_was_asked(policy):
     packed = PackedSeqParams.from_lengths([4, 6], T)
     config = ModelConfig(
         hybrid_layer_pattern="E",
@@ -87,6 +88,7 @@ def test_a_layer_leaves_out_what_it_has_no_room_for_and_counts_what_was_asked():
         moe_router_topk=1,
         moe_router_pre_softmax=True,
         moe_expert_capacity_factor=1.0,
+        moe_token_drop_policy=policy,
     )
     moe = MoE(config, backends=Backends(), device="cpu", dtype=torch.float32)
     with torch.no_grad():
@@ -101,6 +103,9 @@ def test_a_layer_leaves_out_what_it_has_no_room_for_and_counts_what_was_asked():
     assert output.tokens_per_expert_E.tolist() == [0, 0, 10, 0]
     kept = output.hidden_TD.abs().sum(1) > 0
     scores = torch.softmax(x @ moe.router.weight.T, dim=-1)[:10, 2]
-    assert kept.nonzero().flatten().tolist() == sorted(scores.topk(4).indices.tolist())
+    highest = sorted(scores.topk(4).indices.tolist())
+    first = [0, 1, 2, 3]
+    assert highest != first
+    assert kept.nonzero().flatten().tolist() == (highest if policy == "probs" else first)
     output.hidden_TD.sum().backward()
     assert all(torch.isfinite(parameter.grad).all() for parameter in moe.parameters())

@@ -1,12 +1,14 @@
 """A whole run from Python: what it returns and raises, and what its callback receives."""
 
 import json
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_packed.checkpoint.errors import NoCheckpointError
+from megatron_packed.config import launch_checks
 from megatron_packed.config.environment_variables import DETERMINISTIC
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.run import RunConfig
@@ -58,6 +60,46 @@ def test_the_callback_receives_every_line_of_the_log(flags, tmp_path, capsys):
     assert "resuming from" in capsys.readouterr().out
     status = json.loads((tmp_path / "run" / "STATUS.json").read_text())
     assert status == {"exit_code": 0}
+
+
+def test_additional_values_and_logs_come_on_request(flags, tmp_path, monkeypatch):
+    """Without their flags, the log has no norm of parameters and no zero gradients, and neither
+    TensorBoard nor progress.txt is written.
+    """
+    boards = {}
+
+    class Board:
+        def __init__(self, folder, purge_step):
+            self.values = boards[folder] = {}
+
+        def add_text(self, *words):
+            pass
+
+        def add_scalar(self, name, value, step):
+            self.values[name, step] = value
+
+        def close(self):
+            pass
+
+    library = SimpleNamespace(SummaryWriter=Board)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", library)
+    monkeypatch.setattr(launch_checks, "is_installed", lambda module: True)
+    seen = []
+    train(RunConfig.from_args(flags), seen.append)
+    progress = tmp_path / "run" / "progress.txt"
+    assert boards == {} and not progress.exists()
+    assert not any("params_norm" in record or "num_zeros" in record for record in seen)
+    more = ["--log-params-norm", "--log-num-zeros-in-grad", "--log-progress"]
+    more += ["--tensorboard-dir", "board", "--train-iters", "4"]
+    train(RunConfig.from_args([*flags, *more]), seen.append)
+    *_, last = seen
+    model = TrainedModel.load(tmp_path / "run", device="cpu").model
+    norm = torch.stack([weight.norm() for weight in model.parameters()]).norm().item()
+    assert last["params_norm"] == pytest.approx(norm)
+    # The 40 documents have few of the words, so most rows of the embedding have no gradient.
+    assert 0 < last["num_zeros"] < sum(weight.numel() for weight in model.parameters())
+    assert boards["board"]["train/grad_norm", 4] == last["grad_norm"]
+    assert "Saved checkpoint\tIteration: 4" in progress.read_text()
 
 
 def test_validations_call_the_callback_too(flags, tmp_path):
