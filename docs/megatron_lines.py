@@ -28,6 +28,7 @@ sys.path.append(str(Path(__file__).parent))
 from coming_from_megatron import NAMES, markdown
 from published_lines import PublishedLine, recipe_lines, script_lines, test_cases
 
+from megatron_packed.config.megatron.gpt_layers import gpt_pattern
 from megatron_packed.config.megatron.line_outcomes import (
     FlagOutcome,
     LineOutcome,
@@ -137,8 +138,8 @@ def with_pattern(words: tuple[str, ...]) -> list[str]:
         return list(words)
     at = words.index("--num-layers") + 1
     layers = int(words[at])
-    block = "*E" if "--num-experts" in words else "*-"
-    return [*words[:at], str(2 * layers), *words[at + 1 :], PATTERN, block * layers]
+    pattern = gpt_pattern(layers, experts="--num-experts" in words)
+    return [*words[:at], str(len(pattern)), *words[at + 1 :], PATTERN, pattern]
 
 
 def needs(outcome: LineOutcome) -> Iterator[str]:

@@ -9,7 +9,8 @@ A flag is the same, accepted (the trained model is the same without it), differe
 is a variable that is not set) or refused. Refused flags are left out of the command, and the exit
 code is then 2. Flags of the model that the file does not give are listed if their defaults differ.
 Values of variables such as DATA_PATH come from the file and from the environment. Other variables
-stay in the command and are named. If the file has --data-path and --eval-interval but no validation
+stay in the command and are named. A GPT model's --num-layers becomes a layer pattern: attention and
+an MLP, or experts, for each layer. If the file has --data-path and --eval-interval but no validation
 data, the command gets Megatron-LM's default --split 969,30,1. Nothing in the file is executed.
 """
 
@@ -23,6 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_packed.cli.errors import EXIT_USAGE, UsageError
 from megatron_packed.config.errors import printable
+from megatron_packed.config.megatron.gpt_layers import NUM_LAYERS, pattern_of_words
 from megatron_packed.config.megatron.line_outcomes import (
     FlagOutcome,
     LineOutcome,
@@ -75,12 +77,30 @@ def run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     except ValueError as error:
         raise UsageError(f"{arguments.file}: {error}.") from None
     added = split_of(line.words)
-    outcome = line_outcome([*line.words, *added], _processes(line.launcher))
+    words, replaced = _with_pattern([*line.words, *added])
+    outcome = line_outcome(words, _processes(line.launcher))
     print("\n".join([*_heading(arguments.file, line, outcome), "", *_command(line, outcome), ""]))
     print("\n".join(_outcomes(outcome)))
+    if replaced:
+        print(_comment(replaced))
     if added:
         print(_comment(f"Added: {' '.join(added)}, the default of Megatron-LM."))
     return 0 if outcome.taken else EXIT_USAGE
+
+
+def _with_pattern(words: list[str]) -> tuple[list[str], str]:
+    """Return the words with a layer pattern in place of a GPT model's ``--num-layers``, and a
+    sentence about it. The sentence is empty if nothing is replaced.
+    """
+    pattern = pattern_of_words(words)
+    named = any(word in spellings() and spellings()[word].field.flag in pattern for word in words)
+    if not pattern or named:
+        return words, ""
+    at = words.index(NUM_LAYERS)
+    old = " ".join(words[at : at + 2])
+    return [*words[:at], *pattern, *words[at + 2 :]], (
+        f"In place of {old}: {' '.join(pattern)}, attention and an MLP for each layer."
+    )
 
 
 def _processes(launcher: Sequence[str]) -> int | None:

@@ -178,8 +178,16 @@ def layout_problems(
             str(ep),
             f"{_times(expert_tp, '--expert-tensor-parallel-size')} "
             f"does not divide the {world_size} processes",
-            _choose(world_size // expert_tp),
+            _choose(world_size // expert_tp) + _smaller_expert_tp(world_size, tp, ep, expert_tp),
         )
+
+
+def _smaller_expert_tp(world_size: int, tp: int, ep: int, expert_tp: int) -> str:
+    """Return the largest smaller expert tensor-parallel size that fits, as a further cure."""
+    fits = [
+        size for size in range(1, expert_tp) if tp % size == 0 and world_size % (size * ep) == 0
+    ]
+    return f", or give --expert-tensor-parallel-size {fits[-1]}" if fits else ""
 
 
 def _times(factor: int, option: str) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_packed.config.layer_pattern import MOE
+from collections.abc import Iterator
+
+from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, MAMBA, MOE
 from megatron_packed.config.run import RunConfig
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.training.build_job import Job
@@ -82,9 +84,24 @@ def name_kernels(
     console.detail(kernel_block(names))
     for sentence in slow_kernel_warnings(kernels, groups.device):
         console.warn(sentence)
-    if config.model.moe_router_force_load_balancing and MOE in config.model.hybrid_layer_pattern:
-        console.warn(
+    for sentence in _model_warnings(config):
+        console.warn(sentence)
+    return names
+
+
+def _model_warnings(config: RunConfig) -> Iterator[str]:
+    """Yield warnings of a model that learns less than its user may expect."""
+    layers = config.model.hybrid_layer_pattern
+    if config.model.moe_router_force_load_balancing and MOE in layers:
+        yield (
             "--moe-router-force-load-balancing routes tokens at random, for benchmarks: the model "
             "does not learn to route"
         )
-    return names
+    chosen = config.is_given("model.position_embedding_type")
+    recurrent = MAMBA in layers or GATED_DELTA_NET in layers
+    if ATTENTION in layers and not recurrent and not chosen:
+        yield (
+            "attention has no positions, because the default of --position-embedding-type is none "
+            "and no M or G layer carries the order of tokens; give --position-embedding-type rope, "
+            "or none to confirm"
+        )

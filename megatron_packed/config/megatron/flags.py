@@ -11,6 +11,7 @@ from __future__ import annotations
 from megatron_packed.config.layer_pattern import STAGE
 from megatron_packed.config.megatron.accepted import ACCEPTED
 from megatron_packed.config.megatron.accepted import AcceptedFlag as Always
+from megatron_packed.config.megatron.gpt_layers import gpt_pattern, number_of_layers
 from megatron_packed.config.megatron.refused_kinds import OTHER_LAYERS, OTHER_PROGRAMS, RefusedFlags
 from megatron_packed.config.megatron.refused_model import MODEL
 from megatron_packed.config.megatron.refused_run import RUN
@@ -18,17 +19,35 @@ from megatron_packed.config.megatron.refused_tools import TOOLS
 from megatron_packed.config.megatron.refused_variants import VARIANTS
 from megatron_packed.config.run import RunConfig
 
+_MOST_SHOWN = 64
+"""Maximum number of GPT layers whose pattern a message shows."""
+
 
 def _other_number_of_layers(values: tuple[str, ...], run: RunConfig) -> str:
     pattern = run.model.hybrid_layer_pattern
     if not isinstance(pattern, str):
-        return ""
+        return _of_gpt(values, run)
     # Megatron counts the layers of the main model only: no stage marks, no multi-token prediction.
     layers = len(pattern.partition("/")[0].replace(STAGE, ""))
     if values == (str(layers),):
         return ""
     return (
         f"must be the length of --hybrid-layer-pattern ({layers}), which sets the number of layers"
+    )
+
+
+def _of_gpt(values: tuple[str, ...], run: RunConfig) -> str:
+    """Return the pattern of a GPT model of that many layers as a problem, or no problem."""
+    layers = number_of_layers(values)
+    if layers is None:
+        return ""
+    experts = run.model.num_experts is not None
+    pattern = f"'{gpt_pattern(layers, experts=experts)}'"
+    if layers > _MOST_SHOWN:
+        pattern = f"{layers} times '{gpt_pattern(1, experts=experts)}'"
+    return (
+        "sets no layers here; each layer of a GPT model is attention and an MLP, so give "
+        f"--hybrid-layer-pattern {pattern}"
     )
 
 

@@ -123,6 +123,31 @@ def test_the_output_is_a_script_that_runs_the_same_flags(case, tmp_path, capsys)
     assert ran.stdout.splitlines() == ["Ring", "train", *expected] and not ran.stderr
 
 
+@pytest.mark.parametrize(
+    ("more", "pattern"),
+    [("", "*-*-*-"), ("\n  --num-experts: 4\n  --disable-bias-linear: true", "*E*E*E")],
+)
+def test_a_gpt_model_gets_a_pattern_in_place_of_its_number_of_layers(
+    case, capsys, more, pattern
+) -> None:
+    text = CASE.replace("--hybrid-layer-pattern: M*-M*-", "--num-layers: 3" + more)
+    text = text.replace("  --mamba-head-dim: 16\n", "")
+    assert main(["from-megatron", case(text)]) == 0
+    script = capsys.readouterr().out
+    assert f"  --hybrid-layer-pattern '{pattern}' \\\n" in script
+    assert f"# In place of --num-layers 3: --hybrid-layer-pattern {pattern}, " in script
+
+
+def test_a_number_of_layers_is_refused_if_it_gives_no_pattern(case, capsys) -> None:
+    """With both flags the pattern counts. --moe-layer-freq decides which layers have experts."""
+    both = CASE.replace("  --lr: .001", "  --lr: .001\n  --num-layers: 3")
+    assert main(["from-megatron", case(both)]) == 2
+    assert "--num-layers 3: must be the length of" in capsys.readouterr().out
+    mixed = "--num-layers: 3\n  --moe-layer-freq: 2"
+    assert main(["from-megatron", case(CASE.replace("--hybrid-layer-pattern: M*-M*-", mixed))]) == 2
+    assert "In place of" not in capsys.readouterr().out
+
+
 def test_defaults_of_the_model_that_differ_are_listed_unless_they_are_given(case, capsys) -> None:
     assert main(["from-megatron", case()]) == 0
     script = capsys.readouterr().out

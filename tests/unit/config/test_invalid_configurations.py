@@ -50,6 +50,18 @@ INVALID = [
     ("--num-query-groups 3", {"--num-query-groups": "1, 2, 4"}),
     ("--group-query-attention", {"--group-query-attention": "--num-query-groups"}),
     ("--num-layers 4", {"--num-layers": "length"}),
+    (
+        "~--hybrid-layer-pattern --num-layers 2",
+        {"--hybrid-layer-pattern": "required", "--num-layers": "--hybrid-layer-pattern '*-*-'"},
+    ),
+    (
+        "~--hybrid-layer-pattern --num-layers 80 --num-experts 8",
+        {"--hybrid-layer-pattern": "required", "--num-layers": "80 times '*E'"},
+    ),
+    (
+        "~--hybrid-layer-pattern --num-layers 123456789",
+        {"--hybrid-layer-pattern": "required"},
+    ),
     ("~--num-attention-heads", {"--num-attention-heads": "attention layers"}),
     ("--hybrid-layer-pattern MD*", {"--hybrid-layer-pattern": "sparse"}),
     ("--hybrid-layer-pattern MxM", {"--hybrid-layer-pattern": "position 2"}),

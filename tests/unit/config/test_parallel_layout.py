@@ -80,12 +80,12 @@ def test_known_layouts() -> None:
         (
             {"tp_size": 4, "ep_size": 4},
             "--expert-model-parallel-size 4: times --expert-tensor-parallel-size (4) does not divide the 8 processes; "
-            "give 1 or 2.",
+            "give 1 or 2, or give --expert-tensor-parallel-size 2.",
         ),
         (
             {"tp_size": 8, "ep_size": 2},
             "--expert-model-parallel-size 2: times --expert-tensor-parallel-size (8) does not divide the 8 processes; "
-            "give 1, or start more processes.",
+            "give 1, or start more processes, or give --expert-tensor-parallel-size 4.",
         ),
         (
             {"tp_size": 4, "expert_tp_size": 3},

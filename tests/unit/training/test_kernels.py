@@ -10,6 +10,7 @@ import torch
 
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.kernel_options import ON_ANY_DEVICE, PLAIN
+from megatron_packed.config.run import RunConfig
 from megatron_packed.ops.backend_dispatch import Backend, Op
 from megatron_packed.ops.varlen_attention import backends as varlen_attention
 from megatron_packed.training import kernels, pretrain, run_description
@@ -148,6 +149,28 @@ def test_packs_of_many_documents_are_asked_about(monkeypatch):
     forced = config_of("E", ("--moe-router-force-load-balancing",))
     run_description.name_kernels(forced, groups, data, said)
     assert [text for text in warnings if "does not learn to route" in text] == warnings != []
+
+
+@pytest.mark.parametrize(
+    ("pattern", "flags", "warned"),
+    [
+        ("*-", "", True),
+        ("*-", "--position-embedding-type none", False),
+        ("*-", "--position-embedding-type rope", False),
+        ("M*-", "", False),
+        ("G*-", "", False),
+        ("-", "", False),
+    ],
+)
+def test_attention_without_positions_is_a_warning_unless_it_is_chosen(pattern, flags, warned):
+    """A command line of Megatron-LM without the flag has learned positions there."""
+    least = f"--hybrid-layer-pattern {pattern} --hidden-size 16 --num-attention-heads 2 --lr 1 --mamba-num-groups 1 "
+    least += "--mamba-head-dim 8 --seq-length 16 --train-iters 1 --mock-data "
+    config = RunConfig.from_args((least + flags).split())
+    found = list(run_description._model_warnings(config))
+    assert [text.split(",")[0] for text in found] == ["attention has no positions"] * warned
+    # A program that creates a configuration has chosen all values.
+    assert not list(run_description._model_warnings(replace(config, origins=None)))
 
 
 def test_the_block_is_short_and_names_come_in_order():

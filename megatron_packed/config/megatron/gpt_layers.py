@@ -1,0 +1,42 @@
+"""Layer pattern of a GPT model, whose command line has a number of layers instead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+NUM_LAYERS = "--num-layers"
+MOST_LAYERS = 1000
+
+
+def gpt_pattern(layers: int, *, experts: bool) -> str:
+    """Return the pattern of Megatron-LM's migration guide: attention and an MLP for each layer.
+
+    Args:
+        layers: number of layers of the GPT model.
+        experts: True if the MLPs are mixtures of experts.
+    Example:
+        ``*-*-`` for two layers, ``*E*E`` with experts.
+    """
+    return ("*E" if experts else "*-") * layers
+
+
+def number_of_layers(texts: Sequence[str]) -> int | None:
+    """Return the number that the values of ``--num-layers`` give, or None if there is none."""
+    if len(texts) != 1 or not texts[0].isascii() or not texts[0].isdecimal():
+        return None
+    return int(texts[0]) if len(texts[0]) < 5 and 1 <= int(texts[0]) <= MOST_LAYERS else None
+
+
+def pattern_of_words(words: Sequence[str]) -> tuple[str, ...]:
+    """Return the flag and pattern that replace ``--num-layers N`` of a line without a pattern.
+
+    The result is empty if the line has no number of layers, or if ``--moe-layer-freq`` decides
+    which layers have experts.
+    """
+    if NUM_LAYERS not in words or "--moe-layer-freq" in words:
+        return ()
+    at = words.index(NUM_LAYERS) + 1
+    layers = number_of_layers(words[at : at + 1])
+    if layers is None:
+        return ()
+    return ("--hybrid-layer-pattern", gpt_pattern(layers, experts="--num-experts" in words))
