@@ -9,7 +9,7 @@ import torch
 
 from megatron_packed.checkpoint.errors import NoCheckpointError
 from megatron_packed.config import launch_checks
-from megatron_packed.config.environment_variables import DETERMINISTIC
+from megatron_packed.config.environment_variables import DETERMINISTIC, environment
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.run import RunConfig
 from megatron_packed.data.tokenizers.base import END_OF_DOCUMENT
@@ -207,8 +207,8 @@ def test_deterministic_runs_need_their_environment_before_torch(flags, monkeypat
     monkeypatch.delenv("MAMBA_DETERMINISTIC")
     with pytest.raises(RuntimeError, match=r"apply_environment\(\) before importing torch"):
         train(config)
-    monkeypatch.setenv("MAMBA_DETERMINISTIC", "1")
-    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")
+    for name, value in environment(config.training).items():
+        monkeypatch.setenv(name, value)
     # Without this patch, torch's deterministic settings would stay in this process.
     monkeypatch.setattr(pretrain, "configure_determinism", lambda: None)
     assert train(config) is ExitCode.DONE
