@@ -18,6 +18,7 @@ from megatron_packed.config.sections.optim import SAMPLE_UNITS, OptimizerConfig
 from megatron_packed.config.sections.packing import nearest_multiples
 from megatron_packed.config.sections.parallel import parallel_rules
 from megatron_packed.config.sections.profiling import profiling_rules
+from megatron_packed.config.sections.shared_expert_rules import shared_expert_rules
 from megatron_packed.config.value_checks import INT32_MAX
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def cross_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
     yield from profiling_rules(run.profiling, run.training, sound)
     yield from recompute_rules(run.memory, model, graphs, sound)
     yield from offload_rules(run.memory, model, graphs, sound)
+    yield from shared_expert_rules(run.memory, model, sound)
 
 
 def _padding_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:

@@ -121,7 +121,7 @@ MODEL_IDLE: tuple[Idle, ...] = (
     Idle(
         "--moe-shared-expert-intermediate-size is not given",
         lambda run, _: run.model.moe_shared_expert_intermediate_size is None,
-        ("model.moe_shared_expert_gate",),
+        keys_in("model", "moe_shared_expert_gate moe_shared_expert_overlap"),
     ),
     Idle(
         "the pattern has no M layer",

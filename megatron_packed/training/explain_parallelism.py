@@ -58,6 +58,7 @@ def parallel_capabilities(
             "--overlap-grad-reduce",
         )
     yield from _experts(config)
+    yield from _shared_expert(config, device)
     for axis in NOT_BUILT.values():
         yield Capability(axis, OFF, "not supported yet")
 
@@ -169,3 +170,25 @@ def _experts(config: RunConfig) -> Iterator[Capability]:
         )
     else:
         yield Capability("expert parallelism", ON, how)
+
+
+def _shared_expert(config: RunConfig, device: torch.device) -> Iterator[Capability]:
+    """Yield whether the shared expert runs beside the dispatch, if the model has one."""
+    model, name = config.model, "shared-expert overlap"
+    if MOE not in model.layer_types or not model.moe_shared_expert_intermediate_size:
+        return
+    if not model.moe_shared_expert_overlap:
+        yield Capability(name, OFF, "the shared expert runs after the other experts")
+    elif device.type != "cuda":
+        yield Capability(name, OFF, f"streams need a GPU, and the device is {device.type}")
+    elif config.parallel.splits_tokens_of_experts:
+        yield Capability(
+            name,
+            OFF,
+            "tensor-parallel ranks dispatch different tokens, and the shared expert has "
+            "collectives of its own",
+        )
+    else:
+        yield Capability(
+            name, ON, "the shared expert runs beside dispatch, experts and combination"
+        )

@@ -195,10 +195,7 @@ ACCEPTED: dict[str, AcceptedFlag] = _table(
     ),
     (
         "nothing overlaps with the exchange of tokens between experts' ranks",
-        _switches(
-            "--moe-shared-expert-overlap --overlap-moe-expert-parallel-comm "
-            "--ep-overlap-early-attn-memory-release"
-        ),
+        _switches("--overlap-moe-expert-parallel-comm --ep-overlap-early-attn-memory-release"),
     ),
     (
         "rows of experts are padded for FP8 only, which is not supported",

@@ -10,12 +10,18 @@ sum of their outputs. So dispatch and combination exchange rows of L channels. T
 shared expert process the D channels of the token. There are no norms and no biases. Every rank holds
 both projections whole and applies them to the rows that it routes, so its gradients are terms of sums.
 
+[Note: shared expert beside the dispatch]
+With ``--moe-shared-expert-overlap`` the shared expert runs on a stream of its own, beside router,
+dispatch, experts and combination. It is started first, as `SideStream` requires. If tensor-parallel
+ranks dispatch different tokens, the shared expert has collectives of its own. These might meet those
+of the dispatcher in another order on another rank, so then the shared expert runs after the experts.
+
 Letters: T tokens, D hidden size, E experts, K experts per token, L latent size.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +44,7 @@ from megatron_packed.layers.moe.global_balance import Balance
 from megatron_packed.layers.moe.make_dispatcher import make_dispatcher
 from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.layers.moe.router import Router, Routing
+from megatron_packed.layers.side_stream import SideStream
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.packed.later_tokens import prepared, reaches
 from megatron_packed.packed.params import PackedSeqParams
@@ -171,13 +178,19 @@ class MoE(nn.Module):
         self.shared_expert: MLP | None = None
         self.shared_expert_gate: Linear | None = None
         if config.moe_shared_expert_intermediate_size:
-            inner = config.moe_shared_expert_intermediate_size
-            # Experts that are split by inner channels share one `enter` and `leave` with the shared
-            # expert, so the shared expert then has no group of its own.
-            options["tp"] = tp if self.ep.splits_tokens else tp.inside()
-            self.shared_expert = MLP(config.hidden_size, inner, bias=False, **options)
-            if config.moe_shared_expert_gate:
-                self.shared_expert_gate = self._build_gate(device, dtype)
+            self._build_shared_expert(config.moe_shared_expert_intermediate_size, **options)
+        self.side: SideStream | None = None
+        if self.overlaps_shared_expert and torch.device(device).type == "cuda":
+            self.side = SideStream(torch.device(device))
+
+    @property
+    def overlaps_shared_expert(self) -> bool:
+        """True if a GPU runs the shared expert as in [Note: shared expert beside the dispatch]."""
+        return (
+            self.config.moe_shared_expert_overlap
+            and self.shared_expert is not None
+            and not self.ep.splits_tokens
+        )
 
     def _build_projection(
         self, width_in: int, width_out: int, device: torch.device | str, dtype: torch.dtype
@@ -187,6 +200,16 @@ class MoE(nn.Module):
         # See [Note: latent experts] for why the gradient is one term of a sum.
         self.tp.use_inside(projection.weight)
         return projection
+
+    def _build_shared_expert(self, inner_size: int, **options: Any) -> None:
+        """Build the shared expert and its gate; ``options`` are those of `MLP`."""
+        # Experts that are split by inner channels share one `enter` and `leave` with the shared
+        # expert, so the shared expert then has no group of its own.
+        tp = self.tp if self.ep.splits_tokens else self.tp.inside()
+        width = self.config.hidden_size
+        self.shared_expert = MLP(width, inner_size, bias=False, tp=tp, **options)
+        if self.config.moe_shared_expert_gate:
+            self.shared_expert_gate = self._build_gate(options["device"], options["dtype"])
 
     def _build_gate(self, device: torch.device | str, dtype: torch.dtype) -> Linear:
         """Build the projection to the gate of the shared expert; each rank holds all of it.
@@ -202,6 +225,7 @@ class MoE(nn.Module):
 
     def forward(self, x_TD: Tensor, packed: PackedSeqParams) -> MoEOutput:
         own_TD = self.ep.enter(x_TD)
+        beside_TD = None if self.side is None else self.side.start(self._shared_expert, own_TD)
         valid_T = self.cp.valid(packed, self.depth)
         routing = self.router(own_TD, packed)
         routed_TL = own_TD if self.fc1_latent_proj is None else self.fc1_latent_proj(own_TD)
@@ -220,7 +244,12 @@ class MoE(nn.Module):
         # backward pass needs.
         del dispatched, y_RL, routed_TL
         y_TD = y_TL if self.fc2_latent_proj is None else self.fc2_latent_proj(y_TL)
-        y_TD = self._leave_with_shared_expert(y_TD, own_TD, x_TD)
+        if beside_TD is None:
+            y_TD = self._leave_with_shared_expert(y_TD, own_TD, x_TD)
+        else:
+            assert self.side is not None
+            self.side.join()
+            y_TD = self.ep.leave(y_TD + beside_TD)
         aux_loss, chosen_TE = self._aux_loss(routing, valid_T, packed)
         balance: Balance | tuple[()] = ()
         if self.balances_all_ranks and self.training:
@@ -239,12 +268,13 @@ class MoE(nn.Module):
             return self.ep.leave(y_TD)
         if self.ep.splits_tokens:
             # The routed rows are only a part of the rows that the shared expert processes.
-            return self.ep.leave(y_TD) + self._shared_expert(self.shared_expert, x_TD)
-        return self.ep.leave(y_TD + self._shared_expert(self.shared_expert, own_TD))
+            return self.ep.leave(y_TD) + self._shared_expert(x_TD)
+        return self.ep.leave(y_TD + self._shared_expert(own_TD))
 
-    def _shared_expert(self, shared_expert: MLP, x_TD: Tensor) -> Tensor:
+    def _shared_expert(self, x_TD: Tensor) -> Tensor:
         """Return the shared expert's output, multiplied by its gate if there is one."""
-        y_TD: Tensor = shared_expert(x_TD)
+        assert self.shared_expert is not None
+        y_TD: Tensor = self.shared_expert(x_TD)
         if self.shared_expert_gate is None:
             return y_TD
         return y_TD * torch.sigmoid(self.shared_expert_gate(x_TD))

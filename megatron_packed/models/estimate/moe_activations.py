@@ -50,6 +50,8 @@ class _MoESizes:
         self.latent = rank.config.moe_latent_size is not None
         self.has_shared = mixer.shared_expert is not None
         self.shared_gate = mixer.shared_expert_gate is not None
+        self.shared_beside = mixer.overlaps_shared_expert
+        """True if the shared expert runs beside the dispatch: first in forward, last in backward."""
         self.router_input = self.routed * rank.hidden * b
         """Bytes of the rows that the router saves; 0 if they are the shared expert's saved rows."""
         if self.has_shared and (not mixer.ep.splits_tokens or rank.tp.sequence_parallel):
@@ -117,20 +119,27 @@ def _of_shared(saved: dict[str, Term]) -> frozenset[str]:
 def _forward(rank: RankSizes, sizes: _MoESizes, saved: dict[str, Term]) -> tuple[Moment, ...]:
     # The exchange holds rows as sent, rows as received, and rows on their way back.
     exchanged = (sizes.returned + 2 * sizes.received) * sizes.row if sizes.exchanges else 0
+    beside = sizes.shared_beside * sizes.shared_rows  # output of the shared expert
     experts = {
-        Purpose.ACTIVATIONS: rank.inside_bytes + sizes.latent * sizes.entered * sizes.row,
+        Purpose.ACTIVATIONS: rank.inside_bytes + sizes.latent * sizes.entered * sizes.row + beside,
         Purpose.EXPERTS: exchanged,
         Purpose.COMMUNICATION: sizes.moved,
     }
     return (
-        Moment("forward of the experts", experts, _of_shared(saved)),
+        Moment(
+            "forward of the experts",
+            experts,
+            frozenset() if sizes.shared_beside else _of_shared(saved),
+        ),
         Moment("forward", rank.forward_end().extra),
     )
 
 
 def _backward(rank: RankSizes, sizes: _MoESizes, saved: dict[str, Term]) -> tuple[Moment, ...]:
     of_shared, rows = _of_shared(saved), sizes.rows
-    # The input gradient of the shared expert is held until the layer's backward pass ends.
+    released = frozenset[str]() if sizes.shared_beside else of_shared
+    # The input gradient of the shared expert is held until the layer's backward pass ends. If the
+    # shared expert comes last, its output gradient is held instead.
     x = sizes.entered * rank.hidden * rank.element if sizes.has_shared else 0
     latent = sizes.latent * sizes.entered * sizes.row  # gradient of the combined rows
 
@@ -140,7 +149,7 @@ def _backward(rank: RankSizes, sizes: _MoESizes, saved: dict[str, Term]) -> tupl
             Purpose.EXPERTS: rows_bytes,
             Purpose.COMMUNICATION: moving + rank.moved,
         }
-        return Moment(f"backward of {what}", amounts, of_shared | {*absent})
+        return Moment(f"backward of {what}", amounts, released | {*absent})
 
     moving = (sizes.returned + sizes.received) * sizes.row if sizes.exchanges else 0
     moving += sizes.moved // 2
@@ -153,6 +162,7 @@ def _backward(rank: RankSizes, sizes: _MoESizes, saved: dict[str, Term]) -> tupl
             rank.backward_start(
                 a=sizes.shared_inner, fc1=sizes.shared_first, gated=sizes.shared_gate * x
             ),
+            frozenset(everything) if sizes.shared_beside else frozenset(),
         ),
         moment("the combination", sizes.returned * sizes.row, moving, more=latent),
         # The products add the weights' gradients to the buffer, without a second gradient.

@@ -165,8 +165,10 @@ def estimate(
         _captured(model, graphs) if graphs is not None and graphs.enabled else frozenset[int]()
     )
     peak, pool = _peak(layers, around, resident, captured, graphs)
-    # Fused products run on a second stream too, and cuBLAS has a workspace for each stream.
-    workspaces = DETERMINISTIC_WORKSPACES * (2 if symmetric else 1)
+    # Fused products and shared experts run on a second stream too, each on one of its own, and
+    # cuBLAS has a workspace for each stream.
+    beside = any(layer.mixer.overlaps_shared_expert for layer in model.moe_layers)
+    workspaces = DETERMINISTIC_WORKSPACES * (1 + bool(symmetric) + beside)
     return Estimate(
         static=Static(
             parameters=parameter_bytes(layout),

@@ -100,8 +100,11 @@ CASES = [
         {"mtp_use_repeated_layer": "the pattern has one / part"},
     ),
     (
-        f"{MOE} ~--num-attention-heads --moe-shared-expert-gate",
-        {"moe_shared_expert_gate": "--moe-shared-expert-intermediate-size is not given"},
+        f"{MOE} ~--num-attention-heads --moe-shared-expert-gate --moe-shared-expert-overlap",
+        dict.fromkeys(
+            ("moe_shared_expert_gate", "moe_shared_expert_overlap"),
+            "--moe-shared-expert-intermediate-size is not given",
+        ),
     ),
     (
         f"{MOE} ~--num-attention-heads --moe-router-num-groups 2 --moe-router-group-topk 2",

@@ -658,6 +658,14 @@ INVALID = [
             "--offload-buffers": ">= 1",
         },
     ),
+    (
+        f"--moe-shared-expert-overlap {OFFLOAD} mlp_norm",
+        {"--moe-shared-expert-overlap": "which copies on streams of its own"},
+    ),
+    (
+        "--moe-shared-expert-overlap --recompute-activations --recompute-modules layernorm",
+        {"--moe-shared-expert-overlap": "or recompute moe instead of layernorm"},
+    ),
     (f"{OFFLOAD} moe_act mamba_nrom", {"--offload-modules": "did you mean mamba_norm?"}),
     (f"{OFFLOAD} mlp_norm moe_act", {"--offload-modules": "no E"}),
     (f"{OFFLOAD} mlp_norm --hybrid-layer-pattern M*M", {"--offload-modules": "no - (MLP) or E"}),

@@ -69,6 +69,42 @@ def test_the_tail_gets_the_shared_expert_or_zeros():
     torch.testing.assert_close(moe(x, PACKED).hidden_TD[REAL:], moe.shared_expert(x[REAL:]))
 
 
+class RecordedStream:
+    """Stands in for `SideStream` on a CPU: runs the part at once, and records the order."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def start(self, part, x):
+        self.calls.append("start")
+        return part(x)
+
+    def join(self):
+        self.calls.append("join")
+
+
+def test_the_shared_expert_starts_first_and_is_joined_last():
+    """The order keeps memory safe: see [Note: parts beside the rest of a layer]."""
+    options = {"moe_shared_expert_intermediate_size": 5, "moe_shared_expert_gate": True}
+    plain, moe = (build(**options, moe_shared_expert_overlap=on) for on in (False, True))
+    assert moe.side is None and moe.overlaps_shared_expert and not plain.overlaps_shared_expert
+    calls: list[str] = []
+    moe.side = RecordedStream(calls)
+    for name in ("router", "experts"):
+        getattr(moe, name).register_forward_hook(lambda *_, name=name: calls.append(name))
+    results = [one(x := inputs().requires_grad_(), PACKED).hidden_TD for one in (plain, moe)]
+    assert calls == ["start", "router", "experts", "join"]
+    torch.testing.assert_close(*results)
+    x = inputs().requires_grad_()
+    order: list[str] = []
+    parts = {"shared": moe.shared_expert, "experts": moe.experts, "router": moe.router}
+    for name, part in parts.items():
+        leaf = next(iter(part.parameters()))
+        leaf.register_hook(lambda _, name=name: order.append(name))
+    moe(x, PACKED).hidden_TD.sum().backward()
+    assert order == ["experts", "router", "shared"]  # backward ends with the shared expert
+
+
 def test_counts_are_those_of_real_tokens():
     moe, x = build(), inputs()
     chosen = (x[:REAL] @ moe.router.weight.T).topk(2).indices

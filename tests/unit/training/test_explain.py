@@ -297,6 +297,25 @@ def test_experts_that_ask_for_rows_are_told_of_bounds():
         assert found["expert parallelism"].advice == advice, more
 
 
+def test_the_shared_expert_says_when_it_runs_beside_the_dispatch():
+    cuda, tensor = (
+        torch.device("cuda"),
+        "--tensor-model-parallel-size 2 --expert-tensor-parallel-size",
+    )
+    overlap = "--moe-shared-expert-overlap"
+    cases = (
+        ("", cuda, ("off", "the shared expert runs after the other experts")),
+        (overlap, CPU, ("off", "streams need a GPU, and the device is cpu")),
+        (f"{overlap} {tensor} 1", cuda, ("off", "tensor-parallel ranks dispatch different tokens")),
+        (f"{overlap} {tensor} 2", cuda, ("on", "the shared expert runs beside dispatch")),
+    )
+    for more, device, (state, reason) in cases:
+        given = [*FLAGS, "--moe-shared-expert-intermediate-size", "32", *more.split()]
+        rows = parallel_capabilities(parse(given, 2), 2, device)
+        row = next(row for row in rows if row.name == "shared-expert overlap")
+        assert row.state == state and row.reason.startswith(reason), more
+
+
 def test_graphs_by_transformer_engine_and_why_there_are_none(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     (row,) = _graph_rows_of_a_gpu("transformer_engine")

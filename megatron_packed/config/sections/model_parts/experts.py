@@ -188,6 +188,13 @@ class ExpertOptions(StackOptions):
         training_only=True,
         not_built={"flex": "give allgather (no host sync) or alltoall (less traffic)"},
     )
+    moe_shared_expert_overlap: bool = option(
+        False,
+        "Run the shared expert on a CUDA stream of its own, beside the dispatch of tokens to the "
+        "other experts. It has no effect if tensor-parallel ranks dispatch different tokens.",
+        group=EXPERTS,
+        training_only=True,
+    )
     moe_expert_rank_capacity_factor: float | str | None = option(
         None,
         "Bound of the rows that a rank's experts, and a part sent by alltoall, can take, as a "

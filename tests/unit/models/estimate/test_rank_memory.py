@@ -353,6 +353,25 @@ def test_a_gate_keeps_the_rows_of_the_shared_expert(experts_tp, rows):
     assert saved[1] - saved[0] == rows * 32 * 2
 
 
+@pytest.mark.parametrize(("layout", "beside"), [("ep", True), ("tp, whole experts", False)])
+def test_a_shared_expert_beside_the_dispatch_is_kept_longer(layout, beside):
+    """It is the first part of forward and the last part of backward, with a stream's workspace."""
+    options = {"moe_shared_expert_intermediate_size": 24, "backends": {"deterministic": True}}
+    found = []
+    for overlap in (False, True):
+        model = one_layer("E", LAYOUTS[layout], moe_shared_expert_overlap=overlap, **options)
+        (layer,) = footprints(model, WORK)
+        moments = {moment.name: moment for moment in layer.moments}
+        shared = {name for name in layer.saved if name.startswith("shared.")}
+        names = ("forward of the experts", "backward of the experts' fc1")
+        kept = [shared.isdisjoint(moments[name].absent) for name in names]
+        last = "experts.fc1" in moments["backward of the shared expert"].absent
+        static = estimate(model, flat_layout_of(model, Ownership()), WORK).static
+        found.append(([*kept, last], static.workspaces))
+    assert [one[0] for one in found] == [[False] * 3, [beside] * 3]
+    assert found[1][1] == found[0][1] * (1 + beside)
+
+
 @pytest.mark.parametrize("divided", [False, True])
 def test_what_tensor_parallel_ranks_move(divided):
     """Layers communicate the hidden state of all rows; the loss does so only with sequence
