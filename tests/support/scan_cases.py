@@ -12,7 +12,7 @@ LOCAL = ("y", *(f"d_{name}" for name in PER_TOKEN))
 """Results with one row per token."""
 
 
-def make(tokens, sizes, *, decay=1.0, bias=-2.0, device="cpu"):
+def make(tokens, sizes, *, decay=1.0, bias=-2.0, device="cpu", seed=0):
     """Return random float64 inputs.
 
     Args:
@@ -21,7 +21,7 @@ def make(tokens, sizes, *, decay=1.0, bias=-2.0, device="cpu"):
         bias: added to dt_bias; -6 makes short steps, 4 long ones.
     """
     heads, head_dim, groups, state_dim = sizes
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
@@ -49,10 +49,15 @@ def upstream(y):
     return (7 * ramp).sin().view(y.shape).to(y)
 
 
-def results(values, lengths, backend="triton", chunk_size=64):
-    """Return the output of the op and the gradient of each input, by name."""
+def results(values, lengths, backend="triton", chunk_size=64, upstream_dtype=None):
+    """Return the output of the op and the gradient of each input, by name.
+
+    Args:
+        upstream_dtype: dtype to which the gradient of y is rounded; by default that of y.
+    """
     leaf = {name: values[name].detach().requires_grad_() for name in NAMES}
     boundary = boundaries(lengths, values["x"].device)
     y = ssd(*leaf.values(), *boundary, chunk_size=chunk_size, backend=backend)
-    gradients = torch.autograd.grad(y, leaf.values(), upstream(y))
+    upstream_y = upstream(y).to(upstream_dtype or y.dtype).to(y.dtype)
+    gradients = torch.autograd.grad(y, leaf.values(), upstream_y)
     return dict(zip(RESULTS, (y.detach(), *gradients)))

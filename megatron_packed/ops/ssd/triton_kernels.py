@@ -108,9 +108,11 @@ class _SegmentedScan(torch.autograd.Function):
         plan = plan_of(inputs_of(x_TNP, B_TGS, C_TGS, 1))
         factors_4NQL, first_QL = chunk_factors(dt_TN, A_log_N, dt_bias_N, seq_idx_1T, plan.length)
         forward = (x_TNP, B_TGS, factors_4NQL)
-        states_ZNPS = states_of_segments(*forward, plan)
+        states_ZNPS = states_of_segments(*forward, plan, precise=True)
         states_QNPS = states_of_chunks(*forward, states_ZNPS, plan)
-        d_states_ZNPS = states_of_segments(dy_TNP, C_TGS, factors_4NQL, plan, reverse=True)
+        d_states_ZNPS = states_of_segments(
+            *(dy_TNP, C_TGS, factors_4NQL, plan), reverse=True, precise=True
+        )
         d_states_QNPS = input_gradients(
             *(dy_TNP, B_TGS, C_TGS, D_N, first_QL, factors_4NQL, d_states_ZNPS, plan),
             out=dx_TNP,

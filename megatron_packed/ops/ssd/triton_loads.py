@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Loads and stores of tiles of a chunk, whose rows are tokens, and of decay factors."""
+"""Loads and stores of tiles of a chunk and of decay factors, and products of scaled tiles."""
 
 from __future__ import annotations
 
@@ -30,3 +30,17 @@ def load_factors(ptr, plane, token):
     enter = tl.load(ptr + 2 * plane + token)
     rest = tl.load(ptr + 3 * plane + token)
     return step, total, enter, rest
+
+
+@triton.jit
+def add_products(total, scaled, b, PRECISE: tl.constexpr):
+    """Return ``total`` plus the product of an fp32 tile and ``b``, with the tile in ``b``'s dtype.
+
+    With PRECISE the tile is the sum of two values of 8 bits each, and both are multiplied.
+    """
+    if PRECISE:
+        # The upper half of the bits of an fp32 number is a bf16 number.
+        high = (scaled.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+        total = tl.dot((scaled - high).to(b.dtype), b, total)
+        scaled = high
+    return tl.dot(scaled.to(b.dtype), b, total)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_packed.ops.ssd.triton_loads import load_factors, load_rows
+from megatron_packed.ops.ssd.triton_loads import add_products, load_factors, load_rows
 from megatron_packed.ops.ssd.triton_tiles import Plan
 
 
@@ -190,8 +190,8 @@ def _scan_kernel(
         y_base = y_ptr + (start * y_stride + head * y_head_stride)
         y_tile = token[None, :] * y_stride + p[:, None]
         tl.store(y_base + y_tile, y.to(y_ptr.dtype.element_ty), mask=tl.trans(x_mask))
-        u = (wide * leave[None, :]).to(x.dtype)
-        state = tl.dot(u, b, state * keep)
+        # Only backward needs precise states; see `states_of_segments`.
+        state = add_products(state * keep, wide * leave[None, :], b, REVERSE)
 
 
 @triton.jit

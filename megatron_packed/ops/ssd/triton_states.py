@@ -20,14 +20,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_packed.ops.ssd.triton_loads import load_rows
+from megatron_packed.ops.ssd.triton_loads import add_products, load_rows
 from megatron_packed.ops.ssd.triton_tiles import Plan
 
 _PASSED_PER_PROGRAM = 256
 
 
 def states_of_segments(
-    x_TNP: Tensor, B_TGS: Tensor, factors_4NQL: Tensor, plan: Plan, *, reverse: bool = False
+    x_TNP: Tensor,
+    B_TGS: Tensor,
+    factors_4NQL: Tensor,
+    plan: Plan,
+    *,
+    reverse: bool = False,
+    precise: bool = False,
 ) -> Tensor:
     """Compute the state that enters each segment.
 
@@ -35,6 +41,8 @@ def states_of_segments(
         x_TNP: x, or with ``reverse`` the gradient of y.
         B_TGS: B, or with ``reverse`` C.
         reverse: go from the last chunk to the first, and return gradients of states.
+        precise: also multiply what the rounding of x times its factor leaves. Gradients of decays are
+            small differences of products with states, so they need it.
     Returns:
         ``(Z, N, P, S)`` fp32: the state at the start of each segment, or the gradient of the state at its
         end.
@@ -46,7 +54,7 @@ def states_of_segments(
     )
     decays_ZN = torch.empty(plan.segments, heads, dtype=torch.float32, device=device)
     if plan.segments > 1:
-        _walk(x_TNP, B_TGS, factors_4NQL, states_ZNPS, decays_ZN, None, plan, reverse)
+        _walk(x_TNP, B_TGS, factors_4NQL, states_ZNPS, decays_ZN, None, plan, reverse, precise)
     size = head_dim * state_dim
     _pass_kernel[(triton.cdiv(size, _PASSED_PER_PROGRAM), heads)](
         states_ZNPS,
@@ -72,6 +80,8 @@ def states_of_chunks(
 ) -> Tensor:
     """Return the state at the start of each chunk, or with ``reverse`` its gradient at the chunk's end.
 
+    As `states_of_segments` with ``precise``.
+
     Args:
         states_ZNPS: result of `states_of_segments` for the other arguments.
     Returns:
@@ -79,7 +89,7 @@ def states_of_chunks(
     """
     shape = (plan.chunks, *states_ZNPS.shape[1:])
     states_QNPS = torch.empty(shape, dtype=x_TNP.dtype, device=x_TNP.device)
-    _walk(x_TNP, B_TGS, factors_4NQL, states_ZNPS, None, states_QNPS, plan, reverse)
+    _walk(x_TNP, B_TGS, factors_4NQL, states_ZNPS, None, states_QNPS, plan, reverse, True)
     return states_QNPS
 
 
@@ -92,6 +102,7 @@ def _walk(
     states_QNPS: Tensor | None,
     plan: Plan,
     reverse: bool,
+    precise: bool,
 ) -> None:
     """Launch one program for each segment, head and block of channels."""
     (tokens, heads, head_dim), (groups, state_dim) = x_TNP.shape, B_TGS.shape[1:]
@@ -117,6 +128,7 @@ def _walk(
         L=plan.length,
         REVERSE=reverse,
         CHUNKS=states_QNPS is not None,
+        PRECISE=precise,
         STAGES=tiles.stages,
         num_warps=tiles.warps,
         maxnreg=tiles.registers,
@@ -147,6 +159,7 @@ def _walk_kernel(
     L: tl.constexpr,
     REVERSE: tl.constexpr,
     CHUNKS: tl.constexpr,
+    PRECISE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Carry a state through segment z in program (n * blocks + block, z).
@@ -202,8 +215,7 @@ def _walk_kernel(
             out = out_ptr + (chunk * HEADS + head) * (P * S)
             tl.store(out + state_tile, state.to(out_ptr.dtype.element_ty), mask=state_mask)
         decay *= keep
-        u = (x.to(tl.float32) * factor[None, :]).to(x.dtype)
-        state = tl.dot(u, b, state * keep)
+        state = add_products(state * keep, x.to(tl.float32) * factor[None, :], b, PRECISE)
         keep = next_keep
     if not CHUNKS:
         tl.store(states_ptr + at + state_tile, state, mask=state_mask)

@@ -71,12 +71,26 @@ def test_sizes_of_heads_groups_and_states(sizes):
 
 
 def test_errors_are_within_those_of_mamba_ssm():
+    """Compare the errors of 8 packs together, for the same inputs and gradient of y in bf16.
+
+    The gradient of A_log has 16 values. Its error in one pack varies by a factor of 2.
+    """
     lengths = [700, 33, 64, 500, 1, 750]
-    low, want = low_and_exact(lengths, SIZES)
-    got, theirs = results(low, lengths), results(low, lengths, "mamba_ssm", chunk_size=128)
-    errors = {
-        name: (error(got[name], want[name]), error(theirs[name], want[name])) for name in want
-    }
+    found = {name: [] for name in RESULTS}
+    for seed in range(8):
+        low = cast(make(sum(lengths), SIZES, device="cuda", seed=seed), torch.bfloat16)
+        wide = {name: value.double() for name, value in low.items()}
+        runs = (
+            results(wide, lengths, "reference", upstream_dtype=torch.bfloat16),
+            results(low, lengths),
+            results(low, lengths, "mamba_ssm", chunk_size=128),
+        )
+        for name in RESULTS:
+            found[name].append([run[name].double() for run in runs])
+    errors = {}
+    for name, packs in found.items():
+        want, got, theirs = (torch.stack(run) for run in zip(*packs))
+        errors[name] = (error(got, want), error(theirs, want))
     print(errors)
     assert {k: pair for k, pair in errors.items() if pair[0] > 1.1 * pair[1] + 1e-4} == {}
 
