@@ -371,7 +371,7 @@ def _divided(
     )
     tests = tests and not untested
     counts = [sum(part.stop - part.first for part in ranges) for ranges in parts]
-    unused = "" if validates else " (unused without --eval-interval)"
+    unused = "" if validates or not counts[1] else " (unused without --eval-interval)"
     rest = "test" if tests else "are left out"
     if untested:
         rest += f": no test is run, because no document of {untested[0]} is left for it"

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from megatron_packed.config.sections.memory import MemoryConfig
+from megatron_packed.memory.activation_offload import Offload
 from megatron_packed.memory.pinned_host_pool import PinnedHostPool
 from megatron_packed.memory.saved_tensors import SavedByAutograd
 from support.late_streams import ORDERS, LateStreams
@@ -274,3 +276,16 @@ def test_it_is_off_where_copies_take_longer_than_what_they_hide_under_if_there_i
         assert (offload.off_reason is not None) == off and off == any(
             "a copy back takes 18.00 ms" in one for one in said
         )
+
+
+def test_limits_are_those_of_the_options():
+    config = MemoryConfig(
+        fine_grained_activation_offloading=True,
+        offload_modules=("mlp_act",),
+        offload_buffers=5,
+        offload_headroom_mib=7,
+        min_offloaded_tensor_size=9,
+    )
+    offload = Offload.from_config(config, "cpu")
+    count = offload.buffer_count
+    assert (count.most, count.headroom_bytes, offload.min_elements) == (5, 7 * 2**20, 9)

@@ -100,7 +100,11 @@ def test_the_policy_makes_the_detector() -> None:
     made = {
         policy: SpikeDetector.from_config(
             TrainingConfig(
-                train_iters=1, loss_spike_policy=policy, loss_spike_window=6, loss_spike_factor=2.5
+                train_iters=1,
+                loss_spike_policy=policy,
+                loss_spike_window=6,
+                loss_spike_factor=2.5,
+                grad_norm_spike_factor=7.0,
             ),
             torch.device("cpu"),
         )
@@ -108,4 +112,4 @@ def test_the_policy_makes_the_detector() -> None:
     }
     assert made["off"] is None and made["warn"] is not None and made["skip"] is not None
     assert (made["warn"].skip, made["skip"].skip) == (False, True)
-    assert made["skip"].recent.shape == (2, 6) and made["skip"]._factors.tolist() == [2.5, 10.0]
+    assert made["skip"].recent.shape == (2, 6) and made["skip"]._factors.tolist() == [2.5, 7.0]

@@ -273,7 +273,7 @@ def test_console_shows_no_control_characters(capsys):
 def test_details_are_left_out_of_a_brief_start(capsys):
     """Console.detail prints unless the console is brief; other lines are always printed."""
     for brief in (False, True):
-        console = Console(rank=0, brief=brief)
+        console = Console.of_run(0, LoggingConfig(brief_start=brief))
         console.detail("details")
         console.say("facts")
     assert capsys.readouterr().out == "details\nfacts\nfacts\n"

@@ -54,6 +54,17 @@ def test_a_trace_has_shapes_if_they_are_requested(tmp_path) -> None:
         assert (b"Input Dims" in trace) == requested
 
 
+def test_other_ranks_are_profiled_if_they_are_listed(tmp_path) -> None:
+    """Without the option only rank 0 is profiled."""
+    for ranks in ((0,), (1, 2)):
+        options = replace(WINDOW, profile_ranks=ranks)
+        groups = replace(ParallelGroups.single(), world_size=3, rank=2)
+        made = StepProfiler(options, groups, tmp_path / "p", say=lambda text: None, warn=print)
+        made.turn(3)
+        made.turn(5)
+        assert (tmp_path / "p" / "trace_rank2.json.gz").exists() == (2 in ranks)
+
+
 def test_what_cannot_be_written_costs_the_profile_alone(tmp_path) -> None:
     (tmp_path / "p").write_text("a file")
     made, told = profiler(tmp_path / "p")

@@ -10,6 +10,7 @@ import pytest
 from megatron_packed.checkpoint.errors import NoCheckpointError
 from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.run import RunConfig
+from megatron_packed.training import restore as restoring
 from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.garbage_collection import GarbageCollection
 from megatron_packed.training.loss_spikes_and_skipped_steps import bad_places
@@ -114,6 +115,27 @@ def test_a_run_begins_anew_only_in_its_own_directory(flags: str, said: str | Non
     else:
         restore(config_of(flags), state, console)  # type: ignore[arg-type]
         assert lines == [said]
+
+
+@pytest.mark.parametrize(
+    ("flags", "step", "warned"),
+    [
+        ("--save a --load ./a --finetune", 4, True),
+        ("--save b --load a --finetune", 4, False),
+        ("--load a --finetune", 4, False),
+        ("--save a --load a --finetune", 0, False),  # converted weights are step 0
+    ],
+)
+def test_finetuning_in_the_folder_of_the_weights_is_a_warning(
+    flags: str, step: int, warned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restoring, "model_refusal", lambda metadata, model: None)
+    loaded = SimpleNamespace(path="a/step", step=step, missing=[], unused=[], metadata={})
+    warnings: list[str] = []
+    state = SimpleNamespace(load=lambda options: loaded)
+    console = SimpleNamespace(say=lambda text: None, warn=warnings.append)
+    restore(config_of(flags), state, console)  # type: ignore[arg-type]
+    assert ["saves its step 4, it replaces a/step" in text for text in warnings] == [True] * warned
 
 
 def test_ranks_that_share_a_pack_are_one_place_of_a_non_finite_value():
