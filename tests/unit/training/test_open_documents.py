@@ -14,6 +14,7 @@ from megatron_packed.data.documents import Documents
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.index.indexed_writer import IndexedWriter
 from megatron_packed.data.index.tokens_in_file import TokensInFile
+from megatron_packed.data.sources.tokenized_dataset import DEFAULT_CACHE_NAME
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.training.data_messages import blend_sentences
 from megatron_packed.training.open_documents import RunDocuments, build_tokenizer, open_documents
@@ -105,6 +106,24 @@ def test_divided_at_the_documents_where_megatron_divides() -> None:
         DataError, match=r"--split 99,1 leaves no document of a \(40 documents\) to validate on"
     ):
         opened("a", split="99,1", validates=True)
+
+
+def test_tokens_are_stored_in_the_folder_of_the_option() -> None:
+    opened("c.jsonl", data_cache_path="elsewhere")
+    assert list(Path("elsewhere").iterdir()) and not Path(DEFAULT_CACHE_NAME).exists()
+    opened("c.jsonl")
+    assert Path(DEFAULT_CACHE_NAME).exists()
+
+
+def test_a_conversation_ends_where_the_option_says() -> None:
+    """A document ends with the end of its last turn, or with a token of its own."""
+    Path("d.jsonl").write_text(
+        json.dumps({"messages": [{"role": r, "content": r} for r in ("user", "assistant")]})
+    )
+    turn, document = (
+        tokens(opened("d.jsonl", sft=True, answer_end=end).train)[0] for end in ("turn", "document")
+    )
+    assert END not in turn and document[: len(turn)] == turn and document[-1] == END
 
 
 def test_every_file_of_text_is_divided() -> None:
@@ -337,6 +356,10 @@ def test_documents_that_do_not_end_are_told() -> None:
 def test_options_reach_their_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("UntrustedTokenizer", "NullTokenizer"):
         monkeypatch.setattr(f"megatron_packed.training.open_documents.{name}", lambda *given: given)
+    monkeypatch.setattr(
+        "megatron_packed.training.open_documents.train_bpe",
+        lambda paths, size, cache_root, **more: (size, cache_root),
+    )
 
     def given(**options) -> tuple:
         return build_tokenizer(
@@ -358,6 +381,9 @@ def test_options_reach_their_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
         named,
     )
     assert given(tokenizer_type="NullTokenizer", null_tokenizer_eod_id=3) == (900, 3)
+    trained = {"tokenizer_type": "TrainedBPETokenizer", "tokenizer_vocab_size": 300}
+    config = DataConfig(data_path=("c.jsonl",), data_cache_path="elsewhere", **trained)
+    assert build_tokenizer(config, None) == (300, Path("elsewhere"))
     files = {"vocab_file": "v", "merge_file": "m"}
     assert given(**files) == given(tokenizer_type="GPT2BPETokenizer", **files)
     assert given(**files) == ("vocab.json", "v", "m")

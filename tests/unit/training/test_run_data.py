@@ -297,6 +297,16 @@ def test_details_of_packs_are_said_if_a_token_is_lost(tmp_path, longest, kept) -
     assert not any("truncated" in line for line in (said if kept else details))
 
 
+def test_loaders_prepare_as_many_micro_batches_as_the_option_says(tmp_path) -> None:
+    files = tmp_path / "train.jsonl", tmp_path / "valid.jsonl"
+    for file in files:
+        file.write_text(json.dumps({"text": "x" * 40}) + "\n")
+    train, valid = (str(file) for file in files)
+    paths = {"data_path": (train,), "valid_data_path": (valid,), "num_workers": 5}
+    data = build_data(run_config(NO_GRAPHS, paths), ParallelGroups.single(), lambda text: None)
+    assert [stream.loader._prefetch for stream in (data.train, data.valid)] == [5, 5]
+
+
 def test_a_model_has_the_entries_that_it_was_given(tmp_path) -> None:
     tokenizer = build(tmp_path, NO_GRAPHS, "balanced")[0].tokenizer.vocab_size
     assert (
