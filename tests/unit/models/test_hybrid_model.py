@@ -313,6 +313,12 @@ def test_tied_and_untied_output():
     assert untied.num_parameters - tied.num_parameters == 64 * 32
 
 
+def test_convolution_has_a_bias_unless_it_is_switched_off():
+    for bias in (True, False):
+        names = dict(cases.tiny_model("M", mamba_conv_bias=bias).named_parameters())
+        assert ("layers.0.mixer.conv1d.bias" in names) == bias
+
+
 def test_dropout_acts_in_training_only():
     model = cases.tiny_model("M*-E", hidden_dropout=0.5)
     batch = cases.make_pack(cases.make_documents(cases.AWKWARD))

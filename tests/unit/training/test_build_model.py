@@ -5,6 +5,8 @@ import dataclasses
 import pytest
 
 from megatron_packed.config.sections.packing import PackingConfig
+from megatron_packed.config.sections.parallel import ParallelConfig
+from megatron_packed.training import build_job
 from megatron_packed.training.build_job import build_model
 from support.step_jobs import VOCAB, config_of
 
@@ -19,3 +21,20 @@ def test_samples_of_a_pack_are_those_of_the_packing(balancing, samples, shape):
     packing = PackingConfig(seq_length=16, micro_batch_size=samples, global_batch_size=samples)
     built = build_model(dataclasses.replace(config, model=model, packing=packing), VOCAB, "cpu")
     assert built.pack_tables.sample_shape == shape
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_options_of_the_layout_reach_the_model(sequence_parallel, monkeypatch):
+    """The results of a step do not show sequence parallelism, which saves memory only."""
+
+    class Built(Exception):
+        """The model would be built now."""
+
+    def built(config, **options):
+        raise Built(options["sequence_parallel"])
+
+    monkeypatch.setattr(build_job, "HybridModel", built)
+    parallel = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
+    with pytest.raises(Built) as raised:
+        build_model(dataclasses.replace(config_of(), parallel=parallel), VOCAB, "cpu")
+    assert raised.value.args == (sequence_parallel,)

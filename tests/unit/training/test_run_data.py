@@ -264,7 +264,7 @@ def test_other_packers_are_left_alone_and_what_is_beyond_is_counted(capacity: in
 # whole set-up
 
 
-def build(folder, graphs: dict, method: str, **model):
+def build(folder, graphs: dict, method: str, packing: dict | None = None, **model):
     rng = np.random.default_rng(3)
     for name, count in (("train", 400), ("valid", 80)):
         texts = ["x" * int(n) for n in np.minimum(rng.geometric(0.08, count), 90)]
@@ -276,7 +276,7 @@ def build(folder, graphs: dict, method: str, **model):
         "valid_data_path": (str(folder / "valid.jsonl"),),
     }
     said: list[str] = []
-    config = run_config(graphs, paths, seq_length=128, packing_method=method)
+    config = run_config(graphs, paths, seq_length=128, packing_method=method, **packing or {})
     config = replace(config, model=replace(config.model, **model))
     return build_data(config, ParallelGroups.single(), said.append), said
 
@@ -329,6 +329,12 @@ def micro_batches(data):
             yield from zip(
                 stream.loader.micro_batches(step), stream.plan.step(step).packs[0], strict=True
             )
+
+
+def test_documents_lie_at_multiples_of_the_alignment(tmp_path) -> None:
+    data, _ = build(tmp_path, NO_GRAPHS, "balanced", {"pad_packed_seq_alignment": 8})
+    for batch, _ in micro_batches(data):
+        assert not (batch.packed.document_lengths % 8).any()
 
 
 @pytest.mark.parametrize("method", ["balanced", "best_fit_decreasing"])
