@@ -6,9 +6,10 @@ import pytest
 
 from megatron_packed.config.sections.packing import PackingConfig
 from megatron_packed.config.sections.parallel import ParallelConfig
+from megatron_packed.distributed.overlapped_collectives import OverlappedGather
 from megatron_packed.training import build_job
 from megatron_packed.training.build_job import build_model
-from support.step_jobs import VOCAB, config_of
+from support.step_jobs import VOCAB, config_of, job_of
 
 
 @pytest.mark.parametrize(
@@ -38,3 +39,18 @@ def test_options_of_the_layout_reach_the_model(sequence_parallel, monkeypatch):
     with pytest.raises(Built) as raised:
         build_model(dataclasses.replace(config_of(), parallel=parallel), VOCAB, "cpu")
     assert raised.value.args == (sequence_parallel,)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_options_of_collectives_reach_the_job(overlap):
+    """The results of a step do not show when collectives run, and in which buckets."""
+    parallel = ParallelConfig(
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap,
+        ddp_bucket_size=1000 if overlap else 40_000_000,
+    )
+    job = job_of(dataclasses.replace(config_of(cuda_graph_impl="none"), parallel=parallel))
+    assert isinstance(job.buffers.gather, OverlappedGather) == overlap
+    assert (job.step.overlapped is not None) == overlap
+    assert (len(job.buffers.layout.buckets) > len(job.buffers.layout.parts)) == overlap
