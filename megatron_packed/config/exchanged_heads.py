@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import gcd
+from typing import TYPE_CHECKING
 
 from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, MAMBA
-from megatron_packed.config.run import RunConfig
+
+if TYPE_CHECKING:  # Layers import this module, and all sections would double the time of an import.
+    from megatron_packed.config.run import RunConfig
 
 
 def number_of_parts(wanted: int, ranks: int, counts: Sequence[int]) -> int:

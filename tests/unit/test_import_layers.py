@@ -161,7 +161,9 @@ def test_import_is_lazy():
 
 def test_no_optional_library_is_imported_by_the_cpu_path():
     code = "import sys, megatron_packed; megatron_packed.HybridModel; megatron_packed.MicroBatch; print(*sys.modules)"
-    loaded = {name.split(".")[0] for name in run_python(code).split()}
+    names = run_python(code).split()
+    assert "megatron_packed.config.run" not in names  # all sections of options
+    loaded = {name.split(".")[0] for name in names}
     # torch itself imports triton when it is installed
     allowed = (
         {"triton"} if "triton" in run_python("import sys, torch; print(*sys.modules)") else set()
@@ -171,8 +173,9 @@ def test_no_optional_library_is_imported_by_the_cpu_path():
 
 @pytest.mark.parametrize("attempts", [3])
 def test_import_costs_at_most_half_a_second_over_torch(attempts):
+    """Measure the CPU time, which other processes of the machine change less than the elapsed time."""
     code = (
-        "import time, torch, sys; start = time.perf_counter(); import megatron_packed;"
-        "megatron_packed.HybridModel; megatron_packed.MicroBatch; print(time.perf_counter() - start)"
+        "import time, torch, sys; start = time.process_time(); import megatron_packed;"
+        "megatron_packed.HybridModel; megatron_packed.MicroBatch; print(time.process_time() - start)"
     )
     assert any(float(run_python(code)) < 0.5 for _ in range(attempts))
