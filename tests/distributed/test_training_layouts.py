@@ -46,13 +46,13 @@ NUMBERS = (
 def train(
     groups: ParallelGroups, way: Way, count: int, model: dict[str, Any]
 ) -> tuple[Tensor, Shards, Shards]:
-    """Run three steps of ``count`` packs; return metrics and the first and last state.
+    """Run two steps of ``count`` packs; return metrics and the first and last state.
 
     After the first step the moments are gradients.
     """
     job = build_job(config_of(way, **model), groups, VOCAB)
     metrics, states = [], []
-    for step in range(3):
+    for step in range(2):
         values = step_values(job.step(mine(groups, way, step, count), 1e-2).tolist())
         metrics.append(torch.tensor([float(getattr(values, name)) for name in NUMBERS]))
         states.append(everything(job))
@@ -304,15 +304,14 @@ ZIGZAGS = [
 
 
 def loading(way: Way) -> list[Way]:
-    """Return the layouts that load the checkpoint of a layout: itself, one process, and two others.
+    """Return the layouts that load the checkpoint of a layout: itself, one process, and another.
 
     Every layout loads the checkpoint of one process.
     """
     if way in ZIGZAGS:
         return [Way(), *ZIGZAGS]
     at = WAYS.index(way)
-    others = [WAYS[at - 1], WAYS[at - 3]]
-    return WAYS if way == Way() else list(dict.fromkeys([Way(), way, *others]))
+    return WAYS if way == Way() else list(dict.fromkeys([Way(), way, WAYS[at - 3]]))
 
 
 def save(groups: ParallelGroups, way: Way, folder: str) -> dict[str, Any]:
