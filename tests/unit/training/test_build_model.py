@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+import torch
 
 from megatron_packed.config.sections.packing import PackingConfig
 from megatron_packed.config.sections.parallel import ParallelConfig
@@ -54,3 +55,24 @@ def test_options_of_collectives_reach_the_job(overlap):
     assert isinstance(job.buffers.gather, OverlappedGather) == overlap
     assert (job.step.overlapped is not None) == overlap
     assert (len(job.buffers.layout.buckets) > len(job.buffers.layout.parts)) == overlap
+
+
+@pytest.mark.parametrize(
+    ("name", "has_gpu", "device"),
+    [
+        ("auto", True, "cuda"),
+        ("auto", False, "cpu"),
+        ("cpu", True, "cpu"),
+        ("cuda", True, "cuda"),
+        ("cuda", False, None),
+    ],
+)
+def test_device_is_that_of_the_option(name, has_gpu, device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    config = config_of(cuda_graph_impl="none")
+    config = dataclasses.replace(config, training=dataclasses.replace(config.training, device=name))
+    if device is None:
+        with pytest.raises(ValueError, match="--device cuda: torch sees no GPU here"):
+            build_job.device_of(config)
+    else:
+        assert build_job.device_of(config) == torch.device(device)
