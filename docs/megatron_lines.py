@@ -169,7 +169,8 @@ def page(result: Mapping[str, Any]) -> str:
             "script is replaced by a small file.",
             "A use is one flag on one line. A use counts as accepted if this project takes the flag "
             "with its value. GPT models get the layer pattern of Megatron-LM's migration guide, `*-` "
-            "or `*E` for each layer.",
+            "or `*E` for each layer. The recipes named `peft` train adapters (LoRA) in Megatron-Bridge, "
+            "which no flag says; their lines train all weights.",
             f"This project takes {_taken(hybrid)} of {len(hybrid)} hybrid lines as they are. "
             f"{len(possible)} need no feature that this project does not have, and {_taken(possible)} "
             "of these are taken.",

@@ -59,11 +59,15 @@ def restore(config: RunConfig, state: RunState, console: Console) -> None:
     what = "weights of" if options.finetune else "resuming from"
     console.say(f"{what} {loaded.path} (iteration {loaded.step})")
     strictness = options.dist_ckpt_strictness
-    unexpected = [name for name in loaded.missing if not name.startswith("rng/")]
+    # Ranks that only one of the two runs has need no random states of the other.
+    unexpected, unused = (
+        [name for name in names if not name.startswith("rng/")]
+        for names in (loaded.missing, loaded.unused)
+    )
     if unexpected and strictness.startswith("log_"):
         console.warn(f"missing in the checkpoint, start values are kept: {_some(unexpected)}")
-    if loaded.unused and strictness == "log_all":
-        console.warn(f"in the checkpoint but unused: {_some(loaded.unused)}")
+    if unused and strictness == "log_all":
+        console.warn(f"in the checkpoint but unused: {_some(unused)}")
     if config.checkpoint.finetune and loaded.step and _saves_where_it_loads(options):
         console.warn(
             f"--save is the folder of these weights, and --finetune counts steps from 0: if this run "

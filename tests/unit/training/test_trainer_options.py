@@ -138,6 +138,28 @@ def test_finetuning_in_the_folder_of_the_weights_is_a_warning(
     assert ["saves its step 4, it replaces a/step" in text for text in warnings] == [True] * warned
 
 
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [(["rng/rank_1/torch"], False), (["rng/rank_1/torch", "model/x"], True)],
+)
+def test_random_states_of_ranks_that_a_run_has_not_are_no_warning(
+    names: list[str], said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run on fewer processes does not use the random states of the others."""
+    monkeypatch.setattr(restoring, "model_refusal", lambda metadata, model: None)
+    loaded = SimpleNamespace(path="a", step=0, missing=names, unused=names, metadata={})
+    warnings: list[str] = []
+    state = SimpleNamespace(load=lambda options: loaded)
+    console = SimpleNamespace(say=lambda text: None, warn=warnings.append)
+    flags = "--load a --finetune --dist-ckpt-strictness log_all"
+    restore(config_of(flags), state, console)  # type: ignore[arg-type]
+    expected = [
+        "missing in the checkpoint, start values are kept: model/x",
+        "in the checkpoint but unused: model/x",
+    ]
+    assert warnings == (expected if said else [])
+
+
 def test_ranks_that_share_a_pack_are_one_place_of_a_non_finite_value():
     """Ranks that share a pack are reported together, with their first bad micro-batch."""
     assert bad_places({2: 1, 3: 0}, 2) == ["micro-batch 0 of ranks 2 to 3"]
