@@ -57,7 +57,8 @@ def _shared(config: RunConfig, groups: ParallelGroups) -> str:
     """Return how the processes share the work; empty with data parallelism only."""
     words = []
     if groups.tp_cp_size > 1:
-        tensor = f"{groups.tp_size} tensor-parallel{', sequence too,' if config.parallel.sequence_parallel else ''}"
+        by_rows = config.parallel.sequence_parallel and groups.tp_size > 1
+        tensor = f"{groups.tp_size} tensor-parallel{', sequence too,' if by_rows else ''}"
         context = f" x {groups.cp_size} context-parallel by {config.parallel.cp_comm_type}"
         words.append(
             f"{tensor}{context if groups.cp_size > 1 else ''} x {groups.dp_size} data-parallel"

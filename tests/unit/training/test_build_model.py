@@ -42,6 +42,17 @@ def test_options_of_the_layout_reach_the_model(sequence_parallel, monkeypatch):
     assert raised.value.args == (sequence_parallel,)
 
 
+@pytest.mark.parametrize(("given", "covered"), [(None, 16), (40, 40)])
+def test_rotary_tables_cover_the_positions_of_the_option(given, covered):
+    config = config_of()
+    model = dataclasses.replace(
+        config.model, position_embedding_type="rope", max_position_embeddings=given
+    )
+    packing = PackingConfig(seq_length=16, global_batch_size=3)
+    built = dataclasses.replace(config, model=model, packing=packing)
+    assert built.max_positions == covered
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_options_of_collectives_reach_the_job(overlap):
     """The results of a step do not show when collectives run, and in which buckets."""

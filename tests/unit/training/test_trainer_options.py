@@ -94,6 +94,26 @@ def test_every_step_that_is_due_is_saved_once_and_knows_of_its_validation() -> N
     assert saved == [(3, 2), (6, 6), (9, 9)]
 
 
+def test_hashes_of_replicas_are_compared_at_their_intervals() -> None:
+    """Weights and gradients have intervals of their own; without one, nothing is compared."""
+    weights = "--check-weight-hash-across-dp-replicas-interval"
+    grads = "--check-grad-hash-across-dp-replicas-interval"
+    replicas = SimpleNamespace(weights="weights", gradients="gradients")
+
+    def compared(words: str) -> list[tuple[int, str]]:
+        trainer: Any = SimpleNamespace(config=config_of(words), _replicas=replicas)
+        checks = [(step, Trainer._checks(trainer, step)) for step in range(1, 7)]
+        return [(step, one) for step, both in checks for one in both if one is not None]
+
+    assert compared("") == []
+    assert compared(f"{weights} 4") == [(4, "weights")]
+    assert compared(f"{weights} 4 {grads} 3") == [
+        (3, "gradients"),
+        (4, "weights"),
+        (6, "gradients"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
