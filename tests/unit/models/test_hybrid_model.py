@@ -313,6 +313,15 @@ def test_tied_and_untied_output():
     assert untied.num_parameters - tied.num_parameters == 64 * 32
 
 
+def test_norms_have_the_epsilons_of_the_options():
+    changes = {"norm_epsilon": 0.25, "mamba_norm_epsilon": 0.5, "qk_layernorm": True}
+    for own, used in ((None, 0.25), (0.125, 0.125)):
+        model = cases.tiny_model("M*G", linear_norm_epsilon=own, **changes)
+        found = {name: part.eps for name, part in model.named_modules() if hasattr(part, "eps")}
+        expected = dict.fromkeys(found, 0.25)
+        assert found == expected | {"layers.0.mixer.norm": 0.5, "layers.2.mixer.norm": used}
+
+
 def test_convolution_has_a_bias_unless_it_is_switched_off():
     for bias in (True, False):
         names = dict(cases.tiny_model("M", mamba_conv_bias=bias).named_parameters())

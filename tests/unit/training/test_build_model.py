@@ -8,6 +8,7 @@ import torch
 from megatron_packed.config.sections.packing import PackingConfig
 from megatron_packed.config.sections.parallel import ParallelConfig
 from megatron_packed.distributed.overlapped_collectives import OverlappedGather
+from megatron_packed.distributed.zero1_layout import Ownership
 from megatron_packed.training import build_job
 from megatron_packed.training.build_job import build_model
 from support.step_jobs import VOCAB, config_of, job_of
@@ -25,21 +26,44 @@ def test_samples_of_a_pack_are_those_of_the_packing(balancing, samples, shape):
     assert built.pack_tables.sample_shape == shape
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_options_of_the_layout_reach_the_model(sequence_parallel, monkeypatch):
-    """The results of a step do not show sequence parallelism, which saves memory only."""
+DEFAULTS = {
+    "sequence_parallel": False,
+    "cp_comm_type": "a2a",
+    "mamba_cp_comm_type": "heads",
+    "cp_comm_overlap_parts": 1,
+}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        {"context_parallel_size": 2, "cp_comm_type": "p2p"},
+        {"context_parallel_size": 2, "mamba_cp_comm_type": "state"},
+        {"context_parallel_size": 2, "cp_comm_overlap_parts": 3},
+    ],
+    ids=lambda given: " ".join(given),
+)
+def test_options_of_the_layout_reach_the_model(given, monkeypatch):
+    """The results of a step show none of them: they change memory and messages only."""
 
     class Built(Exception):
         """The model would be built now."""
 
     def built(config, **options):
-        raise Built(options["sequence_parallel"])
+        raise Built(options)
 
     monkeypatch.setattr(build_job, "HybridModel", built)
-    parallel = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
+    config = dataclasses.replace(
+        config_of(cuda_graph_impl="none"), parallel=ParallelConfig(**given)
+    )
     with pytest.raises(Built) as raised:
-        build_model(dataclasses.replace(config_of(), parallel=parallel), VOCAB, "cpu")
-    assert raised.value.args == (sequence_parallel,)
+        build_model(config, VOCAB, "cpu")
+    (options,) = raised.value.args
+    assert {name: options[name] for name in DEFAULTS} == {
+        name: given.get(name, default) for name, default in DEFAULTS.items()
+    }
 
 
 @pytest.mark.parametrize(("given", "covered"), [(None, 16), (40, 40)])
@@ -54,15 +78,30 @@ def test_rotary_tables_cover_the_positions_of_the_option(given, covered):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_options_of_collectives_reach_the_job(overlap):
-    """The results of a step do not show when collectives run, and in which buckets."""
+def test_options_of_collectives_reach_the_job(overlap, monkeypatch):
+    """The results of a step do not show when collectives run, and in which buckets. They do not
+    show either which rank owns an element.
+    """
+    chosen = []
+
+    class Choice:
+        def over(groups):
+            chosen.append(True)
+            return Ownership.over(groups)
+
+        def undivided(groups):
+            chosen.append(False)
+            return Ownership.undivided(groups)
+
+    monkeypatch.setattr(build_job, "Ownership", Choice)
     parallel = ParallelConfig(
-        use_distributed_optimizer=True,
+        use_distributed_optimizer=overlap,
         overlap_grad_reduce=overlap,
         overlap_param_gather=overlap,
         ddp_bucket_size=1000 if overlap else 40_000_000,
     )
     job = job_of(dataclasses.replace(config_of(cuda_graph_impl="none"), parallel=parallel))
+    assert chosen == [overlap]
     assert isinstance(job.buffers.gather, OverlappedGather) == overlap
     assert (job.step.overlapped is not None) == overlap
     assert (len(job.buffers.layout.buckets) > len(job.buffers.layout.parts)) == overlap
