@@ -171,12 +171,8 @@ def differences(
     """Return what differs by a bit if heads are exchanged in parts, and both numbers of parts."""
     answers = []
     for run in runs:
-        (whole, once), (split, often), (again, _) = (results(groups, run, n) for n in (1, 4, 4))
-        wrong = [
-            name
-            for name, value in whole.items()
-            if not torch.equal(split[name], value) or not torch.equal(again[name], value)
-        ]
+        (whole, once), (split, often) = (results(groups, run, parts) for parts in (1, 4))
+        wrong = [name for name, value in whole.items() if not torch.equal(split[name], value)]
         answers.append((wrong, once, often))
     return answers
 

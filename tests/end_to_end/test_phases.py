@@ -77,14 +77,15 @@ def refusal(options: dict[str, Any], folder: Path) -> str:
     return finished.console
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 def test_three_phases_that_are_killed_equal_undisturbed_ones(
-    ranks: int, undisturbed: Callable[..., tuple[list[dict[str, Any]], Path]], tmp_path: Path
+    undisturbed: Callable[..., tuple[list[dict[str, Any]], Path]], tmp_path: Path
 ) -> None:
-    """Kills happen before the first save of a phase, in that save, and in its last save.
+    """Kills of a run with two ranks, before the first save of a phase, in it, and in its last save.
 
+    `test_resume.py` kills runs with one rank.
     `tests/soak/phases.py` kills each phase at random moments.
     """
+    ranks = 2
     phases, expected = undisturbed(ranks)
     faults = (
         (partial(kill_at, "between all-reduce and update", 2, ranks - 1),),
