@@ -45,7 +45,10 @@ class TensorParallel:
     """Products of linear layers with the collectives of sequence parallelism; None without it."""
 
     def __post_init__(self) -> None:
-        if self.products is None and self.group is not None and self.sequence_parallel:
+        # The decoder replaces the flag alone, so the products must follow it.
+        if not self.sequence_parallel:
+            object.__setattr__(self, "products", None)
+        elif self.products is None and self.group is not None:
             object.__setattr__(self, "products", SequenceParallelProducts(self.group))
 
     @classmethod
@@ -128,7 +131,7 @@ class TensorParallel:
 
         Such a module has the same shards, but its ``enter`` and ``leave`` do nothing.
         """
-        return replace(self, group=None, sequence_parallel=False, products=None)
+        return replace(self, group=None, sequence_parallel=False)
 
     def shard(self, *segments: SplitSegment, dim: int = 0) -> Shard:
         """Return this rank's shard of consecutive segments along ``dim``."""

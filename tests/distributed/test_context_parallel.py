@@ -525,7 +525,7 @@ FEWER_CUTS = {
     "chunks as long as the convolution, and one long document",
     "one document and a tail",
 }
-"""Packs for two ranks; four ranks, for which the packs are cut, have all of them."""
+"""Packs for ranks that are also tensor-parallel; each size of the axes alone has all packs."""
 
 
 def without_boundaries(batch: MicroBatch) -> MicroBatch:
@@ -547,7 +547,7 @@ def leaks(groups: ParallelGroups, runs: list[Run], joined: bool = False) -> list
         model = build(run, groups)
         moved = {"loss": 0.0, "input gradients": 0.0, "own": 0.0}
         cuts = CUT if run.comm_type == "a2a" else CUT_ALIGNED
-        if groups.cp_size < 4:
+        if groups.tp_size > 1:
             cuts = {name: lengths for name, lengths in cuts.items() if name in FEWER_CUTS}
         for lengths in cuts.values():
             batch = pack(lengths, run)
