@@ -52,7 +52,7 @@ def cross_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
     yield from profiling_rules(run.profiling, run.training, sound)
     yield from recompute_rules(run.memory, model, graphs, sound)
     yield from offload_rules(run.memory, model, graphs, sound)
-    yield from shared_expert_rules(run.memory, model, sound)
+    yield from shared_expert_rules(run.memory, model, run.parallel, sound)
 
 
 def _padding_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:

@@ -14,12 +14,13 @@ from megatron_packed.config.sections.memory import (
     MemoryConfig,
 )
 from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.config.sections.parallel import ParallelConfig
 
 OVERLAP = "--moe-shared-expert-overlap"
 
 
 def shared_expert_rules(
-    memory: MemoryConfig, model: ModelConfig, sound: Sound
+    memory: MemoryConfig, model: ModelConfig, parallel: ParallelConfig, sound: Sound
 ) -> Iterator[Problem]:
     """Yield a problem if one stream would restore a saved tensor that another stream reads.
 
@@ -30,21 +31,25 @@ def shared_expert_rules(
         "memory.fine_grained_activation_offloading",
         "memory.recompute_granularity",
         "memory.recompute_modules",
+        "model.moe_shared_expert_intermediate_size",
+        "parallel.tensor_model_parallel_size",
+        "parallel.expert_tensor_parallel_size",
     )
-    if not known or not model.moe_shared_expert_overlap:
+    has_shared = known and model.moe_shared_expert_intermediate_size is not None
+    if not has_shared or not model.moe_shared_expert_overlap or parallel.splits_tokens_of_experts:
         return
     if memory.offloads:
         flag = LAYER_INPUTS if memory.offload_layer_inputs else FINE_GRAINED
         yield Problem(
             OVERLAP,
-            "True",
+            "",
             f"cannot be used with {flag}, which copies on streams of its own",
             "leave one of them out",
         )
     if LAYER_NORM in memory.modules:
         yield Problem(
             OVERLAP,
-            "True",
+            "",
             f"cannot be used with {MODULES} {LAYER_NORM}: two streams would read what one recomputes",
             f"leave one of them out, or recompute moe instead of {LAYER_NORM}",
         )

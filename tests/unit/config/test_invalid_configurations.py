@@ -13,6 +13,7 @@ MOE = "--hybrid-layer-pattern ME --num-experts 4 --disable-bias-linear"
 GROUPS = "--moe-router-num-groups"
 TIKTOKEN = "--tokenizer-type TikTokenizer --tokenizer-model train.jsonl"
 SENTENCEPIECE = "--tokenizer-type SentencePieceTokenizer --tokenizer-model train.jsonl"
+SHARED = f"{MOE} --moe-shared-expert-intermediate-size 64"
 OFFLOAD = "--fine-grained-activation-offloading --offload-modules"
 # Each entry is a change of the valid command line, and a dict of the options that are then reported
 # as problems. The value of an option is a part of its rule or cure. In a change, ~ removes a flag,
@@ -659,11 +660,11 @@ INVALID = [
         },
     ),
     (
-        f"--moe-shared-expert-overlap {OFFLOAD} mlp_norm",
+        f"{SHARED} --moe-shared-expert-overlap {OFFLOAD} mlp_norm",
         {"--moe-shared-expert-overlap": "which copies on streams of its own"},
     ),
     (
-        "--moe-shared-expert-overlap --recompute-activations --recompute-modules layernorm",
+        f"{SHARED} --moe-shared-expert-overlap --recompute-activations --recompute-modules layernorm",
         {"--moe-shared-expert-overlap": "or recompute moe instead of layernorm"},
     ),
     (f"{OFFLOAD} moe_act mamba_nrom", {"--offload-modules": "did you mean mamba_norm?"}),
