@@ -1,9 +1,11 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Triton kernels of the gradients inside a chunk, given the states around it and their gradients.
 
-A program computes one chunk of one group of heads. It takes the heads in order and sums the gradients
-of B, C and C B^T in registers. If there are few chunks, several programs share the heads of a group,
-and a second kernel adds their sums in a fixed order.
+The first kernel computes the products between two tokens (`triton_token_gradients`), the second one the
+products with states. A program of the second kernel computes one chunk of one group of heads, either
+for C with the states at the start or for B with the gradients of the states at the end. It takes the
+heads in order and sums the gradient of C or B in registers. If there are few chunks, several programs
+share the heads of a group, and a third kernel adds their sums in a fixed order.
 
 Letters: T tokens, N heads, P head dimension, G groups, S state, Q chunks, L tokens of a chunk. There
 are X blocks of channels in a head, and K programs for a group.
@@ -19,8 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_packed.ops.ssd.chunk_sum import PartialSums
-from megatron_packed.ops.ssd.triton_loads import load_factors, load_rows, store_rows
+from megatron_packed.ops.ssd.triton_loads import load_rows, store_rows
 from megatron_packed.ops.ssd.triton_tiles import Plan
+from megatron_packed.ops.ssd.triton_token_gradients import token_gradients
 
 _ROWS_PER_PROGRAM = 16
 
@@ -54,30 +57,45 @@ def chunk_gradients(scan: ScanTensors, plan: Plan, *, out: tuple[Tensor, Tensor]
     else:
         shape_KTGS = (plan.splits, tokens, groups, state_dim)
         parts = (torch.empty(shape_KTGS, **options), torch.empty(shape_KTGS, **options))
-    d_sums_3XNQL = torch.empty(3, plan.blocks, heads, plan.chunks, plan.length, **options)
-    channels = plan.blocks * plan.block_p
-    d_last_NQX = torch.empty(heads, plan.chunks, channels, **options)
-    d_D_XQN = torch.empty(plan.blocks, plan.chunks, heads, **options)
-    _launch(scan, plan, parts, (d_sums_3XNQL, d_last_NQX, d_D_XQN))
+    blocks = plan.blocks
+    sums_NQL = (heads, plan.chunks, plan.length)
+    # First those of the products between tokens, then those of the products with states.
+    d_sum_XNQL = torch.empty(2 * blocks, *sums_NQL, **options)
+    d_step_XNQL = torch.empty(2 * blocks, *sums_NQL, **options)
+    d_reach_XNQL = torch.empty(blocks, *sums_NQL, **options)
+    d_last_NQX = torch.empty(heads, plan.chunks, blocks * plan.block_p, **options)
+    d_D_XQN = torch.empty(blocks, plan.chunks, heads, **options)
+    d_scores_QKLL = token_gradients(
+        *scan[:6], plan, out=(d_sum_XNQL[:blocks], d_step_XNQL[:blocks], d_D_XQN)
+    )
+    d_sums = (d_sum_XNQL[blocks:], d_reach_XNQL, d_step_XNQL[blocks:], d_last_NQX)
+    _launch(scan, d_scores_QKLL, plan, parts, d_sums)
     if plan.splits > 1:
         _add(parts, (dB_TGS, dC_TGS), plan.splits)
     return PartialSums(
-        d_sum_XNQL=d_sums_3XNQL[0],
+        d_sum_XNQL=d_sum_XNQL,
         d_last_sum_NQX=d_last_NQX,
-        d_log_XNQL=d_sums_3XNQL[0, :0],
-        d_reach_XNQL=d_sums_3XNQL[1],
-        d_step_XNQL=d_sums_3XNQL[2],
+        d_log_XNQL=d_sum_XNQL[:0],
+        d_reach_XNQL=d_reach_XNQL,
+        d_step_XNQL=d_step_XNQL,
         d_D_XXQN=d_D_XQN[None],
     )
 
 
 def _launch(
-    scan: ScanTensors, plan: Plan, out: tuple[Tensor, Tensor], sums: tuple[Tensor, ...]
+    scan: ScanTensors,
+    d_scores_QKLL: Tensor,
+    plan: Plan,
+    out: tuple[Tensor, Tensor],
+    sums: tuple[Tensor, ...],
 ) -> None:
+    """Launch one program for each chunk, part of the heads of a group, and C or B."""
     (tokens, heads, head_dim), (groups, state_dim) = scan.x_TNP.shape, scan.B_TGS.shape[1:]
     tiles = plan.tiles["gradients"]
-    _gradients_kernel[(groups * plan.splits, plan.chunks)](
-        *scan,
+    _state_gradients_kernel[(2 * groups * plan.splits, plan.chunks)](
+        *scan[:4],
+        *scan[5:],
+        d_scores_QKLL,
         *out,
         *sums,
         tokens,
@@ -123,20 +141,21 @@ def _add(parts: tuple[Tensor, Tensor], outs: tuple[Tensor, Tensor], splits: int)
 
 
 @triton.jit(do_not_specialize=["tokens", "chunks"])
-def _gradients_kernel(
+def _state_gradients_kernel(
     x_ptr,
     b_ptr,
     c_ptr,
     dy_ptr,
-    seq_idx_ptr,
     factors_ptr,
     states_ptr,
     d_states_ptr,
+    d_scores_ptr,
     db_ptr,
     dc_ptr,
     d_sums_ptr,
+    d_reach_ptr,
+    d_steps_ptr,
     d_last_ptr,
-    d_skip_ptr,
     tokens,
     chunks,
     x_stride,
@@ -161,11 +180,16 @@ def _gradients_kernel(
     L: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Compute B3 to B7 in chunk c for part k of the heads of group g in program (g * SPLITS + k, c)."""
+    """Compute chunk c for part k of the heads of group g in programs (2 * (g * SPLITS + k) + side, c).
+
+    Side 0 computes B5 and the gradient of C. Side 1 computes B4 and the gradient of B.
+    """
     BLOCKS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
     COUNT: tl.constexpr = HEADS_PER_GROUP // SPLITS
-    group = (tl.program_id(0) // SPLITS).to(tl.int64)
-    split = tl.program_id(0) % SPLITS
+    side = tl.program_id(0) % 2
+    part = tl.program_id(0) // 2
+    group = (part // SPLITS).to(tl.int64)
+    split = part % SPLITS
     chunk = tl.program_id(1)
     start = chunk.to(tl.int64) * L
     p = tl.arange(0, BLOCK_P)
@@ -174,52 +198,58 @@ def _gradients_kernel(
     real = token < tokens - chunk * L
     s_mask = real[:, None] & (s < S)[None, :]
     plane = HEADS * chunks.to(tl.int64) * L
-    b = load_rows(b_ptr + group * b_group_stride, start, b_stride, token, s, s_mask)
-    c = load_rows(c_ptr + group * c_group_stride, start, c_stride, token, s, s_mask)
-    document = tl.load(seq_idx_ptr + start + token, mask=real, other=-1)
-    # Rows are the earlier tokens j, columns the later tokens i.
-    pairs = (token[:, None] <= token[None, :]) & (document[:, None] == document[None, :])
-    scores = tl.where(pairs, tl.dot(b, tl.trans(c)), 0.0)
-    db = tl.zeros((L, BLOCK_S), dtype=tl.float32)
-    dc = tl.zeros((L, BLOCK_S), dtype=tl.float32)
-    d_scores = tl.zeros((L, L), dtype=tl.float32)
+    b = b_ptr + group * b_group_stride
+    c = c_ptr + group * c_group_stride
+    if side == 0:
+        a_ptr, other_ptr, a_stride, other_stride = c, b, c_stride, b_stride
+        v_ptr, v_stride, v_head_stride = dy_ptr, dy_stride, dy_head_stride
+        with_ptr, d_log_ptr = states_ptr, d_sums_ptr
+    else:
+        a_ptr, other_ptr, a_stride, other_stride = b, c, b_stride, c_stride
+        v_ptr, v_stride, v_head_stride = x_ptr, x_stride, x_head_stride
+        with_ptr, d_log_ptr = d_states_ptr, d_reach_ptr + 1
+    a = load_rows(a_ptr, start, a_stride, token, s, s_mask)
+    gradient = tl.zeros((L, BLOCK_S), dtype=tl.float32)
     for number in tl.range(COUNT * BLOCKS, num_stages=STAGES):
         head = group * HEADS_PER_GROUP + split * COUNT + number // BLOCKS
         block = number % BLOCKS
         channel = block * BLOCK_P + p
         p_mask = real[:, None] & (channel < P)[None, :]
         row = head * chunks * L + start
-        step, total, enter, rest = load_factors(factors_ptr + row, plane, token)
+        step = tl.load(factors_ptr + row + token)
+        factor = tl.load(factors_ptr + (2 + side) * plane + row + token)
         keep = tl.load(factors_ptr + 2 * plane + row + (L - 1))
-        # A tile is read from shared memory where it is loaded here, so late loads save registers.
+        factor *= tl.where(side == 0, 1.0, step)
         tile = (chunk * HEADS + head) * (P * S) + channel[:, None] * S + s[None, :]
         state_mask = (channel < P)[:, None] & (s < S)[None, :]
-        state = tl.load(states_ptr + tile, mask=state_mask, other=0.0)
-        d_state = tl.load(d_states_ptr + tile, mask=state_mask, other=0.0)
-        d_last = tl.sum(state.to(tl.float32) * d_state.to(tl.float32), axis=1)
-        last_at = ((head * chunks + chunk) * BLOCKS + block) * BLOCK_P + p
-        tl.store(d_last_ptr + last_at, d_last * keep)
-
-        dy = load_rows(dy_ptr + head * dy_head_stride, start, dy_stride, token, channel, p_mask)
-        d_enter, dc = _with_state(c, state, dy, enter, dc)
-        x = load_rows(x_ptr + head * x_head_stride, start, x_stride, token, channel, p_mask)
-        d_skip = tl.sum(tl.sum(x.to(tl.float32) * dy.to(tl.float32), axis=1), axis=0)
-        tl.store(d_skip_ptr + (block * chunks + chunk) * HEADS + head, d_skip)
-        d_rest, db = _with_state(b, d_state, x, rest * step, db)
-        d_step, d_sum, d_scores = _between_tokens(x, dy, scores, total, step, token, d_scores)
-        out = d_sums_ptr + block * plane + row + token
-        tl.store(out, d_sum + d_enter)
-        tl.store(out + BLOCKS * plane + 1, d_rest, mask=token + 1 < L)
-        # All terms are zeros for a step of zero. The bound prevents 0 / 0.
-        tl.store(out + 2 * BLOCKS * plane, (d_step + d_rest) / tl.maximum(step, 1e-30))
-    low = tl.where(pairs, d_scores, 0.0).to(b.dtype)
-    db = tl.dot(low, c, db)
-    dc += _transposed_product(b, low)
-    part = split * tokens.to(tl.int64) * (HEADS // HEADS_PER_GROUP) * S
+        state = tl.load(with_ptr + tile, mask=state_mask, other=0.0)
+        values = load_rows(v_ptr + head * v_head_stride, start, v_stride, token, channel, p_mask)
+        d_log, gradient = _with_state(a, state, values, factor, gradient)
+        out = block * plane + row + token
+        tl.store(d_log_ptr + out, d_log, mask=token + side < L)
+        if side == 1:
+            # All terms are zeros for a step of zero. The bound prevents 0 / 0.
+            tl.store(d_steps_ptr + out, d_log / tl.maximum(step, 1e-30))
+            # The program of side 0 for the same heads reads these states at about the same time.
+            entering = tl.load(states_ptr + tile, mask=state_mask, other=0.0)
+            d_last = tl.sum(state.to(tl.float32) * entering.to(tl.float32), axis=1)
+            last_at = ((head * chunks + chunk) * BLOCKS + block) * BLOCK_P + p
+            tl.store(d_last_ptr + last_at, d_last * keep)
+    other = load_rows(other_ptr, start, other_stride, token, s, s_mask)
+    at = chunk.to(tl.int64) * (tl.num_programs(0) // 2) + part
+    scores_tile = token[:, None] * L + token[None, :]
+    d_scores = tl.load(d_scores_ptr + at * (L * L) + scores_tile)
+    first_row = split * tokens.to(tl.int64) * (HEADS // HEADS_PER_GROUP) * S
     if SPLITS == 1:
-        part = 0
-    store_rows(db_ptr + (part + group * db_group_stride), start, db_stride, token, s, s_mask, db)
-    store_rows(dc_ptr + (part + group * dc_group_stride), start, dc_stride, token, s, s_mask, dc)
+        first_row = 0
+    if side == 0:
+        gradient = tl.dot(tl.trans(d_scores), other, gradient)
+        to = dc_ptr + (first_row + group * dc_group_stride)
+        store_rows(to, start, dc_stride, token, s, s_mask, gradient)
+    else:
+        gradient = tl.dot(d_scores, other, gradient)
+        to = db_ptr + (first_row + group * db_group_stride)
+        store_rows(to, start, db_stride, token, s, s_mask, gradient)
 
 
 @triton.jit
@@ -232,37 +262,6 @@ def _with_state(a, state, values, factor, total):
     scaled = values.to(tl.float32) * factor[:, None]
     product = tl.dot(a, tl.trans(state))
     return tl.sum(product * scaled, axis=1), tl.dot(scaled.to(values.dtype), state, total)
-
-
-@triton.jit
-def _between_tokens(x, dy, scores, total, step, token, d_scores):
-    """Compute the terms between two tokens of a chunk.
-
-    Inside a document the exponent is at most 0. Elsewhere the scores are zeros, and the caller masks
-    the gradient of the scores.
-
-    Returns:
-        the gradient of steps times the steps, that of sums, and ``d_scores`` plus that of scores.
-    """
-    decay = tl.exp2(tl.minimum(total[None, :] - total[:, None], 0.0))
-    products = tl.dot(x, tl.trans(dy)) * (decay * step[:, None])
-    d_scores += products
-    products *= scores
-    # The diagonal has no decay.
-    decayed = tl.where(token[:, None] < token[None, :], products, 0.0)
-    d_step, d_earlier = tl.reduce((products, decayed), 1, _add_pairs)
-    return d_step, tl.sum(decayed, axis=0) - d_earlier, d_scores
-
-
-@triton.jit
-def _transposed_product(b, low):
-    """Return the transpose of ``low`` times ``b``, without a computed tile as a transposed left operand."""
-    return tl.trans(tl.dot(tl.trans(b), low))
-
-
-@triton.jit
-def _add_pairs(a, b, c, d):
-    return a + c, b + d
 
 
 @triton.jit(do_not_specialize=["tokens"])
