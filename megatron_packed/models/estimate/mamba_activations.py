@@ -26,8 +26,10 @@ from megatron_packed.ops.ssd.triton_tiles import Plan, plan_of
 
 _FACTORS = 4
 """Numbers in fp32 that our scan computes for each token and head: steps, sums and decays."""
-_SUMS = 3
-"""Gradients in fp32 that our scan computes for each token and head."""
+_SUMS = 5
+"""Gradients in fp32 that our scan computes for each token and head: of sums and steps, inside a chunk and
+through states, and of decays to the end of a chunk.
+"""
 _SCAN_SPLIT = 132
 """Number of multiprocessors of an H200. The backward kernels of mamba-ssm split the heads of a group so
 that all of them have work.
@@ -106,6 +108,7 @@ def _own_scan(rank: RankSizes, sizes: _MambaSizes) -> tuple[Amounts, Amounts]:
         convolved=sizes.convolved,
         factors=_FACTORS * per_token,
         sums=_SUMS * plan.blocks * per_token,
+        scores=rank.element * plan.chunks * plan.length**2 * sizes.groups * plan.splits,
         parts=2 * FP32 * sizes.rows * sizes.groups * sizes.state * parts,
     )
     # States of chunks and their gradients, and both at the borders of segments.
