@@ -198,16 +198,18 @@ def _state_gradients_kernel(
     real = token < tokens - chunk * L
     s_mask = real[:, None] & (s < S)[None, :]
     plane = HEADS * chunks.to(tl.int64) * L
-    b = b_ptr + group * b_group_stride
-    c = c_ptr + group * c_group_stride
+    b_ptr += group * b_group_stride
+    c_ptr += group * c_group_stride
     if side == 0:
-        a_ptr, other_ptr, a_stride, other_stride = c, b, c_stride, b_stride
+        a_ptr, other_ptr, a_stride, other_stride = c_ptr, b_ptr, c_stride, b_stride
         v_ptr, v_stride, v_head_stride = dy_ptr, dy_stride, dy_head_stride
         with_ptr, d_log_ptr = states_ptr, d_sums_ptr
+        out_ptr, out_stride = dc_ptr + group * dc_group_stride, dc_stride
     else:
-        a_ptr, other_ptr, a_stride, other_stride = b, c, b_stride, c_stride
+        a_ptr, other_ptr, a_stride, other_stride = b_ptr, c_ptr, b_stride, c_stride
         v_ptr, v_stride, v_head_stride = x_ptr, x_stride, x_head_stride
         with_ptr, d_log_ptr = d_states_ptr, d_reach_ptr + 1
+        out_ptr, out_stride = db_ptr + group * db_group_stride, db_stride
     a = load_rows(a_ptr, start, a_stride, token, s, s_mask)
     gradient = tl.zeros((L, BLOCK_S), dtype=tl.float32)
     for number in tl.range(COUNT * BLOCKS, num_stages=STAGES):
@@ -218,7 +220,6 @@ def _state_gradients_kernel(
         row = head * chunks * L + start
         step = tl.load(factors_ptr + row + token)
         factor = tl.load(factors_ptr + (2 + side) * plane + row + token)
-        keep = tl.load(factors_ptr + 2 * plane + row + (L - 1))
         factor *= tl.where(side == 0, 1.0, step)
         tile = (chunk * HEADS + head) * (P * S) + channel[:, None] * S + s[None, :]
         state_mask = (channel < P)[:, None] & (s < S)[None, :]
@@ -230,26 +231,35 @@ def _state_gradients_kernel(
         if side == 1:
             # All terms are zeros for a step of zero. The bound prevents 0 / 0.
             tl.store(d_steps_ptr + out, d_log / tl.maximum(step, 1e-30))
-            # The program of side 0 for the same heads reads these states at about the same time.
-            entering = tl.load(states_ptr + tile, mask=state_mask, other=0.0)
-            d_last = tl.sum(state.to(tl.float32) * entering.to(tl.float32), axis=1)
             last_at = ((head * chunks + chunk) * BLOCKS + block) * BLOCK_P + p
-            tl.store(d_last_ptr + last_at, d_last * keep)
+            keep = tl.load(factors_ptr + 2 * plane + row + (L - 1))
+            _store_last(d_last_ptr + last_at, states_ptr + tile, state_mask, state, keep)
     other = load_rows(other_ptr, start, other_stride, token, s, s_mask)
     at = chunk.to(tl.int64) * (tl.num_programs(0) // 2) + part
-    scores_tile = token[:, None] * L + token[None, :]
-    d_scores = tl.load(d_scores_ptr + at * (L * L) + scores_tile)
-    first_row = split * tokens.to(tl.int64) * (HEADS // HEADS_PER_GROUP) * S
-    if SPLITS == 1:
-        first_row = 0
+    d_scores = tl.load(d_scores_ptr + (at * L + token[:, None]) * L + token[None, :])
+    gradient = _with_tokens(d_scores, other, side, gradient)
+    out_ptr += split * tokens.to(tl.int64) * (HEADS // HEADS_PER_GROUP) * S
+    store_rows(out_ptr, start, out_stride, token, s, s_mask, gradient)
+
+
+@triton.jit
+def _store_last(d_last_ptr, states_ptr, mask, d_state, keep):
+    """Store the gradient of the last sum of the chunk for each channel.
+
+    The program of side 0 for the same heads reads these states at about the same time.
+    """
+    state = tl.load(states_ptr, mask=mask, other=0.0)
+    tl.store(d_last_ptr, keep * tl.sum(d_state.to(tl.float32) * state.to(tl.float32), axis=1))
+
+
+@triton.jit
+def _with_tokens(d_scores, other, side, total):
+    """Return ``total`` plus the gradient of C or B through the scores of a chunk."""
     if side == 0:
-        gradient = tl.dot(tl.trans(d_scores), other, gradient)
-        to = dc_ptr + (first_row + group * dc_group_stride)
-        store_rows(to, start, dc_stride, token, s, s_mask, gradient)
+        total = tl.dot(tl.trans(d_scores), other, total)
     else:
-        gradient = tl.dot(d_scores, other, gradient)
-        to = db_ptr + (first_row + group * db_group_stride)
-        store_rows(to, start, db_stride, token, s, s_mask, gradient)
+        total = tl.dot(d_scores, other, total)
+    return total
 
 
 @triton.jit
