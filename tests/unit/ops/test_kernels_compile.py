@@ -285,7 +285,7 @@ def test_delta_rule_compiles_and_fits(dtype, head_dim, compiled, tmp_path):
 
 SCAN_STACK = {
     "_walk_kernel": 0,
-    "_pair_kernel": 256,
+    "_pair_kernel": 320,
     "_token_gradients_kernel": 0,
     "_state_gradients_kernel": 32,
 }
