@@ -188,3 +188,15 @@ def set_timeout(
     collectives.
     """
     group._get_backend(device)._set_default_timeout(timeout)
+
+
+def allow_recompilations(number: int) -> None:
+    """Let ``torch.compile`` compile one function for at least this number of different inputs.
+
+    The limit has no public name, and `torch.compile` with ``fullgraph`` fails above it.
+    """
+    config: Any = import_module("torch._dynamo.config")
+    try:
+        config.recompile_limit = max(config.recompile_limit, number)
+    except AttributeError as error:
+        raise RuntimeError(_cure(error)) from error

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron_packed.config.parallel_layout import GROUP_AXES, ParallelLayout
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.init_process_groups import WATCHDOG_AFTER
 from megatron_packed.distributed.testing import WorkerPools, run_distributed
 
 LAYOUTS = [
@@ -82,7 +83,8 @@ def test_groups_of_four_ranks(pools: WorkerPools, sizes: dict[str, int]) -> None
 @pytest.mark.parametrize("sizes", [{}, {"tp_size": 2}, {"cp_size": 2, "ep_size": 2}], ids=str)
 def test_groups_of_two_gpus(sizes: dict[str, int]) -> None:
     found = run_distributed(describe, 2, backend="nccl", layout=sizes, timeout=120)
-    check(ParallelLayout(world_size=2, **sizes), found, timedelta(minutes=2))
+    # NCCL's watchdog acts a while after the timeout, so that the report comes first.
+    check(ParallelLayout(world_size=2, **sizes), found, timedelta(minutes=2) + WATCHDOG_AFTER)
 
 
 def check(layout: ParallelLayout, ranks: list[dict], timeout: timedelta) -> None:

@@ -14,6 +14,11 @@ import torch
 if TYPE_CHECKING:
     from megatron_packed.distributed.testing import WorkerPools
 
+# TransformerEngine takes the cuDNN of the system. It cannot be loaded after another cuDNN, which torch
+# loads with its first convolution or attention; a run that needs it imports it before.
+if torch.cuda.is_available() and find_spec("transformer_engine"):
+    importlib.import_module("transformer_engine.pytorch")
+
 
 @pytest.fixture(scope="session", autouse=True)
 def two_tilings_per_kernel():

@@ -43,6 +43,13 @@ CONFIG = {
     "position_embedding_type": "rope",
     "untie_embeddings_and_output_weights": False,
 }
+SIZES: dict[str, Any] = {"vocab_size": VOCAB, "max_positions": TOKENS, "device": "cuda"}
+LARGEST_ERROR = 3e-2
+"""Largest relative difference of gradients, unless one process errs by half of it or more.
+
+The gradients of decays of a gated delta net are small differences of large terms: in bf16 they differ
+from those in float32 by a third.
+"""
 CHANGED = 3
 """Number of the document whose tokens change."""
 
@@ -71,14 +78,12 @@ def train(
     """
     model = HybridModel(
         ModelConfig(hybrid_layer_pattern=pattern, **CONFIG),
-        vocab_size=VOCAB,
-        max_positions=TOKENS,
         groups=groups,
         cp_comm_type=comm_type,
         mamba_cp_comm_type=mamba_comm_type,
-        device="cuda",
         dtype=torch.bfloat16,
         backends=backends,
+        **SIZES,
     ).train()
     alignment = 1 if comm_type == "a2a" else 4
     batch, group = pack(alignment), None if groups is None else groups.cp_group
@@ -123,16 +128,36 @@ def test_two_gpus_pass_the_states_of_scans(comm_type: str) -> None:
 def compare_with_one(*arguments: Any) -> None:
     """Compare losses and gradients of two ranks with those of one process."""
     expected = train(None, *arguments)
+    errors = rounding_errors(arguments[1])
     ranks = run_distributed(
         train_rank, 2, *arguments, backend="nccl", layout={"cp_size": 2}, timeout=300
     )
     for found in ranks:
         assert float(found["moved"]) == 0
         assert float(found["loss"]) == pytest.approx(float(expected["loss"]), rel=1e-2)
-        for name, gradient in expected.items():
-            if name not in ("loss", "moved"):
-                error = (found[name].cpu() - gradient.cpu()).norm() / gradient.cpu().norm()
-                assert error <= 3e-2, f"{name}: {error:.1e}"
+        for name, error in errors.items():
+            apart = difference(found[name], expected[name])
+            assert apart <= max(LARGEST_ERROR, 2 * error), f"{name}: {apart:.1e}, alone {error:.1e}"
+
+
+def rounding_errors(pattern: str) -> dict[str, float]:
+    """Return the difference of each gradient in bf16 from that in float32, in one process."""
+    config = ModelConfig(hybrid_layer_pattern=pattern, **CONFIG)
+    low, high = (
+        HybridModel(config, dtype=dtype, backends={}, **SIZES).train()
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    high.load_state_dict({name: value.float() for name, value in low.state_dict().items()})
+    for model in (low, high):
+        model(pack(1)).loss.backward()
+    exact = dict(high.named_parameters())
+    return {name: difference(p.grad, exact[name].grad) for name, p in low.named_parameters()}
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    """Return the norm of the difference of two gradients over that of the second."""
+    expected = expected.double().cpu()
+    return float((found.double().cpu() - expected).norm() / expected.norm())
 
 
 @pytest.mark.multi_gpu

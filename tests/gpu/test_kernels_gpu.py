@@ -31,7 +31,7 @@ def test_what_is_named_is_what_runs(monkeypatch, pattern, flags, training) -> No
 
 
 def test_products_in_float32_have_no_fast_kernels() -> None:
-    """Attention and experts run references, which the run reports with a cure, or refuses."""
+    """Attention, router and experts run references, which the run reports with a cure, or refuses."""
     config = config_of(device="auto")
     said = "\n".join(slow_kernel_warnings(chosen_kernels(config, DEVICE), DEVICE))
     assert (
@@ -42,7 +42,8 @@ def test_products_in_float32_have_no_fast_kernels() -> None:
         "grouped product runs reference, plain PyTorch, taking 7 times as long as grouped_mm"
         in said
     )
-    assert said.count("; add --bf16.") == 2 == len(said.splitlines())
+    assert "router runs reference, plain PyTorch" in said
+    assert said.count("; add --bf16.") == 3 == len(said.splitlines())
     with pytest.raises(ConfigError, match=r"^--require-fast-kernels: attention runs reference"):
         check_kernels(config_of(device="auto", require_fast_kernels=True), DEVICE)
 

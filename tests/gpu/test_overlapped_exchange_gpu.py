@@ -86,11 +86,12 @@ def compare(groups: ParallelGroups, impl: str) -> dict[str, Any]:
             )
             equal.append(torch.equal(found, wanted))
             apart.append(abs(float(wanted[0] / plain[0]) - 1))  # the first metric is the loss
+        changed = different(state_of(job), state_of(eager))  # before more steps of one job
         return waiting(job.step, steps[:2]) | {
             "parts": [parts_of(one) for one in (whole, eager, job)],
             "equal": equal,
             "apart": apart,
-            "different": different(state_of(job), state_of(eager)),
+            "different": changed,
             "replays": graphs.counters.replays,
             "fallbacks": graphs.counters.fallbacks.total(),
             "module_fallbacks": dict(graphs.counters.module_fallbacks),

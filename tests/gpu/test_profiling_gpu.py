@@ -60,7 +60,7 @@ def test_a_snapshot_when_memory_runs_out(tmp_path: Path) -> None:
         history.finish()  # must not overwrite the snapshot of the error
         snapshot = pickle.loads((tmp_path / "snapshot.pickle").read_bytes())
         sizes = [
-            block["size"]
+            block["requested_size"]
             for segment in snapshot["segments"]
             for block in segment["blocks"]
             if block["state"] == "active_allocated"

@@ -27,8 +27,9 @@ from megatron_packed.ops.ssd.triton_tiles import Plan, plan_of
 _FACTORS = 4
 """Numbers in fp32 that our scan computes for each token and head: steps, sums and decays."""
 _SUMS = 5
-"""Gradients in fp32 that our scan computes for each token and head: of sums and steps, inside a chunk and
-through states, and of decays to the end of a chunk.
+"""Gradients in fp32 that our scan computes for each token and head.
+
+They are those of sums and steps, each inside a chunk and through states, and of the decay to the end of a chunk.
 """
 _SCAN_SPLIT = 132
 """Number of multiprocessors of an H200. The backward kernels of mamba-ssm split the heads of a group so

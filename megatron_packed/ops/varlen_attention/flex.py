@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from megatron_packed import torch_private
 from megatron_packed.ops.varlen_attention.backends import OP, WIDEST_HEAD, VarlenAttentionInputs
 from megatron_packed.ops.varlen_attention.tables import (
     BLOCK,
@@ -24,6 +25,13 @@ from megatron_packed.ops.varlen_attention.tables import (
     build_block_tables,
     document_numbers,
 )
+
+COMPILED_SIZES = 256
+"""Most sizes that a process compiles; it is also torch's limit for one function in all its forms.
+
+Each number of tokens and heads is compiled alone. Layers with other sizes, evaluation and generation
+add theirs, and torch's own limit of 8 would end the run with an error.
+"""
 
 
 def not_supported_reasons(inputs: VarlenAttentionInputs) -> list[str]:
@@ -110,6 +118,7 @@ def compiled_attention(
         result: Tensor = out
         return result
 
+    torch_private.allow_recompilations(COMPILED_SIZES)
     compiled: Callable[..., Tensor] = torch.compile(
         attend, backend=backend, dynamic=False, fullgraph=True
     )

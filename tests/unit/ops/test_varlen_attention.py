@@ -215,6 +215,14 @@ def test_flex_follows_its_tables_without_recompiling(window):
     assert counters["unique_graphs"] == 1
 
 
+def test_flex_compiles_more_sizes_than_torch_allows_by_default():
+    attend = flex.compiled_attention(None, 0.7, False, backend="eager")
+    built = tables.build_block_tables(torch.zeros(1, 128, dtype=torch.int32), None)
+    for heads in range(1, 11):
+        x = torch.ones(1, heads, 128, 16)
+        assert attend(x, x, x, *built.tensors()).shape == x.shape
+
+
 def test_block_tables_are_refilled_in_place():
     first, second = (
         tables.build_block_tables(tables.document_numbers(offsets(lengths), 512), None)
