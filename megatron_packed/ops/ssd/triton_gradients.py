@@ -270,8 +270,11 @@ def _with_state(a, state, values, factor, total):
         the gradient of the logarithm of ``factor``, and ``total`` plus the gradient of ``a``.
     """
     scaled = values.to(tl.float32) * factor[:, None]
+    # The product whose result is used here comes last: then both are done before the next copy of a
+    # state begins. README.md has the reason.
+    total = tl.dot(scaled.to(values.dtype), state, total)
     product = tl.dot(a, tl.trans(state))
-    return tl.sum(product * scaled, axis=1), tl.dot(scaled.to(values.dtype), state, total)
+    return tl.sum(product * scaled, axis=1), total
 
 
 @triton.jit(do_not_specialize=["tokens"])

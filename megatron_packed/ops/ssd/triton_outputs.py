@@ -18,7 +18,6 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_packed.ops.ssd.triton_loads import add_products, load_factors, load_rows
-from megatron_packed.ops.ssd.triton_pair_outputs import in_pairs, scan_pairs
 from megatron_packed.ops.ssd.triton_tiles import Plan
 
 
@@ -78,11 +77,8 @@ def _scan(
     *,
     reverse: bool,
 ) -> None:
-    """Launch one program for each segment and pair of heads, or each head and block of channels."""
+    """Launch one program for each segment, head and block of channels."""
     x_TNP, B_TGS, C_TGS = tensors[:3]
-    if in_pairs(x_TNP.shape[1], B_TGS.shape[1], plan):
-        scan_pairs(tensors, out_TNP, states_QNPS, plan, reverse=reverse)
-        return
     (tokens, heads, head_dim), (groups, state_dim) = x_TNP.shape, B_TGS.shape[1:]
     tiles = plan.tiles["inputs" if reverse else "outputs"]
     _scan_kernel[(heads * plan.blocks, plan.segments)](
