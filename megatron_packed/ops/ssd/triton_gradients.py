@@ -2,10 +2,10 @@
 """Triton kernels of the gradients inside a chunk, given the states around it and their gradients.
 
 The first kernel computes the products between two tokens (`triton_token_gradients`), the second one the
-products with states. A program of the second kernel computes one chunk of one group of heads: for C with
-the states at the start, or for B with the gradients of the states at the end. It takes the heads in order
-and sums the gradient of C or B in registers. If there are few chunks, several programs share the heads
-of a group, and a third kernel adds their sums in a fixed order.
+products with states. A program of the second kernel computes one chunk of one group of heads. Half of
+the programs compute C with the states at the start, and the others B with the gradients of the states at
+the end. A program takes the heads in order and sums the gradient of C or B in registers. If there are
+few chunks, several programs share the heads of a group, and a third kernel adds their sums in order.
 
 Letters: T tokens, N heads, P head dimension, G groups, S state, Q chunks, L tokens of a chunk. There
 are X blocks of channels in a head, and K programs for a group.
