@@ -20,6 +20,7 @@ import os
 import statistics
 import time
 import traceback
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -69,6 +70,9 @@ grow from step to step.
 LOSS_BOUND, NORM_BOUND = 1e-2, 2e-2
 """Largest allowed relative difference of a step's loss and gradient norm from one process."""
 LOCAL = "local"
+GRAPHS = (LOCAL, FULL_ITERATION)
+EXPOSED = 5
+"""Number of exchanges in the results, those with the longest exposed time."""
 COPIES = ("memcpy dtod", "memcpy ptop")
 """Beginnings of the names of copies by copy engines; fused products receive rows by these copies."""
 WITHOUT_EXPERTS = ("attn", "mamba", "mlp", "moe_router")
@@ -90,7 +94,8 @@ TP2, CP2, EP2 = (
 SP = {"sequence_parallel": True}
 TP_OVERLAP = {"tp_comm_overlap": True}
 ZERO = {"use_distributed_optimizer": True}
-OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+GRADIENTS = {"overlap_grad_reduce": True}
+OVERLAP = {**GRADIENTS, "overlap_param_gather": True}
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "dp2 zero": ZERO,
@@ -102,6 +107,14 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "cp2 all_gather": {**CP2, "cp_comm_type": "all_gather"},
         "cp2 p2p": {**CP2, "cp_comm_type": "p2p"},
         "cp2 a2a parts": {**CP2, "cp_comm_type": "a2a", "cp_comm_overlap_parts": 4},
+        "cp2 a2a zero overlap": {**CP2, "cp_comm_type": "a2a", **ZERO, **GRADIENTS},
+        "cp2 a2a parts zero overlap": {
+            **CP2,
+            "cp_comm_type": "a2a",
+            "cp_comm_overlap_parts": 4,
+            **ZERO,
+            **GRADIENTS,
+        },
         "cp2 state": {**CP2, "mamba_cp_comm_type": "state"},
         "cp2 p2p state": {**CP2, "cp_comm_type": "p2p", "mamba_cp_comm_type": "state"},
         "ep2 allgather": {**EP2, "moe_token_dispatcher_type": "allgather"},
@@ -195,9 +208,17 @@ def frequent(tokens: NDArray[np.int64], vocab: int) -> NDArray[np.int64]:
 
 
 def train(
-    config: RunConfig, groups: ParallelGroups, steps: list[list[MicroBatch]], vocab: int
+    config: RunConfig,
+    groups: ParallelGroups,
+    steps: list[list[MicroBatch]],
+    vocab: int,
+    kinds: Sequence[str],
 ) -> dict[str, Any]:
-    """Return losses, gradient norms and times of the steps on this rank's share of the packs."""
+    """Return losses, gradient norms and times of the steps on this rank's share of the packs.
+
+    Args:
+        kinds: kinds of CUDA graphs, which are measured on GPUs.
+    """
     warm = WARM if len(steps) == STEPS else QUICK_WARM
     job = build_job(config, groups, vocab)
     losses, norms, seconds = [], [], []
@@ -223,9 +244,10 @@ def train(
     if groups.device.type == "cuda":
         found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         whole = asks_nothing(config) and not config.parallel.overlap_param_gather
-        kinds = (LOCAL, FULL_ITERATION) if whole else (LOCAL,)
         found["graphs"] = {
-            impl: replayed(config, job, groups, mine, impl, tokens) for impl in kinds
+            impl: replayed(config, job, groups, mine, impl, tokens)
+            for impl in kinds
+            if whole or impl == LOCAL
         }
         job.buffers.wait_params()  # otherwise the process group keeps the gathered weights alive
     job.close()
@@ -291,8 +313,8 @@ def asks_nothing(config: RunConfig) -> bool:
     return static or config.parallel.expert_model_parallel_size == 1
 
 
-def exchange_of(step: Callable[[], object]) -> dict[str, float]:
-    """Profile steps, and return `exchange_ms` of one step."""
+def exchange_of(step: Callable[[], object]) -> dict[str, Any]:
+    """Profile steps, and return `exchange_ms` and `exposed_by_name` of one step."""
     from torch.profiler import ProfilerActivity, profile
 
     harness.synchronize()
@@ -300,7 +322,8 @@ def exchange_of(step: Callable[[], object]) -> dict[str, float]:
         for _ in range(PROFILED):
             step()
         torch.cuda.synchronize()
-    return exchange_ms(harness.device_events(profiler), PROFILED)
+    events = harness.device_events(profiler)
+    return exchange_ms(events, PROFILED) | {"exposed": exposed_by_name(events, PROFILED)}
 
 
 def exchange_ms(events: Sequence[Any], steps: int) -> dict[str, float]:
@@ -325,6 +348,34 @@ def exchange_ms(events: Sequence[Any], steps: int) -> dict[str, float]:
         "exposed_ms": (busy - compute) / steps,
         "idle_ms": (span - busy) / steps,
     }
+
+
+def exposed_by_name(events: Sequence[Any], steps: int) -> dict[str, float]:
+    """Return the exposed ms of one step for each kind of exchange, longest first.
+
+    Exchanges that run at the same time both count.
+
+    Args:
+        events: as for `exchange_ms`.
+        steps: as for `exchange_ms`.
+    """
+    computing = iter([event.time_range for event in events if not is_exchange(event.name)])
+    found: Counter[str] = Counter()
+    ahead: deque[Any] = deque()
+    for event in events:
+        if is_exchange(event.name):
+            begin, end = event.time_range.start, event.time_range.end
+            while not ahead or ahead[-1].start < end:
+                if (after := next(computing, None)) is None:
+                    break
+                ahead.append(after)
+            while ahead and ahead[0].end <= begin:
+                ahead.popleft()
+            for computed in ahead:
+                found[event.name[:60]] += max(min(computed.start, end) - begin, 0)
+                begin = max(begin, computed.end)
+            found[event.name[:60]] += max(end - begin, 0)
+    return {name: round(us / 1e3 / steps, 3) for name, us in found.most_common(EXPOSED)}
 
 
 def is_exchange(name: str) -> bool:
@@ -502,6 +553,9 @@ def main() -> None:
     parser.add_argument(
         "--layouts", nargs="+", help="names (default: all for the number of processes)"
     )
+    parser.add_argument(
+        "--graphs", nargs="+", choices=GRAPHS, default=GRAPHS, help="kinds of graphs (default: all)"
+    )
     parser.add_argument("--packs", type=int, default=4, help="packs in a step, over all processes")
     harness.tilings_argument(parser)
     harness.common_arguments(parser)
@@ -550,9 +604,10 @@ def main() -> None:
                 if name != ONE:
                     layout = ParallelLayout(world_size=world, **config.parallel.layout_sizes)
                     groups = ParallelGroups.create(config.parallel, device, layout=layout)
-                    found = train(config, groups, steps, c["vocab"])
+                    found = train(config, groups, steps, c["vocab"], arguments.graphs)
                 elif rank == 0:
-                    found = train(config, ParallelGroups.single(everyone.device), steps, c["vocab"])
+                    alone = ParallelGroups.single(everyone.device)
+                    found = train(config, alone, steps, c["vocab"], arguments.graphs)
             # All ranks raise the same error before the first collective, so no rank waits for
             # another.
             except ValueError as error:

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -111,16 +112,21 @@ def logits(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def compile_little() -> None:
-    """Take the first configuration of Triton's kernels, and compile no PyTorch functions.
+    """Take the smallest configuration of Triton's kernels, and compile no PyTorch functions.
 
-    Both would take longer than this check.
+    Both would take longer than this check. Larger tiles in float32 exceed the shared memory.
     """
     import torch._dynamo
     import triton
 
     torch._dynamo.config.disable = True
     tuned = triton.autotune
-    triton.autotune = lambda configs, key, **more: tuned(configs[:1], key, **more)
+
+    def size(config: Any) -> int:
+        sizes = (max(value, 1) for value in config.kwargs.values() if isinstance(value, int))
+        return prod(sizes) * config.num_stages
+
+    triton.autotune = lambda configs, key, **more: tuned([min(configs, key=size)], key, **more)
 
 
 def on_process(_: int, kind: str, folder: str, device: str) -> None:

@@ -98,6 +98,23 @@ def test_an_exchange_is_exposed_while_no_kernel_computes():
         event("_chunk_scan_fwd_kernel", 9_000, 10_000),
     ]
     assert layouts.exchange_ms(events, 2) == {"exchange_ms": 3.0, "exposed_ms": 2.0, "idle_ms": 0.5}
+    assert sum(layouts.exposed_by_name(events, 2).values()) == 2.0
+
+
+def test_exposed_time_of_each_exchange():
+    """Kernels that overlap and follow each other cover parts of exchanges, at both ends and inside."""
+    events = [
+        event("ncclDevKernel_AllGather", 0, 10_000),
+        event("gemm", 1_000, 3_000),
+        event("norm", 2_000, 4_000),
+        event("ncclDevKernel_ReduceScatter", 3_000, 7_000),
+        event("gemm", 6_000, 12_000),
+        event("ncclDevKernel_ReduceScatter", 11_000, 14_000),
+    ]
+    assert layouts.exposed_by_name(events, 1) == {
+        "ncclDevKernel_ReduceScatter": 4.0,
+        "ncclDevKernel_AllGather": 3.0,
+    }
 
 
 def test_rows_have_the_exchange_of_replayed_steps():
