@@ -1,15 +1,31 @@
 """Triton's interpreter with the same results in less time."""
 
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 from triton import language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 slow_dtype = interpreter._get_np_dtype
 slow_reduce = interpreter.ReduceOps.generic_reduce
 slow_scan = interpreter.ScanOps.generic_scan
 slow_patch = interpreter._patch_lang
+slow_block = tl.block_type.__init__
+slow_unwrap = tl.core._unwrap_if_constexpr
+slow_promotion = TritonSemantic.computation_type_impl
+slow_broadcast = TritonSemantic.broadcast_impl_value
+slow_overflow = TritonSemantic.binary_op_sanitize_overflow_impl
+
+PLAIN = frozenset((int, float, bool, str, type(None), tl.dtype, tl.tensor))
+"""Types without a constexpr inside."""
+SCALAR_SHAPE = tl.tuple([]), tl.constexpr(1)
+blocks = {}
+"""What the interpreter computes for a type of tiles, by its element type and its shape."""
+shapes = {}
+"""Shape and number of elements of a tile, by the shape as integers."""
+promotions = {}
+"""Types of results, by the types of the operands."""
 
 
 def combined(op, before, after):
@@ -65,20 +81,79 @@ def quick_dtype():
     return find
 
 
+@cache
+def modules_of(function):
+    """Return the modules of Triton's language that a function uses."""
+    used = [id(value) for value in function.__globals__.values()]
+    return [module for module in (tl, tl.core) if id(module) in used]
+
+
 def patch(function):
     """Patch the modules that a function uses, unless the kernel that calls it has done so."""
-    modules = [
-        module
-        for module in (tl, tl.core)
-        if any(module is value for value in function.__globals__.values())
-    ]
-    if any(tl.core.is_builtin(module.load) for module in modules):
+    if any(tl.core.is_builtin(module.load) for module in modules_of(function)):
         return slow_patch(function)
     return interpreter._LangPatchScope()
 
 
+def unwrap(value):
+    """Return values without a constexpr as they are."""
+    return value if type(value) in PLAIN else slow_unwrap(value)
+
+
+def block(self, element_ty, shape):
+    """Compute the attributes of a type of tiles once."""
+    numbers = tuple(unwrap(size) for size in shape)
+    key = (type(element_ty), element_ty.name, numbers)
+    if key not in blocks:
+        slow_block(self, element_ty, shape)
+        blocks[key] = self.shape, self.numel, self.name
+    self.element_ty = element_ty
+    self.shape, self.numel, self.name = blocks[key]
+
+
+def tensor(self, handle, type):
+    """Make a tensor whose shape is shared with the other tensors of this shape."""
+    self.handle = handle
+    self.type = type
+    self.dtype = type.scalar
+    self.shape, self.numel = SCALAR_SHAPE
+    if type.is_block():
+        numbers = tuple(type.shape.values)
+        if numbers not in shapes:
+            sizes = tl.tuple([tl.constexpr(size) for size in numbers])
+            shapes[numbers] = sizes, tl.constexpr(type.numel)
+        self.shape, self.numel = shapes[numbers]
+
+
+def promotion(self, a, a_is_scalar, b, b_is_scalar, div_or_mod):
+    """Look the type of a result up in a table."""
+    key = (a.name, a_is_scalar, b.name, b_is_scalar, div_or_mod)
+    if key not in promotions:
+        promotions[key] = slow_promotion(self, a, a_is_scalar, b, b_is_scalar, div_or_mod)
+    return promotions[key]
+
+
+def broadcast(self, a, b):
+    """Return tiles of one shape as they are."""
+    if a.type.is_block() and b.type.is_block() and a.type.shape.values == b.type.shape.values:
+        return a, b
+    return slow_broadcast(self, a, b)
+
+
+def overflow(self, a, b, operation):
+    """Compute the condition of an assertion only if assertions are on; the interpreter always does."""
+    if self.builder.options.debug:
+        slow_overflow(self, a, b, operation)
+
+
 def install():
     """Replace the slow functions of the interpreter, for the whole process."""
+    tl.core._unwrap_if_constexpr = unwrap
+    tl.block_type.__init__ = block
+    tl.tensor.__init__ = tensor
+    TritonSemantic.computation_type_impl = promotion
+    TritonSemantic.broadcast_impl_value = broadcast
+    TritonSemantic.binary_op_sanitize_overflow_impl = overflow
     interpreter._get_np_dtype = quick_dtype()
     interpreter.ReduceOps.generic_reduce = reduce
     interpreter.ScanOps.generic_scan = scan

@@ -1,4 +1,4 @@
-"""Reductions and scans of the quick interpreter; test_triton_interpreter.py runs them."""
+"""Functions of the quick interpreter; test_triton_interpreter.py runs these tests."""
 
 import pytest
 import torch
@@ -48,3 +48,43 @@ def test_reductions_and_scans_have_the_bits_of_the_interpreter(axis, keep, rever
         _kernel[(1,)](x, out, axis, keep, reverse)
         found.append(out)
     assert torch.equal(*found) and found[0].count_nonzero() > 70
+
+
+@triton.jit
+def _calculations(a_ptr, b_ptr, out_ptr, WIDE: tl.constexpr):
+    at = tl.arange(0, 4)
+    a, b = tl.load(a_ptr + at), tl.load(b_ptr + at)
+    if WIDE:
+        a = a[:, None] * tl.full((1, 4), 1, a.dtype)
+        tl.store(out_ptr + at[:, None] * 4 + at[None, :], (a + b) * a - b)
+    else:
+        tl.store(out_ptr + at, a + b)
+        tl.store(out_ptr + 4 + at, a - b)
+        tl.store(out_ptr + 8 + at, a * b)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.int32, torch.int64, torch.int8]
+)
+@pytest.mark.parametrize("other", [torch.float32, torch.int32])
+@pytest.mark.parametrize("wide", [False, True])
+def test_types_and_shapes_of_results_are_those_of_pytorch(dtype, other, wide):
+    large = {torch.int32: 2**24 + 1, torch.int64: 2**40 + 1}.get(dtype, 7 / 3)  # rounded by others
+    a = torch.tensor([large, 1, -2, 5], dtype=torch.float64).to(dtype)
+    b = torch.tensor([-7, 4, 2, 1]).to(other)
+    out = torch.zeros(16, dtype=torch.float64)
+    _calculations[(1,)](a, b, out, wide)
+    if wide:
+        assert torch.equal(out.view(4, 4), ((a[:, None] + b) * a[:, None] - b).double())
+    else:
+        assert torch.equal(out[:12], torch.cat([a + b, a - b, a * b]).double())
+
+
+@triton.jit
+def _of_unequal_shapes(out_ptr):
+    tl.store(out_ptr + tl.arange(0, 4), tl.zeros((4,), tl.float32) + tl.zeros((8,), tl.float32))
+
+
+def test_tiles_of_unequal_shapes_are_an_error():
+    with pytest.raises(interpreter.InterpreterError, match="incompatible dimensions"):
+        _of_unequal_shapes[(1,)](torch.zeros(4))
