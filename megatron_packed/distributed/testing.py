@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import io
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import tempfile
@@ -54,18 +56,6 @@ class _Backend:
     distributed_backend: str | None
     distributed_timeout_minutes: float
     tp_comm_overlap: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class _PackedTensor:
-    """CPU tensor as plain bytes.
-
-    Shared memory would not do: the sending process may end before the caller reads the tensor.
-    """
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    data: bytes
 
 
 def run_distributed(
@@ -155,7 +145,7 @@ class WorkerPool:
             timeout: seconds for the call. Ranks that still run after this time are killed, and the
                 error contains their stacks.
         Returns:
-            One result per rank. Tensors, also inside dicts, lists and tuples, are on the CPU.
+            One result per rank. All tensors in it are on the CPU.
         Raises:
             DistributedError: a rank raised an exception, died, or did not finish in time.
         """
@@ -284,7 +274,7 @@ def _receive(end: Connection, entry: _Rank) -> tuple[bool, Any]:
             False,
             f"rank {entry.number} died without a message (exit code {entry.process.exitcode}).",
         )
-    return ok, _unpack(value) if ok else value
+    return ok, value
 
 
 def _stack(stacks: Path, rank: int) -> str:
@@ -337,34 +327,31 @@ def _serve(caller: Connection, setup: _Setup) -> bool:
         if layout not in made:
             made[layout] = ParallelGroups.create(config, device, layout=layout)
         seed_all(0)
-        caller.send((True, _pack(fn(made[layout], *args))))
+        caller.send_bytes(_pack((True, fn(made[layout], *args))))
     return world.shutdown(timeout_seconds=_SHUTDOWN_SECONDS)
 
 
-def _pack(value: Any) -> Any:
-    if isinstance(value, Tensor):
+class _Pickler(pickle.Pickler):
+    """Pickler that copies tensors, wherever they are in a result, as plain bytes.
+
+    Shared memory would not do: the sending process may end before the caller reads the tensor.
+    It would also cost a connection for each tensor.
+    """
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return NotImplemented
         flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        return _PackedTensor(
-            dtype=value.dtype, shape=tuple(value.shape), data=flat.numpy().tobytes()
-        )
-    if isinstance(value, dict):
-        return {key: _pack(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_pack(item) for item in value)
-    return value
+        return _tensor_of, (value.dtype, tuple(value.shape), flat.numpy().tobytes())
 
 
-def _unpack(value: Any) -> Any:
-    if isinstance(value, _PackedTensor):
-        if not value.data:
-            return torch.empty(value.shape, dtype=value.dtype)
-        return (
-            torch.frombuffer(bytearray(value.data), dtype=torch.uint8)
-            .view(value.dtype)
-            .reshape(value.shape)
-        )
-    if isinstance(value, dict):
-        return {key: _unpack(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_unpack(item) for item in value)
-    return value
+def _tensor_of(dtype: torch.dtype, shape: tuple[int, ...], data: bytes) -> Tensor:
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+def _pack(value: Any) -> bytes:
+    packed = io.BytesIO()
+    _Pickler(packed, pickle.HIGHEST_PROTOCOL).dump(value)
+    return packed.getvalue()

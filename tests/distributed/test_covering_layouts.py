@@ -2,9 +2,9 @@
 
 `LAYOUTS` is a pairwise covering list: each possible pair of options occurs in one of its rows
 (`test_the_list_covers_every_pair_that_can_exist` counts the pairs). Every row trains a tied
-``M*-EG/*E/*E`` model with the plan, `TrainStep` and its optimizer, in float64. Some rows train it in
-float32 too, and every option occurs in one of these rows. One process on the same plan is the
-reference.
+``M*-EG/*E/*E`` model with the plan, `TrainStep` and its optimizer, in float64. Some rows take a step
+in float32 too, and every option occurs in one of these rows. One process on the same plan is the
+reference. `test_training_layouts.py` has ranks with more than two micro-batches in a step.
 """
 
 from __future__ import annotations
@@ -58,28 +58,28 @@ LAYOUTS = [
         2 1 none   2 all_gather 1 allgather none   copied beside 1
         2 1 none   2 a2a        1 allgather none   shared beside 1
         2 1 none   2 p2p        2 alltoall  none   copied beside 1
-        2 2 shared 1 none       1 allgather shared copied after  3
+        2 2 shared 1 none       1 allgather shared copied after  2
         2 2 whole  1 none       1 allgather whole  shared beside 1
         4 1 none   1 none       1 allgather none   shared after  1
-        4 1 none   1 none       2 alltoall  none   copied beside 3
-        4 1 none   1 none       4 allgather none   copied beside 3
+        4 1 none   1 none       2 alltoall  none   copied beside 2
+        4 1 none   1 none       4 allgather none   copied beside 2
         4 1 none   2 all_gather 1 alltoall  none   shared after  1
         4 1 none   2 a2a        2 allgather none   shared after  1
-        4 1 none   2 p2p        4 alltoall  none   copied after  3
-        4 1 none   4 all_gather 1 allgather none   copied after  3
+        4 1 none   2 p2p        4 alltoall  none   copied after  2
+        4 1 none   4 all_gather 1 allgather none   copied after  2
         4 1 none   4 p2p        2 alltoall  none   copied beside 1
         4 1 none   4 a2a        4 allgather none   shared beside 1
         4 2 whole  1 none       2 allgather shared shared beside 1
         4 2 shared 1 none       4 allgather whole  copied beside 1
         4 2 whole  2 p2p        1 allgather whole  shared after  1
         4 2 shared 2 a2a        1 alltoall  shared shared after  1
-        4 2 shared 2 p2p        1 allgather shared shared beside 3
+        4 2 shared 2 p2p        1 allgather shared shared beside 2
         4 2 shared 2 all_gather 2 alltoall  shared shared beside 1
-        4 2 whole  2 a2a        2 allgather whole  copied after  3
-        4 2 whole  2 all_gather 4 alltoall  whole  copied after  3
+        4 2 whole  2 a2a        2 allgather whole  copied after  2
+        4 2 whole  2 all_gather 4 alltoall  whole  copied after  2
         4 4 shared 1 none       1 allgather shared copied after  1
         4 4 whole  1 none       2 alltoall  whole  copied beside 1
-        4 4 whole  1 none       4 alltoall  whole  shared beside 3
+        4 4 whole  1 none       4 alltoall  whole  shared beside 2
         """.strip().splitlines()
     )
 ]
@@ -104,7 +104,7 @@ def dtypes_of(way: Way) -> list[torch.dtype]:
 
 class Found(NamedTuple):
     losses: Tensor
-    """``(STEPS, 5)``: token loss, load-balance loss of the routers, loss of each depth of multi-token
+    """``(steps, 5)``: token loss, load-balance loss of the routers, loss of each depth of multi-token
     prediction, gradient norm.
     """
     first: Shards
@@ -134,7 +134,7 @@ def train_in(dtype: torch.dtype, groups: ParallelGroups, way: Way) -> Found:
         job.buffers.layout.buckets
     ) > 3
     losses, states = [], []
-    for step in range(STEPS):
+    for step in range(STEPS if dtype == torch.float64 else 1):
         metrics = job.step(micro_batches(config, groups, step), config.optim.lr)
         norm = metrics[job.step.layout.slots["grad_norm"]]
         extras = job.buffers.extras
@@ -189,7 +189,7 @@ def test_one_process_takes_steps_that_show_something() -> None:
 
     A step moves every weight a thousand times further than the float64 tolerance.
     """
-    found = alone(6)[torch.float64]
+    found = alone(4)[torch.float64]
     first, last = assembled([found.first]), assembled([found.last])
     assert found.losses[:, -1].min() > 0.5 and found.losses[:, :-1].min() > 0
     moved = {
@@ -211,7 +211,7 @@ def every_way() -> Iterator[Way]:
             ["whole", "shared"] if tp > 1 else [NONE],
             ["copied", "shared"],
             ["after", "beside"],
-            [1, 3],
+            [1, 2],
         ):
             way = Way(
                 processes,
@@ -226,12 +226,17 @@ def every_way() -> Iterator[Way]:
                 sums,
                 accumulate,
             )
-            try:
-                if processes % (tp * cp) == 0:
-                    config_of(way).layout(processes)
-                    yield way
-            except ConfigError:
-                continue
+            if processes % (tp * cp) == 0 and is_possible(way._replace(accumulate=1)):
+                yield way
+
+
+@cache
+def is_possible(way: Way) -> bool:
+    try:
+        config_of(way).layout(way.processes)
+    except ConfigError:
+        return False
+    return True
 
 
 def pairs_of(way: Way) -> set[tuple[tuple[str, object], tuple[str, object]]]:

@@ -46,7 +46,13 @@ OFFLOAD = MemoryConfig(
 LENGTHS = ([12, 20], [5, 1, 3, 8])
 """Document lengths in the packs of a step; there is one pack for each capture size."""
 EVERYTHING = frozenset(FEATURES)
-COMBINATIONS = [EVERYTHING, frozenset(), *(EVERYTHING - {feature} for feature in FEATURES)]
+LEFT_OUT = {
+    "tp": ("metadata", "graphs"),
+    "cp": ("packing", "offload"),
+    "ep": ("packing", "graphs"),
+    "dp": ("metadata", "offload"),
+}
+"""Features of which each layout has a run without that feature alone."""
 STEPS = 2
 """Number of steps; the loss of the second step shows the gradients of the first."""
 
@@ -108,8 +114,9 @@ def train(
 @pytest.mark.parametrize("name", WAYS)
 def test_each_on_and_off_has_the_same_losses(name: str, pools: WorkerPools) -> None:
     way = WAYS[name]
+    combinations = [EVERYTHING, frozenset(), *(EVERYTHING - {one} for one in LEFT_OUT[name])]
     found = {
-        on: pools.run(train, 2, way, IMPLS[name], on, layout=way.layout) for on in COMBINATIONS
+        on: pools.run(train, 2, way, IMPLS[name], on, layout=way.layout) for on in combinations
     }
     expected, _ = found[frozenset()][0]
     assert np.isfinite(expected).all() and expected[0] != expected[1]
@@ -119,5 +126,5 @@ def test_each_on_and_off_has_the_same_losses(name: str, pools: WorkerPools) -> N
             np.testing.assert_allclose(values, expected, rtol=1e-5, err_msg=" ".join(sorted(on)))
             assert replays == ("graphs" in on) * STEPS * packs // way.dp_size
     # Each of these options leaves results equal bit for bit.
-    for feature in ("metadata", "offload", "graphs"):
+    for feature in {"metadata", "offload", "graphs"} & set(LEFT_OUT[name]):
         assert found[EVERYTHING - {feature}][0][0] == found[EVERYTHING][0][0], feature

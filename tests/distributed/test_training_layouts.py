@@ -315,10 +315,9 @@ def loading(way: Way) -> list[Way]:
 
 
 def save(groups: ParallelGroups, way: Way, folder: str) -> dict[str, Any]:
-    """Run two steps, save, and run one more step."""
+    """Run a step, save, and run one more step."""
     job = build_job(config_of(way, bf16=True), groups, VOCAB)
-    for step in range(2):
-        job.step(mine(groups, way, step, 2), 1e-2)
+    job.step(mine(groups, way, 1, 2), 1e-2)
     saved = run_state(job, groups, way).save(CheckpointConfig(save=folder))
     sizes = [file.stat().st_size for file in sorted(saved.path.glob("rank_*"))]
     state = everything(job)
@@ -356,7 +355,7 @@ def test_a_checkpoint_of_one_layout_loads_into_others(
     sizes = written[0]["sizes"]
     assert len(sizes) == way.world_size and max(sizes) < 3 * min(sizes)  # All ranks write.
     for into in loading(way):
-        goes_on = into == way or Way() in (way, into)
+        goes_on = into in (way, Way())
         found = pools.run(load, into.world_size, into, str(tmp_path), goes_on, layout=into.layout)
         assert_same_bits(assembled([rank["state"] for rank in found]), expected)
         if not goes_on:
@@ -411,11 +410,9 @@ def self_test(groups: ParallelGroups, way: Way, leaking: int | None) -> list[boo
 @pytest.mark.parametrize(
     "way",
     [
-        Way(2, 2, True),
         Way(4, 4),
-        Way(2, cp_size=2),
         Way(4, 2, True, cp_size=2),
-        Way(4, cp_size=4, comm_type="p2p"),
+        Way(2, cp_size=2, comm_type="p2p"),
         Way(4, cp_size=4, comm_type="p2p", mamba="state"),
     ],
     ids=str,

@@ -3,6 +3,7 @@
 import os
 import time
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -204,12 +205,18 @@ def test_results_of_every_dtype_come_back(pools: WorkerPools) -> None:
             and found[1]["scalar"] == rank
             and found[1]["scalar"].shape == ()
         )
+        assert type(found[2]) is Named and found[2].tensors[0].tolist() == [1, 2]
+
+
+class Named(NamedTuple):
+    tensors: tuple[torch.Tensor, ...]
 
 
 def results(groups: ParallelGroups) -> tuple:
     return (
         torch.full((2,), groups.rank, dtype=torch.bfloat16),
         {"empty": torch.empty(0, 3), "scalar": torch.tensor(groups.rank)},
+        Named((torch.tensor([1, 2]),)),
     )
 
 

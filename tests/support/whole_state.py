@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -27,16 +29,22 @@ def assembled(ranks: list[Shards]) -> dict[str, Tensor]:
     seen: dict[str, Tensor] = {}
     for shards in ranks:
         for name, shape, extent, part in shards:
-            flat = whole.setdefault(name, torch.zeros(shape, dtype=part.dtype)).view(-1)
-            known = seen.setdefault(name, torch.zeros(flat.numel(), dtype=torch.bool))
-            place = torch.cat(
-                [torch.arange(row.start, row.end) for row in Extent(*extent).each_row()]
-            )
+            if name not in whole:
+                whole[name] = torch.zeros(shape, dtype=part.dtype)
+                seen[name] = torch.zeros(whole[name].numel(), dtype=torch.bool)
+            flat, known = whole[name].view(-1), seen[name]
+            place = elements(extent)
             agree = torch.where(known[place], flat[place], part)
             assert same_bits(agree, part), f"copies of {name} differ"
             flat[place], known[place] = part, True
     assert all(known.all() for known in seen.values())
     return whole
+
+
+@cache
+def elements(extent: tuple[int, ...]) -> Tensor:
+    """Return the numbers of the elements of an extent."""
+    return torch.cat([torch.arange(row.start, row.end) for row in Extent(*extent).each_row()])
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
