@@ -21,7 +21,7 @@ PLAIN = frozenset((int, float, bool, str, type(None), tl.dtype, tl.tensor))
 """Types without a constexpr inside."""
 SCALAR_SHAPE = tl.tuple([]), tl.constexpr(1)
 blocks = {}
-"""What the interpreter computes for a type of tiles, by its element type and its shape."""
+"""Values that the interpreter computes for a type of tiles, by its element type and its shape."""
 shapes = {}
 """Shape and number of elements of a tile, by the shape as integers."""
 promotions = {}
