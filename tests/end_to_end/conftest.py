@@ -18,11 +18,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
 def dropout_options(data: Data) -> dict[str, Any]:
     """Return the options of a run with dropout, so that every step draws random numbers.
 
-    Validations and checkpoints happen at different steps.
+    Validations and checkpoints happen at different steps. One process has two micro-batches a step.
     """
     return tiny_options(
         data,
         train_iters=LAST,
+        global_batch_size=2,
         hidden_dropout=0.1,
         valid_data_path=data.valid,
         eval_interval=4,

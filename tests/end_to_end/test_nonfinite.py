@@ -34,7 +34,8 @@ def options(dropout_options: dict[str, Any]) -> dict[str, Any]:
 
     Each rank runs two forward passes per step.
     """
-    return {**dropout_options, "save_interval": 1, "eval_interval": None, "valid_data_path": None}
+    changes = {"global_batch_size": 4, "eval_interval": None, "valid_data_path": None}
+    return {**dropout_options, **changes, "save_interval": 1}
 
 
 def poisoned(value: float, step: int = BAD) -> Callable[[], None]:
@@ -129,15 +130,15 @@ def test_a_stop_is_not_lost_when_a_validation_or_a_save_is_due(
 ) -> None:
     """A run also stops if a validation or a save is due, which first read the last step's metrics.
 
-    The run has one process and four micro-batches per step; the fourth has the non-finite value.
+    The run has one process and two micro-batches per step; the second has the non-finite value.
     """
     for name, bad in (("validation", 4), ("save", 3)):
         folder = tmp_path / name
-        fault = partial(poison_forward, 4 * bad, 0, NAN)
+        fault = partial(poison_forward, 2 * bad, 0, NAN)
         finished = run({**dropout_options, **in_folder(folder)}, folder, 1, fault)
         assert finished.exit_code == NONFINITE, finished.console
         assert (
-            f"step {bad} had a non-finite loss or gradient in micro-batch 3 of rank 0"
+            f"step {bad} had a non-finite loss or gradient in micro-batch 1 of rank 0"
             in finished.console
         )
         assert [line["iteration"] for line in steps(folder / "log.jsonl")] == list(

@@ -126,8 +126,8 @@ def test_each_phase_trains_on_the_packs_of_its_own_plan(
     _, metadata = final_state(folder / "checkpoints", LAST)
     names = [(phase["name"], phase["iteration"]) for phase in metadata["phases"]]
     assert names == [("short", 0), ("long", STEPS), ("blend", 2 * STEPS)]
-    assert metadata["progress"]["consumed_packs"] == 4 * LAST
-    assert metadata["progress"]["plan_packs"] == metadata["progress"]["plan_samples"] == 8 * STEPS
+    assert metadata["progress"]["consumed_packs"] == 2 * LAST
+    assert metadata["progress"]["plan_packs"] == metadata["progress"]["plan_samples"] == 4 * STEPS
     assert metadata["progress"]["best_at"] > 2 * STEPS
     page = folder / "page.html"
     write_report(folder / "log.jsonl", page)
@@ -269,6 +269,7 @@ def test_samples_and_epochs_count_over_phases_of_other_pack_sizes(
 ) -> None:
     """20 samples in packs of one, then packs of two samples up to 60; then an epoch more."""
     first, second, _ = three_phases(data)
+    first["global_batch_size"] = 4
     in_samples = {"train_iters": None, "lr_warmup_iters": None, "lr_warmup_samples": 8}
     trained(tmp_path, 1, {**first, **in_samples, "train_samples": 20})
     second = {**second, **in_samples, "micro_batch_size": 2, "global_batch_size": 8}

@@ -29,6 +29,7 @@ def three_phases(
     common = tiny_options(
         data,
         hidden_dropout=0.1,
+        global_batch_size=2,
         valid_data_path=data.valid,
         eval_interval=2,
         eval_iters=2,
