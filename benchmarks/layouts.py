@@ -491,6 +491,22 @@ def graph_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
     return rows
 
 
+def exposed_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
+    """Return a row for each layout and each of its longest exposed exchanges in replayed steps."""
+    return [
+        {
+            "layout": name,
+            "graphs": impl,
+            "exchange": exchange.split("(")[0],
+            "exposed ms": f"{milliseconds:.2f}",
+        }
+        for result in results.values()
+        for name, found in result["layouts"].items()
+        for impl, graphs in found.get("graphs", {}).items()
+        for exchange, milliseconds in graphs["exposed"].items()
+    ]
+
+
 def scaling_rows_of(*of_processes: dict[str, Any]) -> list[dict[str, object]]:
     """Return a row for each parallel axis and number of GPUs: tokens/s per GPU, and the ratio to
     one GPU.
@@ -556,6 +572,7 @@ def main() -> None:
     parser.add_argument(
         "--graphs", nargs="+", choices=GRAPHS, default=GRAPHS, help="kinds of graphs (default: all)"
     )
+    parser.add_argument("--suffix", default="", help="end of the name of each result file")
     parser.add_argument("--packs", type=int, default=4, help="packs in a step, over all processes")
     harness.tilings_argument(parser)
     harness.common_arguments(parser)
@@ -617,7 +634,8 @@ def main() -> None:
             if rank == 0 and found is not None:
                 one = result["layouts"].get(ONE, found)
                 result["layouts"][name] = found if "failed" in found else compared(found, one)
-                harness.save(f"layouts_{world}_{model}", {model: result}, folder=arguments.results)
+                file = f"layouts_{world}_{model}{arguments.suffix}"
+                harness.save(file, {model: result}, folder=arguments.results)
                 print(
                     f"{model}, {name}: {harness.shown(harness.plain(found).get('step_ms'))} ms",
                     flush=True,

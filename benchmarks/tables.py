@@ -271,6 +271,13 @@ TABLES = {
         for model in layouts.MODELS
         for suffix, rows in (("", layouts.rows_of), ("_graphs", layouts.graph_rows_of))
     },
+    **{
+        f"layouts_{axis}_overlap{suffix}": Table(
+            "layouts.py", f"layouts_2_hybrid1b_{axis}_overlap", rows
+        )
+        for axis in ("tp", "cp")
+        for suffix, rows in (("", layouts.graph_rows_of), ("_exposed", layouts.exposed_rows_of))
+    },
     "layouts_scaling": Table(
         "layouts.py",
         tuple(f"layouts_{world}_{model}" for world in layouts.LAYOUTS for model in layouts.MODELS),

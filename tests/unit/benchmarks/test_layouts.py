@@ -128,6 +128,9 @@ def test_rows_have_the_exchange_of_replayed_steps():
     results = {"model": {"plan_hash": "abc", "layouts": {"tp2": {"graphs": {"local": by_replay}}}}}
     (row,) = layouts.graph_rows_of(results)
     assert row["exchange, exposed, idle ms"] == "3.00, 1.25, 0.00"
+    by_replay["exposed"] = {"ncclDevKernel_AllGather(int)": 1.25}
+    (row,) = layouts.exposed_rows_of(results)
+    assert row["exchange"] == "ncclDevKernel_AllGather" and row["exposed ms"] == "1.25"
 
 
 @pytest.mark.parametrize(
