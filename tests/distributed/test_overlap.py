@@ -23,6 +23,8 @@ from megatron_packed.training.build_job import Job, build_job
 from support.layouts import VOCAB, Way, config_of, mine, run_state
 from support.whole_state import assembled, assert_same_bits, everything
 
+STEPS = 2
+"""Number of steps; the second uses weights that were gathered with overlap."""
 BUCKET = 4000
 """Bucket size in elements; the small model then has about twelve buckets."""
 
@@ -56,7 +58,7 @@ def train(
 ) -> dict[str, Any]:
     job = job_of(groups, way, overlap, bf16=bf16)
     metrics, begun, under_way = [], [], []
-    for step in range(3):
+    for step in range(STEPS):
         metrics.append(job.step(mine(groups, way, step, count), 1e-2).clone())
         if job.step.overlapped is not None:
             begun.append(job.step.overlapped.begun_in_backward)
@@ -91,14 +93,13 @@ WAYS = [
     (Way(2, cp_size=2), 1),
     (Way(4, 2, True), 2),
     (Way(4, 2, True, True, 2, 1), 2),
-    (Way(4, 2, True, False, 2, 1), 2),
 ]
 
 
 @pytest.mark.shows("eager", of=lambda way: (way.world_size, with_overlap(way, overlap=True)))
 @pytest.mark.parametrize(("way", "count"), WAYS, ids=str)
 def test_the_same_bits_with_and_without_overlap(way: Way, count: int, pools: WorkerPools) -> None:
-    """Check that metrics, weights and moments of three steps are equal bit for bit.
+    """Check that metrics, weights and moments of all steps are equal bit for bit.
 
     Also check that reductions start in the backward pass, and that parameters are gathered later.
     """
@@ -109,7 +110,8 @@ def test_the_same_bits_with_and_without_overlap(way: Way, count: int, pools: Wor
     )
     for one, other in zip(expected, found):
         assert torch.equal(one["metrics"], other["metrics"]) and one["metrics"][:, 0].min() > 1
-        assert other["begun"] == [other["early"]] * 3 and other["early"] >= 1 and one["begun"] == []
+        assert other["begun"] == [other["early"]] * STEPS and other["early"] >= 1
+        assert one["begun"] == []
         assert (other["experts"] > 0) == (way.ep_size > 1)
         if way.distributed_optimizer:
             assert min(other["under_way"]) >= 5
@@ -214,4 +216,4 @@ def test_the_same_numbers_on_two_gpus(way: Way) -> None:
     )
     for one, other in zip(expected, found):
         torch.testing.assert_close(one["metrics"], other["metrics"], rtol=2e-2, atol=2e-3)
-        assert other["begun"] == [other["early"]] * 3 and other["early"] >= 1
+        assert other["begun"] == [other["early"]] * STEPS and other["early"] >= 1

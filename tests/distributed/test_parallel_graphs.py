@@ -83,7 +83,6 @@ def compare(
 @pytest.mark.parametrize(
     "way",
     [
-        Way(2, 2, True),
         Way(2, 2, True, tp_overlap=True),
         Way(2, cp_size=2),
         Way(2, cp_size=2, comm_type="p2p"),
@@ -91,7 +90,6 @@ def compare(
         Way(2, cp_size=2, mamba="state"),
         Way(2, ep_size=2, distributed_optimizer=True),
         Way(4, 2, True, ep_size=2, expert_tp_size=1),
-        Way(4, 4, True, ep_size=2, expert_tp_size=2),
     ],
     ids=str,
 )

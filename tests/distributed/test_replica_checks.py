@@ -24,6 +24,9 @@ from support.layouts import VOCAB, Way, config_of, mine
 from support.parallel_graphs import LENGTHS, graphed, step_of
 from support.whole_state import everything, same_bits
 
+PATTERN = {"hybrid_layer_pattern": "M*-E", "mtp_num_layers": 0}
+"""Layers of the model, in which each kind of weight has a place."""
+
 
 class Case(NamedTuple):
     """Layout and precision of a job."""
@@ -64,7 +67,7 @@ With ZeRO-1 some of the elements are owned by rank 0 and others by rank 1.
 
 
 def job_of(case: Case, groups: ParallelGroups) -> Job:
-    config = config_of(case.way, bf16=case.bf16)
+    config = config_of(case.way, bf16=case.bf16, **PATTERN)
     if case.overlap:
         gathers = case.way.distributed_optimizer
         overlap = {
@@ -215,7 +218,7 @@ def in_whole_steps(groups: ParallelGroups) -> dict[str, Any]:
     """Return the report of a check before the replay that ends a step, and comparisons with eager
     steps. A weight has a flipped bit during the reported check."""
     way = Way(2, distributed_optimizer=True)
-    job, graphs, _ = graphed(way, groups, {}, "full_iteration", overlap=True)
+    job, graphs, _ = graphed(way, groups, PATTERN, "full_iteration", overlap=True)
     eager = job_of(Case(way, False, overlap=True), groups)
     check = ReplicaCheck(job.model, job.optimizer, groups)
     packs = step_of(way, groups, 0, LENGTHS)

@@ -159,11 +159,13 @@ def test_assignments_dropped_by_capacity_are_counted_once(way: Way, pools: Worke
 
 
 EVENTS = ("gradient", "loss", "spike", "stop")
+FEW_LAYERS = {"hybrid_layer_pattern": "*E/*E"}
+"""Model of the tests of decisions, which do not depend on the kinds of layers."""
 
 
 def spoilt(groups: ParallelGroups, way: Way) -> dict[str, dict[str, Any]]:
     """Run a step with each event on the last rank only: bad gradient, bad loss, spike and stop."""
-    config = config_of(way)
+    config = config_of(way, **FEW_LAYERS)
     training = dataclasses.replace(config.training, loss_spike_policy="skip", loss_spike_window=2)
     job = build_job(dataclasses.replace(config, training=training), groups, VOCAB)
     job.step(mine(groups, way, 0, way.dp_size), 1e-2)
@@ -214,7 +216,7 @@ def poisoned(groups: ParallelGroups, way: Way) -> dict[int, int]:
 
     Only rows of the last rank contain the bad gradient.
     """
-    job = build_job(config_of(way), groups, VOCAB)
+    job = build_job(config_of(way, **FEW_LAYERS), groups, VOCAB)
     if groups.rank == groups.world_size - 1:
         keep = job.step._keep_sum
         calls: list[int] = []
