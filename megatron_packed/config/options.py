@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 Default = TypeVar("Default")
@@ -207,7 +208,7 @@ class Field:
     required: bool
     option: Option
 
-    @property
+    @cached_property  # each check of a value reads it
     def flag(self) -> str:
         """Spelling that is shown to users, e.g. ``--disable-bias-linear``."""
         return "--" + (self.option.flag or self.name.replace("_", "-"))

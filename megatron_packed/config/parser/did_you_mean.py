@@ -14,6 +14,11 @@ def edit_distance(a: str, b: str, limit: int | None = None) -> int:
     Source: optimal string alignment, the restricted form of Damerau and Levenshtein's distance.
     """
     reach = max(len(a), len(b)) if limit is None else limit
+    # Each edit removes at most one surplus character of `a` and one of `b`. This costs less than
+    # the table and is enough for most pairs.
+    surplus = sum(max(0, a.count(x) - b.count(x)) for x in set(a))
+    if max(surplus, surplus + len(b) - len(a)) > reach:
+        return reach + 1
     before: list[int] = []
     previous = list(range(len(b) + 1))
     for i, x in enumerate(a, 1):
