@@ -6,5 +6,13 @@ export OMP_NUM_THREADS=1
 unset PYTHONDONTWRITEBYTECODE  # else every process of a test compiles the package again
 ruff check .
 ruff format --check .
-mypy
-python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder "$@"  # tests of one file share their runs
+report=$(mktemp)
+mypy > "$report" 2>&1 &  # it uses one processor only, so it runs beside the tests
+types=$!
+tests=0
+python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder "$@" || tests=$?  # tests of one file share their runs
+wrong=0
+wait "$types" || wrong=$?
+cat "$report"
+rm "$report"
+exit $((tests ? tests : wrong))

@@ -4,7 +4,6 @@ import copy
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,11 +22,9 @@ SOUND = {
 }
 
 
-def test_two_processes_do_what_one_does(tmp_path):
+def test_two_processes_do_what_one_does(tmp_path, quick_programs):
     command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
+        str(quick_programs / "torchrun"),
         "--nproc_per_node",
         "2",
         "benchmarks/layouts.py",
@@ -45,7 +42,11 @@ def test_two_processes_do_what_one_does(tmp_path):
     done = subprocess.run(
         command,
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHON_EXEC": str(quick_programs / "python"),
+        },
         capture_output=True,
         text=True,
         timeout=300,

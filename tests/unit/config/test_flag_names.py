@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -32,15 +32,23 @@ EXAMPLES = {"--flag", "--no", "--no-x", "--wandb"}
 TABLE = {name: value for name, value in vars(flag_names).items() if name.isupper()}
 
 
-def strings(path: Path, *, docstrings: bool) -> Iterator[str]:
-    tree = ast.parse(path.read_text())
-    bare = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
-        counts = docstrings or id(node) not in bare
-        if counts and isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.value
+@cache
+def all_strings(path: Path) -> list[tuple[str, bool]]:
+    """Return the strings of a file, and for each whether a statement consists of it."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    bare = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    return [
+        (node.value, id(node) in bare)
+        for node in nodes
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
 
 
+def strings(path: Path, *, docstrings: bool) -> list[str]:
+    return [text for text, bare in all_strings(path) if docstrings or not bare]
+
+
+@cache
 def flags_of_commands() -> set[str]:
     """Return every flag that a file of `cli` gives to ``add_argument``."""
     found = {f"--{name}" for name in OPTIONS}

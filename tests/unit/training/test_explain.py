@@ -601,9 +601,10 @@ def test_the_table_is_for_people():
 @pytest.mark.parametrize(
     ("command", "code"), [(["pretrain_hybrid.py"], 0), (["-m", "megatron_packed.cli.main"], 2)]
 )
-def test_the_flag_ends_the_program(command, code):
+def test_the_flag_ends_the_program(command, code, quick_programs):
     words = [*command, *(["packing"] if code else []), *FLAGS, "--explain"]
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
+    program = str(quick_programs / "python")
+    done = subprocess.run([program, *words], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == code, done.stderr
     assert (
         ("kernel ssd" in done.stdout)

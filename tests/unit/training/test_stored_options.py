@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -112,12 +111,13 @@ def test_a_damaged_checkpoint_and_other_programs_are_one_problem(run: RunConfig)
         parsed("")
 
 
-def test_a_run_resumes_without_options_of_model_and_tokenizer(run: RunConfig) -> None:
+def test_a_run_resumes_without_options_of_model_and_tokenizer(
+    run: RunConfig, quick_programs: Path
+) -> None:
     words = [*REST.split(), "--train-iters", "5", "--use-checkpoint-args", "--log-jsonl", "log"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(
-        [sys.executable, str(SCRIPT), *words], capture_output=True, text=True, env=environment
-    )
+    command = [str(quick_programs / "python"), str(SCRIPT), *words]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr.count("options of the checkpoint (--use-checkpoint-args): ") == 1
     assert "resuming from" in ended.stdout
