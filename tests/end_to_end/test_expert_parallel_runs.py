@@ -27,8 +27,8 @@ def test_a_run_that_changes_its_layout_is_the_run_of_one_process(
 ) -> None:
     """A run of a gated delta net with EP2 that resumes with TP2 and EP4 equals one process.
 
-    After the resume the experts are not split by tensor parallelism. Every run includes the
-    isolation self-test.
+    After the resume the experts are not split by tensor parallelism. The run with two processes
+    includes the isolation self-test; the others do not.
     """
     options = tiny_options(
         data,
@@ -36,14 +36,12 @@ def test_a_run_that_changes_its_layout_is_the_run_of_one_process(
         train_iters=LAST,
         valid_data_path=data.valid,
         eval_interval=3,
-        no_isolation_self_test=None,
     )
     alone, together = tmp_path / "alone", tmp_path / "together"
     said = trained(alone, 1, options)
     [model] = [line for line in said.splitlines() if "parameters" in line]
-    said = trained(
-        together, 2, options, exit_interval=3, moe_token_dispatcher_type="alltoall", **EXPERTS
-    )
+    tested = {**options, "no_isolation_self_test": None, "moe_token_dispatcher_type": "alltoall"}
+    said = trained(together, 2, tested, exit_interval=3, **EXPERTS)
     assert model in said  # the whole model's parameters, not a rank's
     assert "(experts 1 tensor-parallel x 2 expert-parallel x 1 data-parallel)" in said
     assert "isolation self-test: 12 checks passed" in said
