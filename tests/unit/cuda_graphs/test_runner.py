@@ -36,6 +36,13 @@ def jobs():
     return Job(tiny_model()), Job(tiny_model(), graphs=True).capture()
 
 
+@pytest.fixture(scope="module")
+def eager_steps():
+    """Return the results of twelve eager steps of a model with the weights of all these tests."""
+    job = Job(tiny_model())
+    return [job.step(pack(lengths, seed=i)) for i, lengths in enumerate(random_packs(12))]
+
+
 @pytest.mark.shows("graphs: local", "one process")
 def test_replay_equals_eager_over_fifty_packings_in_random_order_with_dirty_memory(jobs):
     eager, graphed = jobs
@@ -175,28 +182,25 @@ def test_strict_makes_a_fallback_an_error():
 
 
 @pytest.mark.parametrize("names", [{0, 1, 4}, {2, 3}, {5}, set()])
-def test_captured_modules_among_eager_ones(names):
-    eager, graphed = Job(tiny_model()), Job(tiny_model(), graphs=True, names=names).capture()
+def test_captured_modules_among_eager_ones(names, eager_steps):
+    graphed = Job(tiny_model(), graphs=True, names=names).capture()
     for number, lengths in enumerate(random_packs(9)):
         graphed.backend.scramble()
-        micro_batch = pack(lengths, seed=number)
-        assert_equal(graphed.step(micro_batch), eager.step(micro_batch))
+        assert_equal(graphed.step(pack(lengths, seed=number)), eager_steps[number])
     assert graphed.runner.counters.captures == (3 * (1 + 2 * len(names)) if names else 0)
 
 
 @pytest.mark.parametrize("number", [0, 1, 7, 12, 20])
-def test_a_failed_capture_costs_one_module_its_graph_and_nothing_else(number):
+def test_a_failed_capture_costs_one_module_its_graph_and_nothing_else(number, eager_steps):
     """One failed capture makes only its module, or its capture size, run eagerly.
 
     Capture 0 is the tables of the first capture size, 1 to 6 are its forwards, 7 to 12 its
     backwards. Capture 20 belongs to the second capture size.
     """
-    eager = Job(tiny_model())
     graphed = Job(tiny_model(), graphs=True, backend=RecordingBackend({number})).capture()
     for seed, lengths in enumerate(random_packs(12)):
         graphed.backend.scramble()
-        micro_batch = pack(lengths, seed=seed)
-        assert_equal(graphed.step(micro_batch), eager.step(micro_batch))
+        assert_equal(graphed.step(pack(lengths, seed=seed)), eager_steps[seed])
     assert any("OutOfMemoryError" in line for line in graphed.said)
     counters = graphed.runner.counters
     if number == 0:
