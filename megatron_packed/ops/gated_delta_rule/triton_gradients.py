@@ -328,11 +328,14 @@ def _key_kernel(
                 d_next = tl.load(next_base + block * K + state_tile, mask=mask, other=0.0)
                 d_qk = tl.dot(u, tl.trans(do), d_qk, input_precision=PRECISION)
                 d_kk = tl.dot(dv, tl.trans(u), d_kk, input_precision=PRECISION)
-                d_kk_T = tl.dot(u, tl.trans(dv), d_kk_T, input_precision=PRECISION)
                 dv_state = tl.dot(dv, state, dv_state, input_precision=PRECISION)
                 u_state = tl.dot(u, d_next, u_state, input_precision=PRECISION)
                 d_log_beta += tl.sum(dv.to(tl.float32) * v.to(tl.float32), axis=1)
                 passed += tl.sum(state.to(tl.float32) * d_next.to(tl.float32), axis=0)
+                # Triton 3.6 and 3.9 wait for a product only if this turn uses its result, and they make
+                # a sum a part of the product. This difference is last, so its wait covers all products.
+                # Without it the next copies overwrite dv, state and d_next while products read them.
+                d_kk_T -= tl.dot(u, tl.trans(dv), input_precision=PRECISION)
             dv_state *= tl.load(gates_ptr + 3 * gates + gate + token, mask=real, other=0.0)[:, None]
             u_state *= tl.load(gates_ptr + 4 * gates + gate + token, mask=real, other=0.0)[:, None]
             k = tl.load(k_base + k_tile, mask=key_mask, other=0.0)
@@ -347,7 +350,7 @@ def _key_kernel(
             dk = tl.dot(d_qk.to(q.dtype), q, dk, input_precision=PRECISION)
             decay *= rstd_k[None, :]
             d_kk = tl.where(below, -d_kk * decay, 0.0)
-            d_kk_T = tl.where(above, -d_kk_T * decay, 0.0)
+            d_kk_T = tl.where(above, d_kk_T * decay, 0.0)
             dk = tl.dot((d_kk + d_kk_T).to(k.dtype), k, dk, input_precision=PRECISION)
             pairs = d_kk * tl.dot(k, tl.trans(k), input_precision=PRECISION)
             d_log_beta += tl.sum(pairs, axis=1) - d_read

@@ -270,6 +270,7 @@ def test_delta_rule_compiles_and_fits(dtype, head_dim, compiled, tmp_path):
     for name, kernel in compiled:
         assert kernel.metadata.shared <= SHARED_MEMORY, name
         assert not transposed_in_registers(kernel.asm["ttgir"]), name
+        assert not overwritten_operands(kernel.asm["ttgir"]), name
         if dtype == torch.bfloat16 and name in DELTA_RULE_STACK:
             assert stack_bytes(kernel, tmp_path / name) <= DELTA_RULE_STACK[name], name
 
@@ -309,16 +310,28 @@ def test_the_search_for_transposed_operands_finds_one():
     assert found == ["%2"]
 
 
-@pytest.mark.parametrize("pendings, found", [(0, []), (1, ["%p", "%p"])])
-def test_the_search_for_overwritten_operands_finds_those_that_run(pendings, found):
+@pytest.mark.parametrize(
+    ("pendings", "place", "found"),
+    [
+        (0, "%now", []),
+        (1, "%now", ["%p"]),
+        (1, "%next", []),
+        (2, "%next", ["%p"]),
+        (1, "%unknown", ["%p"]),
+    ],
+)
+def test_the_search_for_overwritten_operands_finds_those_that_run(pendings, place, found):
     loop = (
+        "  %c0 = arith.constant 0 : i32\n"
+        "  %c1 = arith.constant 1 : i32\n"
         "  %x = ttg.local_alloc : () -> y\n"
-        "  %l = scf.for %i = %c0 to %c8 : i32 {\n"
-        "    %b = ttg.memdesc_index %x[%i] : y\n"
-        "    %s = ttg.memdesc_index %x[%j] : y\n"
+        "  %l:2 = scf.for %i = %c0 to %c8 step %c1 iter_args(%now = %c0, %next = %c1) -> (i32) {\n"
+        "    %b = ttg.memdesc_index %x[%now] : y\n"
+        f"    %s = ttg.memdesc_index %x[{place}] : y\n"
         "    %p = ttng.warp_group_dot %a, %b, %c {isAsync = true} : z\n"
         f"    %w = ttng.warp_group_dot_wait %p {{pendings = {pendings} : i32}} : z\n"
         "    %q = ttg.async_copy_global_to_local %r, %s mask %m : y\n"
+        "    scf.yield %next, %now : i32, i32\n"
         "  }\n"
     )
     assert overwritten_operands(loop) == found
