@@ -26,11 +26,10 @@ from megatron_packed.ops.ssd.triton_tiles import Plan, plan_of
 
 _FACTORS = 4
 """Numbers in fp32 that our scan computes for each token and head: steps, sums and decays."""
-_SUMS = 5
-"""Gradients in fp32 that our scan computes for each token and head.
-
-They are those of sums and steps, each inside a chunk and through states, and of the decay to the end of a chunk.
-"""
+_SUMS = 2
+"""Gradients in fp32 that our scan computes for each token and head inside a chunk: of sums and steps."""
+_SUMS_OF_STATES = 3
+"""As `_SUMS`, for each part of a state: of sums, steps and decays to the end of a chunk."""
 _SCAN_SPLIT = 132
 """Number of multiprocessors of an H200. The backward kernels of mamba-ssm split the heads of a group so
 that all of them have work.
@@ -103,12 +102,13 @@ def _own_scan(rank: RankSizes, sizes: _MambaSizes) -> tuple[Amounts, Amounts]:
         Purpose.GRADIENTS: _FACTORS * per_token,
     }
     parts = plan.splits if plan.splits > 1 else 0
+    parts_of_states = plan.tiles["gradients"].parts
     backward = rank.backward_start(
         projected=sizes.projected,
         dy=sizes.y,
         convolved=sizes.convolved,
         factors=_FACTORS * per_token,
-        sums=_SUMS * plan.blocks * per_token,
+        sums=(_SUMS + _SUMS_OF_STATES * parts_of_states) * plan.blocks * per_token,
         scores=rank.element * plan.chunks * plan.length**2 * sizes.groups * plan.splits,
         parts=2 * FP32 * sizes.rows * sizes.groups * sizes.state * parts,
     )

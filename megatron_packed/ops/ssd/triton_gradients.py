@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_packed.ops.ssd.chunk_sum import PartialSums
-from megatron_packed.ops.ssd.triton_loads import load_rows, store_rows
+from megatron_packed.ops.ssd.triton_loads import load_rows, load_tile, store_rows
 from megatron_packed.ops.ssd.triton_tiles import Plan
 from megatron_packed.ops.ssd.triton_token_gradients import token_gradients
 
@@ -58,12 +58,13 @@ def chunk_gradients(scan: ScanTensors, plan: Plan, *, out: tuple[Tensor, Tensor]
         shape_KTGS = (plan.splits, tokens, groups, state_dim)
         parts = (torch.empty(shape_KTGS, **options), torch.empty(shape_KTGS, **options))
     blocks = plan.blocks
+    state_blocks = blocks * plan.tiles["gradients"].parts
     sums_NQL = (heads, plan.chunks, plan.length)
     # First those of the products between tokens, then those of the products with states.
-    d_sum_XNQL = torch.empty(2 * blocks, *sums_NQL, **options)
-    d_step_XNQL = torch.empty(2 * blocks, *sums_NQL, **options)
-    d_reach_XNQL = torch.empty(blocks, *sums_NQL, **options)
-    d_last_NQX = torch.empty(heads, plan.chunks, blocks * plan.block_p, **options)
+    d_sum_XNQL = torch.empty(blocks + state_blocks, *sums_NQL, **options)
+    d_step_XNQL = torch.empty(blocks + state_blocks, *sums_NQL, **options)
+    d_reach_XNQL = torch.empty(state_blocks, *sums_NQL, **options)
+    d_last_NQX = torch.empty(heads, plan.chunks, state_blocks * plan.block_p, **options)
     d_D_XQN = torch.empty(blocks, plan.chunks, heads, **options)
     d_scores_QKLL = token_gradients(
         *scan[:6], plan, out=(d_sum_XNQL[:blocks], d_step_XNQL[:blocks], d_D_XQN)
@@ -89,10 +90,10 @@ def _launch(
     out: tuple[Tensor, Tensor],
     sums: tuple[Tensor, ...],
 ) -> None:
-    """Launch one program for each chunk, part of the heads of a group, and C or B."""
+    """Launch one program for each chunk, part of the heads of a group, part of the state, and C or B."""
     (tokens, heads, head_dim), (groups, state_dim) = scan.x_TNP.shape, scan.B_TGS.shape[1:]
     tiles = plan.tiles["gradients"]
-    _state_gradients_kernel[(2 * groups * plan.splits, plan.chunks)](
+    _state_gradients_kernel[(2 * tiles.parts * groups * plan.splits, plan.chunks)](
         *scan[:4],
         *scan[5:],
         d_scores_QKLL,
@@ -109,11 +110,13 @@ def _launch(
         P=head_dim,
         S=state_dim,
         BLOCK_P=plan.block_p,
-        BLOCK_S=plan.block_s,
+        BLOCK_S=plan.block_s // tiles.parts,
+        PARTS=tiles.parts,
         HEADS=heads,
         HEADS_PER_GROUP=heads // groups,
         SPLITS=plan.splits,
         L=plan.length,
+        FULL=plan.full,
         STAGES=tiles.stages,
         num_warps=tiles.warps,
         maxnreg=tiles.registers,
@@ -174,107 +177,141 @@ def _state_gradients_kernel(
     S: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    PARTS: tl.constexpr,
     HEADS: tl.constexpr,
     HEADS_PER_GROUP: tl.constexpr,
     SPLITS: tl.constexpr,
     L: tl.constexpr,
+    FULL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Compute chunk c for part k of the heads of group g in programs (2 * (g * SPLITS + k) + side, c).
+    """Compute chunk c in programs (2 * ((g * SPLITS + k) * PARTS + part) + side, c).
 
-    Side 0 computes B5 and the gradient of C. Side 1 computes B4 and the gradient of B.
+    They take part k of the heads of group g and one part of the state. Side 0 computes B5 and the gradient
+    of C, side 1 B4 and the gradient of B.
     """
     BLOCKS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
-    COUNT: tl.constexpr = HEADS_PER_GROUP // SPLITS
-    side = tl.program_id(0) % 2
-    part = tl.program_id(0) // 2
-    group = (part // SPLITS).to(tl.int64)
-    split = part % SPLITS
+    place = tl.program_id(0) // 2
+    part = place % PARTS
+    split = place // PARTS % SPLITS
+    group = (place // (PARTS * SPLITS)).to(tl.int64)
     chunk = tl.program_id(1)
+    plane = HEADS * chunks.to(tl.int64) * L
+    b_ptr += group * b_group_stride
+    c_ptr += group * c_group_stride
+    programs = tl.num_programs(0) // (2 * PARTS)
+    d_scores_ptr += (chunk.to(tl.int64) * programs + place // PARTS) * (L * L)
+    skip = split * tokens.to(tl.int64) * (HEADS // HEADS_PER_GROUP) * S
+    d_sums_ptr += part * BLOCKS * plane
+    d_reach_ptr += part * BLOCKS * plane
+    d_steps_ptr += part * BLOCKS * plane
+    if tl.program_id(0) % 2 == 0:
+        _gradient(
+            *(c_ptr, c_stride, b_ptr, b_stride, dy_ptr, dy_stride, dy_head_stride),
+            *(factors_ptr, states_ptr, states_ptr, d_scores_ptr),
+            *(dc_ptr + skip + group * dc_group_stride, dc_stride),
+            *(d_sums_ptr, d_steps_ptr, d_last_ptr, tokens, chunks, group, split, chunk, part),
+            *(P, S, BLOCK_P, BLOCK_S, PARTS, HEADS, HEADS_PER_GROUP, SPLITS, L, FULL, STAGES, 0),
+        )
+    else:
+        _gradient(
+            *(b_ptr, b_stride, c_ptr, c_stride, x_ptr, x_stride, x_head_stride),
+            *(factors_ptr, d_states_ptr, states_ptr, d_scores_ptr),
+            *(db_ptr + skip + group * db_group_stride, db_stride),
+            *(d_reach_ptr + 1, d_steps_ptr, d_last_ptr, tokens, chunks, group, split, chunk, part),
+            *(P, S, BLOCK_P, BLOCK_S, PARTS, HEADS, HEADS_PER_GROUP, SPLITS, L, FULL, STAGES, 1),
+        )
+
+
+@triton.jit
+def _gradient(
+    a_ptr,
+    a_stride,
+    other_ptr,
+    other_stride,
+    v_ptr,
+    v_stride,
+    v_head_stride,
+    factors_ptr,
+    with_ptr,
+    states_ptr,
+    d_scores_ptr,
+    out_ptr,
+    out_stride,
+    d_log_ptr,
+    d_steps_ptr,
+    d_last_ptr,
+    tokens,
+    chunks,
+    group,
+    split,
+    chunk,
+    part,
+    P: tl.constexpr,
+    S: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    PARTS: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEADS_PER_GROUP: tl.constexpr,
+    SPLITS: tl.constexpr,
+    L: tl.constexpr,
+    FULL: tl.constexpr,
+    STAGES: tl.constexpr,
+    SIDE: tl.constexpr,
+):
+    """Compute one side: a, with, v are C, states, dy for side 0, and B, their gradients, x for side 1."""
+    BLOCKS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
+    COUNT: tl.constexpr = HEADS_PER_GROUP // SPLITS
     start = chunk.to(tl.int64) * L
     p = tl.arange(0, BLOCK_P)
-    s = tl.arange(0, BLOCK_S)
+    s = part * BLOCK_S + tl.arange(0, BLOCK_S)
     token = tl.arange(0, L)
     real = token < tokens - chunk * L
     s_mask = real[:, None] & (s < S)[None, :]
     plane = HEADS * chunks.to(tl.int64) * L
-    b_ptr += group * b_group_stride
-    c_ptr += group * c_group_stride
-    if side == 0:
-        a_ptr, other_ptr, a_stride, other_stride = c_ptr, b_ptr, c_stride, b_stride
-        v_ptr, v_stride, v_head_stride = dy_ptr, dy_stride, dy_head_stride
-        with_ptr, d_log_ptr = states_ptr, d_sums_ptr
-        out_ptr, out_stride = dc_ptr + group * dc_group_stride, dc_stride
-    else:
-        a_ptr, other_ptr, a_stride, other_stride = b_ptr, c_ptr, b_stride, c_stride
-        v_ptr, v_stride, v_head_stride = x_ptr, x_stride, x_head_stride
-        with_ptr, d_log_ptr = d_states_ptr, d_reach_ptr + 1
-        out_ptr, out_stride = db_ptr + group * db_group_stride, db_stride
-    a = load_rows(a_ptr, start, a_stride, token, s, s_mask)
+    a = load_rows(a_ptr, start, a_stride, token, s, s_mask, FULL)
     gradient = tl.zeros((L, BLOCK_S), dtype=tl.float32)
+    v_ptr += start * v_stride
+    v_tile = token[:, None] * v_stride + p[None, :]
+    state_tile = p[:, None] * S + s[None, :]
     for number in tl.range(COUNT * BLOCKS, num_stages=STAGES):
         head = group * HEADS_PER_GROUP + split * COUNT + number // BLOCKS
         block = number % BLOCKS
         channel = block * BLOCK_P + p
         p_mask = real[:, None] & (channel < P)[None, :]
         row = head * chunks * L + start
-        step = tl.load(factors_ptr + row + token)
-        factor = tl.load(factors_ptr + (2 + side) * plane + row + token)
-        factor *= tl.where(side == 0, 1.0, step)
-        tile = (chunk * HEADS + head) * (P * S) + channel[:, None] * S + s[None, :]
+        factor = tl.load(factors_ptr + (2 + SIDE) * plane + row + token)
+        if SIDE == 1:
+            step = tl.load(factors_ptr + row + token)
+            factor *= step
+        at = (chunk * HEADS + head) * (P * S) + block * (BLOCK_P * S)
         state_mask = (channel < P)[:, None] & (s < S)[None, :]
-        state = tl.load(with_ptr + tile, mask=state_mask, other=0.0)
-        values = load_rows(v_ptr + head * v_head_stride, start, v_stride, token, channel, p_mask)
-        d_log, gradient = _with_state(a, state, values, factor, gradient)
+        state = load_tile(with_ptr + at, state_tile, state_mask, FULL)
+        values = load_tile(v_ptr + head * v_head_stride + block * BLOCK_P, v_tile, p_mask, FULL)
+        scaled = (values.to(tl.float32) * factor[:, None]).to(values.dtype)
+        # The last product of a turn is one whose result it uses; README.md has the reason.
+        gradient = tl.dot(scaled, state, gradient)
+        if SIDE == 1:
+            entering = load_tile(states_ptr + at, state_tile, state_mask, FULL)
+            squares = tl.dot(entering, tl.trans(state))
+        product = tl.dot(a, tl.trans(state))
+        d_log = factor * tl.sum(product * values.to(tl.float32), axis=1)
         out = block * plane + row + token
-        tl.store(d_log_ptr + out, d_log, mask=token + side < L)
-        if side == 1:
+        tl.store(d_log_ptr + out, d_log, mask=token + SIDE < L)
+        if SIDE == 1:
             # All terms are zeros for a step of zero. The bound prevents 0 / 0.
             tl.store(d_steps_ptr + out, d_log / tl.maximum(step, 1e-30))
-            last_at = ((head * chunks + chunk) * BLOCKS + block) * BLOCK_P + p
             keep = tl.load(factors_ptr + 2 * plane + row + (L - 1))
-            _store_last(d_last_ptr + last_at, states_ptr + tile, state_mask, state, keep)
-    other = load_rows(other_ptr, start, other_stride, token, s, s_mask)
-    at = chunk.to(tl.int64) * (tl.num_programs(0) // 2) + part
-    d_scores = tl.load(d_scores_ptr + (at * L + token[:, None]) * L + token[None, :])
-    gradient = _with_tokens(d_scores, other, side, gradient)
-    out_ptr += split * tokens.to(tl.int64) * (HEADS // HEADS_PER_GROUP) * S
+            last_at = (((head * chunks + chunk) * PARTS + part) * BLOCKS + block) * BLOCK_P + p
+            diagonal = tl.where(p[:, None] == p[None, :], squares, 0.0)
+            tl.store(d_last_ptr + last_at, keep * tl.sum(diagonal, axis=1))
+    other = load_rows(other_ptr, start, other_stride, token, s, s_mask, FULL)
+    d_scores = tl.load(d_scores_ptr + (token[:, None] * L + token[None, :]))
+    if SIDE == 0:
+        d_scores = tl.trans(d_scores)
+    gradient = tl.dot(d_scores, other, gradient)
     store_rows(out_ptr, start, out_stride, token, s, s_mask, gradient)
-
-
-@triton.jit
-def _store_last(d_last_ptr, states_ptr, mask, d_state, keep):
-    """Store the gradient of the last sum of the chunk for each channel.
-
-    The program of side 0 for the same heads reads these states at about the same time.
-    """
-    state = tl.load(states_ptr, mask=mask, other=0.0)
-    tl.store(d_last_ptr, keep * tl.sum(d_state.to(tl.float32) * state.to(tl.float32), axis=1))
-
-
-@triton.jit
-def _with_tokens(d_scores, other, side, total):
-    """Return ``total`` plus the gradient of C or B through the scores of a chunk."""
-    if side == 0:
-        total = tl.dot(tl.trans(d_scores), other, total)
-    else:
-        total = tl.dot(d_scores, other, total)
-    return total
-
-
-@triton.jit
-def _with_state(a, state, values, factor, total):
-    """Compute the terms of a chunk with a state: of C with the first one, or of B with the last one.
-
-    Returns:
-        the gradient of the logarithm of ``factor``, and ``total`` plus the gradient of ``a``.
-    """
-    scaled = values.to(tl.float32) * factor[:, None]
-    # The product whose result is used here comes last: then both are done before the next copy of a
-    # state begins. README.md has the reason.
-    total = tl.dot(scaled.to(values.dtype), state, total)
-    product = tl.dot(a, tl.trans(state))
-    return tl.sum(product * scaled, axis=1), total
 
 
 @triton.jit(do_not_specialize=["tokens"])

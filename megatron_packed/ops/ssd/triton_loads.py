@@ -8,10 +8,29 @@ import triton.language as tl
 
 
 @triton.jit
-def load_rows(ptr, start, stride, token, column, mask):
-    """Load the columns ``column`` of the rows ``start + token``, with zeros where the mask is False."""
-    base = ptr + start * stride
-    return tl.load(base + (token[:, None] * stride + column[None, :]), mask=mask, other=0.0)
+def load_tile(ptr, tile, mask, FULL: tl.constexpr):
+    """Load the elements ``tile``, with zeros where the mask is False; FULL if it is True everywhere."""
+    if FULL:
+        value = tl.load(ptr + tile)
+    else:
+        value = tl.load(ptr + tile, mask=mask, other=0.0)
+    return value
+
+
+@triton.jit
+def store_tile(ptr, tile, value, mask, FULL: tl.constexpr):
+    """Store the elements ``tile`` in the dtype of ``ptr``; FULL as for `load_tile`."""
+    if FULL:
+        tl.store(ptr + tile, value.to(ptr.dtype.element_ty))
+    else:
+        tl.store(ptr + tile, value.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_rows(ptr, start, stride, token, column, mask, FULL: tl.constexpr = False):
+    """Load the columns ``column`` of the rows ``start + token``; mask and FULL as for `load_tile`."""
+    tile = token[:, None] * stride + column[None, :]
+    return load_tile(ptr + start * stride, tile, mask, FULL)
 
 
 @triton.jit

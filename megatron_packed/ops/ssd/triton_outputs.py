@@ -16,8 +16,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megatron_packed.ops.ssd.triton_loads import add_products, load_factors, load_rows
+from megatron_packed.ops.ssd.triton_loads import (
+    add_products,
+    load_factors,
+    load_rows,
+    load_tile,
+    store_tile,
+)
 from megatron_packed.ops.ssd.triton_tiles import Plan
 
 
@@ -70,7 +77,7 @@ def input_gradients(
 
 
 def _scan(
-    tensors: tuple[Tensor, ...],
+    tensors: tuple[Tensor | TensorDescriptor, ...],
     out_TNP: Tensor,
     states_QNPS: Tensor | None,
     plan: Plan,
@@ -81,6 +88,11 @@ def _scan(
     x_TNP, B_TGS, C_TGS = tensors[:3]
     (tokens, heads, head_dim), (groups, state_dim) = x_TNP.shape, B_TGS.shape[1:]
     tiles = plan.tiles["inputs" if reverse else "outputs"]
+    described = tiles.descriptors and plan.full and all(map(_copied_by_engine, tensors[:3]))
+    if described:
+        columns = (plan.block_p, *(plan.block_s // tiles.parts,) * 2)
+        descriptors = [_descriptor(x, plan.length, n) for x, n in zip(tensors[:3], columns)]
+        tensors = (*descriptors, *tensors[3:])
     _scan_kernel[(heads * plan.blocks, plan.segments)](
         *tensors,
         out_TNP,
@@ -95,15 +107,30 @@ def _scan(
         P=head_dim,
         S=state_dim,
         BLOCK_P=plan.block_p,
-        BLOCK_S=plan.block_s,
+        BLOCK_S=plan.block_s // tiles.parts,
+        PARTS=tiles.parts,
+        DESCRIBED=described,
         HEADS=heads,
         HEADS_PER_GROUP=heads // groups,
         L=plan.length,
         REVERSE=reverse,
-        STAGES=tiles.stages,
+        # Copies by threads may overwrite the first tile of a state in two parts; README.md has the reason.
+        STAGES=tiles.stages if described or tiles.parts == 1 else 1,
         num_warps=tiles.warps,
         maxnreg=tiles.registers,
     )
+
+
+def _copied_by_engine(x: Tensor) -> bool:
+    """Return whether the addresses of all rows are multiples of 16 bytes."""
+    row = x.stride(0) * x.element_size()
+    return x.data_ptr() % 16 == 0 and row % 16 == 0 and row > 0
+
+
+def _descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Describe the rows of ``x``, one for each token, and its tiles."""
+    width = (x.shape[1] - 1) * x.stride(1) + x.shape[2]
+    return TensorDescriptor(x, [x.shape[0], width], [x.stride(0), 1], [rows, columns])
 
 
 @triton.jit(do_not_specialize=["tokens", "chunks", "chunks_per_segment"])
@@ -132,6 +159,8 @@ def _scan_kernel(
     S: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    PARTS: tl.constexpr,
+    DESCRIBED: tl.constexpr,
     HEADS: tl.constexpr,
     HEADS_PER_GROUP: tl.constexpr,
     L: tl.constexpr,
@@ -148,50 +177,119 @@ def _scan_kernel(
     segment = tl.program_id(1)
     first = segment * chunks_per_segment
     count = tl.minimum(chunks_per_segment, chunks - first)
-    p = (tl.program_id(0) % BLOCKS) * BLOCK_P + tl.arange(0, BLOCK_P)
+    p_first = (tl.program_id(0) % BLOCKS) * BLOCK_P
+    p = p_first + tl.arange(0, BLOCK_P)
     s = tl.arange(0, BLOCK_S)
     token = tl.arange(0, L)
     plane = HEADS * chunks.to(tl.int64) * L
     factor_base = factors_ptr + head * chunks * L
     skip = tl.load(d_ptr + head).to(tl.float32)
     at = (segment * HEADS + head) * (P * S)
-    state_mask = (p < P)[:, None] & (s < S)[None, :]
     state_tile = p[:, None] * S + s[None, :]
-    state = tl.load(entering_ptr + at + state_tile, mask=state_mask, other=0.0)
+    state_mask = (p < P)[:, None] & (s < S)[None, :]
+    state = load_tile(entering_ptr + at, state_tile, state_mask, DESCRIBED)
+    second = state
+    if PARTS == 2:
+        second_mask = (p < P)[:, None] & (BLOCK_S + s < S)[None, :]
+        second = load_tile(entering_ptr + at + BLOCK_S, state_tile, second_mask, DESCRIBED)
+    b_first = group * b_group_stride
+    c_first = group * c_group_stride
+    x_first = head * x_head_stride + p_first
+    y_base = y_ptr + head * y_head_stride
     for done in tl.range(count, num_stages=STAGES):
         chunk = first + done
         if REVERSE:
             chunk = first + count - 1 - done
         start = chunk.to(tl.int64) * L
         real = token < tokens - chunk * L
-        x_mask = real[:, None] & (p < P)[None, :]
-        s_mask = real[:, None] & (s < S)[None, :]
-        step, total, enter, rest = load_factors(factor_base + start, plane, token)
-        leave = rest * step
-        beginning = tl.load(first_ptr + start + token)
-        # The factor of the state is that of the last token.
-        keep = tl.load(factor_base + 2 * plane + start + (L - 1))
-
-        # A tile is read from shared memory where it is loaded here, so late loads save registers.
-        c = load_rows(c_ptr + group * c_group_stride, start, c_stride, token, s, s_mask)
-        low = state.to(c.dtype)
+        step, total, enter, leave, keep = _factors(factor_base + start, plane, token, L, REVERSE)
         if REVERSE:
-            out = states_ptr + (chunk * HEADS + head) * (P * S) + state_tile
-            tl.store(out, low, mask=state_mask)
-            enter, leave = leave, enter
-        y = tl.dot(low, tl.trans(c))
-        b = load_rows(b_ptr + group * b_group_stride, start, b_stride, token, s, s_mask)
-        scores = _decayed(tl.dot(b, tl.trans(c)), total, step, token, beginning, REVERSE)
+            out = states_ptr + (chunk * HEADS + head) * (P * S)
+            store_tile(out, state_tile, state, state_mask, DESCRIBED)
+            if PARTS == 2:
+                store_tile(out + BLOCK_S, state_tile, second, second_mask, DESCRIBED)
+        y, scores, b, b2 = _products(
+            *(state, second, b_ptr, c_ptr, b_first, c_first, start, b_stride, c_stride),
+            *(real, token, s, S, L, BLOCK_P, BLOCK_S, PARTS, DESCRIBED),
+        )
+        beginning = tl.load(first_ptr + start + token)
+        scores = _decayed(scores, total, step, token, beginning, REVERSE)
         y *= enter[None, :]
-        x = load_rows(x_ptr + head * x_head_stride, start, x_stride, token, p, x_mask)
+        mask = real[:, None] & (p < P)[None, :]
+        x = _rows(x_ptr, x_first, start, x_stride, token, p - p_first, mask, DESCRIBED)
         y = tl.dot(tl.trans(x), scores.to(x.dtype), y)
         wide = tl.trans(x).to(tl.float32)
         y += skip * wide
-        y_base = y_ptr + (start * y_stride + head * y_head_stride)
         y_tile = token[None, :] * y_stride + p[:, None]
-        tl.store(y_base + y_tile, y.to(y_ptr.dtype.element_ty), mask=tl.trans(x_mask))
+        store_tile(y_base + start * y_stride, y_tile, y, tl.trans(mask), DESCRIBED)
         # Only backward needs precise states; see `states_of_segments`.
-        state = add_products(state * keep, wide * leave[None, :], b, REVERSE)
+        scaled = wide * leave[None, :]
+        state = add_products(state * keep, scaled, b, REVERSE)
+        if PARTS == 2:
+            second = add_products(second * keep, scaled, b2, REVERSE)
+
+
+@triton.jit
+def _factors(ptr, plane, token, L: tl.constexpr, REVERSE: tl.constexpr):
+    """Load steps, sums and the factors of y, of x, and of the state, which is that of the last token."""
+    step, total, enter, rest = load_factors(ptr, plane, token)
+    keep = tl.load(ptr + 2 * plane + (L - 1))
+    leave = rest * step
+    if REVERSE:
+        enter, leave = leave, enter
+    return step, total, enter, leave, keep
+
+
+@triton.jit
+def _products(
+    state,
+    second,
+    b_ptr,
+    c_ptr,
+    b_first,
+    c_first,
+    start,
+    b_stride,
+    c_stride,
+    real,
+    token,
+    s,
+    S: tl.constexpr,
+    L: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    PARTS: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+):
+    """Return the products of states and of B with C, and B in two tiles, equal if there is one part.
+
+    A tile is read from shared memory where it is loaded here, so late loads save registers.
+    """
+    y = tl.zeros((BLOCK_P, L), dtype=tl.float32)
+    scores = tl.zeros((L, L), dtype=tl.float32)
+    mask = real[:, None] & (s < S)[None, :]
+    c = _rows(c_ptr, c_first, start, c_stride, token, s, mask, DESCRIBED)
+    y = tl.dot(state.to(c.dtype), tl.trans(c), y)
+    b = _rows(b_ptr, b_first, start, b_stride, token, s, mask, DESCRIBED)
+    scores = tl.dot(b, tl.trans(c), scores)
+    b2 = b
+    if PARTS == 2:
+        mask = real[:, None] & (BLOCK_S + s < S)[None, :]
+        c = _rows(c_ptr, c_first + BLOCK_S, start, c_stride, token, s, mask, DESCRIBED)
+        y = tl.dot(second.to(c.dtype), tl.trans(c), y)
+        b2 = _rows(b_ptr, b_first + BLOCK_S, start, b_stride, token, s, mask, DESCRIBED)
+        scores = tl.dot(b2, tl.trans(c), scores)
+    return y, scores, b, b2
+
+
+@triton.jit
+def _rows(ptr, first, start, stride, token, column, mask, DESCRIBED: tl.constexpr):
+    """Load columns of a chunk's rows from column ``first``, by a descriptor or as `load_rows`."""
+    if DESCRIBED:
+        value = ptr.load([start.to(tl.int32), first.to(tl.int32)])
+    else:
+        value = load_rows(ptr + first, start, stride, token, column, mask)
+    return value
 
 
 @triton.jit

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_packed.ops.ssd.triton_loads import add_products, load_rows
+from megatron_packed.ops.ssd.triton_loads import add_products, load_rows, load_tile, store_tile
 from megatron_packed.ops.ssd.triton_tiles import Plan
 
 _PASSED_PER_PROGRAM = 256
@@ -104,10 +104,10 @@ def _walk(
     reverse: bool,
     precise: bool,
 ) -> None:
-    """Launch one program for each segment, head and block of channels."""
+    """Launch one program for each segment, head, block of channels and part of the state."""
     (tokens, heads, head_dim), (groups, state_dim) = x_TNP.shape, B_TGS.shape[1:]
     tiles = plan.tiles["sums" if states_QNPS is None else "states"]
-    _walk_kernel[(heads * plan.blocks, plan.segments)](
+    _walk_kernel[(heads * plan.blocks * tiles.parts, plan.segments)](
         x_TNP,
         B_TGS,
         factors_4NQL,
@@ -122,7 +122,9 @@ def _walk(
         P=head_dim,
         S=state_dim,
         BLOCK_P=plan.block_p,
-        BLOCK_S=plan.block_s,
+        BLOCK_S=plan.block_s // tiles.parts,
+        PARTS=tiles.parts,
+        FULL=plan.full,
         HEADS=heads,
         HEADS_PER_GROUP=heads // groups,
         L=plan.length,
@@ -154,6 +156,8 @@ def _walk_kernel(
     S: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    PARTS: tl.constexpr,
+    FULL: tl.constexpr,
     HEADS: tl.constexpr,
     HEADS_PER_GROUP: tl.constexpr,
     L: tl.constexpr,
@@ -162,18 +166,20 @@ def _walk_kernel(
     PRECISE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Carry a state through segment z in program (n * blocks + block, z).
+    """Carry a part of a state through segment z in program ((n * blocks + block) * PARTS + part, z).
 
     With CHUNKS the kernel reads the state that enters the segment and stores that of each chunk. Else it
     starts from zeros and stores the last state, and the decay of the segment.
     """
     BLOCKS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
-    head = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    part = tl.program_id(0) % PARTS
+    place = tl.program_id(0) // PARTS
+    head = (place // BLOCKS).to(tl.int64)
     segment = tl.program_id(1)
     first = segment * chunks_per_segment
     count = tl.minimum(chunks_per_segment, chunks - first)
-    p = (tl.program_id(0) % BLOCKS) * BLOCK_P + tl.arange(0, BLOCK_P)
-    s = tl.arange(0, BLOCK_S)
+    p = (place % BLOCKS) * BLOCK_P + tl.arange(0, BLOCK_P)
+    s = part * BLOCK_S + tl.arange(0, BLOCK_S)
     token = tl.arange(0, L)
     state_tile = p[:, None] * S + s[None, :]
     state_mask = (p < P)[:, None] & (s < S)[None, :]
@@ -202,9 +208,8 @@ def _walk_kernel(
         start = chunk.to(tl.int64) * L
         real = token < tokens - chunk * L
         x_mask = (p < P)[:, None] & real[None, :]
-        x = tl.load(x_base + start * x_stride + x_tile, mask=x_mask, other=0.0)
-        b_mask = real[:, None] & (s < S)[None, :]
-        b = load_rows(b_base, start, b_stride, token, s, b_mask)
+        x = load_tile(x_base + start * x_stride, x_tile, x_mask, FULL)
+        b = load_rows(b_base, start, b_stride, token, s, real[:, None] & (s < S)[None, :], FULL)
         if REVERSE:
             factor = tl.load(factor_base + 2 * plane + start + token)
         else:
@@ -213,13 +218,13 @@ def _walk_kernel(
         next_keep = tl.load(factor_base + 2 * plane + following * L + (L - 1))
         if CHUNKS:
             out = out_ptr + (chunk * HEADS + head) * (P * S)
-            tl.store(out + state_tile, state.to(out_ptr.dtype.element_ty), mask=state_mask)
+            store_tile(out, state_tile, state, state_mask, FULL)
         decay *= keep
         state = add_products(state * keep, x.to(tl.float32) * factor[None, :], b, PRECISE)
         keep = next_keep
     if not CHUNKS:
         tl.store(states_ptr + at + state_tile, state, mask=state_mask)
-        if tl.program_id(0) % BLOCKS == 0:
+        if tl.program_id(0) % (BLOCKS * PARTS) == 0:
             tl.store(decays_ptr + segment * HEADS + head, decay)
 
 

@@ -28,32 +28,30 @@ class ProgramSize(NamedTuple):
     """Steps of the program's loop whose tiles are on their way or in shared memory at a time."""
     registers: int | None = None
     """Most registers of a thread, so that more programs run on a processor at a time."""
+    parts: int = 1
+    """Parts of a state. Each is a tile of its own, or for walks and gradients a program of its own."""
+    descriptors: bool = False
+    """The copy engine (TMA) loads complete tiles, and no thread computes their addresses."""
 
 
+_UP_TO_128 = {
+    "sums": ProgramSize(4, 3, registers=168),
+    "states": ProgramSize(4, 4),
+    "outputs": ProgramSize(4, 2, descriptors=True),
+    "inputs": ProgramSize(4, 2, descriptors=True),
+    "tokens": ProgramSize(4, 3, registers=168),
+    "gradients": ProgramSize(4, 2),
+}
 TILES = {
-    64: {
-        "sums": ProgramSize(4, 3),
-        "states": ProgramSize(4, 3),
-        "outputs": ProgramSize(4, 2),
-        "inputs": ProgramSize(4, 2),
-        "tokens": ProgramSize(4, 3),
-        "gradients": ProgramSize(4, 2),
-    },
-    128: {
-        "sums": ProgramSize(4, 3),
-        "states": ProgramSize(4, 3),
-        "outputs": ProgramSize(4, 2),
-        "inputs": ProgramSize(4, 2),
-        "tokens": ProgramSize(4, 3),
-        "gradients": ProgramSize(4, 2),
-    },
+    64: _UP_TO_128,
+    128: _UP_TO_128,
     256: {
-        "sums": ProgramSize(8, 2),
-        "states": ProgramSize(8, 2),
-        "outputs": ProgramSize(8, 2),
-        "inputs": ProgramSize(8, 2),
-        "tokens": ProgramSize(4, 2),
-        "gradients": ProgramSize(8, 2),
+        "sums": ProgramSize(4, 3, parts=2),
+        "states": ProgramSize(4, 3, parts=4),
+        "outputs": ProgramSize(4, 2, parts=2, descriptors=True),
+        "inputs": ProgramSize(4, 2, parts=2, descriptors=True),
+        "tokens": ProgramSize(4, 3),
+        "gradients": ProgramSize(4, 2, parts=2),
     },
 }
 """Sizes of each kernel, by the block of the state."""
@@ -78,6 +76,8 @@ class Plan(NamedTuple):
     """Segments of the pack, Z. The last one may be shorter."""
     splits: int
     """Programs that share the heads of a group in the launch of gradients."""
+    full: bool
+    """All tiles are complete, so that no load or store needs a mask."""
 
 
 def plan_of(inputs: SSDInputs) -> Plan:
@@ -97,6 +97,9 @@ def plan_of(inputs: SSDInputs) -> Plan:
         chunks_per_segment=chunks_per_segment,
         segments=-(-chunks // chunks_per_segment),
         splits=_splits(inputs.heads // inputs.groups, chunks * inputs.groups),
+        full=inputs.tokens % LENGTH == 0
+        and inputs.head_dim % _SMALLEST_BLOCK == 0
+        and inputs.state_dim == block_s,
     )
 
 

@@ -61,6 +61,7 @@ def token_gradients(
         HEADS_PER_GROUP=heads // groups,
         SPLITS=plan.splits,
         L=plan.length,
+        FULL=plan.full,
         STAGES=tiles.stages,
         num_warps=tiles.warps,
         maxnreg=tiles.registers,
@@ -98,6 +99,7 @@ def _token_gradients_kernel(
     HEADS_PER_GROUP: tl.constexpr,
     SPLITS: tl.constexpr,
     L: tl.constexpr,
+    FULL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Compute chunk c for part k of the heads of group g in program (g * SPLITS + k, c)."""
@@ -128,8 +130,9 @@ def _token_gradients_kernel(
         row = head * chunks * L + start
         step = tl.load(factors_ptr + row + token)
         total = tl.load(factors_ptr + plane + row + token)
-        x = load_rows(x_ptr + head * x_head_stride, start, x_stride, token, channel, p_mask)
-        dy = load_rows(dy_ptr + head * dy_head_stride, start, dy_stride, token, channel, p_mask)
+        x = load_rows(x_ptr + head * x_head_stride, start, x_stride, token, channel, p_mask, FULL)
+        dy_base = dy_ptr + head * dy_head_stride
+        dy = load_rows(dy_base, start, dy_stride, token, channel, p_mask, FULL)
         products = tl.dot(x, tl.trans(dy))
         d_skip = tl.where(token[:, None] == token[None, :], products, 0.0)
         # Inside a document the exponent is at most 0. Elsewhere the scores are zeros.
@@ -137,11 +140,10 @@ def _token_gradients_kernel(
         products *= decay * step[:, None]
         d_scores += products
         products *= scores
-        # The diagonal has no decay.
-        decayed = tl.where(token[:, None] < token[None, :], products, 0.0)
-        d_step, d_earlier, d_skip = tl.reduce((products, decayed, d_skip), 1, _add_three)
+        d_step, d_skip = tl.reduce((products, d_skip), 1, _add_two)
         out = block * plane + row + token
-        tl.store(d_sums_ptr + out, tl.sum(decayed, axis=0) - d_earlier)
+        # The diagonal has no decay, and cancels.
+        tl.store(d_sums_ptr + out, tl.sum(products, axis=0) - d_step)
         # All terms are zeros for a step of zero. The bound prevents 0 / 0.
         tl.store(d_steps_ptr + out, d_step / tl.maximum(step, 1e-30))
         tl.store(d_skip_ptr + (block * chunks + chunk) * HEADS + head, tl.sum(d_skip, axis=0))
@@ -151,5 +153,5 @@ def _token_gradients_kernel(
 
 
 @triton.jit
-def _add_three(a, b, c, d, e, f):
-    return a + d, b + e, c + f
+def _add_two(a, b, c, d):
+    return a + c, b + d

@@ -71,6 +71,15 @@ def test_sizes_of_heads_groups_and_states(sizes):
     assert_near(got, want, plain)
 
 
+@pytest.mark.parametrize("state_dim", [64, 128, 256])
+def test_programs_that_take_many_heads_in_turn(state_dim):
+    """Copies of later tiles overlap with products only if a program has several heads."""
+    lengths = [700, 33, 64, 500, 1, 750]
+    low, want = low_and_exact(lengths, (64, 64, 8, state_dim))
+    got, plain = results(low, lengths), results(low, lengths, "reference")
+    assert_near(got, want, plain)
+
+
 def test_errors_are_within_those_of_mamba_ssm():
     """Compare the errors of 32 packs together, for the same inputs and gradient of y in bf16.
 
@@ -104,7 +113,7 @@ def test_documents_do_not_touch_each_other_by_a_bit(sizes):
     assert not leaks(run, {name: values[name] for name in PER_TOKEN}, lengths)
 
 
-@pytest.mark.parametrize("sizes", [(64, 64, 8, 128), (8, 64, 1, 128)], ids=str)
+@pytest.mark.parametrize("sizes", [(64, 64, 8, 128), (64, 64, 8, 256), (8, 64, 1, 128)], ids=str)
 def test_every_run_gives_the_same_bits(sizes):
     lengths = [8192 - 5000, 4000, 999, 1]
     values = cast(make(8192, sizes, device="cuda"), torch.bfloat16)

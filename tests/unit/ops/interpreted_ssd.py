@@ -99,6 +99,12 @@ def test_sizes_of_heads_and_groups(sizes, lengths):
     check(make(sum(lengths), sizes), lengths)
 
 
+@pytest.mark.parametrize("state_dim", [64, 256])
+def test_complete_tiles_and_states_in_parts(state_dim, few_programs):
+    """Each tile is complete, so loads have no masks. A state of 256 has the most parts."""
+    check(make(128, (2, 64, 1, state_dim)), [70, 58])
+
+
 @pytest.mark.parametrize(("decay", "bias"), [(0.001, -6.0), (200.0, 4.0)])
 def test_weak_and_strong_decay(decay, bias, few_programs):
     """Compare with a decay that keeps the state for long, and another that forgets it within a token."""

@@ -276,18 +276,24 @@ def test_delta_rule_compiles_and_fits(dtype, head_dim, compiled, tmp_path):
 
 
 SCAN_STACK = {
-    "_walk_kernel": 0,
-    "_scan_kernel": 448,
-    "_token_gradients_kernel": 0,
+    "_walk_kernel": 24,
+    "_scan_kernel": 104,
+    "_token_gradients_kernel": 56,
     "_state_gradients_kernel": 0,
 }
-"""As `DELTA_RULE_STACK`, for a state of 128."""
+"""As `DELTA_RULE_STACK`, for a state of 128. Two kernels use 168 registers, which was fastest on an H200."""
 
 
 @pytest.mark.parametrize(
     "sizes",
-    [(8192, 64, 64, 8, 128), (300, 3, 96, 1, 256)],
-    ids=["usual", "large state"],
+    [
+        (8192, 64, 64, 8, 128),
+        (8192, 64, 64, 8, 256),
+        (8192, 64, 64, 8, 64),
+        (300, 3, 96, 1, 256),
+        (300, 3, 96, 1, 128),
+    ],
+    ids=["usual", "large state", "small state", "incomplete large tiles", "incomplete tiles"],
 )
 def test_scan_compiles_and_fits(sizes, compiled, tmp_path):
     scan(*sizes)
@@ -296,7 +302,7 @@ def test_scan_compiles_and_fits(sizes, compiled, tmp_path):
         assert kernel.metadata.shared <= SHARED_MEMORY, name
         assert not transposed_in_registers(kernel.asm["ttgir"]), name
         assert not overwritten_operands(kernel.asm["ttgir"]), name
-        if sizes[-1] == 128 and name in SCAN_STACK:
+        if sizes == (8192, 64, 64, 8, 128) and name in SCAN_STACK:
             assert stack_bytes(kernel, tmp_path / name) <= SCAN_STACK[name], name
 
 
