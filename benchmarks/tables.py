@@ -47,6 +47,7 @@ import plan_peaks
 import recipe_mfu
 import repeatability
 import rope_bench
+import ssd
 import step_edge
 import train_real
 import tune_prediction
@@ -311,6 +312,8 @@ TABLES = {
         "gated_delta_rule.py", "gated_delta_rule", gated_delta_rule.ratio_rows_of
     ),
     "recipe_gated_delta_1b": Table("recipe_mfu.py", "recipe_gated_delta_1b", recipe_mfu.rows_of),
+    "ssd": Table("ssd.py", "ssd", ssd.rows_of),
+    "ssd_errors": Table("ssd.py", "ssd", ssd.error_rows_of),
     "rope": Table("rope_bench.py", "rope", rope_bench.rows_of),
     "rope_errors": Table("rope_bench.py", "rope", rope_bench.error_rows_of),
     "beside_megatron": Table("beside_megatron.py", "beside_megatron", beside_megatron.rows_of),

@@ -22,7 +22,7 @@ from megatron_packed.models.estimate.recurrent_activations import (
     recurrent_footprint,
 )
 from megatron_packed.ops.ssd.api import SSDInputs
-from megatron_packed.ops.ssd.triton_tiles import Plan, plan_of
+from megatron_packed.ops.ssd.triton_tiles import LARGEST_STATE, Plan, plan_of
 
 _FACTORS = 4
 """Numbers in fp32 that our scan computes for each token and head: steps, sums and decays."""
@@ -54,7 +54,8 @@ class _MambaSizes(RecurrentSizes):
         """Bytes of the states that leave all parts, and of the state that enters this part."""
         self.wide = FP32 * self.rows * self.heads * self.width if passes else 0
         """Bytes of outputs in fp32, to which the term of the entering state is added."""
-        self.own = mixer.backends.ssd == "triton"
+        own = mixer.backends.ssd in ("auto", "triton")
+        self.own = own and rank.element == 2 and self.state <= LARGEST_STATE
         """True if the kernels of this package compute the scan, not those of mamba-ssm."""
 
     @property

@@ -23,8 +23,8 @@ from megatron_packed.ops.backend_dispatch import Backend, Op
 OP = Op(
     "ssd",
     (
+        Backend("triton", "megatron_packed.ops.ssd.triton_kernels"),
         Backend("mamba_ssm", "megatron_packed.ops.ssd.mamba_ssm"),
-        Backend("triton", "megatron_packed.ops.ssd.triton_kernels", automatic=False),
         Backend("reference", "megatron_packed.ops.ssd.reference"),
         Backend("recurrence", "megatron_packed.ops.ssd.recurrence", automatic=False),
     ),
