@@ -197,9 +197,12 @@ def test_norms_and_context_parallelism_are_named():
     assert kernel_names(config, []) == {"norm": "transformer_engine"}
 
 
+OUR_SCAN = "megatron_packed.ops.ssd.triton_kernels"
+
+
 @pytest.fixture
 def h200(monkeypatch):
-    """Simulate an H200: packages in ``missing`` are not installed, all other kernels can be
+    """Simulate an H200: packages and modules in ``missing`` are not there, all other kernels can be
     used.
     """
     missing = set()
@@ -209,7 +212,7 @@ def h200(monkeypatch):
         "reasons",
         lambda self, inputs: (
             [f"{self.module} does not import: ModuleNotFoundError: No module named {self.name!r}"]
-            if self.name in missing
+            if self.name in missing or self.module in missing
             else []
         ),
     )
@@ -228,6 +231,7 @@ def test_a_plain_reference_on_a_gpu_is_a_warning_with_its_factor_and_the_cure(h2
     config = config_of(bf16=True, device="auto")
     assert slow_kernel_warnings(chosen_kernels(config, GPU), GPU) == []
     h200 |= {
+        OUR_SCAN,
         "mamba_ssm",
         "flash_attn_4",
         "transformer_engine",
@@ -241,8 +245,8 @@ def test_a_plain_reference_on_a_gpu_is_a_warning_with_its_factor_and_the_cure(h2
         "flash_attn_4 cannot be used: No module named 'flash_attn_4'; pip install --pre flash-attn-4."
     )
     assert scan == (
-        "scan runs reference, plain PyTorch, taking 7.1 times as long as mamba_ssm (measured on an H200): mamba_ssm "
-        "cannot be used: No module named 'mamba_ssm'; MAX_JOBS=8 pip install --no-build-isolation mamba-ssm."
+        "scan runs reference, plain PyTorch, taking 7.1 times as long as mamba_ssm (measured on an H200): triton "
+        "cannot be used: No module named 'triton'; MAX_JOBS=8 pip install --no-build-isolation mamba-ssm."
     )
     # No warnings on a CPU, where the references are the intended kernels.
     assert slow_kernel_warnings(chosen_kernels(config, GPU), CPU) == []
@@ -291,6 +295,9 @@ def test_fast_kernels_can_be_required(h200):
     config = config_of(bf16=True, device="auto", require_fast_kernels=True)
     check_kernels(config, GPU)
     h200 |= {"grouped_mm", "mamba_ssm"}
+    check = config_of("M", bf16=True, device="auto", require_fast_kernels=True)
+    check_kernels(check, GPU)  # Our kernels need no package.
+    h200.add(OUR_SCAN)
     with pytest.raises(ConfigError) as caught:
         check_kernels(config, GPU)
     scan, product = caught.value.problems

@@ -217,9 +217,13 @@ def test_what_attention_moves_among_four_ranks(comm, exchanged, ranks):
 
 
 def test_what_a_scan_moves_and_its_states():
-    """Two ranks exchange all rows for two heads of width 8, with B and C of size 16, and dt."""
+    """Two ranks exchange all rows for two heads of width 8, with B and C of size 16, and dt.
+
+    The states are those of mamba_ssm. `test_our_scan_saves_its_inputs_only_and_has_states_in_bf16` has
+    those of our kernels.
+    """
     exchanged, chunks = 4096 * (2 * 8 + 2 * 16 + 2) * 2, 4096 // tiny_config("M").mamba_chunk_size
-    moments = moments_of("M", {"world_size": 2, "cp_size": 2})
+    moments = moments_of("M", {"world_size": 2, "cp_size": 2}, backends={"ssd": "mamba_ssm"})
     names = ("forward of the scan", "forward", "backward of the convolution")
     assert bytes_at(moments, Purpose.COMMUNICATION, *names) == [
         exchanged,
@@ -255,7 +259,7 @@ def test_what_passed_states_move(comm):
 
 def test_our_scan_saves_its_inputs_only_and_has_states_in_bf16():
     """There are as many segments as chunks of 64, because 64 programs a head would fill the GPU."""
-    [layer] = footprints(one_layer("M", {}, backends={"ssd": "triton"}), WORK)
+    [layer] = footprints(one_layer("M", {}), WORK)
     moments = {moment.name: moment.extra for moment in layer.moments}
     states = 4096 // 64 * 4 * 8 * 16
     assert "scan.steps" not in layer.saved
