@@ -23,6 +23,7 @@ import layouts
 import offload
 import recipe_mfu
 from megatron_packed.config.parser.parse import parse
+from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.distributed.flat_buffers import flat_layout_of
 from megatron_packed.distributed.zero1_layout import Ownership
@@ -50,6 +51,8 @@ RESULTS = (
 OF_DATA = ("train-data", "valid-data", "data-cache", "tokenizer", "log-jsonl", "eval", "sft")
 DATA = ["--data-path", __file__]
 LOCAL = CudaGraphConfig(cuda_graph_impl="local")
+MEASURED_SCAN = "mamba_ssm"
+"""Backend of the scan in all measured runs. They are older than the choice of our kernels by default."""
 
 
 class Peak(NamedTuple):
@@ -62,6 +65,11 @@ class Peak(NamedTuple):
 
 def results(name: str) -> dict[str, Any]:
     return json.loads((harness.RESULTS / f"{name}.json").read_text())["results"]
+
+
+def as_measured(config: RunConfig) -> RunConfig:
+    """Return the configuration with the kernels of the measured runs."""
+    return replace(config, training=replace(config.training, ssd_backend=MEASURED_SCAN))
 
 
 def gib(
@@ -82,7 +90,7 @@ def gib(
         max_positions=positions or tokens,
         device="meta",
         dtype=torch.bfloat16,
-        backends={"deterministic": deterministic},
+        backends={"deterministic": deterministic, "ssd": MEASURED_SCAN},
     )
     work = Work(tokens=tokens, documents=documents, element=2)
     layout = flat_layout_of(model, Ownership())
@@ -171,7 +179,10 @@ def layouts_of_several() -> Iterator[tuple[str, float, float]]:
             config = layouts.config_of(c, 4, options, torch.device("cuda"))
             one = usual(
                 estimates(
-                    config, 1 if layout == layouts.ONE else world, c["vocab"], layouts.CAPACITY
+                    as_measured(config),
+                    1 if layout == layouts.ONE else world,
+                    c["vocab"],
+                    layouts.CAPACITY,
                 )
             )
             # In this case the measured process still held the weights of the previous job: a process
@@ -204,7 +215,7 @@ def offloads() -> Iterator[tuple[str, float, float]]:
         ]
         for impl, side, measured in cases:
             config = offload.config_of(c, offload.SIDES[side], torch.device("cuda"), impl)
-            one = usual(estimates(config, 1, c["vocab"], offload.CAPACITY))
+            one = usual(estimates(as_measured(config), 1, c["vocab"], offload.CAPACITY))
             yield (
                 f"32k {name} {'' if impl == 'none' else f'{impl} '}{side}",
                 one.allocated / GIB,
@@ -229,7 +240,7 @@ def full_steps() -> Iterator[tuple[str, float, float]]:
                 full_step.config_of(c, 2, torch.device("cuda")),
                 cuda_graph=CudaGraphConfig(cuda_graph_impl=impl),
             )
-            one = usual(estimates(config, 1, c["vocab"], documents))
+            one = usual(estimates(as_measured(config), 1, c["vocab"], documents))
             steps = "eager steps" if impl == "none" else "whole steps"
             yield (
                 f"{name} {steps} beside a copy of its state",
@@ -256,7 +267,7 @@ def recipes() -> Iterator[tuple[str, float, float]]:
             ]
             config = parse([model, *words, *DATA], 1)
             documents = config.packing.tokens_per_pack // 256
-            one = usual(estimates(config, 1, config.model.vocab_size, documents))
+            one = usual(estimates(as_measured(config), 1, config.model.vocab_size, documents))
             yield f"{found['recipe']} {graphs}", one.allocated / GIB, run["memory_gib"]
 
 
