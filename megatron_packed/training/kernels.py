@@ -72,7 +72,7 @@ A case is forward and backward of 4,096 tokens in bf16 on an H200, replayed from
 """
 
 FASTEST_MEASURED = {"ssd": "mamba_ssm"}
-"""Fastest backend of a case in `MEASURED`, if it is not the one that ``auto`` prefers.
+"""Fastest backend of a case in `MEASURED`, if ``auto`` prefers another one.
 
 The benchmark has no times of `triton` for the scan yet.
 """
