@@ -54,6 +54,31 @@ DISPATCHERS = ("alltoall", "allgather")
 PACKS_OF_RANK, EXPERTS_OF_RANK = 2, 16
 
 
+def configured(
+    c: dict[str, Any],
+    world: int,
+    dispatcher: str,
+    kind: str,
+    device: torch.device,
+    *,
+    quick: bool = False,
+) -> RunConfig:
+    """Return the configuration of one dispatcher and one of `GRAPHS`, over ``world`` ranks."""
+    options = {"expert_model_parallel_size": world, "moe_token_dispatcher_type": dispatcher}
+    options |= {"use_distributed_optimizer": True, **moe_bench.ROUTER}
+    if not quick:
+        options["moe_shared_expert_intermediate_size"] = moe_bench.SHARED_FFN
+    if kind == WHOLE:  # with two ranks, this is the default of captured experts
+        options["moe_expert_rank_capacity_factor"] = "auto"
+    config = config_of(c, world * PACKS_OF_RANK, options, device, STEPS)
+    return dataclasses.replace(config, cuda_graph=GRAPHS[kind])
+
+
+def model_of(world: int) -> dict[str, Any]:
+    """Return the sizes of the model whose experts are divided over ``world`` ranks."""
+    return {**moe_bench.CONFIG, "experts": world * EXPERTS_OF_RANK}
+
+
 def groups_of(config: RunConfig, device: torch.device) -> ParallelGroups:
     """Return the groups of this process; one process gets an expert-parallel group of itself."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -156,23 +181,16 @@ def main() -> None:
     apply_environment(TrainingConfig(train_iters=STEPS))
     harness.tune_over(arguments.tilings)
     name = "expert_graphs" if world == 2 else "expert_graphs_one"
-    c: dict[str, Any] = {**moe_bench.CONFIG, "experts": world * EXPERTS_OF_RANK}
+    c = model_of(world)
     c = {**quick(c), "experts": 8} if arguments.quick else c
     packs, count = world * PACKS_OF_RANK, QUICK_STEPS if arguments.quick else STEPS
     results: dict[str, Any] = {}
     for dispatcher in arguments.dispatchers:
         results[dispatcher] = {}
-        options = {"expert_model_parallel_size": world, "moe_token_dispatcher_type": dispatcher}
-        options |= {"use_distributed_optimizer": True, **moe_bench.ROUTER}
-        if not arguments.quick:
-            options["moe_shared_expert_intermediate_size"] = moe_bench.SHARED_FFN
-        for kind, graph_options in GRAPHS.items():
+        for kind in GRAPHS:
             if device.type == "cuda":
                 harness.free_memory()
-            # With two ranks, this is the default of captured experts.
-            measured = {"moe_expert_rank_capacity_factor": "auto"} if kind == WHOLE else {}
-            config = config_of(c, packs, {**options, **measured}, device, STEPS)
-            config = dataclasses.replace(config, cuda_graph=graph_options)
+            config = configured(c, world, dispatcher, kind, device, quick=arguments.quick)
             groups = groups_of(config, device)
             steps = steps_of(c, packs, count, groups.device)
             results[dispatcher][kind] = run(config, groups, steps, c)

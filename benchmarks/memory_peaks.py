@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+import expert_graphs
 import full_step
 import harness
 import layouts
@@ -26,6 +27,7 @@ from megatron_packed.config.parser.parse import parse
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.distributed.flat_buffers import flat_layout_of
+from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.zero1_layout import Ownership
 from megatron_packed.models.estimate.footprint import Work
 from megatron_packed.models.estimate.parameter_count import count_parameters
@@ -46,6 +48,8 @@ RESULTS = (
     "offload",
     "full_step",
     "recipe_gated_delta_1b",
+    OVERLAPPED := "layouts_2_hybrid1b_tp_overlap",
+    "expert_graphs",
 )
 """Result files that contain a measured peak, in the order of the table."""
 OF_DATA = ("train-data", "valid-data", "data-cache", "tokenizer", "log-jsonl", "eval", "sft")
@@ -171,33 +175,46 @@ def train_real() -> Iterator[tuple[str, float, float]]:
 
 def layouts_of_several() -> Iterator[tuple[str, float, float]]:
     """Yield eager steps of one, two and four processes, with the optimizer."""
-    for (world, choices), (name, c) in product(layouts.LAYOUTS.items(), layouts.MODELS.items()):
-        found = results(f"layouts_{world}_{name}")[name]["layouts"]
-        for layout, options in {**({layouts.ONE: {}} if world == 2 else {}), **choices}.items():
-            if layout not in found:
-                continue
-            config = layouts.config_of(c, 4, options, torch.device("cuda"))
-            one = usual(
-                estimates(
-                    as_measured(config),
-                    1 if layout == layouts.ONE else world,
-                    c["vocab"],
-                    layouts.CAPACITY,
-                )
-            )
-            # In this case the measured process still held the weights of the previous job: a process
-            # group kept them alive, because nothing had waited for their last all-gather.
-            before = (
-                2 * found[layouts.ONE]["parameters"]
-                if (name, layout) == ("hybrid1b_moe", "tp2")
-                else 0
-            )
-            beside = " beside the job before" if before else ""
-            yield (
-                f"{name} {layout}{beside}",
-                (one.allocated + before) / GIB,
-                found[layout]["peak_gib"],
-            )
+    for world, name in product(layouts.LAYOUTS, layouts.MODELS):
+        yield from layouts_of(f"layouts_{world}_{name}", world, name)
+
+
+def layouts_of(result: str, world: int, name: str) -> Iterator[tuple[str, float, float]]:
+    """Yield the layouts of one result file; one process has a row for the layouts of two."""
+    c, choices = layouts.MODELS[name], layouts.LAYOUTS[world]
+    found = results(result)[name]["layouts"]
+    for layout, options in {**({layouts.ONE: {}} if world == 2 else {}), **choices}.items():
+        if layout not in found:
+            continue
+        config = layouts.config_of(c, 4, options, torch.device("cuda"))
+        processes = 1 if layout == layouts.ONE else world
+        one = usual(estimates(as_measured(config), processes, c["vocab"], layouts.CAPACITY))
+        # In this case the measured process still held the weights of the previous job: a process
+        # group kept them alive, because nothing had waited for their last all-gather.
+        held = (name, layout) == ("hybrid1b_moe", "tp2")
+        before = 2 * found[layouts.ONE]["parameters"] if held else 0
+        beside = " beside the job before" if before else ""
+        estimated = (one.allocated + before) / GIB
+        yield f"{name} {layout}{beside}", estimated, found[layout]["peak_gib"]
+
+
+def overlapped() -> Iterator[tuple[str, float, float]]:
+    """Yield the layouts that were measured with and without collectives under products."""
+    for name, *peak in layouts_of(OVERLAPPED, 2, "hybrid1b"):
+        if layouts.ONE not in name:
+            yield f"{name}, second run", *peak
+
+
+def experts() -> Iterator[tuple[str, float, float]]:
+    """Yield steps of two ranks with 16 experts each, with the memory of graphs."""
+    world, device = 2, torch.device("cuda")
+    c = expert_graphs.model_of(world)
+    for dispatcher, kinds in results("expert_graphs").items():
+        for kind, found in kinds.items():
+            config = as_measured(expert_graphs.configured(c, world, dispatcher, kind, device))
+            groups = ParallelGroups.unjoined(config.layout(world))
+            estimated = expert_graphs.planned_gib(config, groups, c["vocab"])
+            yield f"experts, {dispatcher}, {kind}", estimated, found["peak_gib"]
 
 
 def offloads() -> Iterator[tuple[str, float, float]]:
@@ -283,6 +300,8 @@ def peaks() -> list[Peak]:
         offloads(),
         full_steps(),
         recipes(),
+        overlapped(),
+        experts(),
     )
     return [Peak(*row) for part in parts for row in part]
 
