@@ -450,6 +450,7 @@ def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
             "last loss": results[name]["loss"][-1],
             "loss differs by at most": percentage(results["largest_loss_difference"]),
             "gradient norm differs by at most": percentage(results["largest_norm_difference"]),
+            "step ms": harness.shown(results[name]["step_ms"]),
             "plan": results["plan_hash"][:12],
         }
         for name in SIDES
