@@ -33,7 +33,8 @@ OWN = (
     "permute",
     "router_logits",
 )
-TRITON = dict.fromkeys(OWN, "triton")
+# `scan` below saves what mamba-ssm saves.
+TRITON = {**dict.fromkeys(OWN, "triton"), "ssd": "mamba_ssm"}
 CASES = {
     "MLP": ("-", {}),
     "SwiGLU": ("-", {"squared_relu": False, "swiglu": True}),
