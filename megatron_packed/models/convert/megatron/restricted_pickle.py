@@ -48,6 +48,8 @@ _BEGINNINGS = (
     *(f"torch.distributed.checkpoint.{name}." for name in ("metadata", "planner", "filesystem")),
 )
 """Beginnings of further names: enumerations among the options, and the classes of ``.metadata``."""
+_MEMBER = "builtins.getattr"
+"""Function by which Python 3.11.0 to 3.11.3 writes a member of an enumeration. It is never called."""
 
 
 class RefusedPickle(Exception):
@@ -189,8 +191,9 @@ class _Machine:
 
     def _name(self, module: Any, name: Any) -> None:
         full = f"{module}.{name}"
-        if full not in CLASSES and full not in _TORCH and not full.startswith(_BEGINNINGS):
-            raise RefusedPickle(f"names {full}, which no checkpoint of Megatron contains")
+        known = full in CLASSES or full in _TORCH or full.startswith(_BEGINNINGS)
+        if not known and full != _MEMBER:
+            raise RefusedPickle(_unknown(full))
         self.stack.append(Name(full))
 
     def _make(self) -> None:
@@ -217,7 +220,20 @@ def _plain(name: str, arguments: tuple[Any, ...]) -> Any:
         return _tuple(*arguments)
     if name == "_codecs.encode":
         return str(arguments[0]).encode("latin-1")
+    if name == _MEMBER:
+        return _member(*arguments)
     return Made(name, arguments)
+
+
+def _member(enumeration: Any, member: Any) -> Made:
+    """Return a member of an enumeration, with the member's name as its argument."""
+    if not isinstance(enumeration, Name) or not enumeration.name.startswith(_BEGINNINGS):
+        raise RefusedPickle(_unknown(_MEMBER))
+    return Made(enumeration.name, (str(member),))
+
+
+def _unknown(name: str) -> str:
+    return f"names {name}, which no checkpoint of Megatron contains"
 
 
 def _tuple(value: Any) -> tuple[Any, ...]:

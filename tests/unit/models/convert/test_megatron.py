@@ -19,6 +19,7 @@ from megatron_packed.checkpoint.read_tensors import read_tensor
 from megatron_packed.cli.main import main
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.data.tokenizers.limited_process import Limits
+from megatron_packed.models.convert.megatron import restricted_pickle
 from megatron_packed.models.convert.megatron.folders import find
 from megatron_packed.models.convert.megatron.import_megatron import from_megatron
 from megatron_packed.models.convert.megatron.pickle_process import OBJECTS, PickleProcess
@@ -377,3 +378,14 @@ def test_a_model_that_megatron_does_not_have_is_not_written(tmp_path, capsys):
     words = ["convert", "--to-megatron", str(back), "--load", str(tmp_path / "ours")]
     assert main(words) == 4 and not back.exists()
     assert "--residual-multiplier, which Megatron does not have" in capsys.readouterr().err
+
+
+def test_members_of_enumerations_as_python_3_11_wrote_them():
+    """Python 3.11.0 to 3.11.3 writes ``getattr(enumeration, member)``; other calls are refused."""
+    calls = b"cbuiltins\ngetattr\n"
+    member = b"\x8c\x04SAVE\x86R."
+    made = restricted_pickle.load(calls + b"cmegatron.core.enums\nKind\n" + member)
+    assert (made.name, made.arguments) == ("megatron.core.enums.Kind", ("SAVE",))
+    for other in (b"cpathlib\nPath\n", b"\x8c\x02os"):
+        with pytest.raises(restricted_pickle.RefusedPickle, match=r"names builtins\.getattr"):
+            restricted_pickle.load(calls + other + member)
