@@ -20,11 +20,13 @@ from megatron_packed.data.tokenizers.limited_process import (
 )
 from megatron_packed.models.convert.megatron.restricted_pickle import (
     DTYPES,
+    MEMBER,
     Made,
     Name,
     RefusedPickle,
     Stored,
     load,
+    unknown,
 )
 
 METADATA, TENSOR, OBJECTS = b"m", b"t", b"o"
@@ -170,6 +172,8 @@ def _jsonable(value: Any) -> Any:
                 return convert(value.state)
             return {"name": value.name, "arguments": [convert(one) for one in value.arguments]}
         if isinstance(value, Name):
+            if value.name == MEMBER:  # only members of enumerations contain it
+                raise RefusedPickle(unknown(MEMBER))
             return value.name
         if isinstance(value, Mapping):
             return {str(key): convert(one) for key, one in value.items()}

@@ -48,7 +48,7 @@ _BEGINNINGS = (
     *(f"torch.distributed.checkpoint.{name}." for name in ("metadata", "planner", "filesystem")),
 )
 """Beginnings of further names: enumerations among the options, and the classes of ``.metadata``."""
-_MEMBER = "builtins.getattr"
+MEMBER = "builtins.getattr"
 """Function by which Python 3.11.0 to 3.11.3 writes a member of an enumeration. It is never called."""
 
 
@@ -192,8 +192,8 @@ class _Machine:
     def _name(self, module: Any, name: Any) -> None:
         full = f"{module}.{name}"
         known = full in CLASSES or full in _TORCH or full.startswith(_BEGINNINGS)
-        if not known and full != _MEMBER:
-            raise RefusedPickle(_unknown(full))
+        if not known and full != MEMBER:
+            raise RefusedPickle(unknown(full))
         self.stack.append(Name(full))
 
     def _make(self) -> None:
@@ -220,7 +220,7 @@ def _plain(name: str, arguments: tuple[Any, ...]) -> Any:
         return _tuple(*arguments)
     if name == "_codecs.encode":
         return str(arguments[0]).encode("latin-1")
-    if name == _MEMBER:
+    if name == MEMBER:
         return _member(*arguments)
     return Made(name, arguments)
 
@@ -228,11 +228,12 @@ def _plain(name: str, arguments: tuple[Any, ...]) -> Any:
 def _member(enumeration: Any, member: Any) -> Made:
     """Return a member of an enumeration, with the member's name as its argument."""
     if not isinstance(enumeration, Name) or not enumeration.name.startswith(_BEGINNINGS):
-        raise RefusedPickle(_unknown(_MEMBER))
+        raise RefusedPickle(unknown(MEMBER))
     return Made(enumeration.name, (str(member),))
 
 
-def _unknown(name: str) -> str:
+def unknown(name: str) -> str:
+    """Return the reason for refusing a pickle with this name."""
     return f"names {name}, which no checkpoint of Megatron contains"
 
 

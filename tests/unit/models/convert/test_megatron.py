@@ -19,7 +19,6 @@ from megatron_packed.checkpoint.read_tensors import read_tensor
 from megatron_packed.cli.main import main
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.data.tokenizers.limited_process import Limits
-from megatron_packed.models.convert.megatron import restricted_pickle
 from megatron_packed.models.convert.megatron.folders import find
 from megatron_packed.models.convert.megatron.import_megatron import from_megatron
 from megatron_packed.models.convert.megatron.pickle_process import OBJECTS, PickleProcess
@@ -384,8 +383,12 @@ def test_members_of_enumerations_as_python_3_11_wrote_them():
     """Python 3.11.0 to 3.11.3 writes ``getattr(enumeration, member)``; other calls are refused."""
     calls = b"cbuiltins\ngetattr\n"
     member = b"\x8c\x04SAVE\x86R."
-    made = restricted_pickle.load(calls + b"cmegatron.core.enums\nKind\n" + member)
+    made = load(calls + b"cmegatron.core.enums\nKind\n" + member)
     assert (made.name, made.arguments) == ("megatron.core.enums.Kind", ("SAVE",))
     for other in (b"cpathlib\nPath\n", b"\x8c\x02os"):
-        with pytest.raises(restricted_pickle.RefusedPickle, match=r"names builtins\.getattr"):
-            restricted_pickle.load(calls + other + member)
+        with pytest.raises(RefusedPickle, match=r"names builtins\.getattr"):
+            load(calls + other + member)
+    process = PickleProcess()
+    with pytest.raises(RefusedPickle, match=r"names builtins\.getattr"):
+        process.read(OBJECTS, calls + b".")  # it is an option, and not called
+    process.close()
