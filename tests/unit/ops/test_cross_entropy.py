@@ -218,7 +218,7 @@ def test_frozen_weight_and_frozen_hidden():
 
 @pytest.mark.parametrize(
     ("tokens", "rows", "chunk"),
-    [(4096, 16384, 2048), (32768, 131072, 1024), (8192, 32768, 2048), (100, 512, 50), (1, 8, 1)],
+    [(4096, 16384, 2048), (32768, 131072, 4096), (32768, 8192, 8192), (100, 512, 50), (1, 8, 1)],
 )
 def test_default_chunk(tokens, rows, chunk):
     assert default_chunk_tokens(tokens, rows) == chunk
