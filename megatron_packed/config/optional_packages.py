@@ -77,6 +77,12 @@ PACKAGES = (
         kernels=("varlen_attention.flash_attn_4",),
     ),
     Package(
+        name="quack-kernels",
+        module="quack.gemm",
+        use="grouped products of experts, fastest on Hopper",
+        kernels=("grouped_mlp.quack",),
+    ),
+    Package(
         name="flash-attn",
         module="flash_attn.flash_attn_interface",
         use="attention",

@@ -71,10 +71,10 @@ MEASURED = {
 A case is forward and backward of 4,096 tokens in bf16 on an H200, replayed from a graph.
 """
 
-FASTEST_MEASURED = {"ssd": "mamba_ssm"}
+FASTEST_MEASURED = {"ssd": "mamba_ssm", "moe": "grouped_mm"}
 """Fastest backend of a case in `MEASURED`, if ``auto`` prefers another one.
 
-The benchmark has no times of `triton` for the scan yet.
+The benchmark has no times of `triton` for the scan and of `quack` for experts yet.
 """
 
 WIDTH = 118

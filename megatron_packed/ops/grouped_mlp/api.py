@@ -18,6 +18,7 @@ from megatron_packed.ops.backend_dispatch import Backend, Op
 OP = Op(
     "grouped_mlp",
     (
+        Backend("quack", "megatron_packed.ops.grouped_mlp.quack"),
         Backend("grouped_mm", "megatron_packed.ops.grouped_mlp.grouped_mm"),
         Backend("reference", "megatron_packed.ops.grouped_mlp.reference"),
     ),

@@ -1,18 +1,26 @@
 """Permutation and grouped products on a GPU: references, cleared padding, determinism, graphs."""
 
 from functools import partial
+from importlib import import_module
 
 import pytest
 import torch
 
+from megatron_packed.config.optional_packages import is_installed
 from megatron_packed.ops.grouped_mlp.api import grouped_mlp
-from megatron_packed.ops.grouped_mlp.weight_gradient import add_weight_gradient, can_add
 from megatron_packed.ops.permute.api import permute, unpermute
 from support.op_packs import no_sync, replayed
 
 pytestmark = pytest.mark.gpu
 
 T, K, E, D, F = 1000, 4, 16, 256, 384
+GROUPED = [
+    "grouped_mm",
+    pytest.param(
+        "quack",
+        marks=pytest.mark.skipif(not is_installed("quack.gemm"), reason="quack is not installed"),
+    ),
+]
 
 
 def make(dtype=torch.bfloat16, seed=0, tail=37, used=E):
@@ -61,12 +69,13 @@ def error(got, want):
     return ((got.double() - want.double()).norm() / want.double().norm()).item()
 
 
+@pytest.mark.parametrize("backend", GROUPED)
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("used", [E, K], ids=["all experts", "most experts without a row"])
 @pytest.mark.parametrize("tail", [0, 37, T])
-def test_the_layer_equals_its_references(used, tail, accumulate):
+def test_the_layer_equals_its_references(used, tail, accumulate, backend):
     values = make(tail=tail, used=used)
-    got = layer(values, accumulate=accumulate)
+    got = layer(values, mlp_backend=backend, accumulate=accumulate)
     wide = {name: v.float() if v.is_floating_point() else v for name, v in values.items()}
     want = layer(wide, "reference", "reference")
     for name in want:
@@ -99,8 +108,9 @@ def test_permute_kernels_equal_the_reference(dtype):
         assert error(got, want) < (4e-3 if dtype == torch.bfloat16 else 1e-6)
 
 
+@pytest.mark.parametrize("backend", GROUPED)
 @pytest.mark.parametrize("out, inner", [(384, 256), (136, 72), (8, 520)])
-def test_weight_gradients_are_sums_in_float32(out, inner):
+def test_weight_gradients_are_sums_in_float32(out, inner, backend):
     """Two micro-batches; NaN in the rows after the last offset, which are not read."""
     ends = [0, 5, 5, 700, 961]
     generator = torch.Generator(device="cuda").manual_seed(0)
@@ -112,25 +122,29 @@ def test_weight_gradients_are_sums_in_float32(out, inner):
             for width in (out, inner)
         )
         dy[ends[-1] :], x[ends[-1] :] = torch.nan, torch.nan
-        assert can_add(main_grad, dy, x)
-        add_weight_gradient(main_grad, dy, x, torch.tensor(ends, dtype=torch.int32, device="cuda"))
+        products = import_module(f"megatron_packed.ops.grouped_mlp.{backend}").PRODUCTS
+        offsets = torch.tensor(ends, dtype=torch.int32, device="cuda")
+        assert products.can_add(main_grad, dy, x)
+        products.add_weight_gradient(main_grad, dy, x, offsets)
         for expert, (start, end) in enumerate(zip([0, *ends], ends)):
             want[expert] += dy[start:end].double().t() @ x[start:end].double()
     assert error(main_grad, want) < 1e-5
     assert (main_grad[[0, 2]] == 3).all()
 
 
+@pytest.mark.parametrize("backend", GROUPED)
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_every_run_gives_the_same_bits(accumulate):
+def test_every_run_gives_the_same_bits(accumulate, backend):
     values = make()
-    first = layer(values, accumulate=accumulate)
+    first = layer(values, mlp_backend=backend, accumulate=accumulate)
     for _ in range(5):
-        again = layer(values, accumulate=accumulate)
+        again = layer(values, mlp_backend=backend, accumulate=accumulate)
         assert {name for name in first if not torch.equal(first[name], again[name])} == set()
 
 
+@pytest.mark.parametrize("backend", GROUPED)
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_replay_with_other_routing_equals_eager(accumulate):
+def test_replay_with_other_routing_equals_eager(accumulate, backend):
     static = make()
     changes = [
         make(seed=1, tail=0),
@@ -138,35 +152,40 @@ def test_replay_with_other_routing_equals_eager(accumulate):
         make(seed=3, used=K),
         make(seed=4, tail=T),
     ]
-    for outcome in replayed(partial(layer, accumulate=accumulate), static, changes):
+    run = partial(layer, mlp_backend=backend, accumulate=accumulate)
+    for outcome in replayed(run, static, changes):
         assert {
             name for name, (again, eager) in outcome.items() if not torch.equal(again, eager)
         } == set()
 
 
-def test_no_host_sync():
+@pytest.mark.parametrize("backend", GROUPED)
+def test_no_host_sync(backend):
     values = make()
-    run = partial(layer, accumulate=True)
+    run = partial(layer, mlp_backend=backend, accumulate=True)
     run(values)
     torch.cuda.synchronize()
     no_sync(run, values)
 
 
-def test_tokens_keep_their_results_when_others_are_routed_elsewhere():
-    """Rows differ by at most 4 units in the last place of bf16 if other tokens change experts.
+@pytest.mark.parametrize("backend", GROUPED)
+def test_tokens_keep_their_results_when_others_are_routed_elsewhere(backend):
+    """Other tokens change experts. With the fixed tiles of quack, rows keep their bits.
 
-    Equal bits are not possible, because the tiles of the product depend on the row counts.
+    With PyTorch's product they differ by at most 4 units in the last place of bf16, because its tiles
+    depend on the row counts.
     """
+    ulps = 4 if backend == "grouped_mm" else 0
     values, other = make(tail=0), make(tail=0, seed=5)
     half = slice(T // 2, T)
     for name in ("x", "ids", "weights", "dy"):
         other[name][half] = values[name][half]
     for name in ("w1", "w2"):
         other[name] = values[name]
-    first, second = layer(values), layer(other)
+    first, second = (layer(one, mlp_backend=backend) for one in (values, other))
     for name in ("y", "d_x", "d_weights"):
         scale = first[name][half].abs().max()
         assert (
             (first[name][half].float() - second[name][half].float()).abs().max() / scale
-        ).item() <= 4 * 2**-8
+        ).item() <= ulps * 2**-8
     assert error(second["y"][: T // 2], first["y"][: T // 2]) > 0.5

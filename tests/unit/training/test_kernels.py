@@ -274,7 +274,7 @@ def test_a_run_in_float32_is_advised_bf16(h200, monkeypatch):
             else ["a.b does not import: ModuleNotFoundError: none"]
             if self.name in ("flash_attn_4", "mamba_ssm")
             else [f"it takes bfloat16, not {inputs.dtype}"]
-            if hasattr(inputs, "head_dim") or self.name == "grouped_mm"
+            if hasattr(inputs, "head_dim") or self.name in ("quack", "grouped_mm")
             else []
         ),
     )
@@ -284,7 +284,7 @@ def test_a_run_in_float32_is_advised_bf16(h200, monkeypatch):
         ": transformer_engine cannot be used: it takes bfloat16, not torch.float32; add --bf16."
     )
     assert product.endswith(
-        ": grouped_mm cannot be used: it takes bfloat16, not torch.float32; add --bf16."
+        ": quack cannot be used: it takes bfloat16, not torch.float32; add --bf16."
     )
     assert act.endswith(
         "7 times as long as triton (measured on an H200): it is a part of the reference of the grouped product."
@@ -294,7 +294,7 @@ def test_a_run_in_float32_is_advised_bf16(h200, monkeypatch):
 def test_fast_kernels_can_be_required(h200):
     config = config_of(bf16=True, device="auto", require_fast_kernels=True)
     check_kernels(config, GPU)
-    h200 |= {"grouped_mm", "mamba_ssm"}
+    h200 |= {"quack", "grouped_mm", "mamba_ssm"}
     check = config_of("M", bf16=True, device="auto", require_fast_kernels=True)
     check_kernels(check, GPU)  # Our kernels need no package.
     h200.add(OUR_SCAN)

@@ -1,0 +1,127 @@
+# mypy: disable-error-code="no-untyped-call"
+"""Linear layers of the experts with autograd, for backends that multiply the rows of all experts at once.
+
+A layer needs six products: two in forward, and for each of these one for the gradient of the input
+and one for the gradient of the weight. A product does not write rows after the last offset, and may
+leave the gradient of an unused expert unwritten. Both are set to zero wherever later code reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_packed.ops.grouped_mlp.unwritten_rows import zero_rows_after_, zero_unused_experts_
+
+if TYPE_CHECKING:
+    from megatron_packed.ops.grouped_mlp.api import GroupedMLPInputs
+
+_ALIGNMENT = 8
+"""Required divisor of row lengths: each row must start at a multiple of 16 bytes (8 bfloat16)."""
+
+
+class Products(NamedTuple):
+    """Products of one backend. Rows after the last offset are neither read nor written."""
+
+    rows: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """``(x_RI, weight_EIO, offsets_E) -> y_RO`` with ``y = x W_e``."""
+    weight_gradient: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """``(dy_RO, x_RI, offsets_E) -> dW_EOI`` with ``dW_e = dy_e^T x_e``."""
+    can_add: Callable[[Tensor, Tensor, Tensor], bool]
+    """``(main_grad_EOI, dy_RO, x_RI) -> bool``: whether `add_weight_gradient` supports the tensors."""
+    add_weight_gradient: Callable[[Tensor, Tensor, Tensor, Tensor], None]
+    """``(main_grad_EOI, dy_RO, x_RI, offsets_E)``: adds ``dW_e`` to ``main_grad`` in float32."""
+
+
+def shape_and_dtype_reasons(inputs: GroupedMLPInputs) -> list[str]:
+    """Return the reasons why no product of this kind supports these inputs; empty if it may."""
+    reasons = []
+    if inputs.dtype != torch.bfloat16 or inputs.weight_dtype != torch.bfloat16:
+        reasons.append(
+            f"rows ({inputs.dtype}) and weights ({inputs.weight_dtype}) must be bfloat16"
+        )
+    sizes = {
+        "channels": inputs.channels,
+        "hidden size": inputs.hidden_out,
+        "rows of w1": inputs.hidden_in,
+    }
+    reasons.extend(
+        f"{name} ({size}) is not divisible by {_ALIGNMENT}"
+        for name, size in sizes.items()
+        if size % _ALIGNMENT
+    )
+    return reasons
+
+
+def first_linear(products: Products, x_RD: Tensor, w1_EFD: Tensor, offsets_E: Tensor) -> Tensor:
+    """Compute the first product, ``(R, D)`` -> ``(R, F)``.
+
+    Rows from the last offset on are undefined in the output and zero in the gradient of x.
+    """
+    main_grad = getattr(w1_EFD, "main_grad", None)
+    hidden_RF: Tensor = _GroupedLinear.apply(
+        x_RD, w1_EFD, main_grad, offsets_E, products, False, True
+    )
+    return hidden_RF
+
+
+def second_linear(products: Products, x_RF: Tensor, w2_EDF: Tensor, offsets_E: Tensor) -> Tensor:
+    """Compute the second product, ``(R, F)`` -> ``(R, D)``.
+
+    Rows from the last offset on are zero in the output and undefined in the gradient of x.
+    """
+    main_grad = getattr(w2_EDF, "main_grad", None)
+    y_RD: Tensor = _GroupedLinear.apply(x_RF, w2_EDF, main_grad, offsets_E, products, True, False)
+    return y_RD
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """Product ``y = x W_e^T`` for each expert; backward ``dx = dy W_e`` and ``dW_e = dy_e^T x_e``.
+
+    dW_e is added to ``main_grad`` if there is one. ``clear_y`` and ``clear_dx`` set the rows after
+    the last offset to zero in y and dx; otherwise they are unwritten.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_RI: Tensor,
+        weight_EOI: Tensor,
+        main_grad: Tensor | None,
+        offsets_E: Tensor,
+        products: Products,
+        clear_y: bool,
+        clear_dx: bool,
+    ) -> Tensor:
+        x_RI = x_RI.contiguous()
+        ctx.save_for_backward(x_RI, weight_EOI, offsets_E)
+        ctx.main_grad = main_grad
+        ctx.products = products
+        ctx.clear_dx = clear_dx
+        y_RO = products.rows(x_RI, weight_EOI.transpose(1, 2), offsets_E)
+        return zero_rows_after_(y_RO, offsets_E) if clear_y else y_RO
+
+    @staticmethod
+    def backward(ctx: Any, dy_RO: Tensor) -> tuple[Tensor | None, ...]:
+        x_RI, weight_EOI, offsets_E = ctx.saved_tensors
+        products: Products = ctx.products
+        dy_RO = dy_RO.contiguous()
+        dx_RI = dweight_EOI = None
+        if ctx.needs_input_grad[0]:
+            dx_RI = products.rows(dy_RO, weight_EOI, offsets_E)
+            dx_RI = zero_rows_after_(dx_RI, offsets_E) if ctx.clear_dx else dx_RI
+        if ctx.needs_input_grad[1]:
+            main_grad = ctx.main_grad
+            if main_grad is not None and products.can_add(main_grad, dy_RO, x_RI):
+                products.add_weight_gradient(main_grad, dy_RO, x_RI, offsets_E)
+            else:
+                dweight_EOI = zero_unused_experts_(
+                    products.weight_gradient(dy_RO, x_RI, offsets_E), offsets_E
+                )
+                if main_grad is not None:
+                    main_grad.add_(dweight_EOI)
+                    dweight_EOI = None
+        return dx_RI, dweight_EOI, None, None, None, None, None

@@ -1,0 +1,122 @@
+"""MLPs of the experts by the grouped matrix products of quack (Hopper), for bf16.
+
+flash-attn 4 installs quack. Its products read the row counts on the device, like PyTorch's, and
+on an H200 took 0.70 to 0.78 of the time of PyTorch's. The gradient of a weight is added into
+``main_grad`` (fp32) by the tensor memory accelerator. Kernels are compiled on first use, in a few
+seconds, and kept in quack's own folder of compiled kernels (``QUACK_CACHE_DIR``).
+
+Every product has the same tiles for any row counts, and sums a row's terms in the same order. One
+program owns a tile, so equal inputs give equal bits.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING
+
+import torch
+from quack import gemm as _quack
+from torch import Tensor
+from torch.nn.functional import pad
+
+from megatron_packed.ops.activation.api import activation as activate
+from megatron_packed.ops.grouped_mlp.grouped_linear import (
+    Products,
+    first_linear,
+    second_linear,
+    shape_and_dtype_reasons,
+)
+
+if TYPE_CHECKING:
+    from megatron_packed.ops.grouped_mlp.api import GroupedMLPInputs
+
+__all__ = ["PRODUCTS", "activate", "fc1", "fc2", "not_supported_reasons"]
+
+_TILE = {"tile_M": 128, "tile_N": 192, "cluster_M": 1, "cluster_N": 2, "pingpong": True}
+"""Fastest of 24 tilings for 16 experts of 2,688 x 1,856 and 49,152 rows on an H200, in all six products
+but one, in which it is 2 % slower than the fastest.
+"""
+_ALIGNMENT = 16
+"""Bytes that divide the addresses and row lengths of the tensors that the TMA reads or writes."""
+_PLANS = _quack._gemm_plan_cache
+"""Launch plans of quack: one for each number of rows, which may differ in each step. quack has no public
+way to bound them.
+"""
+_PLANS_KEPT = 1024
+_NEEDED = {*_TILE, "cu_seqlens_m", "cu_seqlens_k", "add_to_output"}
+"""Arguments of `quack.gemm.gemm` that this module gives by name; later versions may change them."""
+
+
+def not_supported_reasons(inputs: GroupedMLPInputs) -> list[str]:
+    """Return the reasons why quack's products do not support these inputs; empty if they do."""
+    reasons = []
+    if missing := _NEEDED - set(inspect.signature(_quack.gemm).parameters):
+        reasons.append(f"this version of quack-kernels has no {sorted(missing)}; 0.6.5 works")
+    if inputs.device_type != "cuda":
+        reasons.append(f"the kernels run on CUDA devices, not on {inputs.device_type}")
+    elif torch.cuda.get_device_capability()[0] != 9:
+        reasons.append(
+            f"the tiles are those of compute capability 9.x, found {torch.cuda.get_device_capability()}"
+        )
+    return reasons + shape_and_dtype_reasons(inputs)
+
+
+def fc1(x_RD: Tensor, w1_EFD: Tensor, offsets_E: Tensor) -> Tensor:
+    """Compute the first product; see `first_linear`."""
+    return first_linear(PRODUCTS, x_RD, w1_EFD, offsets_E)
+
+
+def fc2(x_RF: Tensor, w2_EDF: Tensor, offsets_E: Tensor) -> Tensor:
+    """Compute the second product; see `second_linear`."""
+    return second_linear(PRODUCTS, x_RF, w2_EDF, offsets_E)
+
+
+def _rows(x_RI: Tensor, weight_EIO: Tensor, offsets_E: Tensor) -> Tensor:
+    y_RO = x_RI.new_empty(x_RI.shape[0], weight_EIO.shape[2])
+    if x_RI.shape[0]:
+        _launch(x_RI, weight_EIO.transpose(1, 2), y_RO, cu_seqlens_m=_bounds(offsets_E))
+    return y_RO
+
+
+def _weight_gradient(dy_RO: Tensor, x_RI: Tensor, offsets_E: Tensor) -> Tensor:
+    shape = (offsets_E.shape[0], dy_RO.shape[1], x_RI.shape[1])
+    if not x_RI.shape[0]:
+        return x_RI.new_zeros(shape)
+    dweight_EOI = x_RI.new_empty(shape)
+    _launch(dy_RO.t(), x_RI.t(), dweight_EOI, cu_seqlens_k=_bounds(offsets_E))
+    return dweight_EOI
+
+
+def _can_add(main_grad_EOI: Tensor, dy_RO: Tensor, x_RI: Tensor) -> bool:
+    tensors = (main_grad_EOI, dy_RO, x_RI)
+    return main_grad_EOI.dtype == torch.float32 and all(
+        tensor.is_contiguous() and tensor.data_ptr() % _ALIGNMENT == 0 for tensor in tensors
+    )
+
+
+def _add_weight_gradient(
+    main_grad_EOI: Tensor, dy_RO: Tensor, x_RI: Tensor, offsets_E: Tensor
+) -> None:
+    if x_RI.shape[0]:
+        _launch(
+            dy_RO.t(),
+            x_RI.t(),
+            main_grad_EOI,
+            cu_seqlens_k=_bounds(offsets_E),
+            add_to_output=True,
+        )
+
+
+def _bounds(offsets_E: Tensor) -> Tensor:
+    """Return the first row of each expert and the row after the last one, ``(E + 1,)``."""
+    return pad(offsets_E, (1, 0))
+
+
+def _launch(left: Tensor, right: Tensor, out: Tensor, **options: object) -> None:
+    """Compute ``out = left @ right^T`` for each expert, with the fixed tiles."""
+    if len(_PLANS) >= _PLANS_KEPT:
+        _PLANS.clear()
+    _quack.gemm(left, right, out, None, None, **_TILE, **options)
+
+
+PRODUCTS = Products(_rows, _weight_gradient, _can_add, _add_weight_gradient)

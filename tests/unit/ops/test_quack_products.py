@@ -1,0 +1,149 @@
+"""Experts by quack's products, with a stand-in for the package that computes them in plain torch.
+
+The package needs a GPU. The stand-in checks layouts as quack does, and writes only where quack writes.
+"""
+
+import sys
+from importlib import import_module
+from itertools import pairwise
+from types import ModuleType
+
+import pytest
+import torch
+
+from megatron_packed.ops.grouped_mlp import grouped_linear
+from megatron_packed.ops.grouped_mlp.api import GroupedMLPInputs, grouped_mlp
+
+NAME = "megatron_packed.ops.grouped_mlp.quack"
+E, R, D, F = 4, 90, 16, 24
+
+
+class Quack(ModuleType):
+    """Module ``quack.gemm``."""
+
+    def __init__(self):
+        super().__init__("quack.gemm")
+        self._gemm_plan_cache = {}
+        self.launched = 0
+
+    def gemm(
+        self,
+        A,
+        B,
+        D,
+        C,
+        tile_count_semaphore,
+        tile_M,
+        tile_N,
+        cluster_M,
+        cluster_N,
+        pingpong=False,
+        cu_seqlens_m=None,
+        cu_seqlens_k=None,
+        add_to_output=False,
+    ):
+        self.launched += 1
+        self._gemm_plan_cache[A.shape, B.shape] = object()
+        assert C is None and tile_count_semaphore is None
+        bounds = cu_seqlens_m if cu_seqlens_k is None else cu_seqlens_k
+        assert bounds.dtype == torch.int32 and bounds.shape == (E + 1,)
+        for expert, (start, end) in enumerate(pairwise(bounds.tolist())):
+            if cu_seqlens_k is None:
+                assert A.stride(-1) == 1 and D.stride(-1) == 1
+                D[start:end] = A[start:end] @ B[expert].t()
+            elif end > start:
+                assert A.stride(-2) == 1 and B.stride(-2) == 1
+                product = A[:, start:end].to(D.dtype) @ B[:, start:end].to(D.dtype).t()
+                D[expert] = D[expert] + product if add_to_output else product
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    """Module of the backend, with the stand-in and with zeros written by plain torch."""
+    package, gemm = ModuleType("quack"), Quack()
+    package.gemm = gemm
+    monkeypatch.setitem(sys.modules, "quack", package)
+    monkeypatch.setitem(sys.modules, "quack.gemm", gemm)
+    monkeypatch.delitem(sys.modules, NAME, raising=False)
+    quack = import_module(NAME)
+
+    def cleared(rows, offsets):
+        rows[int(offsets[-1]) :] = 0
+        return rows
+
+    def used(weights, offsets):
+        weights[torch.diff(offsets, prepend=offsets.new_zeros(1)) == 0] = 0
+        return weights
+
+    monkeypatch.setattr(grouped_linear, "zero_rows_after_", cleared)
+    monkeypatch.setattr(grouped_linear, "zero_unused_experts_", used)
+    yield quack
+    monkeypatch.delitem(sys.modules, NAME)  # It must not outlive the stand-in.
+
+
+def run(steps, offsets, accumulate, rows=R):
+    """Outputs and gradients; unused rows of x and dy are NaN for the backend."""
+    generator = torch.Generator().manual_seed(0)
+    x, dy = torch.randn(2, rows, D, generator=generator).bfloat16()
+    w1, w2 = (
+        torch.randn(E, *shape, generator=generator).bfloat16().requires_grad_()
+        for shape in ((F, D), (D, F))
+    )
+    end = int(offsets[-1])
+    x[end:] = dy[end:] = torch.nan if steps else 0
+    x.requires_grad_()
+    if steps is None:
+        y = grouped_mlp(x, w1, w2, offsets, activation="squared_relu", backend="reference")
+        y.backward(dy)
+        return y.detach(), x.grad, w1.grad, w2.grad
+    if accumulate:
+        w1.main_grad, w2.main_grad = (torch.ones_like(w, dtype=torch.float32) for w in (w1, w2))
+    hidden = steps.activate(steps.fc1(x, w1, offsets), "squared_relu")
+    y = steps.fc2(hidden, w2, offsets)
+    y.backward(dy)
+    gradients = (w.main_grad - 1 if accumulate else w.grad for w in (w1, w2))
+    return y.detach(), x.grad, *gradients
+
+
+@pytest.mark.parametrize("accumulate", [True, False])
+@pytest.mark.parametrize("ends", [[20, 20, 61, 84], [0, 0, 0, 0], [1, 90, 90, 90]])
+def test_outputs_and_gradients_are_those_of_the_reference(backend, ends, accumulate):
+    offsets = torch.tensor(ends, dtype=torch.int32)
+    for got, want in zip(
+        run(backend, offsets, accumulate), run(None, offsets, accumulate), strict=True
+    ):
+        assert torch.isfinite(got).all()
+        torch.testing.assert_close(got.float(), want.float(), rtol=3e-2, atol=3e-2)
+
+
+def test_a_pack_without_rows_launches_nothing(backend):
+    offsets = torch.zeros(E, dtype=torch.int32)
+    for accumulate in (True, False):
+        found = run(backend, offsets, accumulate, rows=0)
+        assert not any(one.any() for one in found)
+    assert backend._quack.launched == 0
+
+
+def test_plans_of_other_row_counts_do_not_pile_up(backend, monkeypatch):
+    monkeypatch.setattr(backend, "_PLANS_KEPT", 7)
+    for rows in range(84, 104):
+        run(backend, torch.tensor([20, 20, 61, 84], dtype=torch.int32), True, rows=rows)
+        assert len(backend._PLANS) <= 7
+
+
+def test_what_cannot_be_is_refused_with_its_reason(backend, monkeypatch):
+    inputs = GroupedMLPInputs(
+        channels=12,
+        experts=E,
+        hidden_in=F,
+        hidden_out=F,
+        dtype=torch.float32,
+        weight_dtype=torch.float32,
+        device_type="cuda",
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    monkeypatch.setattr(backend._quack, "gemm", lambda A, B, D, cu_seqlens_m: None)
+    version, tiles, dtype, size = backend.not_supported_reasons(inputs)
+    assert "has no ['add_to_output', 'cluster_M'," in version and "0.6.5 works" in version
+    assert tiles == "the tiles are those of compute capability 9.x, found (10, 0)"
+    assert "must be bfloat16" in dtype and size == "channels (12) is not divisible by 8"
