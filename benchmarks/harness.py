@@ -37,6 +37,7 @@ _LIBRARIES = (
     "transformer-engine",
     "flash-attn",
     "flash-attn-4",
+    "quack-kernels",
     "mamba-ssm",
     "causal-conv1d",
     "megatron-core",

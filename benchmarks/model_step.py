@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -447,12 +448,15 @@ def main() -> None:
     )
     parser.add_argument("--skip-megatron", action="store_true", help="measure only megatron_packed")
     parser.add_argument("--name", default="model_step", help="name of the result file")
+    parser.add_argument(
+        "--results", type=Path, help="folder of the result file (default: benchmarks/results)"
+    )
     arguments = parser.parse_args()
     begin_alone(port=29511)
     results = {}
     for name in arguments.configs or CONFIGS:
         results[name] = run(name, kernels=arguments.kernels, skip_megatron=arguments.skip_megatron)
-        path = harness.save(arguments.name, results)
+        path = harness.save(arguments.name, results, folder=arguments.results)
         torch.cuda.empty_cache()
     rows = []
     for name, result in results.items():

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -123,6 +124,9 @@ def main() -> None:
     )
     parser.add_argument("--skip-megatron", action="store_true", help="measure only megatron_packed")
     parser.add_argument("--name", default="moe_bench", help="name of the result file")
+    parser.add_argument(
+        "--results", type=Path, help="folder of the result file (default: benchmarks/results)"
+    )
     arguments = parser.parse_args()
     begin_alone(port=29533)
     lengths = packings(CONFIG["T"], PACKS)
@@ -145,7 +149,7 @@ def main() -> None:
     for label, side in sides.items():
         print(f"--- {label}")
         results["paths"][label] = measured(side, flops, arguments.kernels)
-    path = harness.save(arguments.name, results)
+        path = harness.save(arguments.name, results, folder=arguments.results)
     print(harness.table(rows_of(results)))
     print(path)
     if torch.distributed.is_initialized():
