@@ -22,14 +22,17 @@ def stored_bounds(model: HybridModel) -> dict[str, Any]:
 def restore_bounds(model: HybridModel, metadata: Mapping[str, Any]) -> None:
     """Take over the bounds of a checkpoint.
 
-    Given bounds are kept, and so are bounds for another number of expert-parallel ranks, because the
-    loads of those ranks differ.
+    Given bounds are kept. Bounds of another number of expert-parallel ranks are ignored, because the
+    loads of those ranks differ. So are bounds of the other dispatcher: only `alltoall` has a bound of
+    its parts, and other checkpoints store 0 for it.
     """
     room, stored = model.expert_room, metadata.get(EXPERT_BOUNDS)
     if stored is None or room.bounds is None:
         return
     room.repeats = stored["repeats"]
     # Factors of even shares are kept, so packs of another size get bounds of their size.
-    if room.measured and stored["ep_size"] == model.ep.size:
+    sends_parts = model.config.moe_token_dispatcher_type == "alltoall"  # noqa: S105
+    same = stored["ep_size"] == model.ep.size and (stored["peer"] > 0) == sends_parts
+    if room.measured and same:
         room.bounds = Load(stored["rank"], stored["peer"])
         room.observed = True

@@ -136,9 +136,11 @@ class ExpertRoom:
 
 
 def bounded_rows(even: float, factor: float, worst: int) -> int:
-    """Return ``factor`` times an even share of rows, rounded up, and at most the worst case.
+    """Return ``factor`` times an even share of rows, rounded up; at least 1, at most the worst case.
+
+    A bound of 0 rows is observed if no token of the first packs is routed.
 
     Example:
         even share 100.5, factor 1.25: 126 rows if the worst case has more.
     """
-    return min(worst, math.ceil(even * factor))
+    return min(worst, max(1, math.ceil(even * factor)))
