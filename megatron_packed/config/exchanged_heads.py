@@ -23,7 +23,8 @@ def number_of_parts(wanted: int, ranks: int, counts: Sequence[int]) -> int:
         64 heads in 8 groups over 2 ranks: up to 4 parts, of 8 heads and one group each.
     """
     most = gcd(*counts)
-    return max(parts for parts in range(1, wanted + 1) if parts == 1 or most % (ranks * parts) == 0)
+    possible = range(1, min(wanted, most) + 1)
+    return max(parts for parts in possible if parts == 1 or most % (ranks * parts) == 0)
 
 
 def parts_of_layers(run: RunConfig) -> dict[str, int]:

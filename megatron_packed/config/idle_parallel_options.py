@@ -43,6 +43,16 @@ PARALLEL_IDLE: tuple[Idle, ...] = (
         keys_in("parallel", " ".join(PARTS)),
     ),
     Idle(
+        "every collective is switched off",
+        lambda run, _: not any(getattr(run.parallel, part) for part in PARTS),
+        ("parallel.tp_comm_overlap",),
+    ),
+    Idle(
+        "tensor-parallel ranks dispatch different tokens",
+        lambda run, _: run.parallel.splits_tokens_of_experts,
+        ("model.moe_shared_expert_overlap",),
+    ),
+    Idle(
         "--tp-comm-overlap-rs-dgrad runs this collective in another way",
         lambda run, _: run.parallel.tp_comm_overlap_rs_dgrad,
         ("parallel.tp_comm_bulk_wgrad",),
@@ -53,8 +63,8 @@ PARALLEL_IDLE: tuple[Idle, ...] = (
         keys_in("parallel", "cp_comm_type mamba_cp_comm_type cp_comm_overlap_parts"),
     ),
     Idle(
-        "no layer exchanges heads",
-        lambda run, _: not parts_of_layers(run),
+        "no layer exchanges heads in more than one part",
+        lambda run, _: max(parts_of_layers(run).values(), default=1) == 1,
         ("parallel.cp_comm_overlap_parts",),
     ),
     Idle(

@@ -117,6 +117,7 @@ def test_the_next_part_is_on_its_way_before_a_part_is_computed(pools: WorkerPool
         (4, 8, (64, 8), 1),
         (4, 8, (64, 4), 1),
         (3, 2, (12, 6), 3),
+        (2**31 - 1, 2, (64, 8), 4),  # a count up to this number would take minutes
     ],
 )
 def test_a_part_has_complete_groups_of_heads(

@@ -189,8 +189,13 @@ CASES = [
     ),
     (
         "^2 --context-parallel-size 2 --cp-comm-type p2p --mamba-cp-comm-type state --cp-comm-overlap-parts 2",
-        {"cp_comm_overlap_parts": "no layer exchanges heads"},
+        {"cp_comm_overlap_parts": "no layer exchanges heads in more than one part"},
     ),
+    (
+        "^2 --context-parallel-size 2 --mamba-num-groups 2 --num-attention-heads 2 --cp-comm-overlap-parts 4",
+        {"cp_comm_overlap_parts": "no layer exchanges heads in more than one part"},
+    ),
+    ("^2 --context-parallel-size 2 --num-attention-heads 4 --cp-comm-overlap-parts 2", {}),
     ("--bf16 --check-weight-hash-across-dp-replicas-interval 5", {}),
     (
         "^2 --cuda-graph-impl full_iteration --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
@@ -214,6 +219,18 @@ CASES = [
         "^2 --tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap "
         "--tp-comm-overlap-rs-dgrad --disable-tp-comm-bulk-wgrad",
         {"tp_comm_bulk_wgrad": "--tp-comm-overlap-rs-dgrad runs this collective in another way"},
+    ),
+    (
+        "^2 --tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap "
+        "--disable-tp-comm-overlap-ag --disable-tp-comm-overlap-rs --disable-tp-comm-bulk-dgrad "
+        "--disable-tp-comm-bulk-wgrad",
+        {"tp_comm_overlap": "every collective is switched off"},
+    ),
+    (
+        f"^2 {MOE} ~--num-attention-heads --tensor-model-parallel-size 2 "
+        "--expert-tensor-parallel-size 1 --moe-shared-expert-intermediate-size 64 "
+        "--moe-shared-expert-overlap",
+        {"moe_shared_expert_overlap": "tensor-parallel ranks dispatch different tokens"},
     ),
     (
         "^2 --tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap "
