@@ -146,7 +146,8 @@ def _moved(data: DataConfig, path: str) -> DataConfig:
 
 def _ids(config: RunConfig, tokenizer: Tokenizer) -> SpecialIds:
     """Return the tokens with a meaning; the end of a turn comes before the end of a document."""
-    ends = encode_prompts(config, tokenizer, texts(["a"])).ends
+    # A NullTokenizer encodes numbers only.
+    ends = encode_prompts(config, tokenizer, texts(["0"])).ends
     ordered = sorted(ends, key=lambda end: (end == tokenizer.eod_id, end))
     pad = None if tokenizer.pad_id == tokenizer.eod_id else tokenizer.pad_id
     bos = tokenizer.prefix_ids[0] if len(tokenizer.prefix_ids) == 1 else None

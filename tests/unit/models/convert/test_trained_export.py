@@ -282,6 +282,18 @@ def test_an_exported_byte_tokenizer_encodes_like_the_original(tmp_path):
             assert theirs.decode(tokens) == ours.decode(tokens)
 
 
+def test_a_model_with_token_numbers_for_text_is_exported_without_a_tokenizer(tmp_path):
+    (tmp_path / "numbers.jsonl").write_text('{"text": "3 1 4 1 5"}\n' * 4)
+    sizes = COMMON.replace("--sft", "--tokenizer-type NullTokenizer --vocab-size 9").split()
+    data = ["--data-path", str(tmp_path / "numbers.jsonl"), "--train-iters", "1"]
+    model = ["--hybrid-layer-pattern", "*-", *ROPE.split(), "--save", str(tmp_path / "run")]
+    train(RunConfig.from_args([*sizes, *data, *model]))
+    exported = export_trained(tmp_path / "run", tmp_path / "hf")
+    assert (exported.ends, exported.missing[:15]) == (("8",), "A NullTokenizer")
+    files = {path.name for path in (tmp_path / "hf").iterdir()}
+    assert files == {"config.json", "generation_config.json", SINGLE}
+
+
 def test_an_exported_gpt2_tokenizer_is_read_by_transformers(tmp_path):
     """transformers reads the two files and the settings, with the chat template."""
     transformers = pytest.importorskip("transformers")
