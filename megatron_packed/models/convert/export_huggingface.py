@@ -124,8 +124,9 @@ def to_huggingface(
     _check(manifest, weights, found)
     dtypes = {part.name: weight.dtype for weight in weights.values() for part in weight.parts}
     dtypes |= files.dtypes if files else {}
+    copies = files.copies if files else {}
     exported = ExportedTensors(
-        found, manifest, weights, dtypes, on_progress, original=files if base else None
+        found, manifest, weights, dtypes, on_progress, copies, original=files if base else None
     )
 
     def beside(temporary: Path) -> None:

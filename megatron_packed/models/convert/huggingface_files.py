@@ -57,6 +57,7 @@ class ModelFiles:
     def __init__(self, directory: Path) -> None:
         self.places: dict[str, _StoredTensor] = {}
         self.aside: dict[str, _StoredTensor] = {}
+        self.copies: dict[str, str] = {}
         index, single = directory / INDEX, directory / SINGLE
         if os.path.lexists(index) == os.path.lexists(single):
             raise _no_weights(directory, both=os.path.lexists(index))
@@ -130,6 +131,7 @@ class ModelFiles:
         """
         if {table, copy} <= self.places.keys() and torch.equal(self.read(table), self.read(copy)):
             del self.places[copy]
+            self.copies[table] = copy  # an export writes both tables again
 
     def set_aside(self, prefixes: tuple[str, ...]) -> None:
         """Move the tensors whose names have one of the prefixes from ``places`` to ``aside``."""

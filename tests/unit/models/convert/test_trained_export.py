@@ -306,18 +306,26 @@ def test_an_exported_gpt2_tokenizer_is_read_by_transformers(tmp_path):
     assert theirs.eos_token_id == ours.eod_id and theirs.chat_template == "{{ messages }}"
 
 
-def test_files_with_both_tables_of_a_tied_model_are_read(tmp_path):
-    """Equal tables count as one; tables that differ are refused."""
-    tables = write_model(tmp_path, tie_word_embeddings=True, max_file_bytes=10**9)
+def test_files_with_both_tables_of_a_tied_model_are_read_and_written(tmp_path):
+    """Equal tables count as one, and an export has both; tables that differ are refused."""
+    model, weights, hf = (tmp_path / name for name in ("model", "weights", "hf"))
+    model.mkdir()
+    tables = write_model(model, tie_word_embeddings=True, max_file_bytes=10**9)
     table = tables["backbone.embeddings.weight"]
     for copy, fits in ((table, True), (table + 1, False)):
-        (tmp_path / SINGLE).unlink()
+        (model / SINGLE).unlink()
         both = {**tables, "lm_head.weight": copy}
         listed = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in both.items()]
-        write_files(tmp_path, listed, both.__getitem__, 10**9)
-        assert "lm_head.weight" in ModelFiles(tmp_path).places
+        write_files(model, listed, both.__getitem__, 10**9)
+        assert "lm_head.weight" in ModelFiles(model).places
         if fits:
-            assert "lm_head.weight" not in open_model(tmp_path, bf16=False)[1].places
+            assert "lm_head.weight" not in open_model(model, bf16=False)[1].places
+            assert main(["convert", "--from-hf", str(model), "--save", str(weights)]) == 0
+            base = ["--hf-base", str(model)]
+            assert main(["convert", "--to-hf", str(hf), "--load", str(weights), *base]) == 0
+            written = ModelFiles(hf)
+            assert written.places.keys() == both.keys()
+            assert torch.equal(written.read("lm_head.weight"), table)
         else:
             with pytest.raises(CheckpointError, match=r"lm_head\.weight is extra"):
-                open_model(tmp_path, bf16=False)
+                open_model(model, bf16=False)
