@@ -1,6 +1,6 @@
 """Compares steps with whole E layers in graphs, with captured routers alone, and without graphs.
 
-    torchrun --nproc_per_node 2 benchmarks/expert_graphs.py [--quick]
+    torchrun --nproc_per_node 2 benchmarks/expert_graphs.py [--quick] [--shared-expert-overlap]
     python benchmarks/expert_graphs.py [--quick]
 
 The share is that of one rank of a model like Nemotron-3-Nano (`moe_bench.py`), with 16 experts on each
@@ -62,12 +62,14 @@ def configured(
     device: torch.device,
     *,
     quick: bool = False,
+    shared_expert_overlap: bool = False,
 ) -> RunConfig:
     """Return the configuration of one dispatcher and one of `GRAPHS`, over ``world`` ranks."""
     options = {"expert_model_parallel_size": world, "moe_token_dispatcher_type": dispatcher}
     options |= {"use_distributed_optimizer": True, **moe_bench.ROUTER}
     if not quick:
         options["moe_shared_expert_intermediate_size"] = moe_bench.SHARED_FFN
+        options["moe_shared_expert_overlap"] = shared_expert_overlap
     if kind == WHOLE:  # with two ranks, this is the default of captured experts
         options["moe_expert_rank_capacity_factor"] = "auto"
     config = config_of(c, world * PACKS_OF_RANK, options, device, STEPS)
@@ -172,6 +174,11 @@ def main() -> None:
     )
     harness.tilings_argument(parser)
     parser.add_argument("--dispatchers", nargs="+", default=DISPATCHERS, choices=DISPATCHERS)
+    parser.add_argument(
+        "--shared-expert-overlap",
+        action="store_true",
+        help="run the shared expert beside the dispatch, in all steps; in a result file of its own",
+    )
     harness.common_arguments(parser)
     arguments = parser.parse_args()
     device = torch.device(device_from(arguments.device).type)
@@ -181,6 +188,7 @@ def main() -> None:
     apply_environment(TrainingConfig(train_iters=STEPS))
     harness.tune_over(arguments.tilings)
     name = "expert_graphs" if world == 2 else "expert_graphs_one"
+    name += "_shared_overlap" if arguments.shared_expert_overlap else ""
     c = model_of(world)
     c = {**quick(c), "experts": 8} if arguments.quick else c
     packs, count = world * PACKS_OF_RANK, QUICK_STEPS if arguments.quick else STEPS
@@ -190,7 +198,15 @@ def main() -> None:
         for kind in GRAPHS:
             if device.type == "cuda":
                 harness.free_memory()
-            config = configured(c, world, dispatcher, kind, device, quick=arguments.quick)
+            config = configured(
+                c,
+                world,
+                dispatcher,
+                kind,
+                device,
+                quick=arguments.quick,
+                shared_expert_overlap=arguments.shared_expert_overlap,
+            )
             groups = groups_of(config, device)
             steps = steps_of(c, packs, count, groups.device)
             results[dispatcher][kind] = run(config, groups, steps, c)

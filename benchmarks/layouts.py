@@ -116,6 +116,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
             **GRADIENTS,
         },
         "cp2 state": {**CP2, "mamba_cp_comm_type": "state"},
+        "cp2 state zero overlap": {**CP2, "mamba_cp_comm_type": "state", **ZERO, **GRADIENTS},
         "cp2 p2p state": {**CP2, "cp_comm_type": "p2p", "mamba_cp_comm_type": "state"},
         "ep2 allgather": {**EP2, "moe_token_dispatcher_type": "allgather"},
         "ep2 alltoall": {**EP2, "moe_token_dispatcher_type": "alltoall"},
