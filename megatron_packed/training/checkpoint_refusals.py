@@ -110,8 +110,17 @@ def precision_refusal(metadata: Mapping[str, Any], dtype: torch.dtype) -> str | 
     was_bf16 = metadata["config"]["training"]["bf16"]
     if was_bf16 == (dtype == torch.bfloat16):
         return None
-    found, cure = ("with", "give it") if was_bf16 else ("without", "leave it out")
-    return f"was trained {found} --bf16, and weights are not converted; {cure} in this run too"
+    found, cure, other = (
+        ("with", "give it", "without") if was_bf16 else ("without", "leave it out", "with")
+    )
+    # Only runs store how they pack; a checkpoint without it comes from `convert`.
+    made, again = "trained", ""
+    if "packing" not in metadata["config"]:
+        made, again = "converted", f", or convert the weights again {other} --bf16"
+    return (
+        f"was {made} {found} --bf16, and a load does not change precisions; "
+        f"{cure} in this run too{again}"
+    )
 
 
 def padding_refusal(metadata: Mapping[str, Any], model: HybridModel) -> str | None:

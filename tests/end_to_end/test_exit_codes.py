@@ -425,7 +425,10 @@ def test_another_model_under_a_checkpoint(copy: Path, data: Data) -> None:
     for changes in ({}, {"finetune": True, "save": None}):
         refused = run({**options, **changes, "bf16": True}, copy, 2)
         assert_ends(
-            refused, CHECKPOINT, "was trained without --bf16, and weights are not converted", copy
+            refused,
+            CHECKPOINT,
+            "was trained without --bf16, and a load does not change precisions",
+            copy,
         )
         assert "this run needs" not in refused.console
     anew = run({**options, "finetune": True, "save": copy / "new", "train_iters": 3}, copy)

@@ -517,7 +517,7 @@ def test_generate_refuses_another_function_of_the_same_weights(run_flags, capsys
     assert "--norm-epsilon is 1e-06, and the checkpoint was made with 1e-05" in problem
     assert exit_code(["generate", *run_flags, "--bf16", "--prompt", "a"]) == 4
     assert (
-        "was trained without --bf16, and weights are not converted; leave it out in this run too"
+        "was trained without --bf16, and a load does not change precisions; leave it out in this run too"
         in capsys.readouterr().err
     )
 
