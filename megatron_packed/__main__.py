@@ -2,6 +2,8 @@
 
 import sys
 
+from megatron_packed.config.optional_packages import required_packages
+
 EXIT_INTERRUPTED = 130
 """Exit code after Ctrl-C."""
 
@@ -9,12 +11,13 @@ EXIT_INTERRUPTED = 130
 def main() -> int:
     """Run one command and return its exit code.
 
-    Ctrl-C ends the command with one sentence, also while modules are imported.
+    Ctrl-C or a missing package ends the command with one sentence, also while modules are imported.
     """
     try:
-        from megatron_packed.cli.main import main as run_command
+        with required_packages():
+            from megatron_packed.cli.main import main as run_command
 
-        return run_command()
+            return run_command()
     except KeyboardInterrupt:
         print("interrupted.", file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -6,6 +6,9 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.machinery import PathFinder
@@ -141,6 +144,28 @@ PACKAGES = (
 def package_of_kernel(op: str, backend: str) -> Package | None:
     """Return the package that a backend of an op needs; None if it needs no optional package."""
     return next((package for package in PACKAGES if f"{op}.{backend}" in package.kernels), None)
+
+
+@contextmanager
+def required_packages() -> Iterator[None]:
+    """Exit with code 2 and one sentence if the block imports a required package that is absent.
+
+    Raises:
+        ModuleNotFoundError: another module is absent.
+        SystemExit: a required package is absent.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = next((one for one in PACKAGES if one.required and one.module == error.name), None)
+        if package is None:
+            raise
+        print(
+            f"{package.name} is not installed for {sys.executable}; activate the environment of "
+            "megatron_packed, or run `megatron-packed doctor`, which lists what is missing.",
+            file=sys.stderr,
+        )
+        raise SystemExit(2) from None
 
 
 def is_installed(module: str) -> bool:

@@ -13,6 +13,7 @@ import sys
 from typing import NoReturn
 
 from megatron_packed.config.environment_variables import apply_environment
+from megatron_packed.config.optional_packages import required_packages
 from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.standard_streams import guard_standard_streams
@@ -24,11 +25,13 @@ from megatron_packed.training.under_launcher import end_with_launcher
 def main() -> NoReturn:
     """Run the job that the command line of this process describes."""
     guard_standard_streams()
-    # Parsed before torch is imported, so that a wrong command line fails within a second.
-    config = parse_or_exit(sys.argv[1:], explain, read_stored=stored_options)
-    # Install the handler before slow work: a signal during start-up takes effect at the first step.
-    with SignalFlag(speaks=os.environ.get("RANK", "0") == "0") as signal_flag:
-        _run(config, signal_flag)
+    with required_packages():
+        # Parsed before torch is imported, so that a wrong command line fails within a second.
+        config = parse_or_exit(sys.argv[1:], explain, read_stored=stored_options)
+        # Install the handler before slow work: a signal during start-up takes effect at the first
+        # step.
+        with SignalFlag(speaks=os.environ.get("RANK", "0") == "0") as signal_flag:
+            _run(config, signal_flag)
 
 
 def launched() -> NoReturn:
@@ -38,7 +41,7 @@ def launched() -> NoReturn:
     """
     end_with_launcher()
     guard_standard_streams()
-    with SignalFlag() as signal_flag:
+    with required_packages(), SignalFlag() as signal_flag:
         # A signal that arrived while this process started is delivered now, to the handler.
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         _run(parse_or_exit(sys.argv[1:], explain, read_stored=stored_options), signal_flag)

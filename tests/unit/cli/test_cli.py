@@ -148,6 +148,21 @@ def test_ctrl_c_ends_a_command_with_one_sentence(imported, monkeypatch, capsys):
     assert capsys.readouterr().err == "interrupted.\n"
 
 
+@pytest.mark.parametrize("name", ["torch", "elsewhere"])
+def test_an_absent_package_ends_a_command_with_one_sentence(name, monkeypatch, capsys):
+    """Only a required package has a sentence; another absent module is a defect."""
+
+    def absent(*_):
+        raise ModuleNotFoundError(name=name)
+
+    monkeypatch.setattr(sys, "argv", ["megatron-packed", "packing"])
+    monkeypatch.setattr("megatron_packed.cli.packing.run", absent)
+    with pytest.raises(SystemExit if name == "torch" else ModuleNotFoundError):
+        program()
+    said = capsys.readouterr().err
+    assert said.startswith(f"torch is not installed for {sys.executable}") == (name == "torch")
+
+
 @pytest.mark.parametrize(
     "more, said", [((), " (unused without --eval-interval)"), (("--eval-interval", 2), "")]
 )
