@@ -39,10 +39,15 @@ def describe(
         console.say(line)
     buffer = job.model.expert_buffer(config.packing.tokens_per_pack)
     if buffer is not None and groups.ep_size > 1:
-        room = buffer.rows * buffer.bytes_per_row / 2**20
+        mib = buffer.rows * buffer.bytes_per_row / 2**20
+        # Observed bounds are printed when the routing was observed, after this line.
+        holds = (
+            "follows the routing"
+            if job.model.expert_room.measured
+            else f"holds {buffer.rows:,} rows ({mib:,.1f} MiB in each E layer)"
+        )
         console.detail(
-            f"the expert buffer of a rank holds {buffer.rows:,} rows ({room:,.1f} MiB in each E layer); "
-            f"the worst case is {buffer.worst_rows:,} rows"
+            f"the expert buffer of a rank {holds}; the worst case is {buffer.worst_rows:,} rows"
         )
 
 

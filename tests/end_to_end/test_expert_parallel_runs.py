@@ -106,6 +106,7 @@ def test_a_run_whose_bounds_follow_the_routing_resumes_across_an_overflow(
     options["moe_expert_rank_capacity_factor"] = "auto"
     said = trained(bounded, 2, options, exit_interval=5)
     assert "expert buffers: the first packs need 1.22 of an even share" in said
+    assert "the expert buffer of a rank follows the routing; the worst case is " in said
     assert said.count("is repeated") == 1 and "step 4 needed more room for experts" in said
     said = trained(bounded, 2, options)
     assert "first packs need" not in said and "is repeated" not in said
