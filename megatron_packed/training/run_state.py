@@ -328,9 +328,7 @@ class RunState:
                 group=self.groups.world_group,
                 step=options.ckpt_step,
                 allow_missing=("",) if options.allows_unexpected else ("rng/",),
-                allow_extra=("",)
-                if options.finetune or options.allows_missing
-                else ("rng/", *unwanted),
+                allow_extra=("",) if options.allows_missing else ("rng/", *unwanted),
                 accept=self.refusals.for_fine_tuning
                 if options.finetune
                 else self.refusals.for_resuming,

@@ -85,8 +85,9 @@ def test_what_the_checkpoint_lacks_is_an_error(strictness: str, saved: tuple[Job
 
 def test_what_the_run_lacks(saved: tuple[Job, Path]) -> None:
     before, folder = saved
-    with pytest.raises(CheckpointMismatchError, match=r"layers\.1\.mixer\.fc1\.bias is extra"):
-        loaded("-", folder)
+    for finetune in (False, True):  # fine-tuning needs no optimizer, but drops no weight either
+        with pytest.raises(CheckpointMismatchError, match=r"layers\.1\.mixer\.fc1\.bias is extra"):
+            loaded("-", folder, finetune=finetune)
     for strictness in (
         "raise_unexpected",
         "assume_ok_unexpected",
