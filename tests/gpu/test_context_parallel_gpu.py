@@ -47,8 +47,8 @@ SIZES: dict[str, Any] = {"vocab_size": VOCAB, "max_positions": TOKENS, "device":
 LARGEST_ERROR = 3e-2
 """Largest relative difference of gradients, unless rounded weights move a gradient by half of it or more.
 
-The gradients of decays of a gated delta net are small differences of large terms: when weights change
-by at most half a unit in the last place of bf16, they move by more than a third, in float32 too.
+The gradients of decays of a gated delta net are small differences of large terms. If weights change by
+at most half a unit in the last place of bf16, these gradients move by more than a third, also in float32.
 """
 DRAWS = 8
 """Number of float32 models with such changes of the weights."""
