@@ -54,6 +54,8 @@ PACKAGES = (
             "rms_norm.triton",
             "gated_rms_norm.triton",
             "gated_delta_rule.triton",
+            "ssd.triton",
+            "causal_conv1d.triton",
             "activation.triton",
             "cross_entropy.triton",
             "permute.triton",

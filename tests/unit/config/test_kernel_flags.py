@@ -190,6 +190,10 @@ def test_every_kernel_of_a_package_is_one_of_an_op() -> None:
     for name in (name for package in PACKAGES for name in package.kernels):
         op, _, backend = name.partition(".")
         assert op not in MODULES or backend in op_of(op).names(), name
+    for op in MODULES:  # without Triton, advice names the package of each of our kernels
+        if "triton" in op_of(op).names():
+            package = package_of_kernel(op, "triton")
+            assert package is not None and package.name == "triton", op
 
 
 def test_the_program_ends_at_once_with_code_2(right, tmp_path: Path) -> None:
