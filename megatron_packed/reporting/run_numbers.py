@@ -121,7 +121,7 @@ def _machine_rows(steps: Sequence[Record], settled: Sequence[Record]) -> list[tu
     if bounded:
         load = max(number(r, "expert_rank_load") for r in bounded)
         text = f"largest load {load:.2f}, bound {number(bounded[-1], 'expert_rank_bound'):.2f} of an even share"
-        repeats = f"{text}; {number(bounded[-1], 'expert_repeats'):,.0f} steps repeated"
+        repeats = f"{text}; repeated steps: {number(bounded[-1], 'expert_repeats'):,.0f}"
         rows.append(("expert buffers", repeats))
     return rows
 

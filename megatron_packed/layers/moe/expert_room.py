@@ -131,7 +131,7 @@ class ExpertRoom:
         )
         return [
             f"expert buffers: bounds {source}: {self.bounds.rank:.2f} of an even share of rows "
-            f"(largest load {self.largest.rank:.2f}){peer}; {self.repeats:,} steps were repeated"
+            f"(largest load {self.largest.rank:.2f}){peer}; repeated steps: {self.repeats:,}"
         ]
 
 
