@@ -10,10 +10,11 @@ of measurements.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 
@@ -29,6 +30,7 @@ from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.distributed.flat_buffers import flat_layout_of
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.zero1_layout import Ownership
+from megatron_packed.models.estimate import activations
 from megatron_packed.models.estimate.footprint import Work
 from megatron_packed.models.estimate.parameter_count import count_parameters
 from megatron_packed.models.estimate.rank_memory import GIB, MIB, estimate
@@ -50,13 +52,14 @@ RESULTS = (
     "recipe_gated_delta_1b",
     OVERLAPPED := "layouts_2_hybrid1b_tp_overlap",
     "expert_graphs",
+    IN_PARTS := "layouts_2_hybrid1b_cp_overlap",
 )
 """Result files that contain a measured peak, in the order of the table."""
 OF_DATA = ("train-data", "valid-data", "data-cache", "tokenizer", "log-jsonl", "eval", "sft")
 DATA = ["--data-path", __file__]
 LOCAL = CudaGraphConfig(cuda_graph_impl="local")
 MEASURED_SCAN = "mamba_ssm"
-"""Backend of the scan in all measured runs. They are older than the choice of our kernels by default."""
+"""Backend of the scan in runs that are older than the choice of our kernels by default."""
 
 
 class Peak(NamedTuple):
@@ -72,8 +75,13 @@ def results(name: str) -> dict[str, Any]:
 
 
 def as_measured(config: RunConfig) -> RunConfig:
-    """Return the configuration with the kernels of the measured runs."""
+    """Return the configuration with the kernels of the older runs."""
     return replace(config, training=replace(config.training, ssd_backend=MEASURED_SCAN))
+
+
+def older_chunk_tokens(tokens: int, vocab_rows: int) -> int:
+    """Return the tokens of a chunk of logits in the older runs, whose packs had at least 512 tokens."""
+    return min(max(1024, 2**26 // vocab_rows // 128 * 128), -(-tokens // 256) * 128)
 
 
 def gib(
@@ -179,7 +187,12 @@ def layouts_of_several() -> Iterator[tuple[str, float, float]]:
         yield from layouts_of(f"layouts_{world}_{name}", world, name)
 
 
-def layouts_of(result: str, world: int, name: str) -> Iterator[tuple[str, float, float]]:
+def layouts_of(
+    result: str,
+    world: int,
+    name: str,
+    as_run: Callable[[RunConfig], RunConfig] = as_measured,
+) -> Iterator[tuple[str, float, float]]:
     """Yield the layouts of one result file; one process has a row for the layouts of two."""
     c, choices = layouts.MODELS[name], layouts.LAYOUTS[world]
     found = results(result)[name]["layouts"]
@@ -188,7 +201,7 @@ def layouts_of(result: str, world: int, name: str) -> Iterator[tuple[str, float,
             continue
         config = layouts.config_of(c, 4, options, torch.device("cuda"))
         processes = 1 if layout == layouts.ONE else world
-        one = usual(estimates(as_measured(config), processes, c["vocab"], layouts.CAPACITY))
+        one = usual(estimates(as_run(config), processes, c["vocab"], layouts.CAPACITY))
         # In this case the measured process still held the weights of the previous job: a process
         # group kept them alive, because nothing had waited for their last all-gather.
         held = (name, layout) == ("hybrid1b_moe", "tp2")
@@ -205,13 +218,19 @@ def overlapped() -> Iterator[tuple[str, float, float]]:
             yield f"{name}, second run", *peak
 
 
+def in_parts() -> Iterator[tuple[str, float, float]]:
+    """Yield the layouts that exchange heads in one part and in several."""
+    for name, *peak in layouts_of(IN_PARTS, 2, "hybrid1b", as_run=lambda config: config):
+        yield f"{name}, our scan", *peak
+
+
 def experts() -> Iterator[tuple[str, float, float]]:
     """Yield steps of two ranks with 16 experts each, with the memory of graphs."""
     world, device = 2, torch.device("cuda")
     c = expert_graphs.model_of(world)
     for dispatcher, kinds in results("expert_graphs").items():
         for kind, found in kinds.items():
-            config = as_measured(expert_graphs.configured(c, world, dispatcher, kind, device))
+            config = expert_graphs.configured(c, world, dispatcher, kind, device)
             groups = ParallelGroups.unjoined(config.layout(world))
             estimated = expert_graphs.planned_gib(config, groups, c["vocab"])
             yield f"experts, {dispatcher}, {kind}", estimated, found["peak_gib"]
@@ -290,7 +309,7 @@ def recipes() -> Iterator[tuple[str, float, float]]:
 
 def peaks() -> list[Peak]:
     """Return all measured peaks of packed steps with their estimates."""
-    parts = (
+    older = (
         graph_steps(),
         model_steps(),
         metadata_sync(),
@@ -301,9 +320,10 @@ def peaks() -> list[Peak]:
         full_steps(),
         recipes(),
         overlapped(),
-        experts(),
     )
-    return [Peak(*row) for part in parts for row in part]
+    with mock.patch.object(activations, "default_chunk_tokens", older_chunk_tokens):
+        found = [Peak(*row) for part in older for row in part]
+    return found + [Peak(*row) for part in (experts(), in_parts()) for row in part]
 
 
 def rows_of(*_: object) -> list[dict[str, object]]:

@@ -16,6 +16,8 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -348,7 +350,10 @@ def graph_replay(ours: Ours, c: dict, lengths: list[list[int]]) -> dict[str, obj
     }
 
 
-def run(name: str, *, kernels: int, skip_megatron: bool) -> dict[str, object]:
+def run(
+    name: str, *, kernels: int, skip_megatron: bool, save: Callable[[dict[str, object]], object]
+) -> dict[str, object]:
+    """Measure one model. ``save`` stores the results before the replays, which take longest."""
     c = CONFIGS[name]
     lengths = packings(c["T"], 4)
     plan_hash = hashlib.sha256(repr(lengths).encode()).hexdigest()[:12]
@@ -412,8 +417,16 @@ def run(name: str, *, kernels: int, skip_megatron: bool) -> dict[str, object]:
         sides.pop("megatron_core")
         del theirs_model
         torch.cuda.empty_cache()
+    save(result)
     result["graph"] = graph_replay(ours, c, lengths)
     return result
+
+
+def save_with(
+    results: dict[str, Any], name: str, arguments: argparse.Namespace, found: dict[str, object]
+) -> Path:
+    """Save the results of the models before and those found for this model."""
+    return harness.save(arguments.name, {**results, name: found}, folder=arguments.results)
 
 
 def begin_alone(*, port: int) -> None:
@@ -453,10 +466,13 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     begin_alone(port=29511)
-    results = {}
+    results: dict[str, Any] = {}
     for name in arguments.configs or CONFIGS:
-        results[name] = run(name, kernels=arguments.kernels, skip_megatron=arguments.skip_megatron)
-        path = harness.save(arguments.name, results, folder=arguments.results)
+        save = partial(save_with, results, name, arguments)
+        results[name] = run(
+            name, kernels=arguments.kernels, skip_megatron=arguments.skip_megatron, save=save
+        )
+        path = save(results[name])
         torch.cuda.empty_cache()
     rows = []
     for name, result in results.items():

@@ -35,6 +35,7 @@ import gated_delta_rule
 import generation
 import graph_runs
 import graph_step
+import grouped_products
 import harness
 import layouts
 import memory_peaks
@@ -312,6 +313,7 @@ TABLES = {
         "gated_delta_rule.py", "gated_delta_rule", gated_delta_rule.ratio_rows_of
     ),
     "recipe_gated_delta_1b": Table("recipe_mfu.py", "recipe_gated_delta_1b", recipe_mfu.rows_of),
+    "grouped_products": Table("grouped_products.py", "grouped_products", grouped_products.rows_of),
     "ssd": Table("ssd.py", "ssd", ssd.rows_of),
     "ssd_errors": Table("ssd.py", "ssd", ssd.error_rows_of),
     "rope": Table("rope_bench.py", "rope", rope_bench.rows_of),
