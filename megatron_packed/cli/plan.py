@@ -176,10 +176,10 @@ def _lines(
     from megatron_packed.config.sections.model_parts.experts import MEASURE
     from megatron_packed.layers.moe.expert_room import PLANNED
     from megatron_packed.models.estimate.parameter_count import count_parameters
-    from megatron_packed.models.estimate.rank_memory import COMMUNICATOR
 
     layout, packing = config.layout(world_size), config.packing
     parameters = count_parameters(config.model, vocab_size)
+    micro_batches = config.micro_batches_per_step(layout.dp_size)
     growth = "" if packing.batch_ramp is None else packing.batch_ramp.sentence()
     lines = [
         f"{parameters.total:,} parameters ({parameters.active:,} active), vocabulary {vocab_size:,}; "
@@ -187,7 +187,7 @@ def _lines(
         f"TP {layout.tp_size} x CP {layout.cp_size} x DP {layout.dp_size}, "
         f"experts TP {layout.expert_tp_size} x EP {layout.ep_size} x DP {layout.expert_dp_size}.",
         f"Packs of {packing.tokens_per_pack:,} slots, capacity {documents:,} documents; "
-        f"{config.micro_batches_per_step(layout.dp_size)} micro-batches of each rank in a step.",
+        f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''} of each rank in a step.",
         *([growth] if growth else []),
         "",
         *_table(ranks),
@@ -197,11 +197,8 @@ def _lines(
         f"{kind}: the memory peak occurs during {one.peak.where}." for kind, one in ranks.items()
     ]
     first = next(iter(ranks.values()))
-    buffers = (
-        f", and {COMMUNICATOR // MIB} MiB for each of {first.communicators} NCCL communicators"
-    )
     lines.append(
-        f"The memory contains CUDA's context{buffers if first.communicators else ''}. It does not "
+        f"The memory contains CUDA's context{_communicators(first.communicators)}. It does not "
         "contain memory that the allocator loses to fragmentation."
     )
     if config.model.num_experts and config.expert_rank_capacity_factor == MEASURE:
@@ -222,6 +219,14 @@ def _lines(
         )
     lines += [*_verdict(ranks, limit, cures), "", f"Lengths: {source}."]
     return lines + _step_lines(work, world_size)
+
+
+def _communicators(number: int) -> str:
+    """Return what the line about CUDA's context says about NCCL's memory; empty without NCCL."""
+    from megatron_packed.models.estimate.rank_memory import COMMUNICATOR
+
+    whose = f"each of {number} NCCL communicators" if number > 1 else "the rank's NCCL communicator"
+    return f", and {COMMUNICATOR // MIB} MiB for {whose}" if number else ""
 
 
 def _state_lines(config: RunConfig) -> list[str]:

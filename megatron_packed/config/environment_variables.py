@@ -30,6 +30,8 @@ ALWAYS: dict[str, str] = {
     # Fused products of --tp-comm-overlap use no multicast. torch would set it up with the symmetric
     # memory, and some machines refuse that.
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    # quack loads compiled kernels from a folder. Its default is in /tmp, which other users can write.
+    "QUACK_CACHE_DIR": os.path.expanduser("~/.cache/quack"),
 }
 """Variables that every run sets, if they are not set yet."""
 

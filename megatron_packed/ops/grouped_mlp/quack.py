@@ -4,7 +4,7 @@ flash-attn 4 installs quack. Its products read the row counts on the device, lik
 the 12 products measured on an H200 take 0.76 to 0.90 of the time of the other backend. The other
 three take up to 1.16, because their columns fill the tiles badly. The gradient of a weight is added into
 ``main_grad`` (fp32) by the tensor memory accelerator. Kernels are compiled on first use, in a few
-seconds, and kept in quack's own folder of compiled kernels (``QUACK_CACHE_DIR``).
+seconds, and kept in ``QUACK_CACHE_DIR`` (`config.environment_variables`).
 
 Every product has the same tiles for any row counts, and sums a row's terms in the same order. One
 program owns a tile, so equal inputs give equal bits.
