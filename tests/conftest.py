@@ -52,11 +52,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Return the number of workers for ``-n auto``: one per processor, at most eight.
+    """Return the number of workers for ``-n auto``: one more than processors, at most eight.
 
-    On a machine with a GPU no workers are started, so that the tests share no GPU.
+    Tests of several processes often wait, for example for a launcher or a timeout. Then the
+    additional worker uses the processor. On a machine with a GPU no workers are started, so that
+    the tests share no GPU.
     """
-    return 0 if torch.cuda.is_available() else min(os.cpu_count() or 1, 8)
+    return 0 if torch.cuda.is_available() else min((os.cpu_count() or 1) + 1, 8)
 
 
 def collect_backwards(config: pytest.Config) -> None:
@@ -125,11 +127,12 @@ def freeze_living_objects() -> None:
     gc.freeze()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def pools() -> Iterator[WorkerPools]:
-    """Yield pools of processes that all distributed tests share.
+    """Yield pools of processes that the tests of one file share.
 
     Use: ``pools.run(fn, world_size, *args, layout={"tp_size": 2})``.
+    The pools end with the file, because waiting process groups use a processor (`WorkerPools`).
     """
     from megatron_packed.distributed.testing import WorkerPools
 

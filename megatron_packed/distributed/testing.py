@@ -45,6 +45,7 @@ _PRELOAD = [
 _GRACE_SECONDS = 3.0
 _STACK_SECONDS = 0.5
 _SHUTDOWN_SECONDS = 5.0
+_LAYOUTS_OF_A_POOL = 5
 
 
 class DistributedError(AssertionError):
@@ -185,11 +186,18 @@ class WorkerPool:
 
 
 class WorkerPools:
-    """Pools by world size, each created at its first use and recreated after a failed call."""
+    """Pools by world size, each created at its first use.
+
+    A new pool replaces a pool after a failed call, and a pool that has had `_LAYOUTS_OF_A_POOL`
+    layouts and gets another one. Each process group has a thread that wakes 100 times a second, so
+    the groups of many layouts use a large part of a processor. A new pool takes a fraction of a
+    second.
+    """
 
     def __init__(self, backend: str = "gloo", *, collective_timeout: float = 60.0) -> None:
         self._start = partial(WorkerPool, backend=backend, collective_timeout=collective_timeout)
         self._pools: dict[int, WorkerPool] = {}
+        self._layouts: dict[int, set[ParallelLayout]] = {}
 
     def __enter__(self) -> WorkerPools:
         return self
@@ -208,8 +216,14 @@ class WorkerPools:
     ) -> list[Any]:
         """Run ``fn`` by ``WorkerPool.run`` in the pool of ``world_size`` processes."""
         pool = self._pools.get(world_size)
+        sizes = ParallelLayout(world_size=world_size, **(layout or {}))
+        seen = self._layouts.get(world_size, set())
+        if pool is not None and sizes not in seen and len(seen) >= _LAYOUTS_OF_A_POOL:
+            pool.close()
         if pool is None or not pool.usable:
-            pool = self._pools[world_size] = self._start(world_size)
+            pool, seen = self._start(world_size), set()
+            self._pools[world_size], self._layouts[world_size] = pool, seen
+        seen.add(sizes)
         return pool.run(fn, *args, layout=layout, timeout=timeout)
 
 

@@ -244,3 +244,13 @@ def test_a_pool_keeps_processes_and_groups_until_a_call_fails() -> None:
     for pid, _, _ in first:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_a_pool_ends_after_many_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_packed.distributed.testing._LAYOUTS_OF_A_POOL", 2)
+    with WorkerPools() as pools:
+        first, last = (
+            pools.run(remember, 2, layout={axis: 2})[0][0] for axis in ("tp_size", "cp_size")
+        )
+        assert first == last == pools.run(remember, 2, layout={"tp_size": 2})[0][0]
+        assert pools.run(remember, 2)[0][0] != first

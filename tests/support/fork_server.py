@@ -26,6 +26,11 @@ ALWAYS = [
     "triton",
     "megatron_packed.training.pretrain",
 ]
+KEPT_MEMORY = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
+"""Variables with which processes keep the memory of freed tensors.
+
+Otherwise each tensor of more than 128 KiB gets new pages, which took a tenth of the time.
+"""
 MORE = [
     "torch._dynamo",  # imported by the tests that record operations
     "support.runs",
@@ -59,5 +64,7 @@ def fork_server() -> ForkServerContext:
     # Python 3.11 does not pass `sys.path` to the server.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(TESTS), prepend=os.pathsep)
+        for name in KEPT_MEMORY:
+            patch.setenv(name, str(1 << 30))
         forkserver.ensure_running()
     return context

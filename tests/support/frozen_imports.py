@@ -1,7 +1,7 @@
 """Last import of a server that forks: processes share the pages of all that was imported.
 
 Without it the garbage collector writes to the head of every object, and each process copies these
-pages. The variable that led to this file is removed, so that no process inherits it.
+pages. The variables that were set for the server are removed, so that no process inherits them.
 """
 
 import atexit
@@ -15,6 +15,8 @@ if any(paths):
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
 else:
     os.environ.pop("PYTHONPATH", None)
+for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"):
+    os.environ.pop(name, None)
 gc.collect()
 gc.freeze()
 atexit.register(gc.unfreeze)  # else libraries report their objects as leaked

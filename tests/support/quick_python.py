@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from support.fork_server import TESTS, modules
+from support.fork_server import KEPT_MEMORY, TESTS, modules
 
 MORE = ("torch.distributed.run", "megatron_packed.cli.main")
 PROGRAMS = {
@@ -63,7 +63,11 @@ def quick_python(folder: Path) -> Iterator[None]:
         (folder / name).chmod(0o755)
     server = subprocess.Popen(
         [sys.executable, __file__, str(address), *modules(), *MORE, "support.frozen_imports"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])},
+        env={
+            **os.environ,
+            **dict.fromkeys(KEPT_MEMORY, str(1 << 30)),
+            "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]),
+        },
     )
     try:
         while not address.exists():
