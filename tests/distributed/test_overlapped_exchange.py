@@ -23,8 +23,8 @@ from support import hybrid_cases as cases
 from support import rank_models
 from support.recorder import Recorder
 
-TOKENS, ALIGNMENT = 64, 8
-LENGTHS = [1, 9, 20, 3, 7]
+TOKENS, ALIGNMENT = 32, 8
+LENGTHS = [1, 9, 3]
 CHANGES = {
     "untie_embeddings_and_output_weights": False,
     "num_attention_heads": 16,
@@ -44,7 +44,7 @@ CHANGES = {
 
 Sums over the rows of a part then have the order of sums over the rows of all heads.
 """
-LAYOUTS = [(2, {"cp_size": 2}), (4, {"cp_size": 4}), (4, {"tp_size": 2, "cp_size": 2})]
+LAYOUTS = [(2, {"cp_size": 2}), (4, {"tp_size": 2, "cp_size": 2})]
 
 
 # -- order of the messages -------------------------------------------------------------------------

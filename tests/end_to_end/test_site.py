@@ -10,10 +10,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 BROKEN = {
-    "link": "[a page](no_such_page.md)",
-    "anchor": "[a heading](#no-such-heading)",
-    "name": "::: megatron_packed.packed.params.NoSuchName",
+    "links": {
+        "no_such_page.md": "[a page](no_such_page.md)",
+        "#no-such-heading": "[a heading](#no-such-heading)",
+    },
+    "names": {"NoSuchName": "::: megatron_packed.packed.params.NoSuchName"},
 }
+"""Faults of a page, and the word by which the build reports each of them."""
 
 
 def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
@@ -60,12 +63,15 @@ def test_the_api_describes_public_classes(site) -> None:
     assert "cu_seqlens" in page
 
 
-@pytest.mark.parametrize("fault", BROKEN)
-def test_a_broken_reference_fails_the_build(fault: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", BROKEN)
+def test_broken_references_fail_the_build(kind: str, tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "index.md").write_text(f"# Start\n\n{BROKEN[fault]}\n")
+    faults = "\n\n".join(BROKEN[kind].values())
+    (tmp_path / "docs" / "index.md").write_text(f"# Start\n\n{faults}\n")
     lines = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[0]
     lines = re.sub(r"hooks:\n.*\n", "", lines).replace("paths: [.]", f"paths: ['{ROOT}']")
     (tmp_path / "mkdocs.yml").write_text(lines)
     result = build(tmp_path / "mkdocs.yml", tmp_path / "site")
     assert result.returncode != 0, result.stderr
+    for word in BROKEN[kind]:
+        assert word in result.stderr, result.stderr

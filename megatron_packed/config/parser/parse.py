@@ -49,6 +49,11 @@ SILENT_SECONDS = 3.0
 """Seconds that a silent rank waits before it exits. A launcher kills all processes when the first
 one ends, so silent ranks wait until rank 0 has reported.
 """
+SILENT_BESIDE_RANK_0_SECONDS = 60.0
+"""The same beside rank 0 under torchrun, which surely ends the silent ranks when rank 0 ends.
+
+On a busy machine rank 0 may report seconds later than the others are ready.
+"""
 
 
 class RefusedCommandLine(SystemExit):
@@ -207,8 +212,15 @@ def _refuse(problems: Sequence[Problem], speaks: bool) -> NoReturn:
         # torchrun stops this rank because rank 0 failed. Exit with code 0, so that torchrun does
         # not report this rank as a failure too.
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-        time.sleep(SILENT_SECONDS)
+        time.sleep(_silence(os.environ))
     raise RefusedCommandLine(problems) from None
+
+
+def _silence(environ: Mapping[str, str]) -> float:
+    """Return the seconds that this silent rank waits for the report of rank 0."""
+    one_host = environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE")
+    under_torchrun = "TORCHELASTIC_ERROR_FILE" in environ
+    return SILENT_BESIDE_RANK_0_SECONDS if one_host and under_torchrun else SILENT_SECONDS
 
 
 def _as_typed(problem: Problem, typed: Mapping[str, str]) -> Problem:

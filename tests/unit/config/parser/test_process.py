@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[4]
 PROGRAM = """
 import sys
@@ -80,6 +82,17 @@ def test_a_silent_rank_that_the_launcher_stops_has_not_failed(tmp_path) -> None:
         + PROGRAM
     )
     assert start(WRONG, tmp_path, stopped, RANK="1", LOCAL_RANK="1", WORLD_SIZE="2").returncode == 0
+
+
+@pytest.mark.parametrize(("ranks_here", "seconds"), [("2", 60.0), ("1", 3.0)])
+def test_silent_ranks_beside_rank_0_wait_for_its_report(
+    ranks_here: str, seconds: float, tmp_path
+) -> None:
+    """On a busy machine rank 0 is slow; a silent rank that ends first would end it unheard."""
+    shown = "import sys, time\ntime.sleep = lambda seconds: print('waits', seconds)\n" + PROGRAM
+    here = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": ranks_here, "WORLD_SIZE": "2", "RANK": "1"}
+    done = start(WRONG, tmp_path, shown, TORCHELASTIC_ERROR_FILE="error.json", **here)
+    assert done.stdout == f"waits {seconds}\n" and done.returncode == 2
 
 
 def test_the_first_rank_of_another_machine_tells_of_paths_alone(tmp_path) -> None:
