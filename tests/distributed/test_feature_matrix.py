@@ -87,7 +87,8 @@ def train(
     """Return loss and gradient norm of each step, and the number of replayed micro-batches."""
     # The load-balance loss is computed per pack, so it differs with other packs.
     options: dict[str, Any] = {"memory": OFFLOAD} if "offload" in on else {}
-    options |= {"cuda_graph": CudaGraphConfig(cuda_graph_impl=impl)} if "graphs" in on else {}
+    if "graphs" in on:
+        options["cuda_graph"] = CudaGraphConfig(cuda_graph_impl=impl, cuda_graph_warmup_steps=1)
     config = dataclasses.replace(config_of(way, moe_aux_loss_coeff=0.0), **options)
     job = build_job(config, groups, VOCAB)
     if "metadata" not in on:

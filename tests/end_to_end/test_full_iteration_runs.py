@@ -49,6 +49,7 @@ def graphs(options: dict[str, Any]) -> dict[str, Any]:
         **options,
         "cuda_graph_impl": "full_iteration",
         "cuda_graph_max_packed_seqs": CAPACITIES,
+        "cuda_graph_warmup_steps": 1,
     }
 
 
@@ -128,9 +129,8 @@ def test_a_nan_on_one_rank_stops_all_with_clean_weights(
 
     The ranks report the NaN one step later.
     """
-    captures = len(CAPACITIES) * (
-        3 + 1 + 1
-    )  # forward passes of dummy micro-batches before the first step
+    # Forward passes of dummy micro-batches before the first step: tuning, first run and capture.
+    captures = len(CAPACITIES) * (graphs["cuda_graph_warmup_steps"] + 1 + 1)
     options = {**graphs, "eval_interval": None, "valid_data_path": None, "save_interval": 1}
     bad = 4
     fault = partial(poison_forward, captures + 2 * bad, 1, float("nan"))

@@ -191,7 +191,8 @@ def test_with_graphs(
     The stand-in runs the computation both at capture and at replay, so the offload of captures is
     counted, too.
     """
-    graphed = {**options, **memory, "cuda_graph_impl": impl, "cuda_graph_max_packed_seqs": (3, 5)}
+    graphs = {"cuda_graph_impl": impl, "cuda_graph_max_packed_seqs": (3, 5)}
+    graphed = {**options, **memory, **graphs, "cuda_graph_warmup_steps": 1}
     first, second = halves(tmp_path, graphed, partial(process), partial(process, forced))
     lines = assert_same_run(tmp_path, without)
     assert all(line["graph_replays"] + line["graph_fallbacks"] == PACKS for line in lines)

@@ -60,7 +60,9 @@ def config_of(
         optim=OptimizerConfig(lr=1e-2, clip_grad=0.0),  # clipping would scale gradients in place
         parallel=ParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=bucket),
         training=TrainingConfig(train_iters=5, device=device, bf16=bf16, seed=1),
-        cuda_graph=CudaGraphConfig(cuda_graph_impl="local" if graphs else "none"),
+        cuda_graph=CudaGraphConfig(cuda_graph_impl="local", cuda_graph_warmup_steps=1)
+        if graphs
+        else CudaGraphConfig(),
     )
 
 

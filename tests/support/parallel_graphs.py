@@ -62,7 +62,8 @@ def graphed(
         )
         config = dataclasses.replace(config, parallel=parallel)
     # Set it without validation: TransformerEngine needs GPUs, but its stand-in captures here.
-    object.__setattr__(config, "cuda_graph", CudaGraphConfig(cuda_graph_impl=impl))
+    graph_options = CudaGraphConfig(cuda_graph_impl=impl, cuda_graph_warmup_steps=1)
+    object.__setattr__(config, "cuda_graph", graph_options)
     job, backend = build_job(config, groups, VOCAB), RecordingBackend(fail_at)
     graphs = build_graphs(config, job, CAPTURE_SIZES, groups, print, backend, stand_in()[0])
     assert graphs is not None

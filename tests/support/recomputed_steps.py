@@ -3,7 +3,6 @@
 import dataclasses
 from copy import copy
 
-from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.config.sections.memory import OFFLOADED_IN, MemoryConfig
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs
 from megatron_packed.training.build_job import build_job
@@ -36,7 +35,7 @@ TRAVELLERS = MemoryConfig(
 def captured_by(impl):
     """Return a configuration with this capture, even if a CPU refuses the capture."""
     config = config_of(cuda_graph_impl="local")
-    object.__setattr__(config, "cuda_graph", CudaGraphConfig(cuda_graph_impl=impl))
+    object.__setattr__(config.cuda_graph, "cuda_graph_impl", impl)
     return config
 
 

@@ -53,6 +53,9 @@ step_values = partial(StepValues.from_list, depths=CONFIG.mtp_depths)
 
 
 def config_of(**graphs):
+    graphs = {"cuda_graph_impl": "local", **graphs}
+    if graphs["cuda_graph_impl"] != "none":
+        graphs.setdefault("cuda_graph_warmup_steps", 1)  # a CPU has no kernels to tune
     return RunConfig(
         model=CONFIG,
         data=DataConfig(train_data_path=("absent.jsonl",), sft=True),
@@ -61,7 +64,7 @@ def config_of(**graphs):
         training=TrainingConfig(
             train_iters=5, device="cpu", loss_spike_policy="skip", loss_spike_window=4
         ),
-        cuda_graph=CudaGraphConfig(**{"cuda_graph_impl": "local", **graphs}),
+        cuda_graph=CudaGraphConfig(**graphs),
         logging=LoggingConfig(log_params_norm=True, log_num_zeros_in_grad=True),
     )
 

@@ -58,5 +58,7 @@ def run_config(
             transformer_impl=impl,
             deterministic_mode=deterministic,
         ),
-        cuda_graph=CudaGraphConfig(cuda_graph_impl="local" if graphs else "none"),
+        cuda_graph=CudaGraphConfig(cuda_graph_impl="local", cuda_graph_warmup_steps=1)
+        if graphs
+        else CudaGraphConfig(),
     )
