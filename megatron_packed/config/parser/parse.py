@@ -5,14 +5,10 @@
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 import socket
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NoReturn, TextIO
 
@@ -32,6 +28,7 @@ from megatron_packed.config.layer_pattern import STAGE
 from megatron_packed.config.megatron.accepted import ACCEPTED
 from megatron_packed.config.megatron.flags import ALWAYS, TAKEN
 from megatron_packed.config.parser.flag_registry import every_field
+from megatron_packed.config.parser.launcher import tell_launcher, wait_for_rank_0
 from megatron_packed.config.parser.precedence import Given, gather
 from megatron_packed.config.parser.stored_options import ReadStored, take_stored
 from megatron_packed.config.path_checks import path_problems
@@ -44,15 +41,6 @@ EXIT_CODE = 2
 EXIT_NOT_WRITTEN = 1
 """Exit code if the output of --help, --print-config or a similar flag could not be written, for
 example to a full disk.
-"""
-SILENT_SECONDS = 3.0
-"""Seconds that a silent rank waits before it exits. A launcher kills all processes when the first
-one ends, so silent ranks wait until rank 0 has reported.
-"""
-SILENT_BESIDE_RANK_0_SECONDS = 60.0
-"""The same beside rank 0 under torchrun, which surely ends the silent ranks when rank 0 ends.
-
-On a busy machine rank 0 may report seconds later than the others are ready.
 """
 
 
@@ -207,20 +195,10 @@ def _refuse(problems: Sequence[Problem], speaks: bool) -> NoReturn:
     report = _report(list(problems), speaks, os.environ)
     _write(sys.stderr, report)
     if report:
-        _tell_launcher("the configuration is refused; its problems are listed above.", os.environ)
+        tell_launcher("the configuration is refused; its problems are listed above.", os.environ)
     else:
-        # torchrun stops this rank because rank 0 failed. Exit with code 0, so that torchrun does
-        # not report this rank as a failure too.
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-        time.sleep(_silence(os.environ))
+        wait_for_rank_0(os.environ)
     raise RefusedCommandLine(problems) from None
-
-
-def _silence(environ: Mapping[str, str]) -> float:
-    """Return the seconds that this silent rank waits for the report of rank 0."""
-    one_host = environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE")
-    under_torchrun = "TORCHELASTIC_ERROR_FILE" in environ
-    return SILENT_BESIDE_RANK_0_SECONDS if one_host and under_torchrun else SILENT_SECONDS
 
 
 def _as_typed(problem: Problem, typed: Mapping[str, str]) -> Problem:
@@ -371,20 +349,6 @@ def _report(problems: Sequence[Problem], speaks: bool, environ: Mapping[str, str
         [problem for problem in problems if problem.node_dependent] if first_of_its_machine else []
     )
     return f"On {socket.gethostname()}: {format_problems(local)}" if local else ""
-
-
-def _tell_launcher(sentence: str, environ: Mapping[str, str]) -> None:
-    """Write the cause that torchrun's own report shows, in the file and format of torch's
-    ``ErrorHandler``.
-    """
-    path = environ.get("TORCHELASTIC_ERROR_FILE")
-    if path is not None:
-        told = {
-            "message": sentence,
-            "extraInfo": {"py_callstack": sentence, "timestamp": str(int(time.time()))},
-        }
-        with suppress(OSError), open(path, "w") as file:
-            json.dump({"message": told}, file)
 
 
 def _finish(text: str) -> NoReturn:
