@@ -9,6 +9,7 @@ differ in the last bits between calls with different row counts.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,16 +43,6 @@ def not_supported_reasons(inputs: GroupedMLPInputs) -> list[str]:
     return reasons + shape_and_dtype_reasons(inputs)
 
 
-def fc1(x_RD: Tensor, w1_EFD: Tensor, offsets_E: Tensor) -> Tensor:
-    """Compute the first product; see `first_linear`."""
-    return first_linear(PRODUCTS, x_RD, w1_EFD, offsets_E)
-
-
-def fc2(x_RF: Tensor, w2_EDF: Tensor, offsets_E: Tensor) -> Tensor:
-    """Compute the second product; see `second_linear`."""
-    return second_linear(PRODUCTS, x_RF, w2_EDF, offsets_E)
-
-
 def _rows(x_RI: Tensor, weight_EIO: Tensor, offsets_E: Tensor) -> Tensor:
     return _product(x_RI, weight_EIO, offs=offsets_E)
 
@@ -61,3 +52,4 @@ def _weight_gradient(dy_RO: Tensor, x_RI: Tensor, offsets_E: Tensor) -> Tensor:
 
 
 PRODUCTS = Products(_rows, _weight_gradient, can_add, add_weight_gradient)
+fc1, fc2 = partial(first_linear, PRODUCTS), partial(second_linear, PRODUCTS)

@@ -13,6 +13,7 @@ program owns a tile, so equal inputs give equal bits.
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -60,16 +61,6 @@ def not_supported_reasons(inputs: GroupedMLPInputs) -> list[str]:
             f"the tiles are those of compute capability 9.x, found {torch.cuda.get_device_capability()}"
         )
     return reasons + shape_and_dtype_reasons(inputs)
-
-
-def fc1(x_RD: Tensor, w1_EFD: Tensor, offsets_E: Tensor) -> Tensor:
-    """Compute the first product; see `first_linear`."""
-    return first_linear(PRODUCTS, x_RD, w1_EFD, offsets_E)
-
-
-def fc2(x_RF: Tensor, w2_EDF: Tensor, offsets_E: Tensor) -> Tensor:
-    """Compute the second product; see `second_linear`."""
-    return second_linear(PRODUCTS, x_RF, w2_EDF, offsets_E)
 
 
 def _rows(x_RI: Tensor, weight_EIO: Tensor, offsets_E: Tensor) -> Tensor:
@@ -121,3 +112,4 @@ def _launch(left: Tensor, right: Tensor, out: Tensor, **options: object) -> None
 
 
 PRODUCTS = Products(_rows, _weight_gradient, _can_add, _add_weight_gradient)
+fc1, fc2 = partial(first_linear, PRODUCTS), partial(second_linear, PRODUCTS)
