@@ -2,7 +2,7 @@
 
     python benchmarks/grouped_products.py [--sizes NAME ...]
 
-- ``quack`` are the products of the package quack-kernels, with fixed tiles.
+- ``quack`` are the products of the package quack-kernels, with tiles that the widths choose.
 - ``grouped_mm`` is PyTorch's product, beside the kernel of megatron_packed that adds the gradients of
   weights to fp32.
 - ``dense`` is one product of cuBLAS with all rows and a single weight: the same arithmetic.
@@ -45,6 +45,7 @@ SIZES = {
     "Nano, EP8": Size(49152, 16, 2688, 1856),
     "Nano, one GPU": Size(49152, 128, 2688, 1856),
     "2,048 x 768, 128 experts": Size(65536, 128, 2048, 768),
+    "2,048 x 1,024": Size(49152, 16, 2048, 1024),
     "latent, 1,024 x 2,688": Size(49152, 16, 1024, 2688),
 }
 

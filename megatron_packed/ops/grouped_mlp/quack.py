@@ -1,19 +1,20 @@
 """MLPs of the experts by the grouped matrix products of quack (Hopper), for bf16.
 
-flash-attn 4 installs quack. Its products read the row counts on the device, like PyTorch's. Nine of
-the 12 products measured on an H200 take 0.76 to 0.90 of the time of the other backend. The other
-three take up to 1.16, because their columns fill the tiles badly. The gradient of a weight is added into
-``main_grad`` (fp32) by the tensor memory accelerator. Kernels are compiled on first use, in a few
-seconds, and kept in ``QUACK_CACHE_DIR`` (`config.environment_variables`).
+flash-attn 4 installs quack. Its products read the row counts on the device, like PyTorch's. The
+18 products measured on an H200 take 0.77 to 0.89 of the time of the other backend. The gradient of a
+weight is added into ``main_grad`` (fp32) by the tensor memory accelerator. Kernels are compiled on
+first use, in a few seconds, and kept in ``QUACK_CACHE_DIR`` (`config.environment_variables`).
 
-Every product has the same tiles for any row counts, and sums a row's terms in the same order. One
-program owns a tile, so equal inputs give equal bits.
+The tile of a product depends on the widths of its tensors (`_tile`). So it is the same for any row
+counts, and the terms of a row are summed in the same order. One program owns a tile, so equal inputs
+give equal bits.
 """
 
 from __future__ import annotations
 
 import inspect
 from functools import partial
+from math import ceil
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,10 +35,14 @@ if TYPE_CHECKING:
 
 __all__ = ["PRODUCTS", "activate", "fc1", "fc2", "not_supported_reasons"]
 
-_TILE = {"tile_M": 128, "tile_N": 192, "cluster_M": 1, "cluster_N": 2, "pingpong": True}
-"""Fastest of 25 tilings for 16 experts of 2,688 x 1,856 and 49,152 rows on an H200. In one of the six
-products another tiling is 2 % faster.
+_TILES = ((128, 192), (192, 128), (128, 128))
+"""Rows and columns of the tiles, the fastest for exact multiples first.
+
+For each of 18 products of six sizes on an H200, the tile of `_tile` is the fastest of nine tilings or
+up to 2 % slower.
 """
+_CLUSTER_N = 2
+_SCHEDULE = {"cluster_M": 1, "cluster_N": _CLUSTER_N, "pingpong": True}
 _ALIGNMENT = 16
 """Bytes that divide the addresses and row lengths of the tensors that the TMA reads or writes."""
 _PLANS = _quack._gemm_plan_cache
@@ -45,7 +50,7 @@ _PLANS = _quack._gemm_plan_cache
 way to bound them.
 """
 _PLANS_KEPT = 1024
-_NEEDED = {*_TILE, "cu_seqlens_m", "cu_seqlens_k", "add_to_output"}
+_NEEDED = {"tile_M", "tile_N", *_SCHEDULE, "cu_seqlens_m", "cu_seqlens_k", "add_to_output"}
 """Arguments of quack's product that this module gives by name; later versions may change them."""
 
 
@@ -105,10 +110,29 @@ def _bounds(offsets_E: Tensor) -> Tensor:
 
 
 def _launch(left: Tensor, right: Tensor, out: Tensor, **options: object) -> None:
-    """Compute ``out = left @ right^T`` for each expert, with the fixed tiles."""
+    """Compute ``out = left @ right^T`` for each expert."""
     if len(_PLANS) >= _PLANS_KEPT:
         _PLANS.clear()
-    _quack.gemm(left, right, out, None, None, **_TILE, **options)
+    tile_m, tile_n = _tile(out.shape[-1], out.shape[-2] if out.ndim == 3 else None)
+    _quack.gemm(left, right, out, None, None, tile_M=tile_m, tile_N=tile_n, **_SCHEDULE, **options)
+
+
+def _tile(columns: int, rows: int | None) -> tuple[int, int]:
+    """Return the tile that pads the output least, the first of several in `_TILES`.
+
+    Args:
+        rows: rows of a weight gradient; None if rows are tokens, whose number may differ in each
+            step. Then only columns are padded.
+
+    Example:
+        1,024 columns are 8 tiles of 128, but 6 tiles of 192 are 1,152. So the tile is 192 x 128.
+    """
+
+    def padded(tile: tuple[int, int]) -> int:
+        of_columns = ceil(columns / (tile[1] * _CLUSTER_N)) * tile[1] * _CLUSTER_N
+        return of_columns * (1 if rows is None else ceil(rows / tile[0]) * tile[0])
+
+    return min(_TILES, key=padded)
 
 
 PRODUCTS = Products(_rows, _weight_gradient, _can_add, _add_weight_gradient)

@@ -109,9 +109,12 @@ def test_permute_kernels_equal_the_reference(dtype):
 
 
 @pytest.mark.parametrize("backend", GROUPED)
-@pytest.mark.parametrize("out, inner", [(384, 256), (136, 72), (8, 520)])
+@pytest.mark.parametrize("out, inner", [(384, 256), (256, 256), (136, 72), (8, 520)])
 def test_weight_gradients_are_sums_in_float32(out, inner, backend):
-    """Two micro-batches; NaN in the rows after the last offset, which are not read."""
+    """Two micro-batches; NaN in the rows after the last offset, which are not read.
+
+    The tiles of quack are 192 x 128, 128 x 128, 192 x 128 and 128 x 192.
+    """
     ends = [0, 5, 5, 700, 961]
     generator = torch.Generator(device="cuda").manual_seed(0)
     main_grad = torch.full((len(ends), out, inner), 3.0, device="cuda")
@@ -170,7 +173,9 @@ def test_no_host_sync(backend):
 
 @pytest.mark.parametrize("backend", GROUPED)
 def test_tokens_keep_their_results_when_others_are_routed_elsewhere(backend):
-    """Other tokens change experts. With the fixed tiles of quack, rows keep their bits.
+    """Other tokens change experts. With the products of quack, rows keep their bits.
+
+    The widths are 256, 384 and 768, so quack uses tiles of 128 x 192 and of 192 x 128.
 
     With PyTorch's product they differ by at most 4 units in the last place of bf16, because its tiles
     depend on the row counts.

@@ -25,6 +25,7 @@ class Quack(ModuleType):
         super().__init__("quack.gemm")
         self._gemm_plan_cache = {}
         self.launched = 0
+        self.tiles = []
 
     def gemm(
         self,
@@ -43,6 +44,7 @@ class Quack(ModuleType):
         add_to_output=False,
     ):
         self.launched += 1
+        self.tiles.append((tile_M, tile_N))
         self._gemm_plan_cache[A.shape, B.shape] = object()
         assert C is None and tile_count_semaphore is None
         bounds = cu_seqlens_m if cu_seqlens_k is None else cu_seqlens_k
@@ -129,6 +131,39 @@ def test_plans_of_other_row_counts_do_not_pile_up(backend, monkeypatch):
     for rows in range(84, 104):
         run(backend, torch.tensor([20, 20, 61, 84], dtype=torch.int32), True, rows=rows)
         assert len(backend._PLANS) <= 7
+
+
+@pytest.mark.parametrize(
+    "tile, rows, columns",
+    [
+        # Row counts are unknown.
+        ((128, 192), None, [384, 768, 1536, 1856, 2688]),
+        ((192, 128), None, [8, 128, 192, 256, 512, 1024, 2048, 4096]),
+        # Weight gradients: both widths are multiples of only one tile's.
+        ((128, 192), 1024, [2688]),
+        ((192, 128), 2688, [1024]),
+        ((128, 192), 2048, [768]),
+        ((192, 128), 768, [2048]),
+        ((128, 128), 1024, [2048]),
+        # Both widths are padded: each of the last two to 2,048 columns, the first to 2,304.
+        ((128, 128), 1400, [2000]),
+        ((192, 128), 1900, [2000]),
+        ((128, 192), 1856, [2688]),
+    ],
+)
+def test_the_tile_pads_the_output_least(backend, tile, rows, columns):
+    assert {backend._tile(each, rows) for each in columns} == {tile}
+
+
+@pytest.mark.parametrize("rows", [8, 128, 200, 1024])
+def test_tiles_do_not_depend_on_row_counts(backend, rows):
+    offsets = torch.full((E,), rows, dtype=torch.int32)
+    narrow, wide = (torch.ones(rows, width).bfloat16() for width in (256, 384))
+    backend.PRODUCTS.rows(narrow, torch.ones(E, 256, 384).bfloat16(), offsets)
+    backend.PRODUCTS.rows(wide, torch.ones(E, 384, 256).bfloat16(), offsets)
+    backend.PRODUCTS.weight_gradient(wide, wide, offsets)
+    backend.PRODUCTS.weight_gradient(narrow, narrow, offsets)
+    assert backend._quack.tiles == [(128, 192), (192, 128), (128, 192), (128, 128)]
 
 
 def test_what_cannot_be_is_refused_with_its_reason(backend, monkeypatch):
