@@ -7,6 +7,8 @@ arXiv:2405.21060; the operations have the same order as in Nemotron-H.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +25,7 @@ from megatron_packed.layers.state_passing import StatePassing
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.ops.gated_rms_norm.api import gated_rms_norm
 from megatron_packed.ops.ssd.api import ssd
-from megatron_packed.ops.ssd.passed_states import add_entering, leaving_state
+from megatron_packed.ops.ssd.passed_states import ssd_of_part
 from megatron_packed.packed.params import PackedSeqParams
 
 
@@ -166,24 +168,15 @@ class MambaMixer(RecurrentMixer):
         x_TNP, B_TGS, C_TGS = heads
         (dt_TN,) = per_head
         A_log_N, D_N, dt_bias_N = parameters or self.head_parameters()
-        seq_idx_1T, cu_seqlens = packed.seq_idx, packed.cu_seqlens
-        if self.passing is not None:
-            seq_idx_1T, cu_seqlens = self.passing.seq_idx(packed), self.passing.cu_seqlens(packed)
-        y_TNP = ssd(
-            x_TNP,
-            dt_TN,
-            A_log_N,
-            B_TGS,
-            C_TGS,
-            D_N,
-            dt_bias_N,
-            seq_idx_1T,
-            cu_seqlens,
-            chunk_size=self.chunk_size,
-            backend=self.backends.ssd,
-        )
+        scanned = (x_TNP, dt_TN, A_log_N, B_TGS, C_TGS, D_N, dt_bias_N)
+        options: dict[str, Any] = {"chunk_size": self.chunk_size, "backend": self.backends.ssd}
         if self.passing is None:
-            return y_TNP
-        left = leaving_state(x_TNP, dt_TN, A_log_N, B_TGS, dt_bias_N, seq_idx_1T)
-        state_NPS = self.passing.entering(*left, packed)
-        return add_entering(y_TNP, state_NPS, dt_TN, A_log_N, C_TGS, dt_bias_N, seq_idx_1T)
+            return ssd(*scanned, packed.seq_idx, packed.cu_seqlens, **options)
+        return ssd_of_part(
+            *scanned,
+            self.passing.seq_idx(packed),
+            self.passing.cu_seqlens(packed),
+            part=self.passing.part(packed),
+            entering=partial(self.passing.entering, packed=packed),
+            **options,
+        )

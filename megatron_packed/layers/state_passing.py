@@ -7,6 +7,9 @@ convolution of the next one. The state that leaves each part goes to all later p
 document may have tokens in several of them (`ops.ssd.passed_states`). Both are all-gathers whose
 size does not depend on T. So neither heads nor groups need to divide among the ranks.
 
+In backward the gradient of the state goes the opposite way. Kernels that pass states themselves send
+what each part adds to it, also by an all-gather.
+
 The rows between the layers are therefore contiguous. Attention that needs a zigzag moves its rows
 ([Note: reordered rows]).
 
@@ -16,12 +19,16 @@ state.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megatron_packed.distributed.collectives import start_gather_rows
 from megatron_packed.distributed.differentiable import gather_rows
 from megatron_packed.layers.context_parallel import ContextParallel
+from megatron_packed.ops.ssd.parts import PartOfPack
 from megatron_packed.ops.ssd.passed_states import entering_state
 from megatron_packed.packed.params import PackedSeqParams
 
@@ -53,6 +60,12 @@ class StatePassing:
         """Return the offsets of the documents in this rank's part; others have length 0."""
         rows = packed.total_tokens // self.cp.size
         return (packed.cu_seqlens - self.cp.rank * rows).clamp(0, rows)
+
+    def part(self, packed: PackedSeqParams) -> PartOfPack:
+        """Return this rank's part of the pack."""
+        begin = self.cp.rank * (packed.total_tokens // self.cp.size)
+        before_1 = packed.seq_idx[0, begin - 1 : begin] if begin else None
+        return PartOfPack(self.cp.rank, before_1, partial(start_gather_rows, group=self.cp.group))
 
     def with_halo(self, x_TC: Tensor) -> Tensor:
         """Return ``(W - 1 + T / c, C)``: the rows of the part after the W - 1 rows before it.

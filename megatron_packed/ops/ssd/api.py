@@ -83,7 +83,7 @@ def ssd(
         ValueError: the shapes do not fit together.
         NoBackendError: the requested backend does not support these inputs.
     """
-    inputs = _checked(x_TNP, dt_TN, B_TGS, C_TGS, seq_idx_1T, chunk_size)
+    inputs = checked_inputs(x_TNP, dt_TN, B_TGS, C_TGS, seq_idx_1T, chunk_size)
     arguments = (x_TNP, dt_TN, A_log_N, B_TGS, C_TGS, D_N, dt_bias_N, seq_idx_1T, cu_seqlens)
     y_TNP: Tensor = OP.chosen[backend, inputs].loaded.run(*arguments, chunk_size=chunk_size)
     return y_TNP
@@ -102,9 +102,10 @@ def tune(inputs: SSDInputs, device: torch.device, *, backend: str = "auto") -> N
         module.tune(inputs, device)
 
 
-def _checked(
+def checked_inputs(
     x: Tensor, dt: Tensor, b: Tensor, c: Tensor, seq_idx: Tensor, chunk_size: int
 ) -> SSDInputs:
+    """Return the inputs that determine the backend; ValueError if the shapes do not fit together."""
     if x.dim() != 3 or dt.shape != x.shape[:2]:
         raise ValueError(
             f"ssd: x has shape {list(x.shape)} and dt {list(dt.shape)}; they must be (T, N, P) and (T, N)."

@@ -1,8 +1,13 @@
 """Mamba-2's scan of a pack in consecutive parts: the state that passes from part to part.
 
-Each of c ranks has one part of the pack and runs `api.ssd` on it, with a state of zero at its start.
-The recurrence is linear, so the state that really enters the part adds a term to the outputs.
-README.md derives the formulas P1 to P3. A part sends N P S + N values, whatever its length.
+Each of c ranks has one part of the pack. A part sends N P S + N values, whatever its length. There are
+two ways:
+
+* The kernels of the backend start from the state that enters the part. They compute what the part adds
+  to a state in any case, so the messages are the only additional cost. Backward sends what the part
+  adds to the gradient of the state to the earlier parts.
+* Any other backend runs `api.ssd` with a state of zero at the start. The recurrence is linear, so the
+  state that really enters the part adds a term to the outputs. README.md derives the formulas P1 to P3.
 
 All masks are applied before the exponential. So terms of other documents are exact zeros, and a
 document that is not cut keeps its bits. Backward computes the intermediate values again.
@@ -21,6 +26,47 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad, softplus
 
 from megatron_packed.ops.running_sum import running_sum
+from megatron_packed.ops.ssd.api import OP, checked_inputs, ssd
+from megatron_packed.ops.ssd.parts import PartOfPack
+
+
+def ssd_of_part(
+    x_TNP: Tensor,
+    dt_TN: Tensor,
+    A_log_N: Tensor,
+    B_TGS: Tensor,
+    C_TGS: Tensor,
+    D_N: Tensor,
+    dt_bias_N: Tensor,
+    seq_idx_1T: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    part: PartOfPack,
+    entering: Callable[[Tensor, Tensor], Tensor],
+    chunk_size: int,
+    backend: str = "auto",
+) -> Tensor:
+    """Run `api.ssd` on one part of a pack; all processes with a part call it at the same time.
+
+    Args:
+        x_TNP: ``(T, N, P)`` inputs of the part; for the other tensors see `api.ssd`.
+        part: place of the part in the pack.
+        entering: returns the state that enters the part, from the results of `leaving_state`. Backends
+            that do not pass states themselves need it.
+    Returns:
+        ``(T, N, P)`` in x's dtype.
+    Raises:
+        ValueError: the shapes do not fit together.
+        NoBackendError: the requested backend does not support these inputs.
+    """
+    inputs = checked_inputs(x_TNP, dt_TN, B_TGS, C_TGS, seq_idx_1T, chunk_size)
+    arguments = (x_TNP, dt_TN, A_log_N, B_TGS, C_TGS, D_N, dt_bias_N, seq_idx_1T, cu_seqlens)
+    chosen = OP.chosen[backend, inputs].loaded
+    if getattr(chosen, "PASSES_STATES", False):
+        return cast(Tensor, chosen.run(*arguments, chunk_size=chunk_size, part=part))
+    y_TNP = ssd(*arguments, chunk_size=chunk_size, backend=backend)
+    left = leaving_state(x_TNP, dt_TN, A_log_N, B_TGS, dt_bias_N, seq_idx_1T)
+    return add_entering(y_TNP, entering(*left), dt_TN, A_log_N, C_TGS, dt_bias_N, seq_idx_1T)
 
 
 def leaving_state(

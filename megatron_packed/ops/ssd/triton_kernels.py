@@ -22,15 +22,25 @@ from torch.autograd.function import once_differentiable
 from megatron_packed.ops.column_slices import GradientSlot, gradient_like, gradient_slot
 from megatron_packed.ops.ssd.api import SSDInputs, inputs_of
 from megatron_packed.ops.ssd.chunk_sum import chunk_sum_backward
+from megatron_packed.ops.ssd.parts import PartOfPack
 from megatron_packed.ops.ssd.triton_gradients import ScanTensors, chunk_gradients
 from megatron_packed.ops.ssd.triton_outputs import input_gradients, outputs
-from megatron_packed.ops.ssd.triton_states import states_of_chunks, states_of_segments
+from megatron_packed.ops.ssd.triton_states import (
+    added_by_segments,
+    message_of_part,
+    state_from_parts,
+    states_of_chunks,
+    states_of_segments,
+)
 from megatron_packed.ops.ssd.triton_steps import STEP, chunk_factors
 from megatron_packed.ops.ssd.triton_tiles import LARGEST_STATE, plan_of
 from megatron_packed.ops.triton_mode import device_reasons
 
 DTYPES = (torch.bfloat16,)
 """Supported dtypes. Tests add float32 in the interpreter; on a GPU its tiles would not fit in registers."""
+
+PASSES_STATES = True
+"""`run` accepts a part of a pack."""
 
 
 def not_supported_reasons(inputs: SSDInputs) -> list[str]:
@@ -57,16 +67,25 @@ def run(
     cu_seqlens: Tensor,
     *,
     chunk_size: int,
+    part: PartOfPack | None = None,
 ) -> Tensor:
-    """Run the op; see ``api.ssd``. The kernels have their own chunk length and ignore ``chunk_size``."""
+    """Run the op; see ``api.ssd``. The kernels have their own chunk length and ignore ``chunk_size``.
+
+    Args:
+        part: the tokens are this part of a pack; see ``passed_states.ssd_of_part``.
+    """
     slots = tuple(gradient_slot(tensor) for tensor in (x_TNP, dt_TN, B_TGS, C_TGS))
     arguments = (x_TNP, dt_TN, A_log_N, B_TGS, C_TGS, D_N, dt_bias_N)
-    y_TNP: Tensor = _SegmentedScan.apply(*arguments, seq_idx_1T, slots)
+    y_TNP: Tensor = _SegmentedScan.apply(*arguments, seq_idx_1T, slots, part)
     return y_TNP
 
 
 class _SegmentedScan(torch.autograd.Function):
-    """Scan of a pack in segments; saves its inputs only."""
+    """Scan of a pack in segments; saves its inputs only.
+
+    Of a part of a pack it also saves the state that enters the part. Forward sends what the part adds to
+    a state, and backward what it adds to the gradient of the state.
+    """
 
     @staticmethod
     def forward(
@@ -80,6 +99,7 @@ class _SegmentedScan(torch.autograd.Function):
         dt_bias_N: Tensor,
         seq_idx_1T: Tensor,
         slots: tuple[GradientSlot | None, ...],
+        part: PartOfPack | None,
     ) -> Tensor:
         x_TNP, B_TGS, C_TGS = (
             t if t.stride(-1) == 1 else t.contiguous() for t in (x_TNP, B_TGS, C_TGS)
@@ -91,28 +111,56 @@ class _SegmentedScan(torch.autograd.Function):
             for parameter in (A_log_N, D_N, dt_bias_N)
         )
         ctx.slots = slots
+        ctx.part = part
         A_log_N, D_N, dt_bias_N = A_log_N.contiguous(), D_N.contiguous(), dt_bias_N.contiguous()
-        ctx.save_for_backward(x_TNP, dt_TN, A_log_N, B_TGS, C_TGS, D_N, dt_bias_N, seq_idx_1T)
         plan = plan_of(inputs_of(x_TNP, B_TGS, C_TGS, 1))
-        factors_4NQL, first_QL = chunk_factors(dt_TN, A_log_N, dt_bias_N, seq_idx_1T, plan.length)
-        states_ZNPS = states_of_segments(x_TNP, B_TGS, factors_4NQL, plan)
+        before_1 = None if part is None else part.document_before_1
+        factors_4NQL, first_QL = chunk_factors(
+            dt_TN, A_log_N, dt_bias_N, seq_idx_1T, plan.length, before_1
+        )
+        # Backward also uses the state that enters a part, so it must be precise.
+        sent = part is not None
+        added = added_by_segments(x_TNP, B_TGS, factors_4NQL, plan, precise=sent, last=sent)
+        entering_NPS = None
+        if part is not None:
+            messages_cX = part.start_gather(message_of_part(added)).wait()
+            entering_NPS = state_from_parts(messages_cX, part.number, added.states_ZNPS.shape[1:])
+        ctx.save_for_backward(
+            *(x_TNP, dt_TN, A_log_N, B_TGS, C_TGS, D_N, dt_bias_N, seq_idx_1T),
+            *(before_1, entering_NPS),
+        )
+        states_ZNPS = states_of_segments(added, entering_NPS)
         return outputs(x_TNP, B_TGS, C_TGS, D_N, first_QL, factors_4NQL, states_ZNPS, plan)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TNP: Tensor) -> tuple[Tensor | None, ...]:
-        x_TNP, dt_TN, A_log_N, B_TGS, C_TGS, D_N, dt_bias_N, seq_idx_1T = ctx.saved_tensors
+        x_TNP, dt_TN, A_log_N, B_TGS, C_TGS, D_N, dt_bias_N, seq_idx_1T, *rest = ctx.saved_tensors
+        (before_1, entering_NPS), part = rest, ctx.part
         if dy_TNP.stride(-1) != 1:
             dy_TNP = dy_TNP.contiguous()
         dx_TNP, ddt_TN, dB_TGS, dC_TGS = map(gradient_like, (x_TNP, dt_TN, B_TGS, C_TGS), ctx.slots)
         plan = plan_of(inputs_of(x_TNP, B_TGS, C_TGS, 1))
-        factors_4NQL, first_QL = chunk_factors(dt_TN, A_log_N, dt_bias_N, seq_idx_1T, plan.length)
-        forward = (x_TNP, B_TGS, factors_4NQL)
-        states_ZNPS = states_of_segments(*forward, plan, precise=True)
-        states_QNPS = states_of_chunks(*forward, states_ZNPS, plan)
-        d_states_ZNPS = states_of_segments(
-            *(dy_TNP, C_TGS, factors_4NQL, plan), reverse=True, precise=True
+        factors_4NQL, first_QL = chunk_factors(
+            dt_TN, A_log_N, dt_bias_N, seq_idx_1T, plan.length, before_1
         )
+        d_added = added_by_segments(
+            *(dy_TNP, C_TGS, factors_4NQL, plan),
+            reverse=True,
+            precise=True,
+            last=part is not None,
+        )
+        # The states are computed while the message is on its way.
+        messages = None if part is None else part.start_gather(message_of_part(d_added))
+        forward = (x_TNP, B_TGS, factors_4NQL)
+        added = added_by_segments(*forward, plan, precise=True)
+        states_QNPS = states_of_chunks(*forward, states_of_segments(added, entering_NPS), plan)
+        d_leaving_NPS = None
+        if messages is not None:
+            d_leaving_NPS = state_from_parts(
+                messages.wait(), part.number, added.states_ZNPS.shape[1:], reverse=True
+            )
+        d_states_ZNPS = states_of_segments(d_added, d_leaving_NPS)
         d_states_QNPS = input_gradients(
             *(dy_TNP, B_TGS, C_TGS, D_N, first_QL, factors_4NQL, d_states_ZNPS, plan),
             out=dx_TNP,
@@ -128,4 +176,4 @@ class _SegmentedScan(torch.autograd.Function):
             main_grads=ctx.main_grads,
         )
         gradients = (dx_TNP, steps.dt_TN, steps.A_log_N, dB_TGS, dC_TGS)
-        return (*gradients, steps.D_N, steps.dt_bias_N, None, None)
+        return (*gradients, steps.D_N, steps.dt_bias_N, None, None, None)

@@ -9,11 +9,16 @@ zeros, and a second one passes these states from segment to segment.
 Backward carries the gradient of the state from the last chunk to the first. This is the same
 computation with dy and C in place of x and B, and with the factors of the outputs.
 
+A pack in parts (`passed_states`) has one more level: what a part adds to a state of zeros is the message
+to the other parts, and the messages give the state that enters the part.
+
 Letters: T tokens, N heads, P head dimension, G groups, S state, Q chunks, L tokens of a chunk, Z
-segments.
+segments, c parts.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -26,7 +31,15 @@ from megatron_packed.ops.ssd.triton_tiles import Plan
 _PASSED_PER_PROGRAM = 256
 
 
-def states_of_segments(
+class Added(NamedTuple):
+    """What each segment adds to a state of zeros, and the factors on the states that enter it."""
+
+    states_ZNPS: Tensor
+    decays_ZN: Tensor
+    reverse: bool
+
+
+def added_by_segments(
     x_TNP: Tensor,
     B_TGS: Tensor,
     factors_4NQL: Tensor,
@@ -34,39 +47,102 @@ def states_of_segments(
     *,
     reverse: bool = False,
     precise: bool = False,
-) -> Tensor:
-    """Compute the state that enters each segment.
+    last: bool = False,
+) -> Added:
+    """Compute what each segment adds to the state, in fp32.
 
     Args:
         x_TNP: x, or with ``reverse`` the gradient of y.
         B_TGS: B, or with ``reverse`` C.
-        reverse: go from the last chunk to the first, and return gradients of states.
+        reverse: go from the last chunk to the first, and add to the gradient of the state.
         precise: also multiply what the rounding of x times its factor leaves. Gradients of decays are
             small differences of products with states, so they need it.
-    Returns:
-        ``(Z, N, P, S)`` fp32: the state at the start of each segment, or the gradient of the state at its
-        end.
+        last: the caller needs what the last segment adds, which no other segment needs.
     """
     _, heads, head_dim = x_TNP.shape
-    state_dim, device = B_TGS.shape[2], x_TNP.device
-    states_ZNPS = torch.empty(
-        plan.segments, heads, head_dim, state_dim, dtype=torch.float32, device=device
-    )
-    decays_ZN = torch.empty(plan.segments, heads, dtype=torch.float32, device=device)
-    if plan.segments > 1:
+    shape = (plan.segments, heads, head_dim, B_TGS.shape[2])
+    states_ZNPS = torch.empty(shape, dtype=torch.float32, device=x_TNP.device)
+    decays_ZN = torch.empty(shape[:2], dtype=torch.float32, device=x_TNP.device)
+    if last or plan.segments > 1:
         _walk(x_TNP, B_TGS, factors_4NQL, states_ZNPS, decays_ZN, None, plan, reverse, precise)
+    return Added(states_ZNPS, decays_ZN, reverse)
+
+
+def states_of_segments(added: Added, first_NPS: Tensor | None = None) -> Tensor:
+    """Replace what each segment adds by the state that enters it, and return these states.
+
+    Args:
+        first_NPS: state that enters the first segment; None for zeros.
+    Returns:
+        ``(Z, N, P, S)`` fp32: the state at the start of each segment. With ``added.reverse`` the gradient
+        of the state at its end.
+    """
+    states_ZNPS = added.states_ZNPS
+    segments, heads, head_dim, state_dim = states_ZNPS.shape
     size = head_dim * state_dim
     _pass_kernel[(triton.cdiv(size, _PASSED_PER_PROGRAM), heads)](
         states_ZNPS,
-        decays_ZN,
-        plan.segments,
+        added.decays_ZN,
+        first_NPS,
+        segments,
         size,
         HEADS=heads,
         BLOCK=_PASSED_PER_PROGRAM,
-        REVERSE=reverse,
+        REVERSE=added.reverse,
         num_warps=2,
     )
     return states_ZNPS
+
+
+def message_of_part(added: Added) -> Tensor:
+    """Return ``(1, N P S + N)`` fp32: what all segments add to a state, and their factors on it."""
+    states_ZNPS, decays_ZN, reverse = added
+    size = states_ZNPS[0].numel()
+    message_1X = states_ZNPS.new_empty(1, size + decays_ZN.shape[1])
+    outs = message_1X[:, :size], message_1X[:, size:]
+    _sum_up(states_ZNPS.flatten(1), decays_ZN, *outs, reverse)
+    return message_1X
+
+
+def state_from_parts(
+    messages_cX: Tensor, part: int, shape: torch.Size, *, reverse: bool = False
+) -> Tensor:
+    """Return the state ``(N, P, S)`` that enters a part, or with ``reverse`` the gradient at its end.
+
+    Args:
+        messages_cX: `message_of_part` of all parts.
+        part: number of the part; the earlier parts add to the state, and the later ones to the gradient.
+        shape: N, P and S.
+    """
+    state_NPS = messages_cX.new_empty(shape)
+    states_cX, decays_cN = messages_cX.split([shape.numel(), shape[0]], dim=1)
+    others = slice(part + 1, None) if reverse else slice(0, part)
+    _sum_up(states_cX[others], decays_cN[others], state_NPS.view(1, -1), None, reverse)
+    return state_NPS
+
+
+def _sum_up(
+    states_ZX: Tensor, decays_ZN: Tensor, state_1X: Tensor, decay_1N: Tensor | None, reverse: bool
+) -> None:
+    """Start from zeros; for each row in turn, multiply by its factors and add its state."""
+    rows, heads = decays_ZN.shape
+    if not rows:
+        state_1X.zero_()
+        return
+    first, direction = (-1, -1) if reverse else (0, 1)
+    size = state_1X.shape[1] // heads
+    _sum_up_kernel[(triton.cdiv(size, _PASSED_PER_PROGRAM), heads)](
+        states_ZX[first],
+        decays_ZN[first],
+        state_1X,
+        decay_1N,
+        rows,
+        size,
+        direction * states_ZX.stride(0),
+        direction * decays_ZN.stride(0),
+        BLOCK=_PASSED_PER_PROGRAM,
+        num_warps=2,
+    )
 
 
 def states_of_chunks(
@@ -232,6 +308,7 @@ def _walk_kernel(
 def _pass_kernel(
     states_ptr,
     decays_ptr,
+    first_ptr,
     segments,
     size,
     HEADS: tl.constexpr,
@@ -242,6 +319,8 @@ def _pass_kernel(
     head = tl.program_id(1)
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     state = tl.zeros((BLOCK,), dtype=tl.float32)
+    if first_ptr is not None:
+        state = tl.load(first_ptr + head * size + channel, mask=channel < size, other=0.0)
     for done in tl.range(segments, num_stages=3):
         segment = done
         if REVERSE:
@@ -253,3 +332,34 @@ def _pass_kernel(
         decay = tl.load(decays_ptr + row, mask=needed > 0, other=0.0)
         tl.store(states_ptr + row * size + channel, state, mask=channel < size)
         state = state * decay + added
+
+
+@triton.jit(do_not_specialize=["rows", "state_step", "decay_step"])
+def _sum_up_kernel(
+    states_ptr,
+    decays_ptr,
+    state_ptr,
+    decay_ptr,
+    rows,
+    size,
+    state_step,
+    decay_step,
+    BLOCK: tl.constexpr,
+):
+    """Compute a block of one head in program (block, n). The steps lead from row to row."""
+    head = tl.program_id(1)
+    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    at = head * size + channel
+    states_ptr += at
+    decays_ptr += head
+    state = tl.zeros((BLOCK,), dtype=tl.float32)
+    product = 1.0
+    for _ in tl.range(rows, num_stages=1):
+        decay = tl.load(decays_ptr)
+        state = state * decay + tl.load(states_ptr, mask=channel < size, other=0.0)
+        product *= decay
+        states_ptr += state_step
+        decays_ptr += decay_step
+    tl.store(state_ptr + at, state, mask=channel < size)
+    if decay_ptr is not None:
+        tl.store(decay_ptr + head, product, mask=tl.program_id(0) == 0)

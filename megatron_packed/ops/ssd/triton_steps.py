@@ -22,13 +22,19 @@ _HEADS_PER_PROGRAM = 8
 
 
 def chunk_factors(
-    dt_TN: Tensor, A_log_N: Tensor, dt_bias_N: Tensor, seq_idx_1T: Tensor, length: int
+    dt_TN: Tensor,
+    A_log_N: Tensor,
+    dt_bias_N: Tensor,
+    seq_idx_1T: Tensor,
+    length: int,
+    document_before_1: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute step sizes, restarting sums, decay factors and starts of documents.
 
     Args:
         dt_TN: ``(T, N)`` step sizes before bias and softplus, any strides.
         length: L, a power of 2.
+        document_before_1: document of the token before the first one; None if there is no such token.
     Returns:
         ``(4, N, Q, L)`` fp32 and ``(Q, L)`` int32. The second is the position in the chunk where the
         document of each token begins. The planes of the first are
@@ -47,6 +53,7 @@ def chunk_factors(
         A_log_N,
         dt_bias_N,
         seq_idx_1T,
+        document_before_1,
         factors_4NQL,
         first_QL,
         tokens,
@@ -66,6 +73,7 @@ def _factors_kernel(
     A_log_ptr,
     bias_ptr,
     seq_idx_ptr,
+    before_ptr,
     factors_ptr,
     first_ptr,
     tokens,
@@ -100,6 +108,8 @@ def _factors_kernel(
 
     last = tl.sum(tl.where((i == L - 1)[None, :], total, 0.0), axis=1)
     previous_document = tl.load(seq_idx_ptr + chunk * L - 1, mask=chunk > 0, other=-1)
+    if before_ptr is not None:
+        previous_document = tl.where(chunk > 0, previous_document, tl.load(before_ptr))
     last_document = tl.load(seq_idx_ptr + tl.minimum(chunk * L + L, tokens) - 1)
     nothing = -float("inf")
     enter = tl.exp2(tl.where((document == previous_document)[None, :], total, nothing))

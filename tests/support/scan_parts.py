@@ -1,0 +1,78 @@
+"""The scan of a pack in parts within one process: each message is recorded first, and then delivered."""
+
+import torch
+
+from megatron_packed.ops.ssd.parts import PartOfPack
+from megatron_packed.ops.ssd.passed_states import ssd_of_part
+from support.op_packs import boundaries
+from support.scan_cases import NAMES, PER_TOKEN, RESULTS, upstream
+
+
+class Mail:
+    """All-gathers of rows. Before ``delivered`` is set, a part only gets zeros from the others.
+
+    What a part sends depends on nothing that it receives. So one run records all messages.
+    """
+
+    def __init__(self, parts):
+        self.sent = [[] for _ in range(parts)]
+        self.delivered = False
+
+    def of(self, number):
+        """Return the function that starts the gathers of a part, one after the other."""
+        received = iter(range(2))
+
+        def start(message_1X):
+            turn = next(received)
+            if not self.delivered:
+                self.sent[number].append(message_1X)
+            return Arrived(self.rows(turn, message_1X))
+
+        return start
+
+    def rows(self, turn, message_1X):
+        if not self.delivered:
+            return torch.zeros_like(message_1X).repeat(len(self.sent), 1)
+        return torch.cat([sent[turn] for sent in self.sent])
+
+
+class Arrived:
+    def __init__(self, rows):
+        self.rows = rows
+
+    def wait(self):
+        return self.rows
+
+
+def results_in_parts(values, lengths, parts, backend="triton", restarts=True):
+    """Return the output of the pack and the gradient of each input, by name."""
+    tokens = len(values["x"]) // parts
+    seq_idx_1T, cu_seqlens = boundaries(lengths if restarts else [sum(lengths)], values["x"].device)
+    dy = upstream(values["x"])
+    mail = Mail(parts)
+    for mail.delivered in (False, True):
+        found = []
+        for number in range(parts):
+            own = slice(number * tokens, (number + 1) * tokens)
+            leaf = {
+                name: (value[own] if name in PER_TOKEN else value).detach().requires_grad_()
+                for name, value in ((name, values[name]) for name in NAMES)
+            }
+            before_1 = seq_idx_1T[0, own.start - 1 : own.start] if number else None
+            y = ssd_of_part(
+                *leaf.values(),
+                seq_idx_1T[:, own],
+                (cu_seqlens - own.start).clamp(0, tokens),
+                part=PartOfPack(number, before_1, mail.of(number)),
+                entering=None,
+                chunk_size=64,
+                backend=backend,
+            )
+            gradients = torch.autograd.grad(y, leaf.values(), dy[own])
+            found.append(dict(zip(RESULTS, (y.detach(), *gradients))))
+    return {
+        name: torch.cat([one[name] for one in found])
+        if name == "y" or name.removeprefix("d_") in PER_TOKEN
+        else sum(one[name] for one in found)
+        for name in RESULTS
+    }

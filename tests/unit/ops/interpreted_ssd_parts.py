@@ -1,0 +1,82 @@
+"""Our kernels of the scan on parts of a pack, in Triton's interpreter; test_triton_interpreter.py runs them."""
+
+import pytest
+import torch
+
+from megatron_packed.ops.ssd import triton_kernels, triton_states, triton_tiles
+from megatron_packed.ops.ssd.api import OP
+from support.op_packs import leaks, relative_error
+from support.scan_cases import LOCAL, NAMES, PER_TOKEN, cast, make, results
+from support.scan_parts import results_in_parts
+
+SIZES = (4, 20, 2, 12)
+"""N, P, G and S; the tiles of the heads have unused channels."""
+
+
+@pytest.fixture(autouse=True)
+def float32_too(monkeypatch):
+    """Accept float32, so that errors of formulas are not hidden by roundings to bf16."""
+    monkeypatch.setattr(triton_kernels, "DTYPES", (torch.bfloat16, torch.float32))
+    OP.chosen.clear()
+    yield
+    OP.chosen.clear()
+
+
+def errors(lengths, parts, **inputs):
+    values = make(sum(lengths), SIZES, **inputs)
+    want = results(values, lengths, "recurrence")
+    got = results_in_parts(cast(values, torch.float32), lengths, parts)
+    return {name: relative_error(got[name], want[name]) for name in want}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "parts", "segments"),
+    [([150], 2, 1), ([150], 2, 2), ([40, 1, 60, 1, 18], 4, 1), ([1, 2, 1, 2], 6, 1)],
+    ids=str,
+)
+def test_parts_are_the_recurrence_of_the_pack(lengths, parts, segments, monkeypatch):
+    """Parts have incomplete chunks, and documents begin at borders, span parts and are single tokens."""
+    monkeypatch.setattr(triton_tiles, "_PROGRAMS", segments * SIZES[0])
+    found = errors(lengths, parts, decay=0.02)
+    assert all(error < 3e-5 for error in found.values()), found
+
+
+def test_documents_do_not_touch_each_other_by_a_bit():
+    lengths = [5, 15, 28, 8]
+    values = cast(make(sum(lengths), (2, 20, 1, 12), decay=0.02), torch.float32)
+    parameters = {name: values[name] for name in NAMES if name not in PER_TOKEN}
+
+    def found_by(restarts):
+        def run(inputs):
+            found = results_in_parts({**inputs, **parameters}, lengths, 4, restarts=restarts)
+            return {name: found[name] for name in LOCAL}
+
+        return leaks(run, {name: values[name] for name in PER_TOKEN}, lengths, victims=[1])
+
+    assert found_by(restarts=True) == set()
+    assert found_by(restarts=False) == set(LOCAL)
+
+
+@pytest.mark.parametrize("mutation", ["no message", "no message back", "no factors", "no border"])
+def test_a_missing_step_is_seen(monkeypatch, mutation):
+    sound, message = triton_states.state_from_parts, triton_states.message_of_part
+    factors = triton_kernels.chunk_factors
+
+    def without(messages_cX, part, shape, *, reverse=False):
+        state_NPS = sound(messages_cX, part, shape, reverse=reverse)
+        lost = reverse == (mutation == "no message back")
+        return torch.zeros_like(state_NPS) if lost else state_NPS
+
+    def with_factors_of_one(added):
+        sent_1X = message(added)
+        sent_1X[:, -SIZES[0] :] = 1
+        return sent_1X
+
+    if mutation == "no factors":
+        monkeypatch.setattr(triton_kernels, "message_of_part", with_factors_of_one)
+    elif mutation == "no border":
+        monkeypatch.setattr(triton_kernels, "chunk_factors", lambda *x: factors(*x[:-1], None))
+    else:
+        monkeypatch.setattr(triton_kernels, "state_from_parts", without)
+    found = errors([56], 4, decay=0.02)
+    assert found["d_dt"] > 1e-2, found
