@@ -194,8 +194,8 @@ class RecurrentMixer(nn.Module):
     ) -> Tensor:
         """Convolve the rows of this rank's part of the pack."""
         seq_idx_1T = passing.seq_idx(packed, passing.halo)
-        convolved_TC: Tensor = self.conv1d(passing.with_halo(conv_TC), seq_idx_1T)
-        return convolved_TC[passing.halo :]
+        convolved_TC: Tensor = self.conv1d(conv_TC, seq_idx_1T, halo_HC=passing.halo_of(conv_TC))
+        return convolved_TC
 
     def split(self, projected_TO: Tensor) -> list[Tensor]:
         """Split the projection into z and the columns of convolution and recurrence.

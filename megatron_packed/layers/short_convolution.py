@@ -62,9 +62,21 @@ class CausalConv1d(nn.Module):
             return [Weights(weight_CW, None) for weight_CW in weights]
         return list(map(Weights, weights, take_in_parts(used, self.bias, parts)))
 
-    def forward(self, x_TC: Tensor, seq_idx_1T: Tensor, weights: Weights | None = None) -> Tensor:
-        """Convolve ``(T, C)`` with all channels' weights, or with ``weights`` of C channels."""
+    def forward(
+        self,
+        x_TC: Tensor,
+        seq_idx_1T: Tensor,
+        weights: Weights | None = None,
+        halo_HC: Tensor | None = None,
+    ) -> Tensor:
+        """Convolve ``(T, C)`` with all channels' weights, or with ``weights`` of C channels.
+
+        For ``halo_HC`` see `ops.causal_conv1d.api.causal_conv1d`.
+        """
         weight_CW, bias_C = Weights(self.weight, self.bias) if weights is None else weights
         return causal_conv1d(
-            x_TC, weight_CW, bias_C, seq_idx_1T, activation="silu", backend=self.backend
+            *(x_TC, weight_CW, bias_C, seq_idx_1T),
+            activation="silu",
+            backend=self.backend,
+            halo_HC=halo_HC,
         )

@@ -67,8 +67,8 @@ class StatePassing:
         before_1 = packed.seq_idx[0, begin - 1 : begin] if begin else None
         return PartOfPack(self.cp.rank, before_1, partial(start_gather_rows, group=self.cp.group))
 
-    def with_halo(self, x_TC: Tensor) -> Tensor:
-        """Return ``(W - 1 + T / c, C)``: the rows of the part after the W - 1 rows before it.
+    def halo_of(self, x_TC: Tensor) -> Tensor:
+        """Return ``(W - 1, C)``: the rows of the pack before this rank's part ``(T / c, C)``.
 
         Before the pack there are zeros. A part may have fewer rows than the halo.
         """
@@ -77,8 +77,7 @@ class StatePassing:
         before = self.cp.rank * kept
         # Keep the rows of all ranks in the result's graph: every rank must take part in the
         # reduce-scatter of the backward pass.
-        halo_TC = pad(last_TC, (0, 0, self.halo, 0)).narrow(0, before, self.halo)
-        return torch.cat([halo_TC, x_TC])
+        return pad(last_TC, (0, 0, self.halo, 0)).narrow(0, before, self.halo)
 
     def entering(self, state_NPS: Tensor, log_N: Tensor, packed: PackedSeqParams) -> Tensor:
         """Return the state that enters this rank's part, ``(N, P, S)``.

@@ -134,23 +134,21 @@ def _attention_ops(
 def _mamba_ops(config: RunConfig, kind: str) -> Iterator[tuple[Op, Hashable]]:
     model, parallel, dtype = config.model, config.parallel, dtype_of(config)
     tp, split = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    tokens, halo = config.packing.tokens_per_pack, 0
+    tokens = config.packing.tokens_per_pack
     if parallel.passes_states:
-        # A rank has all heads of its rows. The convolution also has the rows before them.
-        tokens, halo, split = tokens // split, model.mamba_d_conv - 1, 1
+        # A rank has all heads of its rows.
+        tokens, split = tokens // split, 1
     heads, groups = (
         model.mamba_num_heads // tp // split,
         max(max(model.mamba_num_groups // tp, 1) // split, 1),
     )
     inner, states = heads * model.mamba_head_dim, groups * model.mamba_state_dim
     channels = inner + 2 * states
-    row_stride = channels
-    if not parallel.passes_states:
-        row_stride += heads + (inner if split == 1 else 0)
+    row_stride = channels + heads + (inner if split == 1 else 0)
     yield (
         causal_conv1d.OP,
         causal_conv1d.CausalConvInputs(
-            tokens=tokens + halo,
+            tokens=tokens,
             channels=channels,
             width=model.mamba_d_conv,
             row_stride=row_stride,

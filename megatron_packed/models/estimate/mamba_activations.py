@@ -48,15 +48,20 @@ class _MambaSizes(RecurrentSizes):
         self.states = self.scanned // self.chunk * self.heads * self.width * self.state
         """Number of elements of the chunk states."""
         self.scores = FP32 * self.scanned * self.groups * self.chunk
-        passes = mixer.passing is not None
-        state = FP32 * self.heads * self.width * self.state
-        self.passed = (rank.cp.size + 1) * state if passes else 0
-        """Bytes of the states that leave all parts, and of the state that enters this part."""
-        self.wide = FP32 * self.rows * self.heads * self.width if passes else 0
-        """Bytes of outputs in fp32, to which the term of the entering state is added."""
         own = mixer.backends.ssd in ("auto", "triton")
         self.own = own and rank.element == 2 and self.state <= LARGEST_STATE
         """True if the kernels of this package compute the scan, not those of mamba-ssm."""
+        passes = mixer.passing is not None
+        self.entering = FP32 * self.heads * self.width * self.state if passes else 0
+        """Bytes of the state that enters a part."""
+        self.messages = rank.cp.size * self.entering
+        """Bytes of the states that leave all parts."""
+        kept = 1 if self.own else rank.cp.size + 1
+        self.passed = kept * self.entering
+        """Bytes of passed states that the forward pass saves."""
+        added = passes and not self.own
+        self.wide = FP32 * self.rows * self.heads * self.width if added else 0
+        """Bytes of outputs in fp32, to which the term of the entering state is added."""
 
     @property
     def parts(self) -> int:
@@ -97,9 +102,8 @@ def _own_scan(rank: RankSizes, sizes: _MambaSizes) -> tuple[Amounts, Amounts]:
     state = sizes.heads * sizes.width * sizes.state
     per_token = FP32 * sizes.heads * plan.chunks * plan.length
     segments = FP32 * plan.segments * state
-    # The states are freed before the outputs are formed in fp32 for the term of the entering state.
     forward = {
-        Purpose.STATES: max(segments, 3 * sizes.wide),
+        Purpose.STATES: segments + sizes.messages,
         Purpose.GRADIENTS: _FACTORS * per_token,
     }
     parts = plan.splits if plan.splits > 1 else 0
@@ -115,7 +119,7 @@ def _own_scan(rank: RankSizes, sizes: _MambaSizes) -> tuple[Amounts, Amounts]:
     )
     # States of chunks and their gradients, and both at the borders of segments.
     chunks = plan.chunks * state * rank.element
-    backward[Purpose.STATES] = max(2 * chunks + 2 * segments, 4 * sizes.wide)
+    backward[Purpose.STATES] = 2 * chunks + 2 * segments + sizes.messages + sizes.entering
     return forward, backward
 
 

@@ -37,8 +37,9 @@ class RecurrentSizes:
         exchanged = self.rows * sum(width for (width,) in mixer.used_shapes) * b
         self.exchange = exchanged if shared else 0
         """Bytes of the rows that context-parallel ranks exchange."""
-        # With passed states the input of the convolution is a copy that begins with the halo.
-        self.copied = self.convolved if passes else self.exchange
+        # Our kernels read the halo beside the input. For others both are copied into one tensor.
+        copies_halo = passes and mixer.backends.causal_conv1d not in ("auto", "triton")
+        self.copied = self.convolved if copies_halo else self.exchange
 
 
 @dataclass(frozen=True, kw_only=True)

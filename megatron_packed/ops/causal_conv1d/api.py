@@ -47,6 +47,7 @@ def causal_conv1d(
     *,
     activation: str | None = "silu",
     backend: str = "auto",
+    halo_HC: Tensor | None = None,
 ) -> Tensor:
     """Convolve along each document, with zeros before its first token.
 
@@ -54,8 +55,9 @@ def causal_conv1d(
         x_TC: ``(T, C)``; may be a strided view (a column slice of the input projection's output).
         weight_CW: ``(C, W)``.
         bias_C: ``(C,)`` or None.
-        seq_idx_1T: ``(1, T)`` int32 document number of each token.
+        seq_idx_1T: ``(1, T)`` int32 document number of each token. With a halo ``(1, H + T)``.
         activation: ``"silu"`` or None.
+        halo_HC: ``(H, C)``, the H rows of the pack before x, if x is a later part of a pack.
     Returns:
         ``(T, C)`` in x's dtype, contiguous.
     Raises:
@@ -69,9 +71,10 @@ def causal_conv1d(
             f"causal_conv1d: x has shape {list(x_TC.shape)} and weight {list(weight_CW.shape)}; "
             "they must be (T, C) and (C, W)."
         )
-    if seq_idx_1T.shape != (1, x_TC.shape[0]):
+    rows = x_TC.shape[0] + (0 if halo_HC is None else halo_HC.shape[0])
+    if seq_idx_1T.shape != (1, rows):
         raise ValueError(
-            f"causal_conv1d: seq_idx has shape {list(seq_idx_1T.shape)}; it must be (1, T) with T = {x_TC.shape[0]}."
+            f"causal_conv1d: seq_idx has shape {list(seq_idx_1T.shape)}; it must be (1, {rows}) for all rows."
         )
     inputs = CausalConvInputs(
         tokens=x_TC.shape[0],
@@ -83,7 +86,14 @@ def causal_conv1d(
         bias_dtype=None if bias_C is None else bias_C.dtype,
         device_type=x_TC.device.type,
     )
-    y_TC: Tensor = OP.chosen[backend, inputs].loaded.run(
-        x_TC, weight_CW, bias_C, seq_idx_1T, activation=activation
-    )
+    chosen = OP.chosen[backend, inputs].loaded
+    parameters = (weight_CW, bias_C, seq_idx_1T)
+    y_TC: Tensor
+    if halo_HC is None:
+        y_TC = chosen.run(x_TC, *parameters, activation=activation)
+    elif getattr(chosen, "TAKES_HALO", False):
+        y_TC = chosen.run(x_TC, *parameters, activation=activation, halo_HC=halo_HC)
+    else:
+        joined_TC = torch.cat([halo_HC, x_TC])
+        y_TC = chosen.run(joined_TC, *parameters, activation=activation)[halo_HC.shape[0] :]
     return y_TC

@@ -43,6 +43,9 @@ _FLOATING = (torch.bfloat16, torch.float16, torch.float32)
 _WIDEST = 4
 """Largest width of the filter: the kernels have one variable for each tap."""
 
+TAKES_HALO = True
+"""`run` accepts the rows before the first token."""
+
 _BLOCK_CHANNELS = 128
 _WARPS = 1
 _STAGES = 1
@@ -77,13 +80,14 @@ def run(
     seq_idx_1T: Tensor,
     *,
     activation: str | None,
+    halo_HC: Tensor | None = None,
 ) -> Tensor:
     """Run the op (see ``api.causal_conv1d``); copy x first if its channels are not adjacent."""
     slot = gradient_slot(x_TC)
     if x_TC.stride(1) != 1:
         x_TC, slot = x_TC.contiguous(), None
     y_TC: Tensor = _TritonConvolution.apply(
-        x_TC, weight_CW, bias_C, seq_idx_1T, activation == "silu", slot
+        x_TC, weight_CW, bias_C, halo_HC, seq_idx_1T, activation == "silu", slot
     )
     return y_TC
 
@@ -95,18 +99,21 @@ class _TritonConvolution(torch.autograd.Function):
         x_TC: Tensor,
         weight_CW: Tensor,
         bias_C: Tensor | None,
+        halo_HC: Tensor | None,
         seq_idx_1T: Tensor,
         silu: bool,
         slot: GradientSlot | None,
     ) -> Tensor:
         weight = weight_CW.contiguous()
+        halo_HC = None if halo_HC is None else halo_HC.contiguous()
         y_TC = torch.empty(x_TC.shape, dtype=x_TC.dtype, device=x_TC.device)
         if x_TC.numel():
-            grid, sizes = _launch(x_TC, weight_CW)
+            grid, sizes = _launch(x_TC, weight_CW, halo_HC)
             _forward_kernel[grid](
                 x_TC,
                 weight,
                 bias_C,
+                halo_HC,
                 seq_idx_1T,
                 y_TC,
                 x_TC.shape[0],
@@ -114,7 +121,7 @@ class _TritonConvolution(torch.autograd.Function):
                 SILU=silu,
                 **sizes,
             )
-        ctx.save_for_backward(x_TC, weight, bias_C, seq_idx_1T)
+        ctx.save_for_backward(x_TC, weight, bias_C, halo_HC, seq_idx_1T)
         ctx.silu = silu
         ctx.slot = slot
         # Backward writes to these buffers, so save_for_backward would report a modified tensor.
@@ -126,10 +133,11 @@ class _TritonConvolution(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TC: Tensor) -> tuple[Tensor | None, ...]:
-        x_TC, weight, bias_C, seq_idx_1T = ctx.saved_tensors
+        x_TC, weight, bias_C, halo_HC, seq_idx_1T = ctx.saved_tensors
         dy_TC = dy_TC if dy_TC.stride(1) == 1 else dy_TC.contiguous()
         dx_TC = gradient_like(x_TC, ctx.slot)
-        grid, sizes = _launch(x_TC, weight)
+        dhalo_HC = None if halo_HC is None else torch.zeros_like(halo_HC)
+        grid, sizes = _launch(x_TC, weight, halo_HC)
         parts_XCW, parts_XC = (
             None
             if parameter is None
@@ -141,9 +149,11 @@ class _TritonConvolution(torch.autograd.Function):
                 x_TC,
                 weight,
                 bias_C,
+                halo_HC,
                 seq_idx_1T,
                 dy_TC,
                 dx_TC,
+                dhalo_HC,
                 parts_XCW,
                 parts_XC,
                 x_TC.shape[0],
@@ -159,7 +169,7 @@ class _TritonConvolution(torch.autograd.Function):
                 (parts_XCW, parts_XC), (weight, bias_C), ctx.main_grads, ctx.needs_input_grad[1:3]
             )
         )
-        return dx_TC, dweight_CW, dbias_C, None, None, None
+        return dx_TC, dweight_CW, dbias_C, dhalo_HC, None, None, None
 
 
 def _summed(parts: Tensor, parameter: Tensor, main_grad: Tensor | None) -> Tensor | None:
@@ -170,7 +180,9 @@ def _summed(parts: Tensor, parameter: Tensor, main_grad: Tensor | None) -> Tenso
     return None if gradient is None else gradient.view_as(parameter)
 
 
-def _launch(x_TC: Tensor, weight_CW: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
+def _launch(
+    x_TC: Tensor, weight_CW: Tensor, halo_HC: Tensor | None = None
+) -> tuple[tuple[int, int], dict[str, int]]:
     """Return the grid (runs of tokens, blocks of channels) and the sizes for the kernels.
 
     The sizes do not depend on the device, so neither does the order of the sums.
@@ -183,6 +195,7 @@ def _launch(x_TC: Tensor, weight_CW: Tensor) -> tuple[tuple[int, int], dict[str,
         "length": length,
         "CHANNELS": channels,
         "WIDTH": weight_CW.shape[1],
+        "HALO": 0 if halo_HC is None else len(halo_HC),
         "BLOCK_C": _BLOCK_CHANNELS,
         "STAGES": _STAGES,
         "num_warps": _WARPS,
@@ -194,6 +207,7 @@ def _forward_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
+    halo_ptr,
     seq_idx_ptr,
     y_ptr,
     tokens,
@@ -202,25 +216,34 @@ def _forward_kernel(
     SILU: tl.constexpr,
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
+    HALO: tl.constexpr,
     BLOCK_C: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Compute y of ``length`` tokens and one block of channels, four rows a step.
 
     In a step the rows are a, b, c, d. Those before them are x1 (the last one), x2, x3, in the
-    documents d1, d2, d3.
+    documents d1, d2, d3. Before the first token these are the rows of the halo. The documents begin with
+    those of the halo.
     """
     column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     w, bias = taps(weight_ptr, bias_ptr, column, column < CHANNELS, WIDTH)
     first = tl.program_id(0) * length
     x3, x2, x1 = three_rows(x_ptr, first - 3, tokens, x_stride, column, CHANNELS)
-    d3, d2, d1 = three_documents(seq_idx_ptr, first - 3, tokens)
+    d3, d2, d1 = three_documents(seq_idx_ptr + HALO, first - 3, tokens)
+    if HALO > 0:
+        # Each row is either outside the part or outside the halo, where it is zero.
+        before = first + HALO - 3
+        h3, h2, h1 = three_rows(halo_ptr, before, HALO, CHANNELS, column, CHANNELS)
+        e3, e2, e1 = three_documents(seq_idx_ptr, before, HALO)
+        x3, x2, x1 = x3 + h3, x2 + h2, x1 + h1
+        d3, d2, d1 = tl.maximum(d3, e3), tl.maximum(d2, e2), tl.maximum(d1, e1)
     for step in tl.range(0, length, 4, num_stages=STAGES):
         t = first + step
         a, b, c = three_rows(x_ptr, t, tokens, x_stride, column, CHANNELS)
         d = row(x_ptr, t + 3, tokens, x_stride, column, CHANNELS)
-        da, db, dc = three_documents(seq_idx_ptr, t, tokens)
-        dd = document(seq_idx_ptr, t + 3, tokens)
+        da, db, dc = three_documents(seq_idx_ptr + HALO, t, tokens)
+        dd = document(seq_idx_ptr + HALO, t + 3, tokens)
         rows, documents = (x3, x2, x1, a, b, c, d), (d3, d2, d1, da, db, dc, dd)
         # Most steps are inside one document, where no row needs a comparison.
         if is_one_document(documents):
@@ -238,9 +261,11 @@ def _backward_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
+    halo_ptr,
     seq_idx_ptr,
     dy_ptr,
     dx_ptr,
+    dhalo_ptr,
     parts_weight_ptr,
     parts_bias_ptr,
     tokens,
@@ -251,6 +276,7 @@ def _backward_kernel(
     SILU: tl.constexpr,
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
+    HALO: tl.constexpr,
     BLOCK_C: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -266,7 +292,14 @@ def _backward_kernel(
     first = tl.program_id(0) * length
     end = tl.minimum(first + length, tokens)
     x3, x2, x1 = three_rows(x_ptr, first - 3, tokens, x_stride, column, CHANNELS)
-    d3, d2, d1 = three_documents(seq_idx_ptr, first - 3, tokens)
+    d3, d2, d1 = three_documents(seq_idx_ptr + HALO, first - 3, tokens)
+    if HALO > 0:
+        # Each row is either outside the part or outside the halo, where it is zero.
+        before = first + HALO - 3
+        h3, h2, h1 = three_rows(halo_ptr, before, HALO, CHANNELS, column, CHANNELS)
+        e3, e2, e1 = three_documents(seq_idx_ptr, before, HALO)
+        x3, x2, x1 = x3 + h3, x2 + h2, x1 + h1
+        d3, d2, d1 = tl.maximum(d3, e3), tl.maximum(d2, e2), tl.maximum(d1, e1)
     g1 = tl.zeros((BLOCK_C,), tl.float32)
     g2, g3, dw0, dw1, dw2, dw3, dbias = g1, g1, g1, g1, g1, g1, g1
     for step in tl.range(0, length + 4, 4, num_stages=STAGES):
@@ -275,8 +308,8 @@ def _backward_kernel(
         d = row(x_ptr, t + 3, tokens, x_stride, column, CHANNELS)
         ga, gb, gc = three_rows(dy_ptr, t, tokens, dy_stride, column, CHANNELS)
         gd = row(dy_ptr, t + 3, tokens, dy_stride, column, CHANNELS)
-        da, db, dc = three_documents(seq_idx_ptr, t, tokens)
-        dd = document(seq_idx_ptr, t + 3, tokens)
+        da, db, dc = three_documents(seq_idx_ptr + HALO, t, tokens)
+        dd = document(seq_idx_ptr + HALO, t + 3, tokens)
         rows, documents = (x3, x2, x1, a, b, c, d), (d3, d2, d1, da, db, dc, dd)
         g, dw = (g3, g2, g1, ga, gb, gc, gd), (dw0, dw1, dw2, dw3, dbias)
         # As in forward. Rows from end on count in the sums of the next program.
@@ -287,6 +320,8 @@ def _backward_kernel(
                 rows, documents, g, dw, w, bias, end - t, SILU, WIDTH, True
             )
         store_four(dx_ptr, t - 3, dx, first, end, dx_stride, column, CHANNELS)
+        if HALO > 0:
+            store_four(dhalo_ptr, t + HALO - 3, dx, 0, HALO, CHANNELS, column, CHANNELS)
         g3, g2, g1 = latest
         dw0, dw1, dw2, dw3, dbias = sums
         x3, x2, x1, d3, d2, d1 = b, c, d, db, dc, dd

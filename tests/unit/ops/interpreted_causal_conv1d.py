@@ -55,6 +55,28 @@ def test_outputs_and_gradients_equal_the_reference(lengths, options):
         assert relative_error(one, other) < 2e-6
 
 
+@pytest.mark.parametrize(("width", "tokens"), [(4, 30), (3, 5), (2, 12), (4, 1)])
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_a_part_of_a_pack_with_its_halo_is_a_slice_of_the_pack(width, tokens, backend):
+    """Check documents that end in the halo, at its border and after it, and the halo's gradient."""
+    rows = width - 1
+    x, weight = (
+        normal(rows + tokens, C + 5)[:, 3 : 3 + C].double(),
+        normal(C, width, seed=1).double(),
+    )
+    for first in range(rows + 2):
+        seq_idx = (torch.arange(rows + tokens) >= first).int()[None]
+        dy = normal(tokens, C, seed=3).double()
+        whole, leaf = x.detach().requires_grad_(), weight.detach().requires_grad_()
+        y = causal_conv1d(whole, leaf, None, seq_idx, backend="reference")[rows:]
+        want = [y, *torch.autograd.grad(y, [whole, leaf], dy)]
+        parts = [v.float().detach().requires_grad_() for v in (x[:rows], x[rows:], weight)]
+        part = causal_conv1d(parts[1], parts[2], None, seq_idx, backend=backend, halo_HC=parts[0])
+        dhalo, dx, dweight = torch.autograd.grad(part, parts, dy.float())
+        for got, wanted in zip((part, torch.cat([dhalo, dx]), dweight), want):
+            assert relative_error(got, wanted) < 2e-6
+
+
 def test_long_packs_have_longer_runs(monkeypatch):
     monkeypatch.setattr(triton_kernels, "_PROGRAMS", 4)
     lengths = [5, 13, 9, 7]

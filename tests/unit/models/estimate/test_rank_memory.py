@@ -241,13 +241,19 @@ def test_what_a_scan_moves_and_its_states():
 def test_what_passed_states_move(comm):
     """Two ranks have all four heads of their rows; attention to a zigzag reorders its rows."""
     options = {"cp_comm_type": comm, "mamba_cp_comm_type": "state"}
-    model = one_layer("M*", {"world_size": 2, "cp_size": 2}, **options)
-    layer, attention = footprints(model, WORK)
-    columns = 4 * 8 + 2 * 2 * 16
+    layout, columns, state = {"world_size": 2, "cp_size": 2}, 4 * 8 + 2 * 2 * 16, 4 * 8 * 16 * 4
+    libraries = {"ssd": "mamba_ssm", "causal_conv1d": "causal_conv1d"}
+    layer, _ = footprints(one_layer("M*", layout, backends=libraries, **options), WORK)
     assert layer.saved["conv1d.input"].bytes == 2048 * columns * 2
-    assert layer.saved["scan.passed"].bytes == 3 * 4 * 8 * 16 * 4
+    assert layer.saved["scan.passed"].bytes == 3 * state
+    layer, attention = footprints(one_layer("M*", layout, **options), WORK)
+    assert "conv1d.input" not in layer.saved
+    assert layer.saved["scan.passed"].bytes == state
     moments = {moment.name: moment.extra for moment in layer.moments}
     assert bytes_at(moments, Purpose.COMMUNICATION, "forward of the scan", "forward") == [0, 0]
+    # States of segments of one chunk; in backward gradients and the states of chunks in bf16, too.
+    states, names = 2048 // 64 * state, ("forward of the scan", "backward of the scan")
+    assert bytes_at(moments, Purpose.STATES, *names) == [states + 2 * state, 3 * states + 3 * state]
     moments = {moment.name: moment.extra for moment in attention.moments}
     heads = 2048 * (4 + 2 * 2) * 8 * 2
     assert bytes_at(moments, Purpose.COMMUNICATION, "backward of queries, keys and values") == [
