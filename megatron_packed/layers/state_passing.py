@@ -7,8 +7,8 @@ convolution of the next one. The state that leaves each part goes to all later p
 document may have tokens in several of them (`ops.ssd.passed_states`). Both are all-gathers whose
 size does not depend on T. So neither heads nor groups need to divide among the ranks.
 
-In backward the gradient of the state goes the opposite way. Kernels that pass states themselves send
-what each part adds to it, also by an all-gather.
+In backward the gradient of the state goes the opposite way. Kernels that pass states themselves also
+send it by an all-gather.
 
 The rows between the layers are therefore contiguous. Attention that needs a zigzag moves its rows
 ([Note: reordered rows]).

@@ -11,7 +11,7 @@ from support.scan_cases import NAMES, PER_TOKEN, RESULTS, upstream
 class Mail:
     """All-gathers of rows. Before ``delivered`` is set, a part only gets zeros from the others.
 
-    What a part sends depends on nothing that it receives. So one run records all messages.
+    No message depends on a received one. So one run records all messages.
     """
 
     def __init__(self, parts):

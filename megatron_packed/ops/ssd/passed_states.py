@@ -3,9 +3,9 @@
 Each of c ranks has one part of the pack. A part sends N P S + N values, whatever its length. There are
 two ways:
 
-* The kernels of the backend start from the state that enters the part. They compute what the part adds
-  to a state in any case, so the messages are the only additional cost. Backward sends what the part
-  adds to the gradient of the state to the earlier parts.
+* The kernels of the backend start from the state that enters the part. They compute the state that the
+  part reaches from zeros in any case, so the messages are the only additional cost. Backward sends the
+  gradient of the state to the earlier parts in the same way.
 * Any other backend runs `api.ssd` with a state of zero at the start. The recurrence is linear, so the
   state that really enters the part adds a term to the outputs. README.md derives the formulas P1 to P3.
 

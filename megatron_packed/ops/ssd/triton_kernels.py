@@ -83,8 +83,8 @@ def run(
 class _SegmentedScan(torch.autograd.Function):
     """Scan of a pack in segments; saves its inputs only.
 
-    Of a part of a pack it also saves the state that enters the part. Forward sends what the part adds to
-    a state, and backward what it adds to the gradient of the state.
+    For a part of a pack it also saves the state that enters the part. Forward sends the state that the
+    part reaches from zeros, and backward the gradient of the state in the same way.
     """
 
     @staticmethod

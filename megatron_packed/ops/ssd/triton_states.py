@@ -9,8 +9,8 @@ zeros, and a second one passes these states from segment to segment.
 Backward carries the gradient of the state from the last chunk to the first. This is the same
 computation with dy and C in place of x and B, and with the factors of the outputs.
 
-A pack in parts (`passed_states`) has one more level: what a part adds to a state of zeros is the message
-to the other parts, and the messages give the state that enters the part.
+A pack in parts (`passed_states`) has one more level. The message of a part is the state that it reaches
+from zeros. The messages of the other parts give the state that enters this one.
 
 Letters: T tokens, N heads, P head dimension, G groups, S state, Q chunks, L tokens of a chunk, Z
 segments, c parts.
@@ -32,7 +32,7 @@ _PASSED_PER_PROGRAM = 256
 
 
 class Added(NamedTuple):
-    """What each segment adds to a state of zeros, and the factors on the states that enter it."""
+    """State that each segment reaches from zeros, and factor on the state that enters it."""
 
     states_ZNPS: Tensor
     decays_ZN: Tensor

@@ -341,6 +341,23 @@ def test_a_document_has_the_same_convolution_at_every_place_of_a_pack():
         assert all(torch.equal(a, b) for a, b in zip(one, found[0]))
 
 
+@pytest.mark.parametrize("halo", [3, 200])
+def test_a_convolution_continues_after_its_halo(halo):
+    """The rows after the halo have the bits that they have in the complete pack."""
+    values = make(1024)
+    x, rest = values["zxbcdt"][:, :CONV_CHANNELS], (values["conv_weight"], values["conv_bias"])
+    dy = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).cuda().bfloat16()
+    for first in range(halo - 3, halo + 3):
+        seq_idx, _ = boundaries([first, 1024 - first], "cuda")
+        whole, parts = x.detach().requires_grad_(), [x[:halo], x[halo:]]
+        parts = [part.detach().requires_grad_() for part in parts]
+        want = causal_conv1d(whole, *rest, seq_idx, backend="triton")[halo:]
+        got = causal_conv1d(parts[1], *rest, seq_idx, backend="triton", halo_HC=parts[0])
+        (dx,) = torch.autograd.grad(want, whole, dy[halo:])
+        parts = torch.autograd.grad(got, parts, dy[halo:])
+        assert torch.equal(got, want) and torch.equal(torch.cat(parts), dx)
+
+
 @pytest.mark.parametrize("dtype, limit", [(torch.bfloat16, BF16), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("group_size", [64, 512, 96, 1024])
 def test_gated_norm_equals_its_reference(dtype, limit, group_size):

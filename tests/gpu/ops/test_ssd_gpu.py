@@ -14,6 +14,7 @@ from megatron_packed.ops.column_slices import split_columns
 from megatron_packed.ops.ssd.api import ssd
 from support.op_packs import boundaries, leaks, no_sync, replayed
 from support.scan_cases import LOCAL, NAMES, PER_TOKEN, RESULTS, cast, make, results
+from support.scan_parts import results_in_parts
 
 pytestmark = pytest.mark.gpu
 
@@ -78,6 +79,28 @@ def test_programs_that_take_many_heads_in_turn(state_dim):
     low, want = low_and_exact(lengths, (64, 64, 8, state_dim))
     got, plain = results(low, lengths), results(low, lengths, "reference")
     assert_near(got, want, plain)
+
+
+@pytest.mark.parametrize("decay", DECAYS.values(), ids=DECAYS.keys())
+@pytest.mark.parametrize(
+    ("lengths", "parts"), [([1500], 4), ([700, 33, 64, 500, 1, 750], 2), ([1, 2, 3, 10] * 40, 4)]
+)
+def test_parts_of_a_pack_are_the_pack(lengths, parts, decay):
+    low, want = low_and_exact(lengths, (64, 64, 8, 128), **decay)
+    got = results_in_parts(low, lengths, parts)
+    assert_near(got, want, results(low, lengths, "reference"))
+
+
+def test_documents_in_parts_do_not_touch_each_other_by_a_bit():
+    lengths = [300, 2, 64, 129, 5, 700]
+    values = cast(make(sum(lengths), SIZES, device="cuda"), torch.bfloat16)
+    parameters = {name: values[name] for name in NAMES if name not in PER_TOKEN}
+
+    def run(per_token):
+        found = results_in_parts({**per_token, **parameters}, lengths, 4)
+        return {name: found[name] for name in LOCAL}
+
+    assert not leaks(run, {name: values[name] for name in PER_TOKEN}, lengths)
 
 
 def test_errors_are_within_those_of_mamba_ssm():

@@ -9,10 +9,12 @@ import re
 import subprocess
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megatron_packed.ops.ssd.parts import PartOfPack
 from support.compiled_products import overwritten_operands, transposed_in_registers
 
 triton = pytest.importorskip("triton")
@@ -169,10 +171,12 @@ def permutation(size, dtype, in_flat_buffer):
 def convolution(size, dtype, in_flat_buffer):
     op = import_module(OPS + "causal_conv1d.triton_kernels")
     bias = parameter(size, dtype=dtype, in_flat_buffer=in_flat_buffer)
-    for width, bias_C, activation in ((4, None, "silu"), (3, bias, None)):
+    x_TC, halo_HC = leaf(7, size + 16, dtype=dtype)[:, 16:], leaf(2, size, dtype=dtype)
+    for width, bias_C, activation, halo in ((4, None, "silu", None), (3, bias, None, halo_HC)):
         weight_CW = parameter(size, width, dtype=dtype, in_flat_buffer=in_flat_buffer)
-        x_TC = leaf(7, size + 16, dtype=dtype)[:, 16:]
-        backward(op.run(x_TC, weight_CW, bias_C, torch.zeros(1, 7).int(), activation=activation))
+        seq_idx_1T = torch.zeros(1, 7 if halo is None else 9).int()
+        options = {"activation": activation, "halo_HC": halo}
+        backward(op.run(x_TC, weight_CW, bias_C, seq_idx_1T, **options))
 
 
 def rope(size, dtype, in_flat_buffer):
@@ -250,7 +254,11 @@ def scan(*sizes):
     op = import_module(OPS + "ssd.triton_kernels")
     seq_idx_1T = torch.zeros(1, tokens).int()
     arguments = (x_TNP, dt_TN, A_log_N, B_TGS, B_TGS, D_N, dt_bias_N, seq_idx_1T, None)
-    backward(op.run(*arguments, chunk_size=128))
+    part = None
+    if tokens < 1024:
+        gathered = SimpleNamespace(wait=lambda: torch.zeros(3, heads * (head_dim * state_dim + 1)))
+        part = PartOfPack(1, torch.zeros(1).int(), lambda message_1X: gathered)
+    backward(op.run(*arguments, chunk_size=128, part=part))
 
 
 DELTA_RULE_STACK = {
