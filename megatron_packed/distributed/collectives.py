@@ -105,7 +105,7 @@ def all_gather_in_place(flat: Tensor, group: dist.ProcessGroup | None) -> None:
 class Started(NamedTuple):
     """Asynchronous collective in progress; the current stream continues with other work."""
 
-    work: dist.Work
+    work: dist.Work | _Messages
     name: str
     group: dist.ProcessGroup
 
@@ -188,6 +188,39 @@ def start_scatter_rows(x: Tensor, group: dist.ProcessGroup | None) -> PendingRow
     mine = torch.empty_like(own_rows(x, group), memory_format=torch.contiguous_format)
     work = _reduce_scatter(mine, x.contiguous(), group=group, async_op=True)
     return PendingRows(Started(work, "reduce_scatter", group), mine)
+
+
+class _Messages(NamedTuple):
+    """Messages in progress."""
+
+    works: list[dist.Work]
+    sent: Tensor
+    """Memory that is read until the messages have arrived."""
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+def start_row_from_others(
+    x: Tensor, group: dist.ProcessGroup, *, back: bool = False
+) -> PendingRows:
+    """Start to send ``x`` ``(1, ...)`` to all later ranks, and to receive the rows of all earlier ranks.
+
+    With ``back`` earlier and later ranks change places. A rank at the end of the group only sends, so
+    it has nothing to wait for until ``x`` is freed.
+
+    Returns:
+        the received rows in the order of ranks.
+    """
+    ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
+    earlier, later = ranks[:me], ranks[me + 1 :]
+    senders, receivers = (later, earlier) if back else (earlier, later)
+    x, rows = x.contiguous(), x.new_empty(len(senders), *x.shape[1:])
+    exchange = [dist.P2POp(dist.isend, x, rank, group) for rank in receivers]
+    exchange += [dist.P2POp(dist.irecv, row, rank, group) for row, rank in zip(rows, senders)]
+    works = _Messages(dist.batch_isend_irecv(exchange), x)
+    return PendingRows(Started(works, "start_row_from_others", group), rows)
 
 
 def wait_for(started: Started | None) -> None:

@@ -4,11 +4,13 @@
 Rank r runs the layer on part r of the pack, slots ``[r T / c, (r + 1) T / c)``, with all its heads.
 Two small messages connect the parts. The last W - 1 inputs of each part (the halo) go to the
 convolution of the next one. The state that leaves each part goes to all later parts, because a
-document may have tokens in several of them (`ops.ssd.passed_states`). Both are all-gathers whose
-size does not depend on T. So neither heads nor groups need to divide among the ranks.
+document may have tokens in several of them (`ops.ssd.passed_states`). The sizes of both do not depend
+on T. So neither heads nor groups need to divide among the ranks.
 
-In backward the gradient of the state goes the opposite way. Kernels that pass states themselves also
-send it by an all-gather.
+The halo is all-gathered. Kernels that pass states themselves send their message only to the parts that
+need it: to later parts in forward, and to earlier ones in backward. The first rank does not wait in
+forward, and the last one does not in backward. For other kernels both messages are all-gathers, whose
+backward is a reduce-scatter.
 
 The rows between the layers are therefore contiguous. Attention that needs a zigzag moves its rows
 ([Note: reordered rows]).
@@ -25,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_packed.distributed.collectives import start_gather_rows
+from megatron_packed.distributed.collectives import start_row_from_others
 from megatron_packed.distributed.differentiable import gather_rows
 from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.ops.ssd.parts import PartOfPack
@@ -65,7 +67,9 @@ class StatePassing:
         """Return this rank's part of the pack."""
         begin = self.cp.rank * (packed.total_tokens // self.cp.size)
         before_1 = packed.seq_idx[0, begin - 1 : begin] if begin else None
-        return PartOfPack(self.cp.rank, before_1, partial(start_gather_rows, group=self.cp.group))
+        assert self.cp.group is not None
+        start = partial(start_row_from_others, group=self.cp.group)
+        return PartOfPack(self.cp.rank, self.cp.size, before_1, start)
 
     def halo_of(self, x_TC: Tensor) -> Tensor:
         """Return ``(W - 1, C)``: the rows of the pack before this rank's part ``(T / c, C)``.

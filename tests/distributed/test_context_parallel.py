@@ -12,7 +12,12 @@ from torch import Tensor
 
 import megatron_packed.layers.attention as attention
 import megatron_packed.layers.state_passing as state_passing
-from megatron_packed.distributed.collectives import all_reduce_sum, own_rows, pass_to_next
+from megatron_packed.distributed.collectives import (
+    all_reduce_sum,
+    own_rows,
+    pass_to_next,
+    start_row_from_others,
+)
 from megatron_packed.distributed.differentiable import linear_map
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
@@ -321,6 +326,22 @@ def test_a_halo_may_be_longer_than_the_part_of_a_rank(pools: WorkerPools) -> Non
         [2, 3, 4, 5, 6, 7, 8],
     )
     assert gradients == ([2, 3], [2, 2], [1, 1], [0, 0])
+
+
+def rows_from_others(groups: ParallelGroups) -> list[list[list[float]]]:
+    """Return the rows that this rank receives forward and back; rank r sends r + 1 and 10 (r + 1)."""
+    assert groups.cp_group is not None
+    own_12 = torch.tensor([[1.0, 10.0]]) * (ContextParallel.of(groups, "a2a", "state").rank + 1)
+    return [
+        start_row_from_others(own_12, groups.cp_group, back=back).wait().tolist()
+        for back in (False, True)
+    ]
+
+
+def test_states_go_to_later_parts_and_their_gradients_to_earlier_ones(pools: WorkerPools) -> None:
+    rows = [[1, 10], [2, 20], [3, 30], [4, 40]]
+    found = pools.run(rows_from_others, 4, layout={"cp_size": 4})
+    assert found == [[rows[:rank], rows[rank + 1 :]] for rank in range(4)]
 
 
 EXPERTS = [

@@ -9,31 +9,28 @@ from support.scan_cases import NAMES, PER_TOKEN, RESULTS, upstream
 
 
 class Mail:
-    """All-gathers of rows. Before ``delivered`` is set, a part only gets zeros from the others.
+    """Messages between parts. Before ``delivered`` is set, a part only receives zeros.
 
     No message depends on a received one. So one run records all messages.
     """
 
     def __init__(self, parts):
-        self.sent = [[] for _ in range(parts)]
+        self.sent = {False: [None] * parts, True: [None] * parts}
         self.delivered = False
 
     def of(self, number):
-        """Return the function that starts the gathers of a part, one after the other."""
-        received = iter(range(2))
+        """Return the function that starts the messages of a part."""
 
-        def start(message_1X):
-            turn = next(received)
+        def start(message_1X, *, back=False):
             if not self.delivered:
-                self.sent[number].append(message_1X)
-            return Arrived(self.rows(turn, message_1X))
+                self.sent[back][number] = message_1X
+            others = self.sent[back][number + 1 :] if back else self.sent[back][:number]
+            rows = torch.cat(others) if self.delivered and others else None
+            return Arrived(
+                message_1X.new_zeros(len(others), message_1X.shape[1]) if rows is None else rows
+            )
 
         return start
-
-    def rows(self, turn, message_1X):
-        if not self.delivered:
-            return torch.zeros_like(message_1X).repeat(len(self.sent), 1)
-        return torch.cat([sent[turn] for sent in self.sent])
 
 
 class Arrived:
@@ -63,7 +60,7 @@ def results_in_parts(values, lengths, parts, backend="triton", restarts=True):
                 *leaf.values(),
                 seq_idx_1T[:, own],
                 (cu_seqlens - own.start).clamp(0, tokens),
-                part=PartOfPack(number, before_1, mail.of(number)),
+                part=PartOfPack(number, parts, before_1, mail.of(number)),
                 entering=None,
                 chunk_size=64,
                 backend=backend,

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 
 class Pending(Protocol):
-    """Result of a started collective."""
+    """Rows that another part sends."""
 
     def wait(self) -> Tensor:
-        """Make the current stream wait for the result, and return it."""
+        """Make the current stream wait for the rows and for the own message, and return the rows."""
+
+
+class MessagesOfParts(Protocol):
+    """Messages between the parts of a pack."""
+
+    def __call__(self, message_1X: Tensor, *, back: bool = False) -> Pending:
+        """Start to send a row to all later parts, and to receive one from each earlier part.
+
+        With ``back`` earlier and later parts change places.
+        """
 
 
 class PartOfPack(NamedTuple):
     """One of c consecutive parts of a pack. Each process has one of them."""
 
     number: int
+    parts: int
     document_before_1: Tensor | None
     """``(1,)`` int32, the document of the token before the part; None for the first part."""
-    start_gather: Callable[[Tensor], Pending]
-    """Starts an all-gather of ``(1, X)`` rows; the result is ``(c, X)`` in the order of parts."""
+    start: MessagesOfParts

@@ -121,16 +121,20 @@ class _SegmentedScan(torch.autograd.Function):
         # Backward also uses the state that enters a part, so it must be precise.
         sent = part is not None
         added = added_by_segments(x_TNP, B_TGS, factors_4NQL, plan, precise=sent, last=sent)
-        entering_NPS = None
+        entering_NPS = message = None
         if part is not None:
-            messages_cX = part.start_gather(message_of_part(added)).wait()
-            entering_NPS = state_from_parts(messages_cX, part.number, added.states_ZNPS.shape[1:])
+            message = part.start(message_of_part(added))
+            if part.number > 0:
+                entering_NPS = state_from_parts(message.wait(), added.states_ZNPS.shape[1:])
         ctx.save_for_backward(
             *(x_TNP, dt_TN, A_log_N, B_TGS, C_TGS, D_N, dt_bias_N, seq_idx_1T),
             *(before_1, entering_NPS),
         )
         states_ZNPS = states_of_segments(added, entering_NPS)
-        return outputs(x_TNP, B_TGS, C_TGS, D_N, first_QL, factors_4NQL, states_ZNPS, plan)
+        y_TNP = outputs(x_TNP, B_TGS, C_TGS, D_N, first_QL, factors_4NQL, states_ZNPS, plan)
+        if message is not None:
+            message.wait()
+        return y_TNP
 
     @staticmethod
     @once_differentiable
@@ -151,14 +155,14 @@ class _SegmentedScan(torch.autograd.Function):
             last=part is not None,
         )
         # The states are computed while the message is on its way.
-        messages = None if part is None else part.start_gather(message_of_part(d_added))
+        message = None if part is None else part.start(message_of_part(d_added), back=True)
         forward = (x_TNP, B_TGS, factors_4NQL)
         added = added_by_segments(*forward, plan, precise=True)
         states_QNPS = states_of_chunks(*forward, states_of_segments(added, entering_NPS), plan)
         d_leaving_NPS = None
-        if messages is not None:
+        if message is not None and part.number < part.parts - 1:
             d_leaving_NPS = state_from_parts(
-                messages.wait(), part.number, added.states_ZNPS.shape[1:], reverse=True
+                message.wait(), added.states_ZNPS.shape[1:], reverse=True
             )
         d_states_ZNPS = states_of_segments(d_added, d_leaving_NPS)
         d_states_QNPS = input_gradients(
@@ -175,5 +179,7 @@ class _SegmentedScan(torch.autograd.Function):
             out_TN=ddt_TN,
             main_grads=ctx.main_grads,
         )
+        if message is not None:
+            message.wait()
         gradients = (dx_TNP, steps.dt_TN, steps.A_log_N, dB_TGS, dC_TGS)
         return (*gradients, steps.D_N, steps.dt_bias_N, None, None, None)

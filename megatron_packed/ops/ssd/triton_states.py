@@ -104,20 +104,16 @@ def message_of_part(added: Added) -> Tensor:
     return message_1X
 
 
-def state_from_parts(
-    messages_cX: Tensor, part: int, shape: torch.Size, *, reverse: bool = False
-) -> Tensor:
+def state_from_parts(messages_kX: Tensor, shape: torch.Size, *, reverse: bool = False) -> Tensor:
     """Return the state ``(N, P, S)`` that enters a part, or with ``reverse`` the gradient at its end.
 
     Args:
-        messages_cX: `message_of_part` of all parts.
-        part: number of the part; the earlier parts add to the state, and the later ones to the gradient.
+        messages_kX: `message_of_part` of the k earlier parts, or with ``reverse`` of the later ones.
         shape: N, P and S.
     """
-    state_NPS = messages_cX.new_empty(shape)
-    states_cX, decays_cN = messages_cX.split([shape.numel(), shape[0]], dim=1)
-    others = slice(part + 1, None) if reverse else slice(0, part)
-    _sum_up(states_cX[others], decays_cN[others], state_NPS.view(1, -1), None, reverse)
+    state_NPS = messages_kX.new_empty(shape)
+    states_kX, decays_kN = messages_kX.split([shape.numel(), shape[0]], dim=1)
+    _sum_up(states_kX, decays_kN, state_NPS.view(1, -1), None, reverse)
     return state_NPS
 
 
@@ -126,9 +122,6 @@ def _sum_up(
 ) -> None:
     """Start from zeros; for each row in turn, multiply by its factors and add its state."""
     rows, heads = decays_ZN.shape
-    if not rows:
-        state_1X.zero_()
-        return
     first, direction = (-1, -1) if reverse else (0, 1)
     size = state_1X.shape[1] // heads
     _sum_up_kernel[(triton.cdiv(size, _PASSED_PER_PROGRAM), heads)](

@@ -85,10 +85,17 @@ def test_programs_that_take_many_heads_in_turn(state_dim):
 @pytest.mark.parametrize(
     ("lengths", "parts"), [([1500], 4), ([700, 33, 64, 500, 1, 750], 2), ([1, 2, 3, 10] * 40, 4)]
 )
-def test_parts_of_a_pack_are_the_pack(lengths, parts, decay):
-    low, want = low_and_exact(lengths, (64, 64, 8, 128), **decay)
-    got = results_in_parts(low, lengths, parts)
-    assert_near(got, want, results(low, lengths, "reference"))
+def test_parts_of_a_pack_err_as_the_pack_does(lengths, parts, decay):
+    """Compare the errors of 8 packs together. The error of A_log's gradient varies much from pack to pack."""
+    squares = {name: torch.zeros(3, dtype=torch.float64, device="cuda") for name in RESULTS}
+    for seed in range(8):
+        low, want = low_and_exact(lengths, (64, 64, 8, 128), seed=seed, **decay)
+        whole, in_parts = results(low, lengths), results_in_parts(low, lengths, parts)
+        for name in RESULTS:
+            found = (in_parts[name] - want[name], whole[name] - want[name], want[name])
+            squares[name] += torch.stack([value.square().sum() for value in found])
+    errors = {name: ((sums[:2] / sums[2]).sqrt()).tolist() for name, sums in squares.items()}
+    assert {k: pair for k, pair in errors.items() if pair[0] > 1.5 * pair[1] + 1e-4} == {}
 
 
 def test_documents_in_parts_do_not_touch_each_other_by_a_bit():

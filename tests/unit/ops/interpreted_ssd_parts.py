@@ -62,8 +62,8 @@ def test_a_missing_step_is_seen(monkeypatch, mutation):
     sound, message = triton_states.state_from_parts, triton_states.message_of_part
     factors = triton_kernels.chunk_factors
 
-    def without(messages_cX, part, shape, *, reverse=False):
-        state_NPS = sound(messages_cX, part, shape, reverse=reverse)
+    def without(messages_kX, shape, *, reverse=False):
+        state_NPS = sound(messages_kX, shape, reverse=reverse)
         lost = reverse == (mutation == "no message back")
         return torch.zeros_like(state_NPS) if lost else state_NPS
 

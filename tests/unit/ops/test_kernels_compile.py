@@ -256,8 +256,8 @@ def scan(*sizes):
     arguments = (x_TNP, dt_TN, A_log_N, B_TGS, B_TGS, D_N, dt_bias_N, seq_idx_1T, None)
     part = None
     if tokens < 1024:
-        gathered = SimpleNamespace(wait=lambda: torch.zeros(3, heads * (head_dim * state_dim + 1)))
-        part = PartOfPack(1, torch.zeros(1).int(), lambda message_1X: gathered)
+        gathered = SimpleNamespace(wait=lambda: torch.zeros(1, heads * (head_dim * state_dim + 1)))
+        part = PartOfPack(1, 3, torch.zeros(1).int(), lambda message_1X, back=False: gathered)
     backward(op.run(*arguments, chunk_size=128, part=part))
 
 
