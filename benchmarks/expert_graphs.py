@@ -1,10 +1,12 @@
 """Compares steps with whole E layers in graphs, with captured routers alone, and without graphs.
 
     torchrun --nproc_per_node 2 benchmarks/expert_graphs.py [--quick] [--shared-expert-overlap]
+        [--dispatchers alltoall] [--captured eager whole] [--all-to-all-backends NAME ...]
     python benchmarks/expert_graphs.py [--quick]
 
 The share is that of one rank of a model like Nemotron-3-Nano (`moe_bench.py`), with 16 experts on each
-rank. Both dispatchers run. Bounds of expert buffers follow the routing of the first step. The peak is
+rank. Both dispatchers run, `alltoall` in graphs once with each backend of `--all-to-all-backends`.
+Bounds of expert buffers follow the routing of the first step. The peak is
 that of the timed steps plus the graph pool, next to the estimate of `megatron-packed plan`.
 
 With one process, the expert-parallel group has one rank: the dispatchers run all their kernels and
@@ -18,7 +20,8 @@ import dataclasses
 import os
 import statistics
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,6 +33,7 @@ from megatron_packed.config.environment_variables import apply_environment
 from megatron_packed.config.parallel_layout import ParallelLayout
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
+from megatron_packed.config.sections.parallel import NCCL, SYMMETRIC_MEMORY
 from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.distributed.groups import ParallelGroups, Unjoined
 from megatron_packed.packed.capture_sizes import CaptureSizes
@@ -49,9 +53,26 @@ GRAPHS = {
     ),
     WHOLE: CudaGraphConfig(cuda_graph_impl="local"),
 }
+CAPTURED = {"eager": EAGER, "router": ROUTER, "whole": WHOLE}
+"""Names of the kinds of graphs on the command line."""
 STEPS, WARM = 16, 6
 DISPATCHERS = ("alltoall", "allgather")
 PACKS_OF_RANK, EXPERTS_OF_RANK = 2, 16
+
+
+class Case(NamedTuple):
+    """Kind of graphs, and backend of all-to-alls."""
+
+    kind: str
+    backend: str = NCCL
+
+    @classmethod
+    def named(cls, name: str) -> Case:
+        return cls(*name.split(", "))
+
+    @property
+    def name(self) -> str:
+        return ", ".join([self.kind] if self.backend == NCCL else self)
 
 
 def configured(
@@ -61,12 +82,14 @@ def configured(
     kind: str,
     device: torch.device,
     *,
+    backend: str = NCCL,
     quick: bool = False,
     shared_expert_overlap: bool = False,
 ) -> RunConfig:
     """Return the configuration of one dispatcher and one of `GRAPHS`, over ``world`` ranks."""
     options = {"expert_model_parallel_size": world, "moe_token_dispatcher_type": dispatcher}
     options |= {"use_distributed_optimizer": True, **moe_bench.ROUTER}
+    options["all_to_all_backend"] = backend
     if not quick:
         options["moe_shared_expert_intermediate_size"] = moe_bench.SHARED_FFN
         options["moe_shared_expert_overlap"] = shared_expert_overlap
@@ -136,6 +159,7 @@ def run(
                 job.step.redo(packs, config.optim.lr)
                 bounds.raise_for(job.step.layout.counts_of(job.step.numbers.tolist()))
         job.step.graphs = None
+    job.close()
     tokens = sum(pack.num_real_tokens for pack in steps[-1])
     return {
         "tokens_per_second": tokens / statistics.median(seconds),
@@ -158,8 +182,8 @@ def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
                     "dispatcher": dispatcher,
                     "captured": kind,
                     "tokens/s": round(speeds[kind]),
-                    "of eager": f"{speeds[kind] / speeds[EAGER]:.2f}",
-                    "of router": f"{speeds[kind] / speeds[ROUTER]:.2f}",
+                    "of eager": _ratio(speeds, kind, EAGER),
+                    "of router": _ratio(speeds, kind, ROUTER),
                     "peak GiB": f"{found['peak_gib']:.2f}",
                     "plan GiB": f"{found['plan_gib']:.2f}",
                     "repeated steps": found["repeats"],
@@ -168,12 +192,29 @@ def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
     return rows
 
 
+def _ratio(speeds: dict[str, float], kind: str, to: str) -> str:
+    return f"{speeds[kind] / speeds[to]:.2f}" if to in speeds else ""
+
+
+def cases(dispatcher: str, kinds: Sequence[str], backends: Sequence[str]) -> list[Case]:
+    """Return the cases of a dispatcher; only whole E layers exchange parts of equal sizes."""
+    found = []
+    for kind in kinds:
+        exchanges = kind == WHOLE and dispatcher == "alltoall"
+        found += [Case(kind, backend) for backend in (backends if exchanges else [NCCL])]
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     harness.tilings_argument(parser)
     parser.add_argument("--dispatchers", nargs="+", default=DISPATCHERS, choices=DISPATCHERS)
+    parser.add_argument("--captured", nargs="+", default=[*CAPTURED], choices=CAPTURED)
+    parser.add_argument(
+        "--all-to-all-backends", nargs="+", default=[NCCL], choices=(NCCL, SYMMETRIC_MEMORY)
+    )
     parser.add_argument(
         "--shared-expert-overlap",
         action="store_true",
@@ -195,21 +236,23 @@ def main() -> None:
     results: dict[str, Any] = {}
     for dispatcher in arguments.dispatchers:
         results[dispatcher] = {}
-        for kind in GRAPHS:
+        kinds = [CAPTURED[name] for name in arguments.captured]
+        for case in cases(dispatcher, kinds, arguments.all_to_all_backends):
             if device.type == "cuda":
                 harness.free_memory()
             config = configured(
                 c,
                 world,
                 dispatcher,
-                kind,
+                case.kind,
                 device,
+                backend=case.backend,
                 quick=arguments.quick,
                 shared_expert_overlap=arguments.shared_expert_overlap,
             )
             groups = groups_of(config, device)
             steps = steps_of(c, packs, count, groups.device)
-            results[dispatcher][kind] = run(config, groups, steps, c)
+            results[dispatcher][case.name] = run(config, groups, steps, c)
             if rank == 0:
                 harness.save(name, results, folder=arguments.results)
     if rank == 0:

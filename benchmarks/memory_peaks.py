@@ -229,11 +229,12 @@ def experts() -> Iterator[tuple[str, float, float]]:
     world, device = 2, torch.device("cuda")
     c = expert_graphs.model_of(world)
     for dispatcher, kinds in results("expert_graphs").items():
-        for kind, found in kinds.items():
-            config = expert_graphs.configured(c, world, dispatcher, kind, device)
+        for name, found in kinds.items():
+            kind, backend = expert_graphs.Case.named(name)
+            config = expert_graphs.configured(c, world, dispatcher, kind, device, backend=backend)
             groups = ParallelGroups.unjoined(config.layout(world))
             estimated = expert_graphs.planned_gib(config, groups, c["vocab"])
-            yield f"experts, {dispatcher}, {kind}", estimated, found["peak_gib"]
+            yield f"experts, {dispatcher}, {name}", estimated, found["peak_gib"]
 
 
 def offloads() -> Iterator[tuple[str, float, float]]:

@@ -1,4 +1,4 @@
-"""Layers whose context-parallel ranks exchange heads, and the parts in which the heads travel."""
+"""Exchanges of equal parts in a run: of heads, with the parts in which they travel, and of rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import gcd
 from typing import TYPE_CHECKING
 
-from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, MAMBA
+from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, MAMBA, MOE
 
 if TYPE_CHECKING:  # Layers import this module, and all sections would double the time of an import.
     from megatron_packed.config.run import RunConfig
@@ -45,4 +45,22 @@ def parts_of_layers(run: RunConfig) -> dict[str, int]:
             tp = parallel.tensor_model_parallel_size
             own = (heads // tp, max(groups // tp, 1))
             found[symbol] = number_of_parts(parallel.cp_comm_overlap_parts, ranks, own)
+    return found
+
+
+def exchanges_of_run(run: RunConfig) -> dict[str, int]:
+    """Return the axes whose ranks exchange parts of equal, static size: axis -> number of ranks.
+
+    ``cp`` exchanges heads for tokens, and ``ep`` exchanges rows for experts.
+    """
+    parallel, model = run.parallel, run.model
+    found = {}
+    # Attention over a zigzag of rows exchanges heads if Mamba layers pass states, to reorder rows.
+    reorders = parallel.passes_states and parallel.document_alignment > 1
+    if parts_of_layers(run) or (reorders and {ATTENTION, MAMBA} <= set(model.layer_types)):
+        found["cp"] = parallel.context_parallel_size
+    shared = parallel.expert_model_parallel_size > 1 and MOE in model.layer_types
+    sends = model.moe_token_dispatcher_type == "alltoall"  # noqa: S105
+    if shared and sends and not run.asks_for_expert_rows:
+        found["ep"] = parallel.expert_model_parallel_size
     return found

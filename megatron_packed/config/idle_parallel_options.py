@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_packed.config.exchanged_heads import parts_of_layers
+from megatron_packed.config.exchanged_heads import exchanges_of_run, parts_of_layers
 from megatron_packed.config.idle_model_options import Idle, keys_in
 from megatron_packed.config.layer_pattern import MOE
 from megatron_packed.config.run import RunConfig
@@ -66,6 +66,11 @@ PARALLEL_IDLE: tuple[Idle, ...] = (
         "no layer exchanges heads in more than one part",
         lambda run, _: max(parts_of_layers(run).values(), default=1) == 1,
         ("parallel.cp_comm_overlap_parts",),
+    ),
+    Idle(
+        "no all-to-all has parts of equal, static sizes",
+        lambda run, _: not exchanges_of_run(run),
+        ("parallel.all_to_all_backend",),
     ),
     Idle(
         "the run has one process",

@@ -21,10 +21,62 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_packed.distributed.collectives import Started, exchange_parts, start_exchange
 from megatron_packed.distributed.differentiable import Group, linear_map
+from megatron_packed.distributed.symmetric_exchange import SymmetricExchange
 
 
-def rows_to_columns(tensors: Sequence[Tensor], group: Group | None) -> Tensor:
+class EqualExchange:
+    """All-to-all of equal parts in a group: by its collective, or through symmetric memory.
+
+    Both ways give the same bits.
+
+    Args:
+        group: process group.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.memory: SymmetricExchange | None = None
+        """Symmetric memory through which the parts travel; None for the collective."""
+        self.reason = "no symmetric memory was requested"
+        """Reason why there is no symmetric memory."""
+
+    @classmethod
+    def of(cls, group: Group | None) -> EqualExchange | None:
+        """Return the exchange of a group; None for one rank."""
+        return None if group is None else cls(group)
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size(self.group)
+
+    def exchange(self, x: Tensor) -> Tensor:
+        """Send part r of ``x`` ``(c, ...)`` to rank r; return part s from each rank s."""
+        # NCCL and gloo send memory in address order, so elements of a transposed view would be
+        # misplaced.
+        x = x.contiguous()
+        if self.memory is not None:
+            return self.memory.exchange(x)
+        return exchange_parts(x, self.group)
+
+    def start(self, x: Tensor) -> tuple[Tensor, Started]:
+        """Start ``exchange`` of a contiguous ``x``.
+
+        Call ``wait_for`` before the result is read or ``x`` is freed.
+        """
+        if self.memory is not None:
+            return self.memory.start(x)
+        return start_exchange(x, self.group)
+
+    def close(self) -> None:
+        """Free the symmetric memory. Call it after all graphs were released."""
+        if self.memory is not None:
+            self.memory.close()
+        self.memory = None
+
+
+def rows_to_columns(tensors: Sequence[Tensor], exchange: EqualExchange | None) -> Tensor:
     """Convert tensors from the context-parallel to the head-parallel layout, in one tensor.
 
     A rank gives all heads of its own tokens and receives all tokens of its own heads. There is one
@@ -34,7 +86,7 @@ def rows_to_columns(tensors: Sequence[Tensor], group: Group | None) -> Tensor:
         tensors: ``(T/c, N_i, ...)`` each, of one dtype. ``N_i`` is a multiple or a divisor of c. If
             ``N_i`` is less than c, neighbouring ranks get copies of a head: rank r gets head
             ``r * N_i // c``. The gradient of that head is the sum of the gradients of the copies.
-        group: process group; ``None`` stands for one rank.
+        exchange: exchange of the ranks; ``None`` stands for one rank.
     Returns:
         ``(T, W)``: the channels of this rank's heads, concatenated in the order of ``tensors``.
     Raises:
@@ -44,10 +96,10 @@ def rows_to_columns(tensors: Sequence[Tensor], group: Group | None) -> Tensor:
         same B.
     """
     # See [Note: exchange of heads].
-    if group is None:
+    if exchange is None:
         return torch.cat([x.flatten(1) for x in tensors], dim=1)
-    (x_cTW,) = messages_of_heads(tensors, dist.get_world_size(group), 1)
-    return exchange_equal_parts(x_cTW, group).flatten(0, 1)
+    (x_cTW,) = messages_of_heads(tensors, exchange.size, 1)
+    return exchange_equal_parts(x_cTW, exchange).flatten(0, 1)
 
 
 def messages_of_heads(tensors: Sequence[Tensor], ranks: int, parts: int) -> Iterator[Tensor]:
@@ -68,7 +120,7 @@ def messages_of_heads(tensors: Sequence[Tensor], ranks: int, parts: int) -> Iter
         yield torch.cat([x.transpose(0, 1) for x in part], dim=2)
 
 
-def heads_to_rows(tensors: Sequence[Tensor], group: Group | None) -> tuple[Tensor, ...]:
+def heads_to_rows(tensors: Sequence[Tensor], exchange: EqualExchange | None) -> tuple[Tensor, ...]:
     """Convert tensors from the head-parallel back to the context-parallel layout.
 
     A rank gives all tokens of its own heads and receives all heads of its own tokens. There is one
@@ -76,7 +128,7 @@ def heads_to_rows(tensors: Sequence[Tensor], group: Group | None) -> tuple[Tenso
 
     Args:
         tensors: ``(T, N_i/c, ...)`` each, of one dtype.
-        group: process group; ``None`` returns the tensors unchanged.
+        exchange: exchange of the ranks; ``None`` returns the tensors unchanged.
     Returns:
         ``(T/c, N_i, ...)`` each.
     Raises:
@@ -84,9 +136,9 @@ def heads_to_rows(tensors: Sequence[Tensor], group: Group | None) -> tuple[Tenso
             size.
     """
     # See [Note: exchange of heads].
-    if group is None:
+    if exchange is None:
         return tuple(tensors)
-    ranks = dist.get_world_size(group)
+    ranks, group = exchange.size, exchange.group
     rows = _common_rows(tensors)
     if rows % ranks:
         raise ValueError(
@@ -96,7 +148,7 @@ def heads_to_rows(tensors: Sequence[Tensor], group: Group | None) -> tuple[Tenso
     # Send one message for all tensors, because latency, not bandwidth, dominates an all-to-all of
     # small tensors.
     x_cTW = torch.cat([x.reshape(ranks, rows // ranks, -1) for x in tensors], dim=2)
-    x_cTW = exchange_equal_parts(x_cTW, group)
+    x_cTW = exchange_equal_parts(x_cTW, exchange)
     return tuple(
         # (c, T/c, W_i) -> (T/c, c, W_i) -> (T/c, N, ...)
         part.transpose(0, 1).reshape(rows // ranks, ranks * x.shape[1], *x.shape[2:])
@@ -126,21 +178,24 @@ def exchange_rows(
     return linear_map(x_RD, group, there, back)
 
 
-def exchange_equal_parts(x: Tensor, group: Group | None) -> Tensor:
+def exchange_equal_parts(x: Tensor, exchange: EqualExchange | None) -> Tensor:
     """Exchange the parts of ``x`` ``(c, ...)``: send part r to rank r, receive part s from rank s.
 
-    This linear map is its own adjoint, so the backward pass runs the same exchange.
+    This linear map is its own adjoint, so the backward pass runs the same exchange. For ``exchange``
+    None the result is ``x``.
     """
-    return linear_map(x, group, _all_to_all, _all_to_all)
+    if exchange is None:
+        return x
+
+    def run(parts: Tensor, group: Group) -> Tensor:
+        return exchange.exchange(parts)
+
+    return linear_map(x, exchange.group, run, run)
 
 
-def _all_to_all(
-    x: Tensor, group: Group, *, sent: list[int] | None = None, received: list[int] | None = None
-) -> Tensor:
-    # NCCL and gloo send memory in address order, so elements of a transposed view would be
-    # misplaced.
+def _all_to_all(x: Tensor, group: Group, *, sent: list[int], received: list[int]) -> Tensor:
     x = x.contiguous()
-    result = torch.empty_like(x) if received is None else x.new_empty(sum(received), *x.shape[1:])
+    result = x.new_empty(sum(received), *x.shape[1:])
     dist.all_to_all_single(result, x, received, sent, group=group)
     return result
 

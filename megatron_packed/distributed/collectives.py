@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -102,10 +102,16 @@ def all_gather_in_place(flat: Tensor, group: dist.ProcessGroup | None) -> None:
         _all_gather(flat, own_rows(flat, group), group=group)
 
 
+class Waitable(Protocol):
+    """Operation in progress, for which the current stream can wait."""
+
+    def wait(self) -> Any: ...
+
+
 class Started(NamedTuple):
     """Asynchronous collective in progress; the current stream continues with other work."""
 
-    work: dist.Work | _Messages
+    work: Waitable
     name: str
     group: dist.ProcessGroup
 

@@ -24,6 +24,7 @@ _OUR_COLLECTIVES = str(Path(__file__).parent / "collectives.py")
 _FUSED_PRODUCTS = str(Path(__file__).parent / "symmetric_memory.py")
 _FUSED_NAMES = ("all_gather_matmul", "matmul_reduce_scatter")
 """Functions of `symmetric_memory` that compute a product and exchange its rows."""
+_EXCHANGES = str(Path(__file__).parent / "symmetric_exchange.py")
 _COLLECTIVES = str(Path(dist.__file__).parent / "distributed_c10d.py")
 
 
@@ -75,6 +76,8 @@ def _describe(inwards: Iterable[FrameType]) -> str:
             collective = _collective(started.name, started.group)
         elif path == _FUSED_PRODUCTS and name in _FUSED_NAMES:
             collective = _collective(name, frame.f_locals.get("group"))
+        elif path == _EXCHANGES and name == "start":
+            collective = _collective("exchange", frame.f_locals.get("group"))
         elif _PACKAGE in Path(path).parents:
             inside = Path(path).relative_to(_PACKAGE)
             collective = None

@@ -29,23 +29,19 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.profiler import record_function
 
-from megatron_packed.distributed.all_to_all import messages_of_heads
-from megatron_packed.distributed.collectives import (
-    Started,
-    exchange_parts,
-    start_exchange,
-    wait_for,
-)
-from megatron_packed.distributed.differentiable import Group
+from megatron_packed.distributed.all_to_all import EqualExchange, messages_of_heads
+from megatron_packed.distributed.collectives import Started, wait_for
 
 
 def compute_by_heads(
-    tensors: Sequence[Tensor], compute: Callable[[int, Tensor], Tensor], group: Group, parts: int
+    tensors: Sequence[Tensor],
+    compute: Callable[[int, Tensor], Tensor],
+    exchange: EqualExchange,
+    parts: int,
 ) -> Tensor:
     """Exchange rows for heads, compute with the heads of this rank, and exchange back.
 
@@ -55,19 +51,21 @@ def compute_by_heads(
         tensors: ``(T/c, N_i, ...)`` each, as for `rows_to_columns`.
         compute: maps the number of a part and the columns ``(T, W)`` of its heads to their outputs
             ``(T, N/(c parts), P)``.
-        group: process group.
+        exchange: exchange of the ranks.
         parts: number of parts. With 1, every collective completes before the next operation.
     Returns:
         ``(T/c, N, P)``.
     """
-    ranks = dist.get_world_size(group)
+    ranks = exchange.size
     arriving = [
-        _InMotion(group, parts).send(x_cTW) for x_cTW in messages_of_heads(tensors, ranks, parts)
+        _InMotion(exchange, parts).send(x_cTW) for x_cTW in messages_of_heads(tensors, ranks, parts)
     ]
     returning = []
     for number, part in enumerate(arriving):
         y_TNP = compute(number, part.receive().flatten(0, 1))
-        returning.append(_InMotion(group, parts).send(y_TNP.reshape(ranks, -1, *y_TNP.shape[1:])))
+        returning.append(
+            _InMotion(exchange, parts).send(y_TNP.reshape(ranks, -1, *y_TNP.shape[1:]))
+        )
     # (c, T/c, N/(c parts), P) -> (T/c, c, parts, N/(c parts), P) -> (T/c, N, P)
     results = [part.receive().transpose(0, 1) for part in returning]
     return torch.stack(results, dim=2).flatten(1, 3)
@@ -77,13 +75,13 @@ class _InMotion:
     """One part on its way, in the forward or in the backward pass.
 
     Args:
-        group: process group.
+        exchange: exchange of the ranks.
         parts: number of parts of the exchange. With more than one the collective runs beside
             other operations.
     """
 
-    def __init__(self, group: Group, parts: int) -> None:
-        self._group = group
+    def __init__(self, exchange: EqualExchange, parts: int) -> None:
+        self._exchange = exchange
         self._overlaps = parts > 1
         self._sent: Tensor | None = None
         self._started: Started | None = None
@@ -105,9 +103,9 @@ class _InMotion:
         # Keep the memory of `x`, which may be a copy, until the collective has read it.
         self._sent = x = x.contiguous()
         if not self._overlaps:
-            return exchange_parts(x, self._group)
+            return self._exchange.exchange(x)
         with record_function("cp::start_exchange"):
-            result, self._started = start_exchange(x, self._group)
+            result, self._started = self._exchange.start(x)
         return result
 
     def wait(self) -> None:

@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -135,21 +135,58 @@ def connect(
     Returns:
         The symmetric memory, or the reason why it cannot be used.
     """
+    reasons = [] if groups.device.type != "cuda" else dtype_reasons(dtype)
+    return connect_over(
+        group,
+        groups,
+        lambda: SymmetricMemory(group, nbytes),
+        lambda memory: _wrong_products(memory, groups.device, dtype),
+        reasons,
+    )
+
+
+class Closable(Protocol):
+    """Object that owns symmetric memory."""
+
+    def close(self) -> None: ...
+
+
+M = TypeVar("M", bound=Closable)
+
+
+def connect_over(
+    group: dist.ProcessGroup,
+    groups: ParallelGroups,
+    make: Callable[[], M],
+    check: Callable[[M], list[str]],
+    known: Sequence[str] = (),
+) -> M | str:
+    """Make an object over the symmetric memory of a group, if all ranks of the run can use it.
+
+    Args:
+        group: group of this rank whose ranks share memory.
+        groups: process groups of this rank.
+        make: collective call of the group that maps the memory.
+        check: collective call of the group that returns what is wrong with the object.
+        known: reasons of this rank against it.
+    Returns:
+        The object, or the first reason of any rank.
+    """
     facts = all_gather_json(own_facts(groups.device), groups)
     members = [facts[rank] for rank in global_ranks(group)]
-    reasons = not_supported_reasons(groups.device, dtype, members)
+    reasons = [*known, *not_supported_reasons(groups.device, members)]
     if reason := _first(all_gather_json(reasons, groups)):
         return reason
-    memory: SymmetricMemory | None = None
+    memory: M | None = None
     failed = ""
     try:
-        memory = SymmetricMemory(group, nbytes)
+        memory = make()
     except Exception as error:  # the driver or torch may refuse the mapping in many ways
         failed = f"the ranks cannot map each other's memory ({_sentence(error)})"
-    # Agree before the first product: its barriers would wait for a rank without a workspace.
+    # Agree before the first use: its barriers would wait for a rank without a mapping.
     reason = _first(all_gather_json([failed] if failed else [], groups))
     if not reason and memory is not None:
-        reason = _first(all_gather_json(_wrong_products(memory, groups.device, dtype), groups))
+        reason = _first(all_gather_json(check(memory), groups))
     if reason or memory is None:
         if memory is not None:
             memory.close()
@@ -174,22 +211,26 @@ def own_facts(device: torch.device) -> dict[str, Any]:
     }
 
 
+def dtype_reasons(dtype: torch.dtype) -> list[str]:
+    """Return why products in a dtype are not fused; empty if they may be."""
+    if dtype == DTYPE:
+        return []
+    name = str(dtype).removeprefix("torch.")
+    return [f"fused products are checked in bfloat16 only, but the dtype is {name}"]
+
+
 def not_supported_reasons(
-    device: torch.device, dtype: torch.dtype, members: Sequence[dict[str, Any]]
+    device: torch.device, members: Sequence[dict[str, Any]] = ()
 ) -> list[str]:
-    """Return why a group cannot use fused products; empty if nothing is known against it.
+    """Return why a group cannot share memory; empty if nothing is known against it.
 
     Args:
         device: device of this rank.
-        dtype: dtype of the products.
-        members: `own_facts` of each rank of the group.
+        members: `own_facts` of each rank of the group; empty if the other ranks are not known.
     """
     if device.type != "cuda":
         return [f"symmetric memory needs CUDA GPUs, but the device is {device.type}"]
     reasons = []
-    if dtype != DTYPE:
-        name = str(dtype).removeprefix("torch.")
-        reasons.append(f"fused products are checked in bfloat16 only, but the dtype is {name}")
     try:
         symmetric_memory()
     except ImportError:

@@ -237,13 +237,13 @@ class CoreAttention(nn.Module):
             tables=packed.tables.attention.get(self.window_size),
             backend=self.backends.varlen_attention,
         )
-        if self.cp.group is None:
+        if self.cp.exchange is None:
             return attend(q_TNH, k_TKH, v_TKH)
 
         def attend_part(part: int, columns_TW: Tensor) -> Tensor:
             return attend(*split_columns(columns_TW, *self.used_shapes))
 
-        return compute_by_heads((q_TNH, k_TKH, v_TKH), attend_part, self.cp.group, self.parts)
+        return compute_by_heads((q_TNH, k_TKH, v_TKH), attend_part, self.cp.exchange, self.parts)
 
     def _attend_by_rows(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, packed: PackedSeqParams

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_packed.config.exchanged_heads import number_of_parts
 from megatron_packed.config.layer_pattern import MAMBA
+from megatron_packed.distributed.all_to_all import EqualExchange
 from megatron_packed.distributed.collectives import all_gather_rows, all_reduce_sum
 from megatron_packed.distributed.differentiable import Group
 from megatron_packed.distributed.groups import ParallelGroups, global_ranks
@@ -80,6 +81,12 @@ class ContextParallel:
     ``heads`` is an all-to-all to the head-parallel layout and back. ``state`` passes the states of
     the scan from rank to rank; see `state_passing`.
     """
+    exchange: EqualExchange | None = None
+    """Exchange of heads and tokens among the ranks of the group; None for one rank."""
+
+    def __post_init__(self) -> None:
+        if self.exchange is None:
+            object.__setattr__(self, "exchange", EqualExchange.of(self.group))
 
     @classmethod
     def of(

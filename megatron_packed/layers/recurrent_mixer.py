@@ -172,7 +172,7 @@ class RecurrentMixer(nn.Module):
 
         See [Note: recurrent mixers across context-parallel ranks].
         """
-        assert self.cp.group is not None and self.used_heads is not None
+        assert self.cp.exchange is not None and self.used_heads is not None
         weights = self.conv1d.in_parts(self.used_channels, self.parts)
         values = [take_in_parts(self.used_heads, x_N, self.parts) for x_N in self.head_parameters()]
         used_shapes = _of_part(self.used_shapes, self.parts)
@@ -187,7 +187,7 @@ class RecurrentMixer(nn.Module):
             y_TNP = self.scan_heads(heads, per_head, packed, parameters)
             return self.cp.in_order_of_ranks(y_TNP, packed)
 
-        return compute_by_heads(columns, scan, self.cp.group, self.parts)
+        return compute_by_heads(columns, scan, self.cp.exchange, self.parts)
 
     def _convolve_part(
         self, passing: StatePassing, conv_TC: Tensor, packed: PackedSeqParams

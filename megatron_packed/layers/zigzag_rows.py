@@ -45,9 +45,9 @@ def _moved(x_TC: Tensor, cp: ContextParallel, packed: PackedSeqParams, *, back: 
     assert order is not None, "cp_comm_type a2a needs no reordering"
     channels, (slots_T, places_T) = x_TC.shape[1], order
     # (T / c, C) -> (T, C / c)
-    columns_TC = rows_to_columns((pad(x_TC, (0, -channels % cp.size)),), cp.group)
+    columns_TC = rows_to_columns((pad(x_TC, (0, -channels % cp.size)),), cp.exchange)
     index_T, inverse_T = (places_T, slots_T) if back else (slots_T, places_T)
     reordered_TC = permute_rows(columns_TC, index_T, inverse_T)
     # (T, C / c) -> (T / c, C)
-    (moved_TC,) = heads_to_rows((reordered_TC,), cp.group)
+    (moved_TC,) = heads_to_rows((reordered_TC,), cp.exchange)
     return moved_TC[:, :channels]

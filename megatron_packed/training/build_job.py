@@ -19,6 +19,7 @@ from megatron_packed.memory.activation_offload import Offload
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.optim.spikes import SpikeDetector
+from megatron_packed.training.equal_exchanges import connect_exchanges
 from megatron_packed.training.metrics_layout import MetricsLayout
 from megatron_packed.training.tensor_overlap import connect_overlap, overlap_of, unfused_lines
 from megatron_packed.training.train_step import TrainStep
@@ -126,6 +127,9 @@ class Job:
         if self.model.offload is not None:
             self.model.offload.close()
         self.model.tp.close()
+        for exchange in (self.model.cp.exchange, self.model.ep.exchange):
+            if exchange is not None:
+                exchange.close()
 
 
 def counted_elsewhere(model: HybridModel, buffers: FlatBuffers) -> list[tuple[int, int]]:
@@ -173,6 +177,7 @@ def build_job(config: RunConfig, groups: ParallelGroups, vocab_size: int) -> Job
     model = build_model(config, vocab_size, groups.device, groups).train()
     # Graphs contain the address of the symmetric memory, so it exists before the first capture.
     connect_overlap(model, config, groups)
+    connect_exchanges(model, config, groups)
     return job_of_model(model, config, groups)
 
 

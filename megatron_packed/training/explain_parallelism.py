@@ -11,7 +11,7 @@ from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MOE
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.parallel import NOT_BUILT
 from megatron_packed.distributed.sequence_parallel_products import NO_OVERLAP
-from megatron_packed.distributed.symmetric_memory import not_supported_reasons
+from megatron_packed.distributed.symmetric_memory import dtype_reasons, not_supported_reasons
 from megatron_packed.training.build_job import dtype_of
 from megatron_packed.training.explain_capability import OFF, ON, PARTIAL, Capability
 from megatron_packed.training.tensor_overlap import overlap_absence, overlap_of, overlap_words
@@ -109,7 +109,8 @@ def _tensor_overlap(config: RunConfig, device: torch.device) -> Capability:
         advice = "--tp-comm-overlap" if config.parallel.sequence_parallel else ""
         return Capability(name, OFF, "collectives and products run one after the other", advice)
     # The other ranks are not known here, so only this machine's reasons are.
-    known = not_supported_reasons(device, dtype_of(config), []) if overlap.fuses else []
+    known = [*not_supported_reasons(device), *dtype_reasons(dtype_of(config))]
+    known = known if overlap.fuses else []
     words = overlap_words(overlap, known[0] if known else "")
     if overlap.fuses and not known:
         words += "; fused if the GPUs of the ranks can access each other's memory"

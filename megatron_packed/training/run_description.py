@@ -9,6 +9,7 @@ from megatron_packed.config.run import RunConfig
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.training.build_job import Job
 from megatron_packed.training.console import Console
+from megatron_packed.training.equal_exchanges import exchange_line
 from megatron_packed.training.kernels import (
     check_kernels,
     kernel_block,
@@ -35,7 +36,7 @@ def describe(
         f"{config.packing.tokens_per_pack:,} tokens, {config.packs_per_step()} packs a step{_ramp(config)}; "
         f"plan {data.train.plan.hash[:12]}"
     )
-    if line := overlap_line(job.model):
+    for line in filter(None, (overlap_line(job.model), exchange_line(job.model, config))):
         console.say(line)
     buffer = job.model.expert_buffer(config.packing.tokens_per_pack)
     if buffer is not None and groups.ep_size > 1:

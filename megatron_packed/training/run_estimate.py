@@ -26,6 +26,7 @@ from megatron_packed.models.estimate.rank_memory import Estimate, communicators_
 from megatron_packed.models.flops import FlopCounter
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.training.build_job import build_model, dtype_of
+from megatron_packed.training.equal_exchanges import exchange_bytes
 from megatron_packed.training.metrics_layout import MetricsLayout
 from megatron_packed.training.tensor_overlap import symmetric_bytes
 
@@ -99,7 +100,7 @@ def estimates_of(config: RunConfig, imagined: Imagined, documents: int) -> dict[
             tail=tail,
             graphs=config.cuda_graph,
             communicators=communicators_of(groups),
-            symmetric=symmetric_bytes(config, dtype_of(config)),
+            symmetric=symmetric_bytes(config, dtype_of(config)) + exchange_bytes(config),
         )
         for kind, even in kinds.items()
     }

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_packed.distributed.all_to_all import (
+    EqualExchange,
     exchange_rows,
     heads_to_rows,
     rows_to_columns,
@@ -42,15 +43,16 @@ def fused_to_columns(x_TW: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     are copied if there are more ranks.
     """
     x, dt, b = x_TW.split([12, 4, 8], dim=1)
-    return rows_to_columns([x.unflatten(1, (4, 3)), dt, b.unflatten(1, (2, 4))], group)
+    return rows_to_columns(
+        [x.unflatten(1, (4, 3)), dt, b.unflatten(1, (2, 4))], EqualExchange.of(group)
+    )
 
 
 def fused_to_rows(x_TW: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Convert a fused ``(T, 6 + 2)`` tensor, two heads of 3 and two of 1 per rank, back to rows."""
     y, z = x_TW.split([6, 2], dim=1)
-    return torch.cat(
-        [y.flatten(1) for y in heads_to_rows([y.unflatten(1, (2, 3)), z], group)], dim=1
-    )
+    moved = heads_to_rows([y.unflatten(1, (2, 3)), z], EqualExchange.of(group))
+    return torch.cat([y.flatten(1) for y in moved], dim=1)
 
 
 def counts(source: int, destination: int) -> int:
@@ -261,7 +263,7 @@ def mixer(x_TW: Tensor, decay_N: Tensor, groups: ParallelGroups) -> Tensor:
 
     if group is None:
         return scan(0, rows_to_columns(tensors, None)).flatten(1)
-    return compute_by_heads(tensors, scan, group, 1).flatten(1)
+    return compute_by_heads(tensors, scan, EqualExchange(group), 1).flatten(1)
 
 
 def _mine(x: Tensor, rank: int, size: int, dim: int) -> Tensor:
@@ -330,13 +332,14 @@ def test_all_tensors_travel_in_one_message(pools: WorkerPools) -> None:
 
 def refusals(groups: ParallelGroups) -> list[str]:
     group = groups.tp_group
+    exchange = EqualExchange.of(group)
     attempts = [
         lambda: scatter_rows(torch.ones(5, 2), group),
         lambda: split_rows(torch.ones(5, 2), group),
-        lambda: rows_to_columns([torch.ones(3, 3)], group),
-        lambda: rows_to_columns([torch.ones(3, 2), torch.ones(4, 2)], group),
-        lambda: rows_to_columns([torch.ones(3, 2), torch.ones(3, 2).double()], group),
-        lambda: heads_to_rows([torch.ones(3, 2)], group),
+        lambda: rows_to_columns([torch.ones(3, 3)], exchange),
+        lambda: rows_to_columns([torch.ones(3, 2), torch.ones(4, 2)], exchange),
+        lambda: rows_to_columns([torch.ones(3, 2), torch.ones(3, 2).double()], exchange),
+        lambda: heads_to_rows([torch.ones(3, 2)], exchange),
     ]
     messages = []
     for attempt in attempts:

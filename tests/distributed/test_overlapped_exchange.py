@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_packed.config.exchanged_heads import number_of_parts
-from megatron_packed.distributed import overlapped_exchange
+from megatron_packed.distributed import all_to_all, overlapped_exchange
+from megatron_packed.distributed.all_to_all import EqualExchange
 from megatron_packed.distributed.collectives import Started, start_exchange, wait_for
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.overlapped_exchange import compute_by_heads
@@ -81,8 +82,11 @@ def exchanged(x: Tensor, group: dist.ProcessGroup, parts: int) -> tuple[list[str
     def compute(part: int, columns_TW: Tensor) -> Tensor:
         return _Noted.apply(columns_TW.unflatten(1, (-1, 3)), part, events)
 
-    with mock.patch.multiple(overlapped_exchange, start_exchange=starting, wait_for=waiting):
-        y = compute_by_heads([x], compute, group, parts)
+    with (
+        mock.patch.object(all_to_all, "start_exchange", starting),
+        mock.patch.object(overlapped_exchange, "wait_for", waiting),
+    ):
+        y = compute_by_heads([x], compute, EqualExchange(group), parts)
         forward = events[:]
         y.backward(torch.ones_like(y))
     assert torch.equal(y, 2 * x) and torch.equal(x.grad, torch.full_like(x, 2))

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
+from megatron_packed.config.sections.parallel import NCCL, SYMMETRIC_MEMORY
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPools
@@ -44,9 +45,16 @@ SHRUNK_AT = 10
 
 
 def compare(
-    groups: ParallelGroups, dispatcher: str, impl: str, epochs: int = EPOCHS
+    groups: ParallelGroups,
+    dispatcher: str,
+    impl: str,
+    epochs: int = EPOCHS,
+    backend: str = NCCL,
 ) -> dict[str, Any]:
-    """Compare replayed steps with eager steps without bounds; one step overflows on the way."""
+    """Compare replayed steps with eager steps without bounds; one step overflows on the way.
+
+    Rows of replayed steps travel by ``backend``, those of eager steps by NCCL.
+    """
     configure_determinism()
     model = MODEL if groups.ep_size > 1 else with_depths(MODEL)
     model = dataclasses.replace(model, moe_token_dispatcher_type=dispatcher)
@@ -55,9 +63,11 @@ def compare(
     # With two ranks, this is the default of captured experts.
     bounded = dataclasses.replace(model, moe_expert_rank_capacity_factor="auto")
     config = dataclasses.replace(
-        config_of(bounded, **layout), cuda_graph=CudaGraphConfig(cuda_graph_impl=impl)
+        config_of(bounded, **layout, all_to_all_backend=backend),
+        cuda_graph=CudaGraphConfig(cuda_graph_impl=impl),
     )
     job = build_job(config, groups, VOCAB)
+    assert groups.ep_size == 1 or (job.model.ep.exchange.memory is not None) == (backend != NCCL)
     graphs = build_graphs(config, job, CAPTURE_SIZES, groups, print)
     assert graphs is not None
     bounds = ExpertBounds(job.step, groups, packs_per_step=PACKS, say=print)
@@ -139,3 +149,13 @@ def test_replays_and_repeated_steps_are_the_eager_ones(
     for found in nccl_pools.run(compare, 2, dispatcher, impl, layout={"ep_size": 2}, timeout=400):
         check(found)
         assert found["nccl"] > 0, found
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("impl", ["local", "full_iteration"])
+def test_rows_that_travel_through_symmetric_memory_change_no_bit(
+    impl: str, nccl_pools: WorkerPools
+) -> None:
+    arguments = ("alltoall", impl, 1, SYMMETRIC_MEMORY)
+    for found in nccl_pools.run(compare, 2, *arguments, layout={"ep_size": 2}, timeout=400):
+        check(found, 1)

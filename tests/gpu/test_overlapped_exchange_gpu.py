@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
+from megatron_packed.config.sections.parallel import NCCL, SYMMETRIC_MEMORY
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPools
@@ -64,15 +65,23 @@ def parts_of(job: Job) -> list[int]:
     return [getattr(mixer, "parts", 0) for mixer in mixers]
 
 
-def compare(groups: ParallelGroups, impl: str) -> dict[str, Any]:
-    """Compare replayed steps in parts with eager ones, and these with steps without parts."""
+def compare(groups: ParallelGroups, impl: str, backend: str = NCCL) -> dict[str, Any]:
+    """Compare replayed steps in parts with eager ones, and these with steps without parts.
+
+    Heads of replayed steps travel by ``backend``, those of eager steps by NCCL.
+    """
     configure_determinism()
     layout: dict[str, Any] = {"context_parallel_size": groups.cp_size}
     whole = build_job(config_of(LAYERS, **layout), groups, VOCAB)
     config = config_of(LAYERS, cp_comm_overlap_parts=PARTS, **layout)
     eager = build_job(config, groups, VOCAB)
-    captured = dataclasses.replace(config, cuda_graph=CudaGraphConfig(cuda_graph_impl=impl))
+    captured = dataclasses.replace(
+        config,
+        cuda_graph=CudaGraphConfig(cuda_graph_impl=impl),
+        parallel=dataclasses.replace(config.parallel, all_to_all_backend=backend),
+    )
     job = build_job(captured, groups, VOCAB)
+    assert groups.cp_size == 1 or (job.model.cp.exchange.memory is not None) == (backend != NCCL)
     graphs = build_graphs(captured, job, CAPTURE_SIZES, groups, print)
     assert graphs is not None
     steps = steps_of(groups, 1, overflow=False)[:STEPS]
@@ -132,7 +141,10 @@ def test_replays_in_parts_are_the_eager_steps_on_one_gpu(impl: str, alone: Paral
 
 @pytest.mark.multi_gpu
 @pytest.mark.shows(lambda impl: f"graphs: {impl}", "CP a2a")
+@pytest.mark.parametrize("backend", [NCCL, SYMMETRIC_MEMORY])
 @pytest.mark.parametrize("impl", ["local", "full_iteration"])
-def test_replays_in_parts_are_the_eager_steps(impl: str, nccl_pools: WorkerPools) -> None:
-    for found in nccl_pools.run(compare, 2, impl, layout={"cp_size": 2}, timeout=400):
+def test_replays_in_parts_are_the_eager_steps(
+    impl: str, backend: str, nccl_pools: WorkerPools
+) -> None:
+    for found in nccl_pools.run(compare, 2, impl, backend, layout={"cp_size": 2}, timeout=400):
         check(found, [2, 2, 0])

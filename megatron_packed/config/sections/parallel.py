@@ -31,6 +31,8 @@ SIZES = (
 """Axes whose size may be any number that fits the model and the number of processes."""
 REPLICA_SIZES = ("tensor_model_parallel_size", "context_parallel_size", *NOT_BUILT)
 """Axes whose ranks share the work on one pack."""
+AUTO, NCCL, SYMMETRIC_MEMORY = "auto", "nccl", "symmetric_memory"
+"""Backends of all-to-alls of equal parts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +117,14 @@ class ParallelConfig(TensorOverlapOptions, title="parallel"):
             "40,000,000, or 1,000,000 x data-parallel ranks",
             "sums do not depend on the number of ranks",
         ),
+    )
+    all_to_all_backend: str = option(
+        NCCL,
+        "Backend of all-to-alls whose parts have equal, static sizes. nccl is the collective of "
+        "the process group. symmetric_memory copies between the GPUs of one host without "
+        "kernels. auto uses symmetric_memory in CUDA graphs, if the GPUs can access each other's "
+        "memory.",
+        choices=(NCCL, SYMMETRIC_MEMORY, AUTO),
     )
     distributed_backend: str | None = option(
         None,

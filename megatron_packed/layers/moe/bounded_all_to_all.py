@@ -45,7 +45,7 @@ class BoundedAllToAllDispatcher(AllToAllDispatcher):
         counts_eE = all_gather_rows(permuted.tokens_per_expert_E[None], self.ep.group)
         counts_eeL = counts_eE.view(ranks, ranks, self.num_local)
         # (e P, D) -> (e, P, D), part r for rank r -> (e, P, D), part s from rank s -> (e P, D)
-        x_SD = exchange_equal_parts(permuted.x_RD.view(ranks, part, -1), self.ep.group).flatten(
+        x_SD = exchange_equal_parts(permuted.x_RD.view(ranks, part, -1), self.ep.exchange).flatten(
             0, 1
         )
         ids_S1 = self._experts_of_rows(counts_eeL[:, self.ep.rank], part)
@@ -67,7 +67,7 @@ class BoundedAllToAllDispatcher(AllToAllDispatcher):
         arrived = dispatched.arrived
         assert arrived is not None, "combine() needs a result of dispatch()"
         y_SD = unpermute(y_RD, arrived, backend=self.backend)
-        back = exchange_equal_parts(y_SD.view(self.ep.size, -1, y_SD.shape[1]), self.ep.group)
+        back = exchange_equal_parts(y_SD.view(self.ep.size, -1, y_SD.shape[1]), self.ep.exchange)
         return self.add_up(back.flatten(0, 1), dispatched)
 
     def part_rows(self, tokens: int) -> int:

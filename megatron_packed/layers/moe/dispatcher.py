@@ -352,7 +352,9 @@ class PaddedAllToAllDispatcher(Dispatcher):
         )
         # (E C, D) -> (e, L, C, D), part r for rank r -> (e, L, C, D), part s from rank s
         # -> (L, e C, D)
-        there = exchange_equal_parts(permuted.x_RD.view(ranks, local, capacity, -1), self.ep.group)
+        there = exchange_equal_parts(
+            permuted.x_RD.view(ranks, local, capacity, -1), self.ep.exchange
+        )
         ends_L = torch.arange(1, local + 1, dtype=torch.int32, device=x_TD.device)
         return Dispatched(
             x_RD=there.transpose(0, 1).reshape(local * ranks * capacity, -1),
@@ -365,7 +367,7 @@ class PaddedAllToAllDispatcher(Dispatcher):
 
     def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
         by_expert = y_RD.view(self.num_local, self.ep.size, -1, y_RD.shape[1])  # (L, e, C, D)
-        back = exchange_equal_parts(by_expert.transpose(0, 1), self.ep.group)
+        back = exchange_equal_parts(by_expert.transpose(0, 1), self.ep.exchange)
         return self.add_up(back.reshape(dispatched.permuted.x_RD.shape), dispatched)
 
     def worst_rows(self, tokens: int) -> int:

@@ -23,6 +23,7 @@ from functools import cached_property
 
 from torch import Tensor
 
+from megatron_packed.distributed.all_to_all import EqualExchange
 from megatron_packed.distributed.collectives import all_reduce_max
 from megatron_packed.distributed.differentiable import (
     Group,
@@ -47,6 +48,12 @@ class ExpertParallel:
     """Tensor parallelism of this rank; tensor-parallel ranks have the same tokens."""
     matrices: TensorParallel | None = None
     """Split of the matrices of experts; None for that of ``tp``. See [Note: whose tokens]."""
+    exchange: EqualExchange | None = None
+    """Exchange of rows in equal parts among the ranks of the group; None for one rank."""
+
+    def __post_init__(self) -> None:
+        if self.exchange is None:
+            object.__setattr__(self, "exchange", EqualExchange.of(self.group))
 
     @classmethod
     def of(cls, groups: ParallelGroups | None, tp: TensorParallel = SINGLE) -> ExpertParallel:

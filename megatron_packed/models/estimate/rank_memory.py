@@ -116,7 +116,7 @@ class Estimate:
     host_bytes: int = 0
     """Bytes of pinned host memory for offloaded activations."""
     symmetric: int = 0
-    """Bytes of symmetric memory for products that are fused with their collective."""
+    """Bytes of symmetric memory, for fused products and for exchanges of equal parts."""
 
     @property
     def allocated(self) -> int:

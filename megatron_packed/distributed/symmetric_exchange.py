@@ -1,0 +1,237 @@
+"""All-to-all of equal parts through symmetric memory, with copy engines in place of NCCL kernels.
+
+Letters: c ranks.
+
+[Note: exchange through symmetric memory]
+Each rank has a staging buffer that the other ranks of the group map into their address spaces. A
+rank copies the parts for its peers into its buffer. The peers copy their parts from there to their
+results. Copy engines transfer these parts over NVLink, so the transfer takes no SM from kernels that
+run beside it. The results have the bits of the collective, because nothing is computed.
+
+A part is transferred in pieces, and the buffer has `SLOTS` slots for pieces. So a buffer of one size
+serves messages of every size and all layers. Two streams run the steps of piece i:
+
+    staging   copy piece i to slot i % SLOTS, barrier i, copy the own part
+    pulling                                              copy piece i from the peers' slots
+
+Before barrier i, the staging stream waits for this rank's pull of piece ``i - (SLOTS - 1)``. The
+barrier completes after all ranks have reached it. This orders all accesses:
+
+* Pull i runs after barrier i, so all ranks have staged piece i.
+* Piece i is staged after barrier i - 1. There all ranks have pulled piece i - SLOTS, the previous
+  piece in this slot.
+* A last barrier, after the last pull, lets the next exchange write to every slot.
+
+Pull i - 1 and barrier i run at the same time, so the barriers add almost no time to long messages.
+
+One stream orders the barriers of all exchanges of a group, whichever streams call them. The ranks
+call the exchanges of a group in the same order, as with NCCL. Both streams leave the caller's stream
+and join it again, so a CUDA graph can capture them. The host never waits. A barrier waits for a late
+rank without a limit, as a kernel of NCCL does. The barriers of torch are system-wide releases and
+acquires, and a kernel starts after the writes of its stream's earlier copies are complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_packed.distributed.collectives import Started
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.symmetric_memory import connect_over
+from megatron_packed.torch_private import symmetric_memory
+
+SLOTS = 3
+"""Number of pieces that the staging buffer holds for each peer."""
+PIECE_BYTES = 16 * 2**20
+"""Largest bytes of the pieces for all peers together."""
+_ALIGNMENT = 512
+"""Bytes at whose multiples a piece starts: copies of aligned pieces are fastest."""
+_CHECKED_BYTES = (1, 1000, 2**20)
+"""Bytes of a part in the exchanges that a start checks."""
+
+
+class SymmetricExchange:
+    """Staging buffer of a group, and exchanges through it.
+
+    See [Note: exchange through symmetric memory]. The constructor is a collective call of the group,
+    and raises what torch raises.
+
+    Args:
+        group: the group; its ranks are on one host.
+        device: device of this rank.
+        piece_bytes: largest bytes of the pieces for all peers together.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, piece_bytes: int = PIECE_BYTES
+    ) -> None:
+        self.group = group
+        self.device = device
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.piece_bytes = piece_of_peer(self.size, piece_bytes)
+        self._connect()
+
+    def _connect(self) -> None:
+        """Allocate the staging buffer, and map the buffers of the peers."""
+        torch_memory = symmetric_memory()._SymmetricMemory
+        shape = (SLOTS, max(self.size - 1, 1), self.piece_bytes)
+        # Graphs contain addresses of this memory, so it must exist as long as this object does.
+        self._buffer: Tensor | None = torch_memory.empty_strided_p2p(
+            (shape[0] * shape[1] * shape[2],), (1,), torch.uint8, self.device, self.group.group_name
+        )
+        self._memory = torch_memory.rendezvous(self._buffer)
+        self._slots: Sequence[Tensor] = [
+            self._memory.get_buffer(rank, shape, torch.uint8) for rank in range(self.size)
+        ]
+        # A high priority starts the barriers, of one warp, before waiting blocks of large kernels.
+        self._staging = torch.cuda.Stream(self.device, priority=-1)
+        self._pulling = torch.cuda.Stream(self.device, priority=-1)
+
+    def exchange(self, x: Tensor) -> Tensor:
+        """Send part r of a contiguous ``x`` ``(c, ...)`` to rank r; return part s from each rank s."""
+        result, started = self.start(x)
+        started.work.wait()
+        return result
+
+    def start(self, x: Tensor) -> tuple[Tensor, Started]:
+        """Start ``exchange`` of a contiguous ``x``.
+
+        Call ``wait_for`` before the result is read or ``x`` is freed.
+        """
+        # See [Note: exchange through symmetric memory]. `last_operation.py` finds this function by
+        # its name.
+        group, result = self.group, torch.empty_like(x)
+        staging, pulling = self._staging, self._pulling
+        staging.wait_stream(self._current())
+        if x.numel():
+            sent, received = (
+                tensor.view(self.size, -1).view(torch.uint8) for tensor in (x, result)
+            )
+            pulled: list[torch.cuda.Event] = []
+            for number, (start, end) in enumerate(pieces_of(sent.shape[1], self.piece_bytes)):
+                slot = number % SLOTS
+                for peer in self._peers():
+                    staged = self._staged(self.rank, slot, peer, end - start)
+                    self._copy(staging, staged, sent[peer, start:end])
+                if number >= SLOTS - 1:
+                    staging.wait_event(pulled[number - (SLOTS - 1)])
+                self._barrier(staging)
+                pulling.wait_event(staging.record_event())
+                for peer in self._peers():
+                    staged = self._staged(peer, slot, self.rank, end - start)
+                    self._copy(pulling, received[peer, start:end], staged)
+                pulled.append(pulling.record_event())
+                self._copy(staging, received[self.rank, start:end], sent[self.rank, start:end])
+            staging.wait_event(pulled[-1])
+            self._barrier(staging)
+        return result, Started(_Joining(self, staging.record_event()), "exchange", group)
+
+    def _peers(self) -> Iterator[int]:
+        """Yield the other ranks; at each step every rank has another one."""
+        return ((self.rank + step) % self.size for step in range(1, self.size))
+
+    def _staged(self, sender: int, slot: int, receiver: int, nbytes: int) -> Tensor:
+        """Return the memory of a piece in the buffer of ``sender`` for ``receiver``."""
+        # A sender stages nothing for itself, so higher receivers move down by one place.
+        place = receiver - (receiver > sender)
+        return self._slots[sender][slot, place, :nbytes]
+
+    def _current(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device)
+
+    def _copy(self, stream: torch.cuda.Stream, target: Tensor, source: Tensor) -> None:
+        # Contiguous bytes on both sides: torch calls the driver's copy, which uses a copy engine
+        # for the memory of another GPU.
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+
+    def _barrier(self, stream: torch.cuda.Stream) -> None:
+        with torch.cuda.stream(stream):
+            self._memory.barrier(channel=0)
+
+    def close(self) -> None:
+        """Free the staging buffer. Call it after all graphs that use it were released."""
+        self._slots = ()
+        self._memory = self._buffer = None
+
+
+class _Joining:
+    """End of an exchange, for which a stream can wait."""
+
+    def __init__(self, exchange: SymmetricExchange, end: torch.cuda.Event) -> None:
+        self._exchange = exchange
+        self._end = end
+
+    def wait(self) -> None:
+        self._exchange._current().wait_event(self._end)
+
+
+def piece_of_peer(size: int, piece_bytes: int) -> int:
+    """Return the largest bytes of one peer's piece: an aligned share of ``piece_bytes``."""
+    return max(piece_bytes // max(size - 1, 1) // _ALIGNMENT, 1) * _ALIGNMENT
+
+
+def pieces_of(nbytes: int, largest: int) -> Iterator[tuple[int, int]]:
+    """Yield start and end of the pieces of a part, of about equal size.
+
+    Args:
+        nbytes: bytes of the part.
+        largest: largest bytes of a piece, a multiple of the alignment.
+    Example:
+        1,300 bytes in pieces of at most 1,024: (0, 1024), (1024, 1300).
+    """
+    count = -(-nbytes // largest)
+    even = -(-nbytes // max(count, 1))
+    step = -(-even // _ALIGNMENT) * _ALIGNMENT
+    for start in range(0, nbytes, max(step, 1)):
+        yield start, min(start + step, nbytes)
+
+
+def staging_bytes(size: int, piece_bytes: int = PIECE_BYTES) -> int:
+    """Return the bytes of the staging buffer of a rank in a group of ``size`` ranks."""
+    return SLOTS * max(size - 1, 1) * piece_of_peer(size, piece_bytes)
+
+
+def connect_exchange(group: dist.ProcessGroup, groups: ParallelGroups) -> SymmetricExchange | str:
+    """Set up the exchange of a group through symmetric memory, and check it.
+
+    This is a collective call of all ranks of the run. They agree: all of them use symmetric memory,
+    or none does.
+
+    Args:
+        group: group of this rank whose ranks exchange parts.
+        groups: process groups of this rank.
+    Returns:
+        The exchange, or the reason why it cannot be used.
+    """
+    return connect_over(
+        group, groups, lambda: SymmetricExchange(group, groups.device), _wrong_exchanges
+    )
+
+
+def _wrong_exchanges(exchange: SymmetricExchange) -> list[str]:
+    """Return the problems of exchanges whose results every rank can compute."""
+
+    def message(sender: int, nbytes: int) -> Tensor:
+        generator = torch.Generator(exchange.device).manual_seed(sender)
+        shape = (exchange.size, nbytes)
+        return torch.randint(
+            256, shape, dtype=torch.uint8, device=exchange.device, generator=generator
+        )
+
+    problems = []
+    # Every rank runs all exchanges: their barriers would wait for a rank that returns early.
+    for nbytes in _CHECKED_BYTES:
+        found = exchange.exchange(message(exchange.rank, nbytes))
+        senders = range(exchange.size)
+        wanted = torch.stack([message(sender, nbytes)[exchange.rank] for sender in senders])
+        if not torch.equal(found, wanted):
+            problems.append(
+                f"an exchange of {nbytes:,} bytes over symmetric memory gives wrong numbers"
+            )
+    return problems
