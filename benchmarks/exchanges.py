@@ -22,7 +22,7 @@ from torch import Tensor
 
 import harness
 from megatron_packed.config.environment_variables import apply_environment
-from megatron_packed.config.sections.parallel import NCCL, SYMMETRIC_MEMORY
+from megatron_packed.config.sections.all_to_all import NCCL, SYMMETRIC_MEMORY
 from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.distributed.all_to_all import EqualExchange
 from megatron_packed.distributed.symmetric_exchange import PIECE_BYTES, SymmetricExchange

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_packed.config.exchanged_heads import parts_of_layers
+from megatron_packed.config.exchanged_heads import exchanges_of_run, parts_of_layers
 from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MOE
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.parallel import NOT_BUILT
 from megatron_packed.distributed.sequence_parallel_products import NO_OVERLAP
 from megatron_packed.distributed.symmetric_memory import dtype_reasons, not_supported_reasons
 from megatron_packed.training.build_job import dtype_of
+from megatron_packed.training.equal_exchanges import OPTION, uses_symmetric_memory
 from megatron_packed.training.explain_capability import OFF, ON, PARTIAL, Capability
 from megatron_packed.training.tensor_overlap import overlap_absence, overlap_of, overlap_words
 
@@ -59,6 +60,7 @@ def parallel_capabilities(
         )
     yield from _experts(config)
     yield from _shared_expert(config, device)
+    yield from _equal_exchanges(config, device)
     for axis in NOT_BUILT.values():
         yield Capability(axis, OFF, "not supported yet")
 
@@ -193,3 +195,27 @@ def _shared_expert(config: RunConfig, device: torch.device) -> Iterator[Capabili
         yield Capability(
             name, ON, "the shared expert runs beside dispatch, experts and combination"
         )
+
+
+def _equal_exchanges(config: RunConfig, device: torch.device) -> Iterator[Capability]:
+    """Yield how parts of equal sizes travel, if ranks exchange any."""
+    name = "all-to-alls of equal parts"
+    exchanged = {"cp": "heads", "ep": "rows for experts"}
+    what = " and ".join(exchanged[axis] for axis in exchanges_of_run(config))
+    if not what:
+        return
+    if not uses_symmetric_memory(config):
+        graphs = config.cuda_graph.enabled and device.type == "cuda"
+        advice = f"{OPTION} auto" if graphs else ""
+        yield Capability(name, OFF, f"{what} travel by the collective", advice)
+        return
+    # The other ranks are not known here, so only this machine's reasons are.
+    if known := not_supported_reasons(device):
+        yield Capability(name, PARTIAL, f"{what} travel by the collective, because {known[0]}")
+        return
+    yield Capability(
+        name,
+        ON,
+        f"{what} are copied through symmetric memory, if the GPUs of the ranks can access each "
+        "other's memory",
+    )

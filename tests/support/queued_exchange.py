@@ -1,7 +1,7 @@
 """Stand-in for symmetric memory: streams as queues of one process, run in a random order.
 
-Each rank has its own streams. A stream runs its operations in order. Which stream runs next is drawn
-at random, among those whose next operation may run. A copy runs in two halves, so other operations
+Each rank has its own streams. A stream runs its operations in order. The stream that runs next is
+drawn at random among those whose next operation may run. A copy runs in two halves, so other operations
 may run between them. A barrier completes after all ranks have reached it.
 """
 

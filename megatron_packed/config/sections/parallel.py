@@ -12,6 +12,7 @@ from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, MAM
 from megatron_packed.config.options import derived_option, option
 from megatron_packed.config.parallel_layout import layout_problems
 from megatron_packed.config.section import Sound
+from megatron_packed.config.sections.all_to_all import AllToAllOptions
 from megatron_packed.config.sections.expert_rules import expert_rules
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.sections.model_parts.divisors import divisors, every_divisor, in_words
@@ -31,12 +32,10 @@ SIZES = (
 """Axes whose size may be any number that fits the model and the number of processes."""
 REPLICA_SIZES = ("tensor_model_parallel_size", "context_parallel_size", *NOT_BUILT)
 """Axes whose ranks share the work on one pack."""
-AUTO, NCCL, SYMMETRIC_MEMORY = "auto", "nccl", "symmetric_memory"
-"""Backends of all-to-alls of equal parts."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelConfig(TensorOverlapOptions, title="parallel"):
+class ParallelConfig(TensorOverlapOptions, AllToAllOptions, title="parallel"):
     """Options of the parallel axes. The data-parallel size is the number of processes divided by
     the other sizes.
     """
@@ -117,14 +116,6 @@ class ParallelConfig(TensorOverlapOptions, title="parallel"):
             "40,000,000, or 1,000,000 x data-parallel ranks",
             "sums do not depend on the number of ranks",
         ),
-    )
-    all_to_all_backend: str = option(
-        NCCL,
-        "Backend of all-to-alls whose parts have equal, static sizes. nccl is the collective of "
-        "the process group. symmetric_memory copies between the GPUs of one host without "
-        "kernels. auto uses symmetric_memory in CUDA graphs, if the GPUs can access each other's "
-        "memory.",
-        choices=(NCCL, SYMMETRIC_MEMORY, AUTO),
     )
     distributed_backend: str | None = option(
         None,

@@ -196,6 +196,13 @@ CASES = [
         {"cp_comm_overlap_parts": "no layer exchanges heads in more than one part"},
     ),
     ("^2 --context-parallel-size 2 --num-attention-heads 4 --cp-comm-overlap-parts 2", {}),
+    (
+        f"^2 {MOE} ~--num-attention-heads --expert-model-parallel-size 2 "
+        "--moe-token-dispatcher-type alltoall "
+        "--all-to-all-backend symmetric_memory",
+        {"all_to_all_backend": "no all-to-all has parts of equal, static sizes"},
+    ),
+    ("^2 --context-parallel-size 2 --all-to-all-backend symmetric_memory", {}),
     ("--bf16 --check-weight-hash-across-dp-replicas-interval 5", {}),
     (
         "^2 --cuda-graph-impl full_iteration --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",

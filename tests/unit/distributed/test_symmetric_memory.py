@@ -14,6 +14,7 @@ from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.symmetric_memory import (
     SymmetricMemory,
     connect,
+    dtype_reasons,
     not_supported_reasons,
     own_facts,
     workspace_bytes,
@@ -36,57 +37,54 @@ PAIR = [facts(0), facts(1)]
 
 
 def test_a_group_of_gpus_that_access_each_other_is_supported() -> None:
-    assert not_supported_reasons(CUDA, BF16, PAIR) == []
-    assert not_supported_reasons(CUDA, BF16, [facts(number) for number in range(8)]) == []
+    assert not_supported_reasons(CUDA, PAIR) == []
+    assert not_supported_reasons(CUDA, [facts(number) for number in range(8)]) == []
     assert workspace_bytes(4096, 2048, BF16) == 2 * 4096 * 2048 * 2
 
 
 @pytest.mark.parametrize(
-    "device, dtype, members, reason",
+    "device, members, reason",
     [
         (
             torch.device("cpu"),
-            BF16,
             PAIR,
             "symmetric memory needs CUDA GPUs, but the device is cpu",
         ),
         (
             CUDA,
-            torch.float32,
-            PAIR,
-            "fused products are checked in bfloat16 only, but the dtype is float32",
-        ),
-        (
-            CUDA,
-            BF16,
             [facts(number) for number in range(9)],
             "the group has 9 ranks, but symmetric memory is used for at most 8",
         ),
-        (CUDA, BF16, [facts(0), facts(1, host="b")], "the ranks of the group are on 2 hosts"),
+        (CUDA, [facts(0), facts(1, host="b")], "the ranks of the group are on 2 hosts"),
         (
             CUDA,
-            BF16,
             [facts(0), facts(0)],
             "ranks of the group have the same GPU number; make all GPUs of the host visible to each",
         ),
         (
             CUDA,
-            BF16,
             [facts(0), facts(1, peers=[False, True])],
             "GPU 1 cannot access GPU 0",
         ),
-        (CUDA, BF16, [facts(0, peers=[True]), facts(1)], "GPU 0 cannot access GPU 1"),
+        (CUDA, [facts(0, peers=[True]), facts(1)], "GPU 0 cannot access GPU 1"),
     ],
 )
 def test_reasons_name_the_fact_against_it(
-    device: torch.device, dtype: torch.dtype, members: list[dict[str, Any]], reason: str
+    device: torch.device, members: list[dict[str, Any]], reason: str
 ) -> None:
-    assert reason in not_supported_reasons(device, dtype, members)
+    assert reason in not_supported_reasons(device, members)
+
+
+def test_products_are_fused_in_bfloat16_only() -> None:
+    assert dtype_reasons(BF16) == []
+    assert dtype_reasons(torch.float32) == [
+        "fused products are checked in bfloat16 only, but the dtype is float32"
+    ]
 
 
 def test_ranks_may_share_a_gpu_in_tests_only() -> None:
     shared = [facts(0, shares=True), facts(0, shares=True)]
-    assert not_supported_reasons(CUDA, BF16, shared) == []
+    assert not_supported_reasons(CUDA, shared) == []
     assert own_facts(torch.device("cpu"))["peers"] == []
 
 
@@ -96,7 +94,7 @@ def test_a_torch_without_symmetric_memory(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(symmetric_memory, "symmetric_memory", absent)
     reason = f"torch {torch.__version__} has no symmetric memory"
-    assert not_supported_reasons(CUDA, BF16, PAIR) == [reason]
+    assert not_supported_reasons(CUDA, PAIR) == [reason]
 
 
 class Torch:

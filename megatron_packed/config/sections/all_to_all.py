@@ -1,0 +1,23 @@
+"""Option of the backend of all-to-alls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_packed.config.options import option
+from megatron_packed.config.section import Section
+
+AUTO, NCCL, SYMMETRIC_MEMORY = "auto", "nccl", "symmetric_memory"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllToAllOptions(Section):
+    """Backend of all-to-alls whose parts have equal, static sizes."""
+
+    all_to_all_backend: str = option(
+        NCCL,
+        "Backend of all-to-alls whose parts have equal, static sizes: the collective (nccl), or "
+        "copies between the GPUs of one host (symmetric_memory). With auto, CUDA graphs use the "
+        "copies where the GPUs support them.",
+        choices=(NCCL, SYMMETRIC_MEMORY, AUTO),
+    )
