@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron_packed.distributed.collectives import Started, exchange_parts, start_exchange
 from megatron_packed.distributed.differentiable import Group, linear_map
-from megatron_packed.distributed.symmetric_exchange import SymmetricExchange
+from megatron_packed.distributed.symmetric_exchange import SymmetricExchange, UsedBytes
 
 
 class EqualExchange:
@@ -51,13 +51,19 @@ class EqualExchange:
     def size(self) -> int:
         return dist.get_world_size(self.group)
 
-    def exchange(self, x: Tensor) -> Tensor:
-        """Send part r of ``x`` ``(c, ...)`` to rank r; return part s from each rank s."""
+    def exchange(self, x: Tensor, used: UsedBytes | None = None) -> Tensor:
+        """Send part r of ``x`` ``(c, ...)`` to rank r; return part s from each rank s.
+
+        Args:
+            x: ``(c, ...)``.
+            used: used bytes of the parts; the others are undefined in the result. None if all
+                bytes are used.
+        """
         # NCCL and gloo send memory in address order, so elements of a transposed view would be
         # misplaced.
         x = x.contiguous()
         if self.memory is not None:
-            return self.memory.exchange(x)
+            return self.memory.exchange(x, used)
         return exchange_parts(x, self.group)
 
     def start(self, x: Tensor) -> tuple[Tensor, Started]:
@@ -178,19 +184,24 @@ def exchange_rows(
     return linear_map(x_RD, group, there, back)
 
 
-def exchange_equal_parts(x: Tensor, exchange: EqualExchange | None) -> Tensor:
+def exchange_equal_parts(
+    x: Tensor, exchange: EqualExchange | None, used: UsedBytes | None = None
+) -> Tensor:
     """Exchange the parts of ``x`` ``(c, ...)``: send part r to rank r, receive part s from rank s.
 
     This linear map is its own adjoint, so the backward pass runs the same exchange. For ``exchange``
-    None the result is ``x``.
+    None the result is ``x``. See `EqualExchange.exchange` for ``used``.
     """
     if exchange is None:
         return x
 
-    def run(parts: Tensor, group: Group) -> Tensor:
-        return exchange.exchange(parts)
+    def forward(parts: Tensor, group: Group) -> Tensor:
+        return exchange.exchange(parts, used)
 
-    return linear_map(x, exchange.group, run, run)
+    def backward(parts: Tensor, group: Group) -> Tensor:
+        return exchange.exchange(parts, None if used is None else used.reversed)
+
+    return linear_map(x, exchange.group, forward, backward)
 
 
 def _all_to_all(x: Tensor, group: Group, *, sent: list[int], received: list[int]) -> Tensor:

@@ -24,6 +24,10 @@ barrier completes after all ranks have reached it. This orders all accesses:
 
 Pull i - 1 and barrier i run at the same time, so the barriers add almost no time to long messages.
 
+If only the first rows of a part are used, and only the device knows their number, copy engines copy
+the bytes that are `certain`. Kernels copy the used bytes after these: they read the number, and most
+of them end at once. Other bytes of the result are undefined.
+
 One stream orders the barriers of all exchanges of a group, whichever streams call them. The ranks
 call the exchanges of a group in the same order, as with NCCL. Both streams leave the caller's stream
 and join it again, so a CUDA graph can capture them. The host never waits. A barrier waits for a late
@@ -33,7 +37,8 @@ acquires, and a kernel starts after the writes of its stream's earlier copies ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -52,6 +57,29 @@ _ALIGNMENT = 512
 """Bytes at whose multiples a piece starts: copies of aligned pieces are fastest."""
 _CHECKED_BYTES = (1, 1000, 2**20)
 """Bytes of a part in the exchanges that a start checks."""
+
+
+class UsedBytes(Protocol):
+    """Used bytes of parts, whose number only the device knows."""
+
+    @property
+    def certain(self) -> int:
+        """Bytes at the beginning of each part that are copied in any case."""
+
+    @property
+    def reversed(self) -> UsedBytes:
+        """Used bytes of an exchange in the opposite direction."""
+
+    def copy(self, target: Tensor, source: Tensor, rank: int, start: int, *, sent: bool) -> None:
+        """Copy those bytes of a part that are used, on the current stream.
+
+        Args:
+            target: contiguous uint8.
+            source: contiguous uint8 of the same size.
+            rank: number of the rank that receives the part, or that sent it.
+            start: position of these bytes in the part.
+            sent: True for a part that this rank sends.
+        """
 
 
 class SymmetricExchange:
@@ -89,47 +117,58 @@ class SymmetricExchange:
             self._memory.get_buffer(rank, shape, torch.uint8) for rank in range(self.size)
         ]
         # A high priority starts the barriers, of one warp, before waiting blocks of large kernels.
-        self._staging = torch.cuda.Stream(self.device, priority=-1)
-        self._pulling = torch.cuda.Stream(self.device, priority=-1)
+        self._staging, self._pulling = (
+            torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
 
-    def exchange(self, x: Tensor) -> Tensor:
-        """Send part r of a contiguous ``x`` ``(c, ...)`` to rank r; return part s from each rank s."""
-        result, started = self.start(x)
+    def exchange(self, x: Tensor, used: UsedBytes | None = None) -> Tensor:
+        """Send part r of a contiguous ``x`` ``(c, ...)`` to rank r; return part s from each rank s.
+
+        Args:
+            x: contiguous parts.
+            used: used bytes of the parts; None if all bytes are used.
+        """
+        result, started = self.start(x, used)
         started.work.wait()
         return result
 
-    def start(self, x: Tensor) -> tuple[Tensor, Started]:
-        """Start ``exchange`` of a contiguous ``x``.
-
-        Call ``wait_for`` before the result is read or ``x`` is freed.
-        """
-        # See [Note: exchange through symmetric memory]. `last_operation.py` finds this function by
-        # its name.
+    def start(self, x: Tensor, used: UsedBytes | None = None) -> tuple[Tensor, Started]:
+        """Start ``exchange``; call ``wait_for`` before the result is read or ``x`` is freed."""
+        # `last_operation.py` finds this function by its name.
         group, result = self.group, torch.empty_like(x)
-        staging, pulling = self._staging, self._pulling
-        staging.wait_stream(self._current())
+        self._staging.wait_stream(self._current())
         if x.numel():
             sent, received = (
                 tensor.view(self.size, -1).view(torch.uint8) for tensor in (x, result)
             )
-            pulled: list[torch.cuda.Event] = []
-            for number, (start, end) in enumerate(pieces_of(sent.shape[1], self.piece_bytes)):
-                slot = number % SLOTS
-                for peer in self._peers():
-                    staged = self._staged(self.rank, slot, peer, end - start)
-                    self._copy(staging, staged, sent[peer, start:end])
-                if number >= SLOTS - 1:
-                    staging.wait_event(pulled[number - (SLOTS - 1)])
-                self._barrier(staging)
-                pulling.wait_event(staging.record_event())
-                for peer in self._peers():
-                    staged = self._staged(peer, slot, self.rank, end - start)
-                    self._copy(pulling, received[peer, start:end], staged)
-                pulled.append(pulling.record_event())
-                self._copy(staging, received[self.rank, start:end], sent[self.rank, start:end])
-            staging.wait_event(pulled[-1])
+            self._queue(sent, received, used)
+        end = _Joining(self, self._staging.record_event())
+        return result, Started(end, "exchange", group)
+
+    def _queue(self, sent: Tensor, received: Tensor, used: UsedBytes | None) -> None:
+        """Queue the steps of all pieces. See [Note: exchange through symmetric memory]."""
+        staging, pulling, me = self._staging, self._pulling, self.rank
+        pulled: list[torch.cuda.Event] = []
+        certain = sent.shape[1] if used is None else used.certain
+        pieces = pieces_of(sent.shape[1], self.piece_bytes, certain)
+        for number, (start, end) in enumerate(pieces):
+            slot, piece = number % SLOTS, slice(start, end)
+            copy = self._copy_all if start < certain or used is None else self._copy_used(used)
+            for peer in self._peers():
+                staged = self._staged(me, slot, peer, end - start)
+                copy(staging, staged, sent[peer, piece], peer, start, sent=True)
+            if number >= SLOTS - 1:
+                staging.wait_event(pulled[number - (SLOTS - 1)])
             self._barrier(staging)
-        return result, Started(_Joining(self, staging.record_event()), "exchange", group)
+            pulling.wait_event(staging.record_event())
+            for peer in self._peers():
+                staged = self._staged(peer, slot, me, end - start)
+                copy(pulling, received[peer, piece], staged, peer, start, sent=False)
+            pulled.append(pulling.record_event())
+            copy(staging, received[me, piece], sent[me, piece], me, start, sent=True)
+        staging.wait_event(pulled[-1])
+        self._barrier(staging)
 
     def _peers(self) -> Iterator[int]:
         """Yield the other ranks; at each step every rank has another one."""
@@ -149,6 +188,20 @@ class SymmetricExchange:
         # for the memory of another GPU.
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
+
+    def _copy_all(
+        self, stream: torch.cuda.Stream, target: Tensor, source: Tensor, *_: int, sent: bool
+    ) -> None:
+        self._copy(stream, target, source)
+
+    def _copy_used(self, used: UsedBytes) -> Callable[..., None]:
+        def copy(
+            stream: torch.cuda.Stream, target: Tensor, source: Tensor, *part: int, sent: bool
+        ) -> None:
+            with torch.cuda.stream(stream):
+                used.copy(target, source, *part, sent=sent)
+
+        return copy
 
     def _barrier(self, stream: torch.cuda.Stream) -> None:
         with torch.cuda.stream(stream):
@@ -176,20 +229,27 @@ def piece_of_peer(size: int, piece_bytes: int) -> int:
     return max(piece_bytes // max(size - 1, 1) // _ALIGNMENT, 1) * _ALIGNMENT
 
 
-def pieces_of(nbytes: int, largest: int) -> Iterator[tuple[int, int]]:
-    """Yield start and end of the pieces of a part, of about equal size.
+def pieces_of(nbytes: int, largest: int, certain: int | None = None) -> Iterator[tuple[int, int]]:
+    """Yield start and end of the pieces of a part.
 
     Args:
         nbytes: bytes of the part.
         largest: largest bytes of a piece, a multiple of the alignment.
+        certain: a piece begins at this byte, rounded up to the alignment; None for no such piece.
     Example:
         1,300 bytes in pieces of at most 1,024: (0, 1024), (1024, 1300).
     """
-    count = -(-nbytes // largest)
-    even = -(-nbytes // max(count, 1))
-    step = -(-even // _ALIGNMENT) * _ALIGNMENT
-    for start in range(0, nbytes, max(step, 1)):
-        yield start, min(start + step, nbytes)
+    first = nbytes if certain is None else min(_aligned(certain), nbytes)
+    for begin, end in ((0, first), (first, nbytes)):
+        count = -(-(end - begin) // largest)
+        # Pieces of about equal size: a last short one would have the cost of a barrier, too.
+        step = _aligned(-(-(end - begin) // max(count, 1)))
+        for start in range(begin, end, max(step, 1)):
+            yield start, min(start + step, end)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def staging_bytes(size: int, piece_bytes: int = PIECE_BYTES) -> int:

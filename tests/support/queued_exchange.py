@@ -15,7 +15,12 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from megatron_packed.distributed.symmetric_exchange import SLOTS, SymmetricExchange, piece_of_peer
+from megatron_packed.distributed.symmetric_exchange import (
+    SLOTS,
+    SymmetricExchange,
+    UsedBytes,
+    piece_of_peer,
+)
 
 Step = Callable[[], bool]
 """Runs an operation if it may run; returns whether it ran."""
@@ -110,6 +115,12 @@ class QueuedExchange(SymmetricExchange):
         middle = target.numel() // 2
         for part in (slice(0, middle), slice(middle, None)):
             stream.add(lambda part=part: target[part].copy_(source[part]) is not None)
+
+    def _copy_used(self, used: UsedBytes) -> Callable[..., None]:
+        def copy(stream: Queue, target: Tensor, source: Tensor, *part: int, sent: bool) -> None:
+            stream.add(lambda: used.copy(target, source, *part, sent=sent) is None)
+
+        return copy
 
     def _barrier(self, stream: Queue) -> None:  # type: ignore[override]
         self._begun += 1

@@ -45,6 +45,7 @@ from megatron_packed.layers.moe.capacity import expert_capacity
 from megatron_packed.layers.moe.expert_room import ExpertRoom, bounded_rows
 from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.ops.permute.api import Permuted, permute, unpermute
+from megatron_packed.ops.permute.used_rows import UsedRows
 
 
 class Exchange(NamedTuple):
@@ -80,6 +81,8 @@ class Dispatched:
     """Numbers of exchanged rows, if they depend on the routing; else None."""
     arrived: Permuted | None = None
     """Received rows, sorted by this rank's experts, if they arrived in parts of a bounded size."""
+    used: UsedRows | None = None
+    """Used rows of these parts; None if all rows are exchanged."""
 
 
 @dataclass(frozen=True, kw_only=True)

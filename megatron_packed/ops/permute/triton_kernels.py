@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from megatron_packed.ops.permute.api import PermuteInputs
 
 _CHANNELS_PER_STEP = 2048
+_COPYING_PROGRAMS, _WORDS_PER_STEP = 32, 2048
+"""Programs of a copy of used rows, and words that a program copies in a step."""
 
 
 def not_supported_reasons(inputs: PermuteInputs) -> list[str]:
@@ -84,6 +86,26 @@ class _TritonCombine(torch.autograd.Function):
         return dy_RD, dweights_TK, None, None, None
 
 
+def copy_used(
+    target: Tensor, source: Tensor, rows_e: Tensor, rank: int, row_bytes: int, start: int
+) -> None:
+    """Copy the bytes of used rows on few SMs; see ``used_rows.UsedRows.copy``."""
+    sizes = (target.numel(), row_bytes, start, target.storage_offset(), source.storage_offset())
+    word = 8 if all(size % 8 == 0 for size in sizes) else 1
+    if word == 8:
+        target, source = target.view(torch.int64), source.view(torch.int64)
+    _copy_used_kernel[(_COPYING_PROGRAMS,)](
+        target,
+        source,
+        rows_e[rank:],
+        row_bytes // word,
+        start // word,
+        target.numel(),
+        BLOCK=_WORDS_PER_STEP,
+        PROGRAMS=_COPYING_PROGRAMS,
+    )
+
+
 def _launch_rows(
     x_TD: Tensor,
     token_R: Tensor,
@@ -129,6 +151,27 @@ def _sum_rows(y_RD: Tensor, weights_TK: Tensor | None, row_TK: Tensor) -> Tensor
 
 def _block(channels: int) -> int:
     return min(int(triton.next_power_of_2(channels)), _CHANNELS_PER_STEP)
+
+
+@triton.jit
+def _copy_used_kernel(
+    target_ptr,
+    source_ptr,
+    rows_ptr,
+    row_words,
+    start,
+    words,
+    BLOCK: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    """Copy words of a part up to its last used row; program p copies blocks p, p + PROGRAMS, ..."""
+    used = tl.minimum(tl.load(rows_ptr).to(tl.int64) * row_words - start, words)
+    begin = tl.program_id(0).to(tl.int64) * BLOCK
+    while begin < used:
+        place = begin + tl.arange(0, BLOCK)
+        mask = place < used
+        tl.store(target_ptr + place, tl.load(source_ptr + place, mask=mask), mask=mask)
+        begin += PROGRAMS * BLOCK
 
 
 @triton.jit

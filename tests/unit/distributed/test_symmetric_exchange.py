@@ -14,6 +14,7 @@ from megatron_packed.distributed.symmetric_exchange import (
     pieces_of,
     staging_bytes,
 )
+from megatron_packed.ops.permute.used_rows import UsedRows, used_rows
 from support.queued_exchange import Machine, Queue
 
 
@@ -28,6 +29,12 @@ def test_pieces_cover_a_part_in_order() -> None:
             assert all(0 < end - start <= largest for start, end in pieces)
             assert all(start % 512 == 0 for start, _ in pieces)
             assert len(pieces) <= -(-nbytes // largest)
+
+
+def test_a_piece_begins_after_the_certain_bytes() -> None:
+    assert list(pieces_of(3000, 1024, 1000)) == [(0, 1024), (1024, 2048), (2048, 3000)]
+    assert list(pieces_of(3000, 2048, 10)) == [(0, 512), (512, 2048), (2048, 3000)]
+    assert list(pieces_of(3000, 4096, 0)) == [(0, 3000)] == list(pieces_of(3000, 4096, 3000))
 
 
 def test_the_staging_buffer_has_the_same_size_for_every_group() -> None:
@@ -74,6 +81,45 @@ def test_exchanges_in_sequence_keep_their_data_in_every_order(ranks: int, slow: 
         for sent, results in zip(messages, found, strict=True):
             for rank, result in enumerate(results):
                 assert torch.equal(result, wanted(sent, rank))
+
+
+@pytest.mark.parametrize("certain", [0, 500, 1300])
+def test_used_rows_arrive_and_no_others_travel(certain: int) -> None:
+    ranks, rows, row_bytes = 3, 40, 4 * 13
+    for seed in range(4):
+        machine = Machine(ranks, 1024)
+        counts = torch.randint(
+            0, rows + 9, (ranks, ranks), generator=torch.Generator().manual_seed(seed)
+        )
+        messages = drawn(ranks, (rows, 13), torch.float32, seed)
+        results = []
+        for rank, x in zip(machine.ranks, messages, strict=True):
+            used = UsedRows(
+                sent_e=counts[rank.rank],
+                received_e=counts[:, rank.rank],
+                row_bytes=row_bytes,
+                certain=certain,
+            )
+            assert used.reversed.sent_e is used.received_e and used.reversed.certain == certain
+            results.append(rank.exchange(x, used))
+            results[-1].fill_(-1)  # queued operations run later
+        machine.run(seed)
+        for rank, result in enumerate(results):
+            right = wanted(messages, rank)
+            for sender in range(ranks):
+                number = int(counts[sender, rank])
+                assert torch.equal(result[sender, :number], right[sender, :number])
+                untouched = max(number, -(-certain // row_bytes)) + 512 // row_bytes + 1
+                assert (result[sender, untouched:] == -1).all()
+
+
+def test_rows_that_are_certain_need_no_count() -> None:
+    counts = torch.tensor([[1, 2], [3, 4]])
+    row = torch.zeros(5, dtype=torch.bfloat16)
+    assert used_rows(counts, 0, row, 7, 7) is None
+    found = used_rows(counts, 1, row, 6, 7)
+    assert found is not None and (found.row_bytes, found.certain) == (10, 60)
+    assert found.sent_e.tolist() == [3, 4] and found.received_e.tolist() == [2, 4]
 
 
 def test_the_caller_waits_for_the_result_and_the_exchange_for_the_caller() -> None:

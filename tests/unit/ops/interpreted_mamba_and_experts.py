@@ -216,6 +216,20 @@ def test_permute_kernels(monkeypatch, tail, rows):
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("row_bytes", [16, 13])
+@pytest.mark.parametrize("used", [0, 7, 40, 99])
+def test_bytes_of_used_rows_are_copied_and_no_others(monkeypatch, row_bytes, used):
+    monkeypatch.setattr(permute_kernels, "_COPYING_PROGRAMS", 2)
+    monkeypatch.setattr(permute_kernels, "_WORDS_PER_STEP", 16)
+    start, nbytes = 5 * 8, 40 * row_bytes - 5 * 8
+    source = torch.randint(0, 255, (nbytes,), dtype=torch.uint8)
+    target = torch.full_like(source, 255)
+    counts = torch.tensor([3, used, 5])
+    permute_kernels.copy_used(target, source, counts, 1, row_bytes, start)
+    copied = min(max(used * row_bytes - start, 0), nbytes)
+    assert torch.equal(target[:copied], source[:copied]) and (target[copied:] == 255).all()
+
+
 @pytest.mark.parametrize(
     "ends", [[0, 7, 7, 20, 33, 33], [0, 0, 0, 0, 0, 0], [40, 40, 40, 40, 40, 40]]
 )

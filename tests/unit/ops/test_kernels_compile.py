@@ -161,6 +161,9 @@ def permutation(size, dtype, in_flat_buffer):
     weights_TK = leaf(2, 2, dtype=torch.float32)
     rows_RD = op.rows_of_tokens(leaf(2, size, dtype=dtype), token_R, row_TK)
     backward(op.tokens_of_rows(rows_RD, weights_TK, token_R, token_R, row_TK))
+    source = torch.zeros(64 * size, dtype=torch.uint8)
+    for row_bytes in (16, size):
+        op.copy_used(torch.zeros_like(source), source, torch.tensor([1, 3]), 1, row_bytes, 512)
     unwritten_rows = import_module(OPS + "grouped_mlp.unwritten_rows")
     unwritten_rows.zero_rows_after_(torch.zeros(4, size, dtype=dtype), torch.tensor([1, 3]).int())
     unwritten_rows.zero_unused_experts_(
