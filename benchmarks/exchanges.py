@@ -4,13 +4,14 @@
 
 A CUDA graph contains several exchanges in a row. The rate is that of the bytes that a rank sends to
 its peer. Another graph runs matrix products on a second stream beside the exchanges: the excess is
-its time minus that of the products alone. `--pieces` compares sizes of pieces, and each is also
-measured without staging and barriers, as copies from the peer's memory alone.
+its time minus that of the products alone. `--pieces` compares sizes of pieces. Copies of such pieces
+alone, from the peer's memory, to it, and inside of a GPU, show the limit.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from megatron_packed.config.sections.all_to_all import NCCL, SYMMETRIC_MEMORY
 from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.distributed.all_to_all import EqualExchange
 from megatron_packed.distributed.symmetric_exchange import PIECE_BYTES, SymmetricExchange
+from megatron_packed.ops.permute.used_rows import used_rows
 
 MEGABYTES = (8, 32, 132, 185)
 """Sizes of the part for the peer, in 10^6 bytes."""
@@ -33,6 +35,8 @@ ROW, REPEATS = 8, 7
 """Number of exchanges in a graph, and number of measured replays."""
 PRODUCT = (8192, 2688, 3712)
 """Rows, input and output features of the products that run beside exchanges."""
+ROW_BYTES, CERTAIN, USED = 5376, 0.7, 0.75
+"""Bytes of a row, and shares of the rows of a part that are copied in any case, and that are used."""
 MIB = 2**20
 
 
@@ -108,16 +112,47 @@ def measured(exchange: EqualExchange, megabytes: int, products: Products) -> dic
     }
 
 
-def copies_alone(memory: SymmetricExchange, megabytes: int) -> float:
-    """Return the microseconds of copies of all pieces of a part from the peer's memory."""
-    source = memory._slots[1 - memory.rank].view(-1)
+class LocalKernels(SymmetricExchange):
+    """`SymmetricExchange` whose copies inside of a GPU are kernels instead of the driver's copies."""
+
+    def _copy(self, stream: torch.cuda.Stream, target: Tensor, source: Tensor) -> None:
+        if stream is not self._staging:
+            super()._copy(stream, target, source)
+            return
+        with torch.cuda.stream(stream):
+            torch.bitwise_or(source.view(torch.int64), 0, out=target.view(torch.int64))
+
+
+def copies_alone(memory: SymmetricExchange, megabytes: int) -> dict[str, float]:
+    """Return the microseconds of copies of all pieces of a part: from the peer, to it, and here."""
+    here, there = (memory._slots[rank].view(-1) for rank in (memory.rank, 1 - memory.rank))
     x = torch.empty(megabytes * 1_000_000, dtype=torch.uint8, device="cuda")
+    pieces = x.split(memory.piece_bytes)
 
-    def run() -> None:
-        for piece in x.split(memory.piece_bytes):
-            piece.copy_(source[: piece.numel()])
+    def pull() -> None:
+        for piece in pieces:
+            piece.copy_(there[: piece.numel()])
 
-    return microseconds(run)
+    def push() -> None:
+        for piece in pieces:
+            there[: piece.numel()].copy_(piece)
+
+    def stay() -> None:
+        for piece in pieces:
+            here[: piece.numel()].copy_(piece)
+
+    found = {"pull_us": microseconds(pull), "push_us": microseconds(push)}
+    dist.barrier()
+    return {**found, "local_us": microseconds(stay)}
+
+
+def partly_used(exchange: EqualExchange, megabytes: int) -> float:
+    """Return the microseconds of an exchange of parts of which only the device knows the used rows."""
+    rows = megabytes * 1_000_000 // ROW_BYTES
+    x = torch.ones(2, rows, ROW_BYTES // 2, dtype=torch.bfloat16, device="cuda")
+    counts = torch.full((2, 2), int(USED * rows), device="cuda")
+    used = used_rows(counts, dist.get_rank(), x[0, 0], int(CERTAIN * rows), rows)
+    return microseconds(lambda: exchange.exchange(x, used))
 
 
 def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
@@ -129,8 +164,10 @@ def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
             row: dict[str, object] = {"MB to the peer": sent, "backend": backend}
             row["us"] = round(found["us"])
             row["GB/s"] = round(sent * 1e3 / found["us"])
-            copies = found.get("copies_us")
-            row["GB/s of copies alone"] = round(sent * 1e3 / copies) if copies else ""
+            for name in ("pull", "push", "local"):
+                copies = found.get(f"{name}_us")
+                row[f"{name} GB/s"] = round(sent * 1e3 / copies) if copies else ""
+            row["3/4 used, us"] = round(found["used_us"]) if "used_us" in found else ""
             row["products, us"] = round(found["products_us"])
             row["both, us"] = round(found["beside_us"])
             row["excess, us"] = round(found["beside_us"] - found["products_us"])
@@ -156,13 +193,16 @@ def main() -> None:
         str(megabytes): {NCCL: measured(EqualExchange(dist.group.WORLD), megabytes, products)}
         for megabytes in arguments.megabytes
     }
-    for piece in arguments.pieces:
+    kinds = {"": SymmetricExchange, ", local kernels": LocalKernels}
+    for piece, (name, kind) in itertools.product(arguments.pieces, kinds.items()):
         exchange = EqualExchange(dist.group.WORLD)
-        exchange.memory = SymmetricExchange(dist.group.WORLD, device, piece * MIB)
+        exchange.memory = kind(dist.group.WORLD, device, piece * MIB)
         for megabytes in arguments.megabytes:
             found = measured(exchange, megabytes, products)
-            found["copies_us"] = copies_alone(exchange.memory, megabytes)
-            results[str(megabytes)][f"{SYMMETRIC_MEMORY}, {piece} MiB"] = found
+            found["used_us"] = partly_used(exchange, megabytes)
+            if not name:
+                found |= copies_alone(exchange.memory, megabytes)
+            results[str(megabytes)][f"{SYMMETRIC_MEMORY}, {piece} MiB{name}"] = found
         torch.cuda.synchronize()
         dist.barrier()
         exchange.close()

@@ -26,6 +26,7 @@ from megatron_packed.distributed.symmetric_exchange import (
 )
 from megatron_packed.distributed.symmetric_memory import OVERLAPPING_DEVICES
 from megatron_packed.distributed.testing import WorkerPools
+from megatron_packed.ops.permute.used_rows import used_rows
 from support.fork_server import fork_server
 
 pytestmark = pytest.mark.gpu
@@ -95,11 +96,43 @@ def sizes_and_replays(groups: ParallelGroups, piece_bytes: int) -> dict[str, Any
     return {"eager": all(eager), "replayed": all(replayed)}
 
 
+def partly_used(groups: ParallelGroups, piece_bytes: int) -> dict[str, Any]:
+    """Replay an exchange of parts whose used rows change, beside rows that are not used."""
+    memory, rank = connected(groups, piece_bytes), groups.ep_rank
+    shape, dtype, certain = (4099, 336), torch.bfloat16, 3000
+    counts = torch.zeros(2, 2, dtype=torch.int64, device="cuda")
+    x = message(rank, shape, dtype)
+    used = used_rows(counts, rank, x[0, 0], certain, shape[0])
+    assert used is not None
+    memory.exchange(x, used)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        # Captured, because one of the two is a copy of a column of the counts.
+        found = memory.exchange(x, used_rows(counts, rank, x[0, 0], certain, shape[0]))
+    equal, untouched = [], []
+    for seed, rows in enumerate([[0, 4099], [3000, 3001], [4000, 3500], [9999, 1]], 1):
+        counts.copy_(torch.tensor([rows, rows[::-1]]))
+        x.copy_(message(rank, shape, dtype, seed))
+        found.fill_(-1)
+        graph.replay()
+        right = wanted(rank, shape, dtype, seed)
+        for sender, row in enumerate(counts[:, rank].tolist()):
+            last = min(max(row, certain), shape[0])
+            equal.append(torch.equal(found[sender, :last], right[sender, :last]))
+            untouched.append(bool((found[sender, last + 1 :] == -1).all()))
+    dist.barrier(groups.ep_group)
+    graph.reset()
+    memory.close()
+    return {"used": all(equal), "untouched": all(untouched)}
+
+
 def on_shared_gpu(groups: ParallelGroups) -> dict[str, Any]:
     os.environ[OVERLAPPING_DEVICES] = "1"
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
-    return sizes_and_replays(dataclasses.replace(groups, device=device), 2**20)
+    groups = dataclasses.replace(groups, device=device)
+    return {**sizes_and_replays(groups, 2**20), **partly_used(groups, 2**18)}
 
 
 def test_two_processes_on_one_gpu_exchange_their_parts(one_gpu: WorkerPools) -> None:
@@ -207,6 +240,7 @@ def on_two_gpus(groups: ParallelGroups) -> dict[str, Any]:
     assert groups.ep_group is not None
     return {
         **sizes_and_replays(groups, PIECE_BYTES),
+        **partly_used(groups, PIECE_BYTES),
         **from_two_streams(groups),
         **replayed_layers(groups),
     }
