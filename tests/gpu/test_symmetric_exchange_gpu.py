@@ -55,6 +55,7 @@ def one_gpu() -> Iterator[WorkerPools]:
 
 def connected(groups: ParallelGroups, piece_bytes: int = PIECE_BYTES) -> SymmetricExchange:
     assert groups.ep_group is not None
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # as in every run
     found = connect_exchange(groups.ep_group, groups)
     assert isinstance(found, SymmetricExchange), found
     if piece_bytes == PIECE_BYTES:
