@@ -53,6 +53,7 @@ RESULTS = (
     OVERLAPPED := "layouts_2_hybrid1b_tp_overlap",
     "expert_graphs",
     IN_PARTS := "layouts_2_hybrid1b_cp_overlap",
+    STATES := "layouts_2_hybrid1b_cp_state",
 )
 """Result files that contain a measured peak, in the order of the table."""
 OF_DATA = ("train-data", "valid-data", "data-cache", "tokenizer", "log-jsonl", "eval", "sft")
@@ -94,6 +95,7 @@ def gib(
     graphs: CudaGraphConfig | None = None,
     positions: int | None = None,
     deterministic: bool = False,
+    scan: str = MEASURED_SCAN,
 ) -> float:
     """Return the estimated peak of a step of one process, in GiB."""
     model = HybridModel(
@@ -102,7 +104,7 @@ def gib(
         max_positions=positions or tokens,
         device="meta",
         dtype=torch.bfloat16,
-        backends={"deterministic": deterministic, "ssd": MEASURED_SCAN},
+        backends={"deterministic": deterministic, "ssd": scan},
     )
     work = Work(tokens=tokens, documents=documents, element=2)
     layout = flat_layout_of(model, Ownership())
@@ -127,7 +129,7 @@ def model_steps() -> Iterator[tuple[str, float, float]]:
     for name, found in results("model_step").items():
         c = CONFIGS[name]
         theirs = 4 * found["parameters"] / GIB
-        ours = gib(model_config(c), c["vocab"], c["T"], found["documents"])
+        ours = gib(model_config(c), c["vocab"], c["T"], found["documents"], scan="auto")
         yield f"{name} beside megatron-core", ours + theirs, found["megatron_packed"]["peak_gib"]
 
 
@@ -224,6 +226,13 @@ def in_parts() -> Iterator[tuple[str, float, float]]:
         yield f"{name}, our scan", *peak
 
 
+def with_states() -> Iterator[tuple[str, float, float]]:
+    """Yield the layouts that pass the states of Mamba layers."""
+    for name, *peak in layouts_of(STATES, 2, "hybrid1b", as_run=lambda config: config):
+        if layouts.ONE not in name and "a2a" not in name:
+            yield name, *peak
+
+
 def experts() -> Iterator[tuple[str, float, float]]:
     """Yield steps of two ranks with 16 experts each, with the memory of graphs."""
     world, device = 2, torch.device("cuda")
@@ -312,7 +321,6 @@ def peaks() -> list[Peak]:
     """Return all measured peaks of packed steps with their estimates."""
     older = (
         graph_steps(),
-        model_steps(),
         metadata_sync(),
         packed_vs_padded(),
         train_real(),
@@ -324,7 +332,8 @@ def peaks() -> list[Peak]:
     )
     with mock.patch.object(activations, "default_chunk_tokens", older_chunk_tokens):
         found = [Peak(*row) for part in older for row in part]
-    return found + [Peak(*row) for part in (experts(), in_parts()) for row in part]
+    newer = (model_steps(), experts(), in_parts(), with_states())
+    return found + [Peak(*row) for part in newer for row in part]
 
 
 def rows_of(*_: object) -> list[dict[str, object]]:

@@ -240,7 +240,7 @@ def _state_lines(config: RunConfig) -> list[str]:
     if sent.reordering:
         moved = f", and {sent.reordering / MIB:,.2f} MiB to reorder the rows of each * layer"
     return [
-        f"In each pass a rank sends {(sent.states + sent.halo) / MIB:,.2f} MiB for each M layer to "
+        f"In each pass a rank sends at most {(sent.states + sent.halo) / MIB:,.2f} MiB for each M layer to "
         f"other context-parallel ranks (states {sent.states / MIB:,.2f}, halo "
         f"{sent.halo / MIB:,.2f}){moved}."
     ]

@@ -11,14 +11,14 @@ from megatron_packed.models.estimate.footprint import FP32
 
 @dataclass(frozen=True, kw_only=True)
 class StateMessages:
-    """Bytes that a rank sends in the forward pass of one layer; backward sends the same.
+    """Most bytes that a rank sends in the forward pass of one layer; backward sends the same.
 
     See [Note: passed states] of `layers.state_passing`.
     """
 
     states: int
-    """States and decays of an M layer, to all other ranks. They do not depend on the length of the
-    pack.
+    """States and decays of an M layer, from the first rank to all others. They do not depend on the
+    length of the pack.
     """
     halo: int
     """Last inputs of the convolution of an M layer, to all other ranks."""
