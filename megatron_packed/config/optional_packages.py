@@ -84,8 +84,8 @@ PACKAGES = (
     Package(
         name="quack-kernels",
         module="quack.gemm",
-        use="grouped products of experts, fastest on Hopper",
-        kernels=("grouped_mlp.quack",),
+        use="grouped products of experts and gradients of dense MLPs, fastest on Hopper",
+        kernels=("grouped_mlp.quack", "dense_mlp.quack"),
     ),
     Package(
         name="flash-attn",

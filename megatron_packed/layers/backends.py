@@ -19,6 +19,7 @@ class Backends:
     rms_norm: str = "auto"
     gated_rms_norm: str = "auto"
     activation: str = "auto"
+    dense_mlp: str = "auto"
     causal_conv1d: str = "auto"
     ssd: str = "auto"
     gated_delta_rule: str = "auto"
@@ -59,4 +60,4 @@ class Backends:
             for field in fields(cls)
             if field.name not in ("deterministic", "transformer_impl")
         )
-        return cls(**dict.fromkeys(ops, "reference"))
+        return cls(**(dict.fromkeys(ops, "reference") | {"dense_mlp": "torch"}))

@@ -134,7 +134,7 @@ class _GatheredLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             scattering = products.start_multiply_scatter(grad_TO, weight_OI, before_dw=needs_dw)
         if needs_dw:
-            grad_OI = _weight_grad(
+            grad_OI = weight_grad(
                 ctx.weight_main_grad, grad_TO, products.gathered(gathering, own_TI)
             )
         if ctx.needs_input_grad[2]:
@@ -175,11 +175,11 @@ class _ScatteredLinear(torch.autograd.Function):
         elif needs_dw:
             grad_TO = products.gathered(None, own_grad_TO)
         if needs_dw:
-            grad_OI = _weight_grad(ctx.weight_main_grad, grad_TO, x_TI)
+            grad_OI = weight_grad(ctx.weight_main_grad, grad_TO, x_TI)
         return grad_TI, grad_OI, None
 
 
-def _weight_grad(main_grad_OI: Tensor | None, grad_TO: Tensor, x_TI: Tensor) -> Tensor | None:
+def weight_grad(main_grad_OI: Tensor | None, grad_TO: Tensor, x_TI: Tensor) -> Tensor | None:
     """Add the weight gradient to ``main_grad``; without ``main_grad``, return the gradient."""
     if main_grad_OI is None:
         return grad_TO.t() @ x_TI

@@ -7,9 +7,11 @@ from torch import Tensor, nn
 
 from megatron_packed.distributed.tensor_parallel_shards import SplitSegment
 from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.joined_mlp import joined_mlp, reason_apart
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.layers.transformer_impl import implementation
 from megatron_packed.ops.activation.api import Kind, activation
+from megatron_packed.ops.dense_mlp import api as dense_mlp
 from megatron_packed.packed.params import PackedSeqParams
 
 
@@ -79,6 +81,9 @@ class MLP(nn.Module):
         self.fc1 = parts.column_parallel(
             hidden_size, rows, bias=bias, tp=tp, device=device, dtype=dtype
         )
+        self.hidden_size = hidden_size
+        self.inner_size = columns.local_length
+        self.backend = backends.dense_mlp
         self.mlp_act = Activation(kind, backends.activation)
         self.fc2 = parts.row_parallel(
             columns, hidden_size, bias=bias, tp=tp, device=device, dtype=dtype
@@ -86,5 +91,35 @@ class MLP(nn.Module):
 
     def forward(self, x_TD: Tensor, packed: PackedSeqParams | None = None) -> Tensor:
         """Map ``(T, D)`` to ``(T, D)``, each token independently, so ``packed`` is not used."""
+        gradient = None
+        if torch.is_grad_enabled() and x_TD.dim() == 2:
+            gradient = self.joined_gradient(x_TD.device.type, x_TD.dtype)
+        if gradient is not None:
+            return joined_mlp(x_TD, self.fc1.weight, self.fc2.weight, self.mlp_act, gradient)
         y_TD: Tensor = self.fc2(self.mlp_act(self.fc1(x_TD)))
         return y_TD
+
+    def joined_gradient(
+        self, device_type: str, dtype: torch.dtype
+    ) -> dense_mlp.JoinedGradient | None:
+        """Return the function that joins a product and the activation's gradient in backward.
+
+        None if backward runs them one after the other: see ``ops/dense_mlp/README.md``.
+
+        Raises:
+            NoBackendError: the requested backend does not support this layer's sizes and dtype.
+        """
+        if (self.mlp_act.kind, device_type) not in dense_mlp.WITH_CHOICE:
+            return None
+        inputs = dense_mlp.DenseMLPInputs(
+            channels=self.hidden_size,
+            inner=self.inner_size,
+            kind=self.mlp_act.kind,
+            dtype=dtype,
+            device_type=device_type,
+        )
+        backend = dense_mlp.OP.chosen[self.backend, inputs].loaded
+        gradient: dense_mlp.JoinedGradient | None = backend.gradient
+        if gradient is None or reason_apart(self.fc1, self.mlp_act, self.fc2):
+            return None
+        return gradient

@@ -48,6 +48,7 @@ LABELS = {
     "permute": "permute",
     "router_logits": "router",
     "activation": "activation",
+    "dense_mlp": "dense MLP",
     "cross_entropy": "loss",
     "adamw": "optimizer",
 }

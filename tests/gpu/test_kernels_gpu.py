@@ -27,7 +27,10 @@ DEVICE = torch.device("cuda")
 def test_what_is_named_is_what_runs(monkeypatch, pattern, flags, training) -> None:
     config = config_of(pattern, flags, device="auto", **training)
     called = called_in_a_step(monkeypatch, config, DEVICE)
-    assert called == {kernel.op.name: {kernel.name} for kernel in chosen_kernels(config, DEVICE)}
+    chosen = {kernel.op.name: {kernel.name} for kernel in chosen_kernels(config, DEVICE)}
+    if chosen.get("dense_mlp") == {"torch"}:  # It calls the modules, and has no function.
+        del chosen["dense_mlp"]
+    assert called == chosen
 
 
 def test_products_in_float32_have_no_fast_kernels() -> None:

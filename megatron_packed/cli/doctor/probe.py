@@ -40,6 +40,7 @@ LAYER_OF = {
     "gated_rms_norm": "M",
     "rms_norm": "-",
     "activation": "-",
+    "dense_mlp": "-",
     "cross_entropy": "-",
     "grouped_mlp": "E",
     "permute": "E",

@@ -125,6 +125,8 @@ def mlp_footprint(rank: RankSizes, name: str, layer: nn.Module) -> Footprint:
             "activation": Term(inner),
         }
     )
+    if rank.joins(mixer):
+        return _joined_mlp_footprint(rank, name, saved)
     done = frozenset({"activation"})
     moments = (
         rank.forward_end(),
@@ -137,6 +139,20 @@ def mlp_footprint(rank: RankSizes, name: str, layer: nn.Module) -> Footprint:
             rank.backward_start(fc1=first, x=rank.inside_bytes),
             done | {"fc1.output"},
         ),
+        rank.norm_end(saved),
+    )
+    return Footprint(name, MLP, saved, moments)
+
+
+def _joined_mlp_footprint(rank: RankSizes, name: str, saved: dict[str, Term]) -> Footprint:
+    """Return the footprint of an MLP whose backward computes the activation again."""
+    inner = saved.pop("activation").bytes
+    forward = {Purpose.ACTIVATIONS: inner + rank.rows_bytes}
+    moments = (
+        Moment("forward of fc2", forward),
+        rank.forward_end(),
+        Moment("backward of fc2", rank.backward_start(activation=inner, fc1=inner)),
+        Moment("backward of fc1", rank.backward_start(fc1=inner, x=rank.inside_bytes)),
         rank.norm_end(saved),
     )
     return Footprint(name, MLP, saved, moments)

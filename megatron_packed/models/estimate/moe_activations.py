@@ -63,6 +63,8 @@ class _MoESizes:
             self.shared_first, self.shared_inner = feed_forward_bytes(
                 mixer.shared_expert, rank.tokens, b
             )
+        self.shared_joined = self.has_shared and rank.joins(mixer.shared_expert)
+        """True if the shared expert computes its activation again in backward."""
         self.moved = 0
         """Bytes of the gathered tokens of all ranks and of their results."""
         if isinstance(dispatcher, AllGatherDispatcher):
@@ -102,7 +104,7 @@ def _saved(rank: RankSizes, sizes: _MoESizes) -> dict[str, Term]:
         saved |= {
             "shared.input": Term(sizes.shared_rows),
             "shared.fc1": Term(sizes.shared_first),
-            "shared.activation": Term(sizes.shared_inner),
+            "shared.activation": Term(0 if sizes.shared_joined else sizes.shared_inner),
         }
     if sizes.latent:
         # The first projection saves the same rows as the router.
@@ -125,7 +127,7 @@ def _forward(rank: RankSizes, sizes: _MoESizes, saved: dict[str, Term]) -> tuple
         Purpose.EXPERTS: exchanged,
         Purpose.COMMUNICATION: sizes.moved,
     }
-    return (
+    moments = (
         Moment(
             "forward of the experts",
             experts,
@@ -133,6 +135,10 @@ def _forward(rank: RankSizes, sizes: _MoESizes, saved: dict[str, Term]) -> tuple
         ),
         Moment("forward", rank.forward_end().extra),
     )
+    if not sizes.shared_joined:
+        return moments
+    activation = sizes.shared_inner + sizes.shared_rows + rank.inside_bytes
+    return (Moment("forward of the shared expert", {Purpose.ACTIVATIONS: activation}), *moments)
 
 
 def _backward(rank: RankSizes, sizes: _MoESizes, saved: dict[str, Term]) -> tuple[Moment, ...]:

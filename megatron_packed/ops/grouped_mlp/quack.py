@@ -5,7 +5,7 @@ flash-attn 4 installs quack. Its products read the row counts on the device, lik
 weight is added into ``main_grad`` (fp32) by the tensor memory accelerator. Kernels are compiled on
 first use, in a few seconds, and kept in ``QUACK_CACHE_DIR`` (`config.environment_variables`).
 
-The tile of a product depends on the widths of its tensors (`_tile`). So it is the same for any row
+The tile of a product depends on the widths of its tensors (`quack_tiles`). So it is the same for any row
 counts, and the terms of a row are summed in the same order. One program owns a tile, so equal inputs
 give equal bits.
 """
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import inspect
 from functools import partial
-from math import ceil
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,20 +28,14 @@ from megatron_packed.ops.grouped_mlp.grouped_linear import (
     second_linear,
     shape_and_dtype_reasons,
 )
+from megatron_packed.ops.quack_tiles import CLUSTER_N, least_padded_tile
 
 if TYPE_CHECKING:
     from megatron_packed.ops.grouped_mlp.api import GroupedMLPInputs
 
 __all__ = ["PRODUCTS", "activate", "fc1", "fc2", "not_supported_reasons"]
 
-_TILES = ((128, 192), (192, 128), (128, 128))
-"""Rows and columns of the tiles, the fastest for exact multiples first.
-
-For each of 18 products of six sizes on an H200, the tile of `_tile` is the fastest of nine tilings or
-up to 2 % slower.
-"""
-_CLUSTER_N = 2
-_SCHEDULE = {"cluster_M": 1, "cluster_N": _CLUSTER_N, "pingpong": True}
+_SCHEDULE = {"cluster_M": 1, "cluster_N": CLUSTER_N, "pingpong": True}
 _ALIGNMENT = 16
 """Bytes that divide the addresses and row lengths of the tensors that the TMA reads or writes."""
 _PLANS = _quack._gemm_plan_cache
@@ -113,26 +106,8 @@ def _launch(left: Tensor, right: Tensor, out: Tensor, **options: object) -> None
     """Compute ``out = left @ right^T`` for each expert."""
     if len(_PLANS) >= _PLANS_KEPT:
         _PLANS.clear()
-    tile_m, tile_n = _tile(out.shape[-1], out.shape[-2] if out.ndim == 3 else None)
+    tile_m, tile_n = least_padded_tile(out.shape[-1], out.shape[-2] if out.ndim == 3 else None)
     _quack.gemm(left, right, out, None, None, tile_M=tile_m, tile_N=tile_n, **_SCHEDULE, **options)
-
-
-def _tile(columns: int, rows: int | None) -> tuple[int, int]:
-    """Return the tile that pads the output least, the first of several in `_TILES`.
-
-    Args:
-        rows: rows of a weight gradient; None if rows are tokens, whose number may differ in each
-            step. Then only columns are padded.
-
-    Example:
-        1,024 columns are 8 tiles of 128, but 6 tiles of 192 are 1,152. So the tile is 192 x 128.
-    """
-
-    def padded(tile: tuple[int, int]) -> int:
-        of_columns = ceil(columns / (tile[1] * _CLUSTER_N)) * tile[1] * _CLUSTER_N
-        return of_columns * (1 if rows is None else ceil(rows / tile[0]) * tile[0])
-
-    return min(_TILES, key=padded)
 
 
 PRODUCTS = Products(_rows, _weight_gradient, _can_add, _add_weight_gradient)

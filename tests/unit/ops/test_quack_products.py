@@ -13,6 +13,7 @@ import torch
 
 from megatron_packed.ops.grouped_mlp import grouped_linear
 from megatron_packed.ops.grouped_mlp.api import GroupedMLPInputs, grouped_mlp
+from megatron_packed.ops.quack_tiles import least_padded_tile
 
 NAME = "megatron_packed.ops.grouped_mlp.quack"
 E, R, D, F = 4, 90, 16, 24
@@ -151,8 +152,8 @@ def test_plans_of_other_row_counts_do_not_pile_up(backend, monkeypatch):
         ((128, 192), 1856, [2688]),
     ],
 )
-def test_the_tile_pads_the_output_least(backend, tile, rows, columns):
-    assert {backend._tile(each, rows) for each in columns} == {tile}
+def test_the_tile_pads_the_output_least(tile, rows, columns):
+    assert {least_padded_tile(each, rows) for each in columns} == {tile}
 
 
 @pytest.mark.parametrize("rows", [8, 128, 200, 1024])

@@ -1,0 +1,326 @@
+"""Dense MLP with a joined gradient, with a stand-in for quack that computes it in plain torch.
+
+The package needs a GPU. The stand-in takes the tensors and arguments that quack takes.
+"""
+
+import sys
+from dataclasses import replace
+from importlib import import_module
+from types import ModuleType
+
+import pytest
+import torch
+
+from megatron_packed.config.sections.memory import MemoryConfig
+from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.mlp import MLP
+from megatron_packed.layers.tensor_parallel import TensorParallel
+from megatron_packed.models.estimate.activations import footprints
+from megatron_packed.models.estimate.footprint import Purpose, Work
+from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.ops.backend_dispatch import NoBackendError, Op
+from megatron_packed.ops.dense_mlp import api
+from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.training.build_job import build_model
+from megatron_packed.training.kernel_inputs import op_inputs
+from support.hybrid_cases import VOCAB, tiny_config
+from support.kernel_calls import config_of
+
+NAME = "megatron_packed.ops.dense_mlp.quack"
+T, D, F = 40, 16, 24
+BF16 = torch.bfloat16
+
+
+class Product:
+    """Object of quack that has the launch plans."""
+
+    def __init__(self):
+        self._call_cache, self._plan_cache = {}, {}
+
+
+class Quack(ModuleType):
+    """Module ``quack.gemm_interface``."""
+
+    def __init__(self, product):
+        super().__init__("quack.gemm_interface")
+        self.product = product
+        self.tiles = []
+
+    def gemm_dact(self, A, B, PreAct, activation, dynamic_scheduler, tuned, config):
+        assert activation == "relu_sq" and not dynamic_scheduler and not tuned
+        for each in (A, B, PreAct):
+            assert each.is_contiguous() and each.data_ptr() % 16 == 0 and each.dtype == BF16
+        self.tiles.append((config["tile_m"], config["tile_n"]))
+        self.product._call_cache[A.shape] = self.product._plan_cache[A.shape] = object()
+        positive = PreAct.float().relu()
+        return (2 * positive * (A.float() @ B.float())).bfloat16(), positive.square().bfloat16()
+
+
+@pytest.fixture
+def quack(monkeypatch):
+    """Module of the backend, on a GPU that is a Hopper, with the stand-in."""
+    product = Product()
+    modules = {name: ModuleType(name) for name in ("quack", "quack.epilogue")}
+    modules |= {name: ModuleType(name) for name in ("quack.epilogue.library", "quack.gemm_config")}
+    modules["quack.epilogue.library"].dact_mod = lambda activation, has_scale, has_reduce: product
+    modules["quack.gemm_config"].GemmConfig = dict
+    modules["quack.gemm_interface"] = modules["quack"].gemm_interface = Quack(product)
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, NAME, raising=False)
+    backend = import_module(NAME)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(api, "OP", Op("dense_mlp", tuple(map(replace, api.OP.backends))))
+    yield backend
+    monkeypatch.delitem(sys.modules, NAME)  # It must not outlive the stand-in.
+
+
+@pytest.fixture
+def on_cpu(quack, monkeypatch):
+    """The same module, which takes the tensors of a CPU as those of a GPU."""
+    monkeypatch.setattr(api, "WITH_CHOICE", {("squared_relu", "cpu"), ("gelu", "cpu")})
+    reasons = quack.not_supported_reasons
+    monkeypatch.setattr(
+        quack,
+        "not_supported_reasons",
+        lambda inputs: reasons(replace(inputs, device_type="cuda")),
+    )
+    return quack
+
+
+def mlp(backend="auto", kind="squared_relu", dtype=BF16, **options):
+    options = {"bias": False, "tp": TensorParallel(), **options}
+    backends = Backends(dense_mlp=backend)
+    layer = MLP(D, F, kind=kind, backends=backends, device="cpu", dtype=dtype, **options)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in layer.parameters():
+            weight.copy_(torch.randn(weight.shape, generator=generator).bfloat16())
+    return layer
+
+
+def values(rows=T):
+    return torch.randn(2, rows, D, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+
+def run(layer, x, dy, *, accumulate=False, frozen=()):
+    """Return output, dx and gradients of both weights; None where nothing is computed."""
+    x = x.clone().requires_grad_("x" not in frozen)
+    for name, weight in (("fc1", layer.fc1.weight), ("fc2", layer.fc2.weight)):
+        weight.requires_grad_(name not in frozen)
+        if accumulate:
+            weight.main_grad = torch.ones_like(weight, dtype=torch.float32)
+    y = layer(x)
+    y.backward(dy)
+    weights = (layer.fc1.weight, layer.fc2.weight)
+    found = [weight.main_grad - 1 if accumulate else weight.grad for weight in weights]
+    assert not accumulate or all(weight.grad is None for weight in weights)
+    return dict(zip(("y", "x", "fc1", "fc2"), (y.detach(), x.grad, *found)))
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("frozen", [(), ("x",), ("fc1",), ("fc2",), ("x", "fc1"), ("fc1", "fc2")])
+def test_outputs_and_gradients_are_those_of_separate_layers(on_cpu, frozen, accumulate):
+    x, dy = values()
+    options = {"accumulate": accumulate, "frozen": frozen}
+    got = run(mlp(), x, dy, **options)
+    assert on_cpu._quack.tiles == [(192, 128)]
+    apart = run(mlp("torch"), x, dy, **options)
+    exact = run(mlp(dtype=torch.float64), x.double(), dy.double(), frozen=frozen)
+    assert len(on_cpu._quack.tiles) == 1
+    # The activation of backward is that of forward, and only the first product's gradient differs.
+    assert torch.equal(got["y"], apart["y"])
+    for name in ("x", "fc1", "fc2"):
+        if name in frozen:
+            assert got[name] is None or not got[name].any()
+            continue
+        errors = [(found[name].double() - exact[name]).norm() for found in (got, apart)]
+        assert errors[0] <= 1.02 * errors[1] and errors[0] < 1e-2 * exact[name].norm(), name
+        assert name != "fc2" or torch.equal(got["fc2"], apart["fc2"])
+
+
+def test_micro_batches_are_added(on_cpu):
+    layer = mlp()
+    x, dy = values()
+    once = run(layer, x, dy, accumulate=True)
+    layer(x).backward(dy)
+    torch.testing.assert_close(layer.fc1.weight.main_grad - 1, 2 * once["fc1"])
+    torch.testing.assert_close(layer.fc2.weight.main_grad - 1, 2 * once["fc2"])
+
+
+def test_a_pack_without_rows_launches_nothing(on_cpu):
+    found = run(mlp(), *values(0), accumulate=True)
+    assert not any(each.any() for each in found.values()) and not on_cpu._quack.tiles
+
+
+def test_a_row_depends_on_itself_only(on_cpu):
+    x, dy = values()
+    before = run(mlp(), x, dy)
+    x[7], dy[7] = 3.0, torch.nan
+    after = run(mlp(), x, dy)
+    others = torch.arange(T) != 7
+    for name in ("y", "x"):
+        assert torch.equal(before[name][others], after[name][others])
+        assert not torch.equal(before[name][7], after[name][7])
+
+
+def test_tensors_that_the_kernel_cannot_read_are_copied(on_cpu):
+    x, dy = values()
+    want = run(mlp(), x, dy)
+    for strided in (
+        torch.empty(D, T, dtype=BF16).t().copy_(dy),
+        torch.empty(T * D + 1, dtype=BF16)[1:].view(T, D).copy_(dy),
+    ):
+        got = run(mlp(), x, strided)
+        assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_the_activation_is_not_saved(on_cpu):
+    def saved(backend):
+        found = []
+        x, dy = values()
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: found.append(tuple(tensor.shape)) or tensor, lambda tensor: tensor
+        ):
+            mlp(backend)(x.requires_grad_()).backward(dy)
+        return found.count((T, F))
+
+    assert saved("auto") == 1 < saved("torch")
+
+
+def hooked(layer):
+    layer.fc2.register_forward_hook(lambda module, inputs, output: None)
+
+
+def replaced(layer):
+    layer.mlp_act.forward = layer.mlp_act.forward
+
+
+def adapted(layer):
+    class Adapter(type(layer.fc1)):
+        pass
+
+    layer.fc1.__class__ = Adapter
+
+
+@pytest.mark.parametrize("change", [hooked, replaced, adapted])
+def test_modules_that_are_observed_or_replaced_are_called(on_cpu, change):
+    layer = mlp()
+    change(layer)
+    x, dy = values()
+    got, want = run(layer, x, dy), run(mlp("torch"), x, dy)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    assert not on_cpu._quack.tiles
+
+
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        ({"bias": True}, None),
+        ({"tp": TensorParallel(size=2)}, None),
+        ({"kind": "gelu"}, "not of gelu"),
+        ({"dtype": torch.float32}, "bfloat16, not torch.float32"),
+    ],
+)
+def test_other_layers_are_separate(on_cpu, options, reason):
+    layer = mlp(**options)
+    assert layer.joined_gradient("cpu", options.get("dtype", BF16)) is None
+    if reason is not None:
+        with pytest.raises(NoBackendError, match=reason):
+            mlp("quack", **options).joined_gradient("cpu", options.get("dtype", BF16))
+
+
+def offloading(*parts):
+    return {"memory": {"fine_grained_activation_offloading": True, "offload_modules": parts}}
+
+
+@pytest.mark.parametrize(
+    "pattern, changes, reason",
+    [
+        ("-", {}, None),
+        ("-", offloading("mlp_norm"), None),
+        ("-", offloading("mlp_norm", "mlp_act"), "names parts of dense MLPs"),
+        ("-", {"parallel": {"tensor_model_parallel_size": 2}}, "tensor-parallel ranks exchange"),
+        ("-", {"training": {"transformer_impl": "transformer_engine"}}, "not those of this"),
+        ("-", {"model": {"add_bias_linear": True}}, "have a bias"),
+        ("E", {"model": {"moe_shared_expert_intermediate_size": 32}}, None),
+    ],
+)
+def test_a_run_lists_the_choice_with_its_reason(quack, pattern, changes, reason):
+    config = config_of(pattern, bf16=True, device="auto")
+    for section, values in changes.items():
+        config = replace(config, **{section: replace(getattr(config, section), **values)})
+    gpu = torch.device("cuda")
+    (inputs,) = [inputs for op, inputs in op_inputs(config, gpu) if op is api.OP]
+    reasons = quack.not_supported_reasons(inputs)
+    assert (len(reasons) == 1 and reason in reasons[0]) if reason else not reasons
+    assert api.OP.select(inputs).name == ("torch" if reason else "quack")
+
+
+@pytest.mark.parametrize("pattern", ["-", "E"])
+def test_layers_ask_for_what_a_run_lists(on_cpu, monkeypatch, pattern):
+    """The inputs of both are equal, but for the device."""
+    config = config_of(pattern, bf16=True)
+    experts = replace(
+        config.model, moe_shared_expert_intermediate_size=40 if pattern == "E" else None
+    )
+    config = replace(config, model=experts)
+    asked = []
+    monkeypatch.setattr(
+        on_cpu, "not_supported_reasons", lambda inputs: asked.append(inputs) or ["no kernel"]
+    )
+    model = build_model(config, 256, "cpu")
+    pack = MicroBatch.build([(torch.arange(128).numpy(), None)], 128)
+    model(pack).loss.backward()
+    (told,) = [inputs for op, inputs in op_inputs(config, torch.device("cpu")) if op is api.OP]
+    assert set(asked) == {told}
+
+
+def test_what_cannot_be_is_refused_with_its_reason(quack, monkeypatch):
+    inputs = api.DenseMLPInputs(
+        channels=12, inner=F, kind="squared_relu", dtype=BF16, device_type="cuda"
+    )
+    assert quack.not_supported_reasons(inputs) == ["hidden size (12) is not divisible by 8"]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    monkeypatch.setattr(quack._quack, "gemm_dact", lambda A, B, PreAct, activation: None)
+    version, tiles, _ = quack.not_supported_reasons(inputs)
+    assert "has no ['config', 'dynamic_scheduler', 'tuned']; 0.6.5 works" in version
+    assert tiles == "the tiles are those of compute capability 9.x, found (10, 0)"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "run on CUDA devices" in quack.not_supported_reasons(inputs)[1]
+
+
+def test_plans_of_other_row_counts_do_not_pile_up(on_cpu, monkeypatch):
+    monkeypatch.setattr(on_cpu, "_PLANS_KEPT", 3)
+    for rows in range(1, 9):
+        run(mlp(), *values(rows))
+        product = on_cpu._quack.product
+        assert 0 < len(product._call_cache) <= 3 and 0 < len(product._plan_cache) <= 3
+
+
+def footprint(pattern, backend, memory=None):
+    model = HybridModel(
+        tiny_config(pattern, moe_shared_expert_intermediate_size=24),
+        vocab_size=VOCAB,
+        max_positions=256,
+        device="meta",
+        dtype=BF16,
+        backends={"dense_mlp": backend},
+        memory=memory,
+    )
+    return footprints(model, Work(tokens=4096, documents=16, element=2))[0]
+
+
+@pytest.mark.parametrize("pattern, name", [("-", "activation"), ("E", "shared.activation")])
+def test_the_estimate_counts_no_saved_activation(quack, pattern, name):
+    joined, apart = footprint(pattern, "auto"), footprint(pattern, "torch")
+    activation = apart.saved[name].bytes
+    assert activation > 0 and joined.saved_bytes == apart.saved_bytes - activation
+    added = next(moment for moment in joined.moments if moment.name.startswith("forward of"))
+    assert added.extra[Purpose.ACTIVATIONS] > activation and not added.absent
+
+
+def test_the_estimate_counts_separate_layers_if_their_parts_are_offloaded(quack):
+    memory = MemoryConfig(**offloading("mlp_act")["memory"])
+    assert footprint("-", "auto", memory) == footprint("-", "torch", memory)
