@@ -202,7 +202,10 @@ def main() -> None:
             found["used_us"] = partly_used(exchange, megabytes)
             if not name:
                 found |= copies_alone(exchange.memory, megabytes)
-            results[str(megabytes)][f"{SYMMETRIC_MEMORY}, {piece} MiB{name}"] = found
+            backend = f"{SYMMETRIC_MEMORY}, {piece} MiB{name}"
+            results[str(megabytes)][backend] = found
+            if dist.get_rank() == 0:
+                print(f"{backend}, {megabytes} MB: {found['us']:.0f} us", flush=True)
         torch.cuda.synchronize()
         dist.barrier()
         exchange.close()

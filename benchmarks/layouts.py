@@ -93,6 +93,7 @@ TP2, CP2, EP2 = (
 )
 SP = {"sequence_parallel": True}
 TP_OVERLAP = {"tp_comm_overlap": True}
+COPIED = {"all_to_all_backend": "symmetric_memory"}
 ZERO = {"use_distributed_optimizer": True}
 GRADIENTS = {"overlap_grad_reduce": True}
 OVERLAP = {**GRADIENTS, "overlap_param_gather": True}
@@ -107,6 +108,13 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "cp2 all_gather": {**CP2, "cp_comm_type": "all_gather"},
         "cp2 p2p": {**CP2, "cp_comm_type": "p2p"},
         "cp2 a2a parts": {**CP2, "cp_comm_type": "a2a", "cp_comm_overlap_parts": 4},
+        "cp2 a2a copies": {**CP2, "cp_comm_type": "a2a", **COPIED},
+        "cp2 a2a parts copies": {
+            **CP2,
+            "cp_comm_type": "a2a",
+            "cp_comm_overlap_parts": 4,
+            **COPIED,
+        },
         "cp2 a2a zero overlap": {**CP2, "cp_comm_type": "a2a", **ZERO, **GRADIENTS},
         "cp2 a2a parts zero overlap": {
             **CP2,
