@@ -12,6 +12,7 @@ from megatron_packed.distributed.last_operation import (
     last_operation_of_error,
     last_operation_of_thread,
 )
+from megatron_packed.distributed.symmetric_exchange import SymmetricExchange
 from megatron_packed.distributed.symmetric_memory import SymmetricMemory
 from megatron_packed.packed.cu_seqlens import aligned
 
@@ -55,6 +56,17 @@ def test_an_error_in_a_fused_product_names_its_collective(monkeypatch):
         assert last_operation_of_error(raised.value) == (
             f"{name} over tp (ranks 0, 1), called by code outside megatron_packed"
         )
+
+
+def test_an_error_in_an_exchange_names_it(monkeypatch):
+    monkeypatch.setattr(last_operation.dist, "get_process_group_ranks", lambda group: [0, 1])
+    memory = object.__new__(SymmetricExchange)
+    memory.group = Group()
+    with pytest.raises(Exception) as raised:  # the exchange has no streams
+        memory.exchange(torch.zeros(2, 1))
+    assert last_operation_of_error(raised.value) == (
+        "exchange over tp (ranks 0, 1), called by code outside megatron_packed"
+    )
 
 
 def test_a_thread_that_waits():
