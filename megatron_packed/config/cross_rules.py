@@ -39,7 +39,6 @@ def cross_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
     yield from _expert_rules(run, sound)
     yield from _evaluation_rules(run, sound)
     yield from _best_validation_rules(run, sound)
-    yield from _progress_rules(run, sound)
     yield from _device_rules(run, sound)
     yield from _attention_rules(run, sound)
     yield from _capture_rules(run, sound)
@@ -228,15 +227,6 @@ def _best_validation_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
                 "needs validations, and the run has none",
                 "give --eval-interval N, and --valid-data-path FILE or --split",
             )
-
-
-def _progress_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
-    if (
-        sound("logging.log_progress", "checkpoint.save")
-        and run.logging.log_progress
-        and run.checkpoint.save is None
-    ):
-        yield Problem("--log-progress", "", "needs --save", "give --save DIRECTORY")
 
 
 def _device_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:

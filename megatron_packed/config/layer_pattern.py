@@ -73,8 +73,14 @@ def _depth_problems(pattern: str, flag: str) -> list[Problem]:
     cure = f"write the same layers after each {DEPTH}, for example M*-E/*E/*E"
     if not parts:
         return []
-    if not main or not all(parts):
-        return [Problem(flag, repr(pattern), f"has no layer before or after a {DEPTH}", cure)]
+    if not main:
+        depth = next(filter(None, parts), "*E")
+        cure = f"write the layers of the model before it, for example M*-E{DEPTH}{depth}"
+        return [Problem(flag, repr(pattern), f"has no layer before the first {DEPTH}", cure)]
+    if not all(parts):
+        shorter = DEPTH.join([main, *filter(None, parts)])
+        cure = f"leave out this {DEPTH} ({shorter}), or {cure}"
+        return [Problem(flag, repr(pattern), f"has no layer after a {DEPTH}", cure)]
     if len(set(parts)) > 1:
         rule = f"has other layers after one {DEPTH} than after another"
         return [Problem(flag, repr(pattern), rule, cure)]

@@ -34,6 +34,7 @@ from megatron_packed.config.parser.stored_options import ReadStored, take_stored
 from megatron_packed.config.path_checks import path_problems
 from megatron_packed.config.run import SECTIONS, RunConfig, unchecked_run
 from megatron_packed.config.section import problems_of, unchecked
+from megatron_packed.config.sections.checkpoint import saving_rules
 from megatron_packed.config.sections.offload_rules import forced_buffers
 from megatron_packed.config.sections.parallel import REPLICA_SIZES, fewest_processes
 
@@ -240,6 +241,8 @@ def _resolve(
         problems = [problem for problem in problems if not problem.node_dependent]
     problems += _taken_problems(given, run)
     problems += [*cross_rules(run, sound), *launch_problems(run, world_size, sound)]
+    if launched:
+        problems += saving_rules(run.checkpoint, run.logging, sound)
     if here:
         problems += [*path_problems(run, sound), *package_problems(run, sound)]
         problems += environment_problems(run.training)

@@ -10,6 +10,7 @@ from typing import Literal
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.options import option
 from megatron_packed.config.section import Section, Sound
+from megatron_packed.config.sections.logging import LoggingConfig
 from megatron_packed.config.sections.packing import nearest_multiples
 
 PHASE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -157,12 +158,6 @@ class CheckpointConfig(Section, title="checkpoint"):
         return self.dist_ckpt_strictness != "raise_all"
 
     def rules(self, sound: Sound) -> Iterator[Problem]:
-        if sound("save_interval", "save") and self.save_interval is not None and self.save is None:
-            yield Problem(
-                "--save-interval", str(self.save_interval), "needs --save", "give --save DIRECTORY"
-            )
-        if sound("save_best", "save") and self.save_best and self.save is None:
-            yield Problem("--save-best", "", "needs --save", "give --save DIRECTORY")
         every, retained = self.save_interval, self.save_retain_interval
         if (
             sound("save_interval", "save_retain_interval")
@@ -203,3 +198,21 @@ class CheckpointConfig(Section, title="checkpoint"):
             rule = "contradicts --finetune, which starts a new run"
             cure = "leave out --finetune to keep the moments and counters"
             yield Problem("--begin-phase", name, rule, cure)
+
+
+def saving_rules(
+    checkpoint: CheckpointConfig, logging: LoggingConfig, sound: Sound
+) -> Iterator[Problem]:
+    """Yield a problem for each option that writes beside checkpoints, in a run without --save.
+
+    Programs that only inspect a run write nothing there, so they do not need --save.
+    """
+    every = checkpoint.save_interval
+    given = (
+        ("checkpoint.save_interval", "--save-interval", str(every), every is not None),
+        ("checkpoint.save_best", "--save-best", "", checkpoint.save_best),
+        ("logging.log_progress", "--log-progress", "", logging.log_progress),
+    )
+    for key, flag, value, applies in given:
+        if sound(key, "checkpoint.save") and applies and checkpoint.save is None:
+            yield Problem(flag, value, "needs --save", "give --save DIRECTORY")

@@ -314,6 +314,14 @@ def test_paths_and_packages_of_the_training_machine_do_not_matter(capsys):
     assert plan(capsys, *flags)["vocab_size"] == 1000
 
 
+def test_options_of_saving_need_no_save_here(capsys):
+    """An @file may have them while the folder is chosen at the start of the run."""
+    saving = ["--save-best", "--log-progress", "--save-interval", 5]
+    validations = ["--eval-interval", 5, "--valid-data-path", "valid.jsonl"]
+    flags = [*SMALL, *saving, *validations, "--vocab-size", 1000]
+    assert plan(capsys, *flags)["vocab_size"] == 1000
+
+
 def test_offload_is_counted_and_offered_for_what_recomputation_keeps(capsys):
     whole = shlex.split(
         "--vocab-size 1024 --recompute-granularity full --recompute-method uniform "

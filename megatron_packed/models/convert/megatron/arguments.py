@@ -66,6 +66,8 @@ _OF_THE_RUN = (
     "moe_expert_rank_capacity_factor",
 )
 """Options that the weights do not depend on, or that this project does not have."""
+UNPADDED = "unpadded_vocab_size"
+"""Option of checkpoints that `export_megatron` writes: the vocabulary without the rows of padding."""
 _SYMBOLS = {ATTN: ATTENTION, SSM: MAMBA, EXPERTS: MOE, GDN: GATED_DELTA_NET}
 """Layer of each group of options. Megatron stores the options of absent layers too."""
 
@@ -76,7 +78,7 @@ def model_of_arguments(args: Any, rows: int, path: Path) -> ModelConfig:
     Args:
         args: the options by name, or None if the checkpoint has none.
         rows: rows of the table of words. In Megatron the rows of padding take part in the softmax,
-            so all of them are the vocabulary.
+            so all of them are the vocabulary, except in a checkpoint that `export_megatron` wrote.
         path: the checkpoint, for messages.
     Raises:
         CheckpointError: there are no options, or the model is not supported.
@@ -116,7 +118,7 @@ def _values(args: Mapping[str, Any], rows: int) -> Iterator[tuple[str, Any]]:
     """Yield the model's options that the checkpoint has."""
     own = {
         "hybrid_layer_pattern": _pattern(args),
-        "vocab_size": rows,
+        "vocab_size": _vocabulary(args, rows),
         "num_query_groups": args.get("num_query_groups") if _grouped(args) else None,
         "moe_router_load_balancing_type": _single(args.get("moe_router_load_balancing_type")),
         "moe_aux_loss_coeff": _single(args.get("moe_aux_loss_coeff")),
@@ -136,6 +138,11 @@ def _values(args: Mapping[str, Any], rows: int) -> Iterator[tuple[str, Any]]:
         if isinstance(value, int) and about.name in ("rotary_base", "rotary_percent"):
             value = float(value)
         yield about.name, value
+
+
+def _vocabulary(args: Mapping[str, Any], rows: int) -> int:
+    found = args.get(UNPADDED)
+    return found if isinstance(found, int) and 0 < found <= rows else rows
 
 
 def _pattern(args: Mapping[str, Any]) -> str:

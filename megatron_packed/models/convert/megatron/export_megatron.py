@@ -28,6 +28,7 @@ from megatron_packed.config.stored_config import stored_problem
 from megatron_packed.models.convert.export_huggingface import newest_checkpoint
 from megatron_packed.models.convert.families.family import TABLE
 from megatron_packed.models.convert.import_huggingface import OnProgress, silent
+from megatron_packed.models.convert.megatron.arguments import UNPADDED
 from megatron_packed.models.convert.megatron.folders import BACKEND_FILE, FORMAT, TRACKER
 from megatron_packed.models.convert.megatron.names import new_weights
 from megatron_packed.models.convert.megatron.torch_dist import COMMON_STATE
@@ -72,12 +73,13 @@ def to_megatron(
     found = newest_checkpoint(checkpoint, step)
     manifest = read_manifest(found)
     model, dtype = _model(manifest, found)
+    vocabulary = manifest.metadata["config"]["model"].get("vocab_size")
     temporary = directory.with_name(f"{directory.name}.tmp-{uuid.uuid4().hex[:12]}")
     folder = temporary / FOLDER
     folder.mkdir(parents=True)
     try:
         tensors = _tensors(found, manifest, model, dtype, on_progress)
-        _write(folder, tensors, _arguments(model))
+        _write(folder, tensors, _arguments(model, vocabulary))
         (temporary / TRACKER).write_text(FOLDER)
         sync_directory(temporary)
         os.rename(temporary, directory)
@@ -110,8 +112,8 @@ def _model(manifest: Manifest, path: Path) -> tuple[ModelConfig, torch.dtype]:
     return model, torch.bfloat16 if stored["training"]["bf16"] else torch.float32
 
 
-def _arguments(model: ModelConfig) -> argparse.Namespace:
-    """Return the model's options under Megatron's names."""
+def _arguments(model: ModelConfig, vocabulary: int | None) -> argparse.Namespace:
+    """Return the model's options under Megatron's names, and its vocabulary without padding."""
     values = {
         about.name: getattr(model, about.name)
         for about in section_fields(ModelConfig)
@@ -123,6 +125,7 @@ def _arguments(model: ModelConfig) -> argparse.Namespace:
         num_layers=model.num_layers,
         group_query_attention=model.num_query_groups != model.num_attention_heads,
         padded_vocab_size=model.vocab_size,
+        **({} if vocabulary is None else {UNPADDED: vocabulary}),
         window_size=None if window is None else [int(one) for one in window.split(",")],
         window_attn_skip_freq=model.window_attn_skip_freq,
     )

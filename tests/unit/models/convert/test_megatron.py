@@ -5,6 +5,7 @@ import pickle
 import pickletools
 import shutil
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from megatron_packed.checkpoint.read_tensors import read_tensor
 from megatron_packed.cli.main import main
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.data.tokenizers.limited_process import Limits
+from megatron_packed.models.convert.megatron.arguments import model_of_arguments
+from megatron_packed.models.convert.megatron.export_megatron import to_megatron
 from megatron_packed.models.convert.megatron.folders import find
 from megatron_packed.models.convert.megatron.import_megatron import from_megatron
 from megatron_packed.models.convert.megatron.pickle_process import OBJECTS, PickleProcess
@@ -367,6 +370,18 @@ def test_weights_written_back_are_those_that_megatron_wrote(depths, tmp_path, ca
     assert all(torch.equal(read[name], found[name]) for name in found)
     assert from_megatron(back, tmp_path / "again").model == done.model
     assert main(words) == 4 and "exists; name a new directory" in capsys.readouterr().err
+
+
+def test_the_vocabulary_without_padding_comes_back(tmp_path):
+    """Megatron itself stores the padded rows only, which are all its vocabulary."""
+    theirs.write(tmp_path / "c", theirs.tensors())
+    model = replace(from_megatron(tmp_path / "c", tmp_path / "all").model, vocab_size=100)
+    from_megatron(tmp_path / "c", tmp_path / "ours", model=model)
+    to_megatron(tmp_path / "ours", tmp_path / "back")
+    assert from_megatron(tmp_path / "back", tmp_path / "again").model == model
+    for wrong in (0, 129, "100", None):
+        args = {**theirs.ARGS, "unpadded_vocab_size": wrong}
+        assert model_of_arguments(args, 128, tmp_path).vocab_size == 128
 
 
 def test_a_model_that_megatron_does_not_have_is_not_written(tmp_path, capsys):
