@@ -29,3 +29,17 @@ def conversations(count, start=0):
                 {"role": "assistant", "content": f"After {number} comes {number + 1}."},
             ]
         }
+
+
+def with_python(python):
+    """Return `train_real.command_line` whose commands start a quick Python where one may be used.
+
+    Deterministic mode sets variables before torch is imported, so it needs a fresh Python.
+    """
+    from train_real import command_line
+
+    def quick(*arguments):
+        command = command_line(*arguments)
+        return command if "--deterministic-mode" in command else [str(python), *command[1:]]
+
+    return quick

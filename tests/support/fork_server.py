@@ -34,6 +34,7 @@ Otherwise each tensor of more than 128 KiB gets new pages, which took a tenth of
 MORE = [
     "torch._dynamo",  # imported by the tests that record operations
     "support.runs",
+    "support.one_gloo_loop",
     "support.frozen_imports",
 ]
 

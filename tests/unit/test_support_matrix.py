@@ -4,7 +4,6 @@ import json
 import os
 import runpy
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,7 +25,7 @@ def test_the_page_is_up_to_date(script):
     assert script["filled"](text) == text, "run python docs/support_matrix.py"
 
 
-def test_records_say_what_tests_say(tmp_path):
+def test_records_say_what_tests_say(tmp_path, quick_programs):
     """The records list exactly the tests that fill cells of the matrix.
 
     Removed tests and tests with changed cells leave the records. New tests are added as not run.
@@ -48,7 +47,7 @@ def test_records_say_what_tests_say(tmp_path):
         copy.write_text(record.read_text())
         options += ["--record-shown", str(copy)]
     command = [
-        sys.executable,
+        str(quick_programs / "python"),
         "-m",
         "pytest",
         "-q",

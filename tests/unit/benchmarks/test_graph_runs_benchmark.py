@@ -8,7 +8,7 @@ import pytest
 
 import graph_runs
 import prepare_real
-from support.benchmark_inputs import conversations, write_jsonl
+from support.benchmark_inputs import conversations, with_python, write_jsonl
 
 EQUAL = {
     "steps_that_differ": 0,
@@ -28,8 +28,9 @@ EPOCHS = {
 SOUND = {"equal": {"set": EQUAL}, "epochs": {"set 8192": EPOCHS}}
 
 
-def test_runs_are_compared_and_a_run_without_graphs_fails(tmp_path, monkeypatch):
+def test_runs_are_compared_and_a_run_without_graphs_fails(tmp_path, monkeypatch, quick_programs):
     """On a CPU both runs agree, and the script fails because nothing was captured and replayed."""
+    monkeypatch.setattr(graph_runs, "command_line", with_python(quick_programs / "python"))
     write_jsonl(tmp_path / "chat.jsonl.gz", conversations(40))
     write_jsonl(tmp_path / "chat.valid.jsonl", conversations(20, 100))
     words = [

@@ -8,7 +8,7 @@ import pytest
 
 import prepare_real
 import train_real
-from support.benchmark_inputs import conversations, write_jsonl
+from support.benchmark_inputs import conversations, with_python, write_jsonl
 from train_real import largest_over_running_median, problems_of
 
 GOOD = {
@@ -50,7 +50,8 @@ def test_archive_holds_two_parts_of_each_set(archive, tmp_path):
     assert 300 < len(tokenizer["model"]["vocab"]) <= 320
 
 
-def test_the_real_script_trains_and_its_log_is_read(archive, tmp_path, monkeypatch):
+def test_the_real_script_trains_and_its_log_is_read(archive, tmp_path, monkeypatch, quick_programs):
+    monkeypatch.setattr(train_real, "command_line", with_python(quick_programs / "python"))
     argv = [
         "train_real.py",
         str(archive),

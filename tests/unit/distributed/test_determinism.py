@@ -1,10 +1,10 @@
 """Tests that deterministic mode makes torch refuse operations without a deterministic kernel."""
 
 import subprocess
-import sys
+from pathlib import Path
 
 
-def test_torch_refuses() -> None:
+def test_torch_refuses(quick_programs: Path) -> None:
     code = """
 import torch
 from megatron_packed.distributed.determinism import configure_determinism
@@ -16,5 +16,6 @@ try:
 except RuntimeError as error:
     print("refused" if "deterministic" in str(error) else error)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    command = [str(quick_programs / "python"), "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "refused", done.stdout + done.stderr
