@@ -11,6 +11,8 @@ from support.scan_parts import results_in_parts
 
 SIZES = (4, 20, 2, 12)
 """N, P, G and S; the tiles of the heads have unused channels."""
+SMALL = (2, 20, 1, 12)
+"""Heads of one group, where only parts and documents matter."""
 
 
 @pytest.fixture(autouse=True)
@@ -22,8 +24,8 @@ def float32_too(monkeypatch):
     OP.chosen.clear()
 
 
-def errors(lengths, parts, **inputs):
-    values = make(sum(lengths), SIZES, **inputs)
+def errors(lengths, parts, sizes=SIZES, **inputs):
+    values = make(sum(lengths), sizes, **inputs)
     want = results(values, lengths, "recurrence")
     got = results_in_parts(cast(values, torch.float32), lengths, parts)
     return {name: relative_error(got[name], want[name]) for name in want}
@@ -31,7 +33,7 @@ def errors(lengths, parts, **inputs):
 
 @pytest.mark.parametrize(
     ("lengths", "parts", "segments"),
-    [([150], 2, 1), ([150], 2, 2), ([40, 1, 60, 1, 18], 4, 1), ([1, 2, 1, 2], 6, 1)],
+    [([150], 2, 1), ([150], 2, 2), ([40, 1, 60, 1, 18], 4, 1), ([1, 2, 1], 4, 1)],
     ids=str,
 )
 def test_parts_are_the_recurrence_of_the_pack(lengths, parts, segments, monkeypatch):
@@ -43,7 +45,7 @@ def test_parts_are_the_recurrence_of_the_pack(lengths, parts, segments, monkeypa
 
 def test_documents_do_not_touch_each_other_by_a_bit():
     lengths = [5, 15, 28, 8]
-    values = cast(make(sum(lengths), (2, 20, 1, 12), decay=0.02), torch.float32)
+    values = cast(make(sum(lengths), SMALL, decay=0.02), torch.float32)
     parameters = {name: values[name] for name in NAMES if name not in PER_TOKEN}
 
     def found_by(restarts):
@@ -69,7 +71,7 @@ def test_a_missing_step_is_seen(monkeypatch, mutation):
 
     def with_factors_of_one(added):
         sent_1X = message(added)
-        sent_1X[:, -SIZES[0] :] = 1
+        sent_1X[:, -SMALL[0] :] = 1
         return sent_1X
 
     if mutation == "no factors":
@@ -78,5 +80,5 @@ def test_a_missing_step_is_seen(monkeypatch, mutation):
         monkeypatch.setattr(triton_kernels, "chunk_factors", lambda *x: factors(*x[:-1], None))
     else:
         monkeypatch.setattr(triton_kernels, "state_from_parts", without)
-    found = errors([56], 4, decay=0.02)
+    found = errors([42], 3, SMALL, decay=0.02)
     assert found["d_dt"] > 1e-2, found
