@@ -52,6 +52,7 @@ RESULTS = (
     "recipe_gated_delta_1b",
     OVERLAPPED := "layouts_2_hybrid1b_tp_overlap",
     "expert_graphs",
+    BESIDE := "expert_graphs_shared_overlap",
     IN_PARTS := "layouts_2_hybrid1b_cp_overlap",
     STATES := "layouts_2_hybrid1b_cp_state",
 )
@@ -237,13 +238,19 @@ def experts() -> Iterator[tuple[str, float, float]]:
     """Yield steps of two ranks with 16 experts each, with the memory of graphs."""
     world, device = 2, torch.device("cuda")
     c = expert_graphs.model_of(world)
-    for dispatcher, kinds in results("expert_graphs").items():
-        for name, found in kinds.items():
-            kind, backend = expert_graphs.Case.named(name)
-            config = expert_graphs.configured(c, world, dispatcher, kind, device, backend=backend)
-            groups = ParallelGroups.unjoined(config.layout(world))
-            estimated = expert_graphs.planned_gib(config, groups, c["vocab"])
-            yield f"experts, {dispatcher}, {name}", estimated, found["peak_gib"]
+    for result, beside in (("expert_graphs", False), (BESIDE, True)):
+        for dispatcher, kinds in results(result).items():
+            for name, found in kinds.items():
+                kind, backend = expert_graphs.Case.named(name)
+                config = expert_graphs.configured(
+                    *(c, world, dispatcher, kind, device),
+                    backend=backend,
+                    shared_expert_overlap=beside,
+                )
+                groups = ParallelGroups.unjoined(config.layout(world))
+                estimated = expert_graphs.planned_gib(config, groups, c["vocab"])
+                row = f"experts, {dispatcher}, {name}"
+                yield row + ", shared expert beside" * beside, estimated, found["peak_gib"]
 
 
 def offloads() -> Iterator[tuple[str, float, float]]:

@@ -29,6 +29,7 @@ import attention_head_256
 import beside_megatron
 import capacity_cost
 import elementwise
+import exchanges
 import expert_graphs
 import full_step
 import gated_delta_rule
@@ -259,7 +260,11 @@ TABLES = {
     "model_step": Table("model_step.py", "model_step", model_step_rows),
     "model_step_replay": Table("model_step.py", "model_step", replay_rows),
     "moe_bench": Table("moe_bench.py", "moe_bench", moe_rows),
-    "expert_graphs": Table("expert_graphs.py", "expert_graphs", expert_graphs.rows_of),
+    **{
+        name: Table("expert_graphs.py", name, expert_graphs.rows_of)
+        for name in ("expert_graphs", "expert_graphs_shared_overlap")
+    },
+    "exchanges": Table("exchanges.py", "exchanges", exchanges.rows_of),
     "graph_step": Table("graph_step.py", "graph_step", graph_step.rows_of),
     "graph_step_sizes": Table("graph_step.py", "graph_step", graph_step.size_rows_of),
     "graph_step_memory": Table("graph_step.py", "graph_step", graph_step.memory_rows_of),

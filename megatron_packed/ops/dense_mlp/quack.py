@@ -12,6 +12,7 @@ equal inputs give equal bits.
 from __future__ import annotations
 
 import inspect
+import threading
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ _ALIGNMENT = 8
 _NEEDED = {"activation", "dynamic_scheduler", "tuned", "config"}
 """Arguments of quack's product that this module gives by name; later versions may change them."""
 _PLANS_KEPT = 1024
+_THREAD = threading.local()
 
 
 def not_supported_reasons(inputs: DenseMLPInputs) -> list[str]:
@@ -62,6 +64,7 @@ def gradient(dy_TD: Tensor, w2_DF: Tensor, hidden_TF: Tensor) -> tuple[Tensor, T
     if not hidden_TF.shape[0]:
         return torch.empty_like(hidden_TF), torch.empty_like(hidden_TF)
     _bound_plans()
+    _join_context(hidden_TF.device)
     dhidden_TF, activated_TF = _quack.gemm_dact(
         _aligned(dy_TD),
         _aligned(w2_DF),
@@ -72,6 +75,17 @@ def gradient(dy_TD: Tensor, w2_DF: Tensor, hidden_TF: Tensor) -> tuple[Tensor, T
         tuned=False,
     )
     return dhidden_TF, activated_TF
+
+
+def _join_context(device: torch.device) -> None:
+    """Make the GPU's context current in this thread, by the first kernel that the thread launches.
+
+    quack asks the driver for the largest number of clusters, which needs a context. In autograd's thread
+    this product may be the first work.
+    """
+    if not hasattr(_THREAD, "has_context"):
+        torch.zeros(1, device=device)
+        _THREAD.has_context = True
 
 
 def _aligned(tensor: Tensor) -> Tensor:

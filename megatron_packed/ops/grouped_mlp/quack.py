@@ -1,7 +1,7 @@
 """MLPs of the experts by the grouped matrix products of quack (Hopper), for bf16.
 
 flash-attn 4 installs quack. Its products read the row counts on the device, like PyTorch's. The
-18 products measured on an H200 take 0.77 to 0.89 of the time of the other backend. The gradient of a
+15 products measured on an H200 take 0.75 to 0.92 of the time of the other backend. The gradient of a
 weight is added into ``main_grad`` (fp32) by the tensor memory accelerator. Kernels are compiled on
 first use, in a few seconds, and kept in ``QUACK_CACHE_DIR`` (`config.environment_variables`).
 

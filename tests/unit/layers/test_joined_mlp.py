@@ -4,6 +4,7 @@ The package needs a GPU. The stand-in takes the tensors and arguments that quack
 """
 
 import sys
+import threading
 from dataclasses import replace
 from importlib import import_module
 from types import ModuleType
@@ -45,9 +46,12 @@ class Quack(ModuleType):
         super().__init__("quack.gemm_interface")
         self.product = product
         self.tiles = []
+        self.launched = set()
+        """Threads that have launched a kernel."""
 
     def gemm_dact(self, A, B, PreAct, activation, dynamic_scheduler, tuned, config):
         assert activation == "relu_sq" and not dynamic_scheduler and not tuned
+        assert threading.get_ident() in self.launched, "this thread may have no context of the GPU"
         for each in (A, B, PreAct):
             assert each.is_contiguous() and each.data_ptr() % 16 == 0 and each.dtype == BF16
         self.tiles.append((config["tile_m"], config["tile_n"]))
@@ -69,6 +73,13 @@ def quack(monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, NAME, raising=False)
     backend = import_module(NAME)
+    zeros = torch.zeros
+
+    def launch(*arguments, **options):
+        modules["quack.gemm_interface"].launched.add(threading.get_ident())
+        return zeros(*arguments, **options)
+
+    monkeypatch.setattr(torch, "zeros", launch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(api, "OP", Op("dense_mlp", tuple(map(replace, api.OP.backends))))
