@@ -240,11 +240,11 @@ def test_the_report_holds_the_numbers_of_the_run(data: Data, tmp_path: Path) -> 
         "attention reference · rope reference · convolution reference · scan reference"
     )
     assert finished.console.count("kernels: attention reference · rope reference · ") == 1
-    assert (
-        "<summary>Kernels of steps 3 to 4 on rank 0</summary><div class='wide'><pre>operations: "
-        in text
-        and "  aten::mm" in text
-    )
+    table = (tmp_path / "profile" / "kernels_rank0.txt").read_text()
+    title = "<summary>Kernels of steps 3 to 4 on rank 0</summary><div class='wide'><pre>"
+    assert f"{title}{table.rstrip()}" in text
+    # Which operations take longest depends on what else the machine does.
+    assert len(re.findall(r"\n +[\d.]+% +[\d.]+ +[\d,.]+  aten::\w+", table)) >= 5
     for rank in (0, 1):
         trace = json.loads(
             gzip.decompress((tmp_path / "profile" / f"trace_rank{rank}.json.gz").read_bytes())
