@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -336,6 +337,21 @@ def rows_from_others(groups: ParallelGroups) -> list[list[list[float]]]:
         start_row_from_others(own_12, groups.cp_group, back=back).wait().tolist()
         for back in (False, True)
     ]
+
+
+def place_in_pack(groups: ParallelGroups) -> tuple[int, int, list[int] | None]:
+    """Return the part of this rank in a pack of documents of 2, 3, 2 and 1 tokens."""
+    packed: Any = SimpleNamespace(
+        total_tokens=8, seq_idx=torch.tensor([[0, 0, 1, 1, 1, 2, 2, 3]], dtype=torch.int32)
+    )
+    part = StatePassing(ContextParallel.of(groups, "a2a", "state"), 4).part(packed)
+    before = part.document_before_1
+    return part.number, part.parts, None if before is None else before.tolist()
+
+
+def test_a_part_knows_its_place_and_the_document_before_it(pools: WorkerPools) -> None:
+    found = pools.run(place_in_pack, 4, layout={"cp_size": 4})
+    assert found == [(0, 4, None), (1, 4, [0]), (2, 4, [1]), (3, 4, [2])]
 
 
 def test_states_go_to_later_parts_and_their_gradients_to_earlier_ones(pools: WorkerPools) -> None:

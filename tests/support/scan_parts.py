@@ -17,6 +17,7 @@ class Mail:
     def __init__(self, parts):
         self.sent = {False: [None] * parts, True: [None] * parts}
         self.delivered = False
+        self.started = []
 
     def of(self, number):
         """Return the function that starts the messages of a part."""
@@ -25,10 +26,11 @@ class Mail:
             if not self.delivered:
                 self.sent[back][number] = message_1X
             others = self.sent[back][number + 1 :] if back else self.sent[back][:number]
-            rows = torch.cat(others) if self.delivered and others else None
-            return Arrived(
-                message_1X.new_zeros(len(others), message_1X.shape[1]) if rows is None else rows
-            )
+            rows = message_1X.new_zeros(len(others), message_1X.shape[1])
+            if self.delivered and others:
+                rows = torch.cat(others)
+            self.started.append(Arrived(rows))
+            return self.started[-1]
 
         return start
 
@@ -36,8 +38,10 @@ class Mail:
 class Arrived:
     def __init__(self, rows):
         self.rows = rows
+        self.waited = False
 
     def wait(self):
+        self.waited = True
         return self.rows
 
 
@@ -66,6 +70,8 @@ def results_in_parts(values, lengths, parts, backend="triton", restarts=True):
                 backend=backend,
             )
             gradients = torch.autograd.grad(y, leaf.values(), dy[own])
+            # A rank must also wait for what it sends, since its memory is used again.
+            assert all(message.waited for message in mail.started)
             found.append(dict(zip(RESULTS, (y.detach(), *gradients))))
     return {
         name: torch.cat([one[name] for one in found])

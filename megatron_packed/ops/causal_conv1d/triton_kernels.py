@@ -26,6 +26,7 @@ from megatron_packed.ops.causal_conv1d.triton_rows import (
     filtered,
     is_one_document,
     row,
+    rows_before,
     silu,
     store_four,
     taps,
@@ -229,15 +230,9 @@ def _forward_kernel(
     column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     w, bias = taps(weight_ptr, bias_ptr, column, column < CHANNELS, WIDTH)
     first = tl.program_id(0) * length
-    x3, x2, x1 = three_rows(x_ptr, first - 3, tokens, x_stride, column, CHANNELS)
-    d3, d2, d1 = three_documents(seq_idx_ptr + HALO, first - 3, tokens)
-    if HALO > 0:
-        # Each row is either outside the part or outside the halo, where it is zero.
-        before = first + HALO - 3
-        h3, h2, h1 = three_rows(halo_ptr, before, HALO, CHANNELS, column, CHANNELS)
-        e3, e2, e1 = three_documents(seq_idx_ptr, before, HALO)
-        x3, x2, x1 = x3 + h3, x2 + h2, x1 + h1
-        d3, d2, d1 = tl.maximum(d3, e3), tl.maximum(d2, e2), tl.maximum(d1, e1)
+    x3, x2, x1, d3, d2, d1 = rows_before(
+        *(x_ptr, halo_ptr, seq_idx_ptr, first, tokens, x_stride, column, CHANNELS, HALO)
+    )
     for step in tl.range(0, length, 4, num_stages=STAGES):
         t = first + step
         a, b, c = three_rows(x_ptr, t, tokens, x_stride, column, CHANNELS)
@@ -291,15 +286,9 @@ def _backward_kernel(
     w, bias = taps(weight_ptr, bias_ptr, column, real, WIDTH)
     first = tl.program_id(0) * length
     end = tl.minimum(first + length, tokens)
-    x3, x2, x1 = three_rows(x_ptr, first - 3, tokens, x_stride, column, CHANNELS)
-    d3, d2, d1 = three_documents(seq_idx_ptr + HALO, first - 3, tokens)
-    if HALO > 0:
-        # Each row is either outside the part or outside the halo, where it is zero.
-        before = first + HALO - 3
-        h3, h2, h1 = three_rows(halo_ptr, before, HALO, CHANNELS, column, CHANNELS)
-        e3, e2, e1 = three_documents(seq_idx_ptr, before, HALO)
-        x3, x2, x1 = x3 + h3, x2 + h2, x1 + h1
-        d3, d2, d1 = tl.maximum(d3, e3), tl.maximum(d2, e2), tl.maximum(d1, e1)
+    x3, x2, x1, d3, d2, d1 = rows_before(
+        *(x_ptr, halo_ptr, seq_idx_ptr, first, tokens, x_stride, column, CHANNELS, HALO)
+    )
     g1 = tl.zeros((BLOCK_C,), tl.float32)
     g2, g3, dw0, dw1, dw2, dw3, dbias = g1, g1, g1, g1, g1, g1, g1
     for step in tl.range(0, length + 4, 4, num_stages=STAGES):

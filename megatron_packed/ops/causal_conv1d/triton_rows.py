@@ -168,6 +168,31 @@ def three_documents(seq_idx_ptr, t, tokens):
 
 
 @triton.jit
+def rows_before(
+    x_ptr,
+    halo_ptr,
+    seq_idx_ptr,
+    first,
+    tokens,
+    stride,
+    column,
+    CHANNELS: tl.constexpr,
+    HALO: tl.constexpr,
+):
+    """Return the three rows before row ``first``, which may be in the halo, and their documents."""
+    x3, x2, x1 = three_rows(x_ptr, first - 3, tokens, stride, column, CHANNELS)
+    d3, d2, d1 = three_documents(seq_idx_ptr + HALO, first - 3, tokens)
+    if HALO > 0:
+        # Each row is either outside the part or outside the halo, where it is zero.
+        before = first + HALO - 3
+        h3, h2, h1 = three_rows(halo_ptr, before, HALO, CHANNELS, column, CHANNELS)
+        e3, e2, e1 = three_documents(seq_idx_ptr, before, HALO)
+        x3, x2, x1 = x3 + h3, x2 + h2, x1 + h1
+        d3, d2, d1 = tl.maximum(d3, e3), tl.maximum(d2, e2), tl.maximum(d1, e1)
+    return x3, x2, x1, d3, d2, d1
+
+
+@triton.jit
 def _store(ptr, t, value, first, end, stride, column, CHANNELS: tl.constexpr):
     """Store row t if it is one of the rows from ``first`` to before ``end``."""
     channels = tl.where((t >= first) & (t < end), CHANNELS, 0)
