@@ -1,8 +1,10 @@
-"""Tiles of the products of quack on Hopper, chosen by the shape of the output."""
+"""Tiles of the products of quack on Hopper, chosen by the shape of the output, and where they serve."""
 
 from __future__ import annotations
 
 from math import ceil
+
+import torch
 
 TILES = ((128, 192), (192, 128), (128, 128))
 """Rows and columns of the tiles, the fastest for exact multiples first.
@@ -11,6 +13,18 @@ For each of 18 products of six sizes on an H200, the tile of `least_padded_tile`
 tilings or up to 2 % slower.
 """
 CLUSTER_N = 2
+
+
+def device_reasons(device_type: str) -> list[str]:
+    """Return the reasons why these tiles do not serve on this type of device; empty if they do."""
+    if device_type != "cuda":
+        return [f"the kernels run on CUDA devices, not on {device_type}"]
+    if not torch.cuda.is_available():
+        return ["this machine has no GPU that CUDA can use"]
+    capability = torch.cuda.get_device_capability()
+    if capability[0] != 9:
+        return [f"the tiles are those of compute capability 9.x, found {capability}"]
+    return []
 
 
 def least_padded_tile(columns: int, rows: int | None = None) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from quack.epilogue.library import dact_mod
 from quack.gemm_config import GemmConfig
 from torch import Tensor
 
-from megatron_packed.ops.quack_tiles import CLUSTER_N, least_padded_tile
+from megatron_packed.ops.quack_tiles import CLUSTER_N, device_reasons, least_padded_tile
 
 if TYPE_CHECKING:
     from megatron_packed.ops.dense_mlp.api import DenseMLPInputs
@@ -41,12 +41,7 @@ def not_supported_reasons(inputs: DenseMLPInputs) -> list[str]:
     reasons = []
     if missing := _NEEDED - set(inspect.signature(_quack.gemm_dact).parameters):
         reasons.append(f"this version of quack-kernels has no {sorted(missing)}; 0.6.5 works")
-    if inputs.device_type != "cuda" or not torch.cuda.is_available():
-        reasons.append(f"the kernels run on CUDA devices, not on {inputs.device_type}")
-    elif torch.cuda.get_device_capability()[0] != 9:
-        reasons.append(
-            f"the tiles are those of compute capability 9.x, found {torch.cuda.get_device_capability()}"
-        )
+    reasons += device_reasons(inputs.device_type)
     if inputs.kind != "squared_relu":
         reasons.append(f"the derivative is that of squared_relu, not of {inputs.kind}")
     if inputs.dtype != torch.bfloat16:

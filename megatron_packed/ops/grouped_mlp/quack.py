@@ -28,7 +28,7 @@ from megatron_packed.ops.grouped_mlp.grouped_linear import (
     second_linear,
     shape_and_dtype_reasons,
 )
-from megatron_packed.ops.quack_tiles import CLUSTER_N, least_padded_tile
+from megatron_packed.ops.quack_tiles import CLUSTER_N, device_reasons, least_padded_tile
 
 if TYPE_CHECKING:
     from megatron_packed.ops.grouped_mlp.api import GroupedMLPInputs
@@ -52,13 +52,7 @@ def not_supported_reasons(inputs: GroupedMLPInputs) -> list[str]:
     reasons = []
     if missing := _NEEDED - set(inspect.signature(_quack.gemm).parameters):
         reasons.append(f"this version of quack-kernels has no {sorted(missing)}; 0.6.5 works")
-    if inputs.device_type != "cuda":
-        reasons.append(f"the kernels run on CUDA devices, not on {inputs.device_type}")
-    elif torch.cuda.get_device_capability()[0] != 9:
-        reasons.append(
-            f"the tiles are those of compute capability 9.x, found {torch.cuda.get_device_capability()}"
-        )
-    return reasons + shape_and_dtype_reasons(inputs)
+    return reasons + device_reasons(inputs.device_type) + shape_and_dtype_reasons(inputs)
 
 
 def _rows(x_RI: Tensor, weight_EIO: Tensor, offsets_E: Tensor) -> Tensor:

@@ -299,7 +299,9 @@ def test_what_cannot_be_is_refused_with_its_reason(quack, monkeypatch):
     assert "has no ['config', 'dynamic_scheduler', 'tuned']; 0.6.5 works" in version
     assert tiles == "the tiles are those of compute capability 9.x, found (10, 0)"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "run on CUDA devices" in quack.not_supported_reasons(inputs)[1]
+    assert quack.not_supported_reasons(inputs)[1] == "this machine has no GPU that CUDA can use"
+    on_cpu = replace(inputs, device_type="cpu")
+    assert "run on CUDA devices, not on cpu" in quack.not_supported_reasons(on_cpu)[1]
 
 
 def test_plans_of_other_row_counts_do_not_pile_up(on_cpu, monkeypatch):

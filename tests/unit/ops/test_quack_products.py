@@ -177,6 +177,7 @@ def test_what_cannot_be_is_refused_with_its_reason(backend, monkeypatch):
         weight_dtype=torch.float32,
         device_type="cuda",
     )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
     monkeypatch.setattr(backend._quack, "gemm", lambda A, B, D, cu_seqlens_m: None)
     version, tiles, dtype, size = backend.not_supported_reasons(inputs)
