@@ -90,7 +90,7 @@ def _scan(
     tiles = plan.tiles["inputs" if reverse else "outputs"]
     described = tiles.descriptors and plan.full and all(map(_copied_by_engine, tensors[:3]))
     if described:
-        columns = (plan.block_p, *(plan.block_s // tiles.parts,) * 2)
+        columns = (plan.block_p, plan.block_s, plan.block_s)
         descriptors = [_descriptor(x, plan.length, n) for x, n in zip(tensors[:3], columns)]
         tensors = (*descriptors, *tensors[3:])
     _scan_kernel[(heads * plan.blocks, plan.segments)](
@@ -107,15 +107,13 @@ def _scan(
         P=head_dim,
         S=state_dim,
         BLOCK_P=plan.block_p,
-        BLOCK_S=plan.block_s // tiles.parts,
-        PARTS=tiles.parts,
+        BLOCK_S=plan.block_s,
         DESCRIBED=described,
         HEADS=heads,
         HEADS_PER_GROUP=heads // groups,
         L=plan.length,
         REVERSE=reverse,
-        # Copies by threads may overwrite the first tile of a state in two parts; README.md has the reason.
-        STAGES=tiles.stages if described or tiles.parts == 1 else 1,
+        STAGES=tiles.stages,
         num_warps=tiles.warps,
         maxnreg=tiles.registers,
     )
@@ -159,7 +157,6 @@ def _scan_kernel(
     S: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_S: tl.constexpr,
-    PARTS: tl.constexpr,
     DESCRIBED: tl.constexpr,
     HEADS: tl.constexpr,
     HEADS_PER_GROUP: tl.constexpr,
@@ -188,10 +185,6 @@ def _scan_kernel(
     state_tile = p[:, None] * S + s[None, :]
     state_mask = (p < P)[:, None] & (s < S)[None, :]
     state = load_tile(entering_ptr + at, state_tile, state_mask, DESCRIBED)
-    second = state
-    if PARTS == 2:
-        second_mask = (p < P)[:, None] & (BLOCK_S + s < S)[None, :]
-        second = load_tile(entering_ptr + at + BLOCK_S, state_tile, second_mask, DESCRIBED)
     b_first = group * b_group_stride
     c_first = group * c_group_stride
     x_first = head * x_head_stride + p_first
@@ -206,12 +199,12 @@ def _scan_kernel(
         if REVERSE:
             out = states_ptr + (chunk * HEADS + head) * (P * S)
             store_tile(out, state_tile, state, state_mask, DESCRIBED)
-            if PARTS == 2:
-                store_tile(out + BLOCK_S, state_tile, second, second_mask, DESCRIBED)
-        y, scores, b, b2 = _products(
-            *(state, second, b_ptr, c_ptr, b_first, c_first, start, b_stride, c_stride),
-            *(real, token, s, S, L, BLOCK_P, BLOCK_S, PARTS, DESCRIBED),
-        )
+        # A tile is read from shared memory where it is loaded here, so late loads save registers.
+        tile_mask = real[:, None] & (s < S)[None, :]
+        c = _rows(c_ptr, c_first, start, c_stride, token, s, tile_mask, DESCRIBED)
+        y = tl.dot(state.to(c.dtype), tl.trans(c))
+        b = _rows(b_ptr, b_first, start, b_stride, token, s, tile_mask, DESCRIBED)
+        scores = tl.dot(b, tl.trans(c))
         beginning = tl.load(first_ptr + start + token)
         scores = _decayed(scores, total, step, token, beginning, REVERSE)
         y *= enter[None, :]
@@ -225,8 +218,6 @@ def _scan_kernel(
         # Only backward needs precise states; see `states_of_segments`.
         scaled = wide * leave[None, :]
         state = add_products(state * keep, scaled, b, REVERSE)
-        if PARTS == 2:
-            second = add_products(second * keep, scaled, b2, REVERSE)
 
 
 @triton.jit
@@ -238,48 +229,6 @@ def _factors(ptr, plane, token, L: tl.constexpr, REVERSE: tl.constexpr):
     if REVERSE:
         enter, leave = leave, enter
     return step, total, enter, leave, keep
-
-
-@triton.jit
-def _products(
-    state,
-    second,
-    b_ptr,
-    c_ptr,
-    b_first,
-    c_first,
-    start,
-    b_stride,
-    c_stride,
-    real,
-    token,
-    s,
-    S: tl.constexpr,
-    L: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    PARTS: tl.constexpr,
-    DESCRIBED: tl.constexpr,
-):
-    """Return the products of states and of B with C, and B in two tiles, equal if there is one part.
-
-    A tile is read from shared memory where it is loaded here, so late loads save registers.
-    """
-    y = tl.zeros((BLOCK_P, L), dtype=tl.float32)
-    scores = tl.zeros((L, L), dtype=tl.float32)
-    mask = real[:, None] & (s < S)[None, :]
-    c = _rows(c_ptr, c_first, start, c_stride, token, s, mask, DESCRIBED)
-    y = tl.dot(state.to(c.dtype), tl.trans(c), y)
-    b = _rows(b_ptr, b_first, start, b_stride, token, s, mask, DESCRIBED)
-    scores = tl.dot(b, tl.trans(c), scores)
-    b2 = b
-    if PARTS == 2:
-        mask = real[:, None] & (BLOCK_S + s < S)[None, :]
-        c = _rows(c_ptr, c_first + BLOCK_S, start, c_stride, token, s, mask, DESCRIBED)
-        y = tl.dot(second.to(c.dtype), tl.trans(c), y)
-        b2 = _rows(b_ptr, b_first + BLOCK_S, start, b_stride, token, s, mask, DESCRIBED)
-        scores = tl.dot(b2, tl.trans(c), scores)
-    return y, scores, b, b2
 
 
 @triton.jit

@@ -29,7 +29,7 @@ class ProgramSize(NamedTuple):
     registers: int | None = None
     """Most registers of a thread, so that more programs run on a processor at a time."""
     parts: int = 1
-    """Parts of a state. Each is a tile of its own, or for walks and gradients a program of its own."""
+    """Parts of a state in walks and gradients, each in a program of its own."""
     descriptors: bool = False
     """The copy engine (TMA) loads complete tiles, and no thread computes their addresses."""
 
@@ -46,10 +46,10 @@ TILES = {
     64: _UP_TO_128,
     128: _UP_TO_128,
     256: {
-        "sums": ProgramSize(4, 3, parts=2),
+        "sums": ProgramSize(4, 3, parts=4),
         "states": ProgramSize(4, 3, parts=4),
-        "outputs": ProgramSize(4, 2, parts=2, descriptors=True),
-        "inputs": ProgramSize(4, 2, parts=2, descriptors=True),
+        "outputs": ProgramSize(4, 1, descriptors=True),
+        "inputs": ProgramSize(4, 2, descriptors=True),
         "tokens": ProgramSize(4, 3),
         "gradients": ProgramSize(4, 2, parts=2),
     },
