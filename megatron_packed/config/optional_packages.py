@@ -84,8 +84,8 @@ PACKAGES = (
     Package(
         name="quack-kernels",
         module="quack.gemm",
-        use="grouped products of experts and gradients of dense MLPs, fastest on Hopper",
-        kernels=("grouped_mlp.quack", "dense_mlp.quack"),
+        use="products of experts, dense MLPs and last projections, fastest on Hopper",
+        kernels=("grouped_mlp.quack", "dense_mlp.quack", "residual_projection.quack"),
     ),
     Package(
         name="flash-attn",

@@ -28,6 +28,7 @@ from megatron_packed.layers.attention_heads import (
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
 from megatron_packed.layers.context_parallel import ContextParallel
+from megatron_packed.layers.joined import JoinedResidual, project_and_add
 from megatron_packed.layers.query_key_norm import QueryKeyNorm, query_key_norms
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.layers.transformer_impl import implementation
@@ -322,10 +323,19 @@ class Attention(nn.Module):
             self.q_norm = norm.q_norm
             self.k_norm = norm.k_norm
 
-    def forward(self, x_TD: Tensor, packed: PackedSeqParams) -> Tensor:
+    @property
+    def output_projection(self) -> nn.Module:
+        return self.proj
+
+    def forward(
+        self, x_TD: Tensor, packed: PackedSeqParams, joined: JoinedResidual | None = None
+    ) -> Tensor:
         """Map ``(T, D)`` to ``(T, D)``.
 
         A token attends to itself and to the earlier tokens of its own document.
         """
-        y_TD: Tensor = self.proj(self.core_attn(self.qkv(x_TD), packed))
+        y_TI = self.core_attn(self.qkv(x_TD), packed)
+        y_TD: Tensor = (
+            self.proj(y_TI) if joined is None else project_and_add(self.proj, y_TI, joined)
+        )
         return y_TD

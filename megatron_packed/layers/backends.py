@@ -20,6 +20,7 @@ class Backends:
     gated_rms_norm: str = "auto"
     activation: str = "auto"
     dense_mlp: str = "auto"
+    residual_projection: str = "auto"
     causal_conv1d: str = "auto"
     ssd: str = "auto"
     gated_delta_rule: str = "auto"
@@ -60,4 +61,5 @@ class Backends:
             for field in fields(cls)
             if field.name not in ("deterministic", "transformer_impl")
         )
-        return cls(**(dict.fromkeys(ops, "reference") | {"dense_mlp": "torch"}))
+        plain = {"dense_mlp": "torch", "residual_projection": "torch"}
+        return cls(**(dict.fromkeys(ops, "reference") | plain))

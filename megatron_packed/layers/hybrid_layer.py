@@ -19,6 +19,7 @@ from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
 from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.layers.gated_delta_net import GatedDeltaNet
+from megatron_packed.layers.joined import joined_residual
 from megatron_packed.layers.mamba_mixer import MambaMixer
 from megatron_packed.layers.mlp import MLP
 from megatron_packed.layers.moe.layer import MoE, MoEOutput, MoEReport
@@ -26,6 +27,7 @@ from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.layers.norm import Norm
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.layers.transformer_impl import implementation
+from megatron_packed.ops.residual_projection.api import WITH_CHOICE
 from megatron_packed.packed.params import PackedSeqParams
 
 
@@ -38,6 +40,7 @@ class HybridLayer(nn.Module):
         dropout: dropout probability.
         multiplier: m, factor on the mixer's output; None adds the output unchanged.
         norms_output: the layer is ``h + m * dropout(norm(mixer(h)))`` instead.
+        backend: backend of the op ``residual_projection``.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class HybridLayer(nn.Module):
         multiplier: float | None = None,
         *,
         norms_output: bool = False,
+        backend: str = "auto",
     ) -> None:
         super().__init__()
         self.norm = norm
@@ -55,11 +59,18 @@ class HybridLayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.multiplier = multiplier
         self.norms_output = norms_output
+        self.backend = backend
+        self.adds_unchanged = multiplier is None and not dropout and not norms_output
+        """The layer adds the mixer's result itself, so that the mixer may add the residual."""
 
     def forward(self, hidden_TD: Tensor, packed: PackedSeqParams) -> Any:
         x_TD = residual_TD = hidden_TD
         if not self.norms_output:
             x_TD, residual_TD = self.norm.with_residual(hidden_TD)
+        if self.adds_unchanged and hidden_TD.device.type in WITH_CHOICE:
+            joined = joined_residual(self.mixer, residual_TD, self.backend)
+            if joined is not None:
+                return self.mixer(x_TD, packed, joined)
         return self.add(residual_TD, self.mixer(x_TD, packed))
 
     def add(self, residual_TD: Tensor, y_TD: Tensor) -> Tensor:
@@ -174,6 +185,7 @@ def build_layer(
         "dropout": config.hidden_dropout,
         "multiplier": config.residual_multiplier,
         "norms_output": config.norms_output(number),
+        "backend": backends.residual_projection,
     }
     options: dict[str, Any] = {"backends": backends, "tp": tp, "device": device, "dtype": dtype}
     if symbol == MOE:

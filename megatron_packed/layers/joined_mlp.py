@@ -1,75 +1,37 @@
-"""Dense MLP as one autograd function, whose backward joins a product and the activation's gradient.
+"""Dense MLP as one autograd function, whose products also compute the activation and its gradient.
 
-Letters: T tokens, D channels, F inner channels. Forward runs the same operations as the separate
-layers, so its results have the same bits. It saves x and ``hidden = x W1^T``, but not the activation:
-the joined gradient writes the activation again.
+Letters: T tokens, D channels, F inner channels. Forward saves x and ``hidden = x W1^T``, but not the
+activation: backward computes the activation again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor, autograd, nn
+from torch import Tensor, autograd
 from torch.autograd.function import once_differentiable
 
-from megatron_packed.layers.linear import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    main_grad_of,
-    weight_grad,
-)
-from megatron_packed.ops.dense_mlp.api import JoinedGradient
-
-NOT_LOCAL = "the projections are not those of this package"
-BIAS = "the projections have a bias"
-TENSOR_PARALLEL = "tensor-parallel ranks exchange rows around the projections"
+from megatron_packed.layers.joined import JoinedResidual
+from megatron_packed.layers.linear import main_grad_of, weight_grad
+from megatron_packed.ops.dense_mlp.api import JoinedProducts
+from megatron_packed.ops.residual_projection.api import AddedProduct
 
 
 def joined_mlp(
     x_TD: Tensor,
     w1_FD: Tensor,
     w2_DF: Tensor,
-    activate: Callable[[Tensor], Tensor],
-    gradient: JoinedGradient,
+    products: JoinedProducts,
+    joined: JoinedResidual | None = None,
 ) -> Tensor:
-    """Compute ``activate(x W1^T) W2^T``; backward calls ``gradient``.
+    """Compute ``activation(x W1^T) W2^T`` with ``products``, plus the residual of ``joined``.
 
     Gradients of weights are added to their ``main_grad``; without it, autograd accumulates them.
     """
-    y_TD: Tensor = _JoinedMLP.apply(x_TD, w1_FD, w2_DF, activate, gradient)
+    residual_TD, product = (None, None) if joined is None else joined
+    y_TD: Tensor = _JoinedMLP.apply(x_TD, w1_FD, w2_DF, residual_TD, products, product)
     return y_TD
-
-
-def reason_apart(first: nn.Module, activation: nn.Module, second: nn.Module) -> str:
-    """Return the reason why the three modules of an MLP must be called; empty if there is none.
-
-    Modules of TransformerEngine, modules that adapters put in place of a layer, and modules whose call
-    was replaced or is observed compute or save something else.
-    """
-    for projection in (first, second):
-        if type(projection) not in (ColumnParallelLinear, RowParallelLinear):
-            return NOT_LOCAL
-        if projection.bias is not None:
-            return BIAS
-        if projection.tp.size > 1:
-            return TENSOR_PARALLEL
-    if any(_is_observed(each) for each in (first, activation, second)):
-        return "calls of the projections or of the activation are replaced or observed"
-    return ""
-
-
-def _is_observed(module: nn.Module) -> bool:
-    """Return True if a call of the module runs more than the ``forward`` of its class."""
-    return "forward" in vars(module) or any(
-        (
-            module._forward_hooks,
-            module._forward_pre_hooks,
-            module._backward_hooks,
-            module._backward_pre_hooks,
-        )
-    )
 
 
 class _JoinedMLP(autograd.Function):
@@ -81,14 +43,17 @@ class _JoinedMLP(autograd.Function):
         x_TD: Tensor,
         w1_FD: Tensor,
         w2_DF: Tensor,
-        activate: Callable[[Tensor], Tensor],
-        gradient: JoinedGradient,
+        residual_TD: Tensor | None,
+        products: JoinedProducts,
+        product: AddedProduct | None,
     ) -> Tensor:
-        hidden_TF = F.linear(x_TD, w1_FD)
+        hidden_TF, activated_TF = products.hidden_and_activation(x_TD, w1_FD)
         ctx.save_for_backward(x_TD, w1_FD, w2_DF, hidden_TF)
         ctx.main_grads = main_grad_of(w1_FD), main_grad_of(w2_DF)
-        ctx.gradient = gradient
-        return F.linear(activate(hidden_TF), w2_DF)
+        ctx.products = products
+        if residual_TD is None or product is None:
+            return F.linear(activated_TF, w2_DF)
+        return product(residual_TD, activated_TF, w2_DF)
 
     @staticmethod
     @once_differentiable
@@ -97,7 +62,7 @@ class _JoinedMLP(autograd.Function):
         of_w1, of_w2 = ctx.main_grads
         needs_dx, needs_dw1, needs_dw2 = ctx.needs_input_grad[:3]
         dx_TD = dw1_FD = dw2_DF = None
-        dhidden_TF, activated_TF = ctx.gradient(dy_TD, w2_DF, hidden_TF)
+        dhidden_TF, activated_TF = ctx.products.gradient(dy_TD, w2_DF, hidden_TF)
         if needs_dw2:
             dw2_DF = weight_grad(of_w2, dy_TD, activated_TF)
         del activated_TF
@@ -105,4 +70,5 @@ class _JoinedMLP(autograd.Function):
             dx_TD = dhidden_TF @ w1_FD
         if needs_dw1:
             dw1_FD = weight_grad(of_w1, dhidden_TF, x_TD)
-        return dx_TD, dw1_FD, dw2_DF, None, None
+        d_residual_TD = dy_TD if ctx.needs_input_grad[3] else None
+        return dx_TD, dw1_FD, dw2_DF, d_residual_TD, None, None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
 from megatron_packed.distributed.tensor_parallel_shards import SplitSegment
 from megatron_packed.layers.backends import Backends
-from megatron_packed.layers.joined_mlp import joined_mlp, reason_apart
+from megatron_packed.layers.joined import JoinedResidual, project_and_add, reason_apart
+from megatron_packed.layers.joined_mlp import joined_mlp
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.layers.transformer_impl import implementation
 from megatron_packed.ops.activation.api import Kind, activation
@@ -89,22 +92,32 @@ class MLP(nn.Module):
             columns, hidden_size, bias=bias, tp=tp, device=device, dtype=dtype
         )
 
-    def forward(self, x_TD: Tensor, packed: PackedSeqParams | None = None) -> Tensor:
+    @property
+    def output_projection(self) -> nn.Module:
+        return self.fc2
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        packed: PackedSeqParams | None = None,
+        joined: JoinedResidual | None = None,
+    ) -> Tensor:
         """Map ``(T, D)`` to ``(T, D)``, each token independently, so ``packed`` is not used."""
-        gradient = None
+        products = None
         if torch.is_grad_enabled() and x_TD.dim() == 2:
-            gradient = self.joined_gradient(x_TD.device.type, x_TD.dtype)
-        if gradient is not None:
-            return joined_mlp(x_TD, self.fc1.weight, self.fc2.weight, self.mlp_act, gradient)
-        y_TD: Tensor = self.fc2(self.mlp_act(self.fc1(x_TD)))
+            products = self.joined_products(x_TD.device.type, x_TD.dtype)
+        if products is not None:
+            return joined_mlp(x_TD, self.fc1.weight, self.fc2.weight, products, joined)
+        y_TF = self.mlp_act(self.fc1(x_TD))
+        y_TD: Tensor = self.fc2(y_TF) if joined is None else project_and_add(self.fc2, y_TF, joined)
         return y_TD
 
-    def joined_gradient(
+    def joined_products(
         self, device_type: str, dtype: torch.dtype
-    ) -> dense_mlp.JoinedGradient | None:
-        """Return the function that joins a product and the activation's gradient in backward.
+    ) -> dense_mlp.JoinedProducts | None:
+        """Return the functions that join products with the activation and its gradient.
 
-        None if backward runs them one after the other: see ``ops/dense_mlp/README.md``.
+        None if they run one after the other: see ``ops/dense_mlp/README.md``.
 
         Raises:
             NoBackendError: the requested backend does not support this layer's sizes and dtype.
@@ -119,7 +132,6 @@ class MLP(nn.Module):
             device_type=device_type,
         )
         backend = dense_mlp.OP.chosen[self.backend, inputs].loaded
-        gradient: dense_mlp.JoinedGradient | None = backend.gradient
-        if gradient is None or reason_apart(self.fc1, self.mlp_act, self.fc2):
+        if not backend.JOINS or reason_apart(self.fc1, self.fc2, others=(self.mlp_act,)):
             return None
-        return gradient
+        return cast(dense_mlp.JoinedProducts, backend)

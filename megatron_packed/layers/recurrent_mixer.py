@@ -32,6 +32,7 @@ from megatron_packed.distributed.tensor_parallel_shards import SplitSegment, set
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
 from megatron_packed.layers.context_parallel import ContextParallel, take_in_parts
+from megatron_packed.layers.joined import JoinedResidual, project_and_add
 from megatron_packed.layers.named_call import NamedCall
 from megatron_packed.layers.parameters import keep_fp32, new_parameter, no_weight_decay
 from megatron_packed.layers.short_convolution import CausalConv1d
@@ -145,10 +146,18 @@ class RecurrentMixer(nn.Module):
         parameter = new_parameter(heads, device=device, dtype=torch.float32)
         return set_shard(keep_fp32(no_weight_decay(parameter)), self.heads)
 
-    def forward(self, u_TD: Tensor, packed: PackedSeqParams) -> Tensor:
+    @property
+    def output_projection(self) -> nn.Module:
+        return self.out_proj
+
+    def forward(
+        self, u_TD: Tensor, packed: PackedSeqParams, joined: JoinedResidual | None = None
+    ) -> Tensor:
         """Map the hidden state ``(T, D)`` to ``(T, D)``; a context-parallel rank has T / c rows."""
         y_TI = self.scan(self._scan, self.in_proj(u_TD), packed)
-        y_TD: Tensor = self.out_proj(y_TI)
+        y_TD: Tensor = (
+            self.out_proj(y_TI) if joined is None else project_and_add(self.out_proj, y_TI, joined)
+        )
         return y_TD
 
     def _scan(self, projected_TO: Tensor, packed: PackedSeqParams) -> Tensor:

@@ -1,10 +1,13 @@
-"""Tiles of the products of quack on Hopper, chosen by the shape of the output, and where they serve."""
+"""Tiles of quack's products on Hopper, and the GPUs and tensors that they serve."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from math import ceil
 
 import torch
+from torch import Tensor
 
 TILES = ((128, 192), (192, 128), (128, 128))
 """Rows and columns of the tiles, the fastest for exact multiples first.
@@ -12,7 +15,16 @@ TILES = ((128, 192), (192, 128), (128, 128))
 For each of 18 products of six sizes on an H200, the tile of `least_padded_tile` is the fastest of nine
 tilings or up to 2 % slower.
 """
+TOKEN_TILES = ((128, 192), (128, 128))
+"""Tiles of products that also read or write a second tensor, with tokens as rows.
+
+For six such products of three sizes on an H100, the tile of `least_padded_tile` is the fastest of
+seven or up to 1 % slower.
+"""
 CLUSTER_N = 2
+ALIGNMENT = 8
+"""Required divisor of row lengths: each row must start at a multiple of 16 bytes (8 bfloat16)."""
+_THREAD = threading.local()
 
 
 def device_reasons(device_type: str) -> list[str]:
@@ -27,13 +39,33 @@ def device_reasons(device_type: str) -> list[str]:
     return []
 
 
-def least_padded_tile(columns: int, rows: int | None = None) -> tuple[int, int]:
-    """Return the tile that pads the output least, the first of several in `TILES`.
+def join_context(device: torch.device) -> None:
+    """Make the GPU's context current in this thread, by the first kernel that the thread launches.
+
+    quack asks the driver for the largest number of clusters, which needs a context. In autograd's thread
+    a product of quack may be the first work.
+    """
+    if not hasattr(_THREAD, "has_context"):
+        torch.zeros(1, device=device)
+        _THREAD.has_context = True
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """Return the tensor with contiguous rows at an address that the TMA can read, a copy if needed."""
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % 16 else tensor
+
+
+def least_padded_tile(
+    columns: int, rows: int | None = None, tiles: Sequence[tuple[int, int]] = TILES
+) -> tuple[int, int]:
+    """Return the tile that pads the output least, the first of several in ``tiles``.
 
     Args:
         columns: columns of the output.
         rows: rows of a weight gradient; None if rows are tokens, whose number may differ in each
             step. Then only columns are padded.
+        tiles: rows and columns of the tiles to choose from.
 
     Example:
         1,024 columns are 8 tiles of 128, but 6 tiles of 192 are 1,152. So the tile is 192 x 128.
@@ -43,4 +75,4 @@ def least_padded_tile(columns: int, rows: int | None = None) -> tuple[int, int]:
         of_columns = ceil(columns / (tile[1] * CLUSTER_N)) * tile[1] * CLUSTER_N
         return of_columns * (1 if rows is None else ceil(rows / tile[0]) * tile[0])
 
-    return min(TILES, key=padded)
+    return min(tiles, key=padded)

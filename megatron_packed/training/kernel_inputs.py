@@ -13,16 +13,13 @@ import torch
 from megatron_packed.config.kernel_options import attention_op
 from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, MAMBA, MLP, MOE
 from megatron_packed.config.run import RunConfig
-from megatron_packed.config.sections.memory import OFFLOADED
 from megatron_packed.layers.backends import Backends
-from megatron_packed.layers.joined_mlp import BIAS, NOT_LOCAL, TENSOR_PARALLEL
 from megatron_packed.layers.transformer_impl import TRANSFORMER_ENGINE_NAME
 from megatron_packed.ops.activation import api as activation
 from megatron_packed.ops.backend_dispatch import Op
 from megatron_packed.ops.causal_conv1d import api as causal_conv1d
 from megatron_packed.ops.context_parallel_attention import api as context_parallel_attention
 from megatron_packed.ops.cross_entropy import api as cross_entropy
-from megatron_packed.ops.dense_mlp import api as dense_mlp
 from megatron_packed.ops.gated_delta_rule import api as gated_delta_rule
 from megatron_packed.ops.gated_rms_norm import api as gated_rms_norm
 from megatron_packed.ops.grouped_mlp import api as grouped_mlp
@@ -35,6 +32,7 @@ from megatron_packed.ops.varlen_attention import backends as varlen_attention
 from megatron_packed.ops.varlen_attention.api import effective_window
 from megatron_packed.optim import adamw
 from megatron_packed.training.build_job import backends_of, dtype_of
+from megatron_packed.training.joined_inputs import dense_mlp_ops, residual_projection_ops
 
 UNKNOWN_VOCABULARY = 32_768
 """Number of vocabulary entries assumed for the choice of the loss kernel before a tokenizer is read."""
@@ -73,7 +71,8 @@ def op_inputs(
             ),
         )
     yield from _feed_forward_ops(config, kind)
-    yield from _dense_mlp_ops(config, kind)
+    yield from dense_mlp_ops(config, kind)
+    yield from residual_projection_ops(config, kind)
     tp = config.parallel.tensor_model_parallel_size
     rows = model.padded_vocab_size(model.vocab_size or UNKNOWN_VOCABULARY, tp) // tp
     yield (
@@ -291,36 +290,6 @@ def _feed_forward_ops(config: RunConfig, kind: str) -> Iterator[tuple[Op, Hashab
             activation.OP,
             activation.ActivationInputs(
                 kind=activation.GATE, features=heads * model.head_dim, dtype=dtype, device_type=kind
-            ),
-        )
-
-
-def _dense_mlp_ops(config: RunConfig, kind: str) -> Iterator[tuple[Op, Hashable]]:
-    """Yield the backward pass of dense MLPs and of shared experts, if it has several backends."""
-    model, tp = config.model, config.parallel.tensor_model_parallel_size
-    if (model.activation, kind) not in dense_mlp.WITH_CHOICE:
-        return
-    apart = TENSOR_PARALLEL if tp > 1 else ""
-    if config.training.transformer_impl == TRANSFORMER_ENGINE_NAME:
-        apart = NOT_LOCAL
-    found = []
-    if MLP in model.hybrid_layer_pattern:
-        offloaded = f"{OFFLOADED} names parts of dense MLPs"
-        own = BIAS if model.add_bias_linear else offloaded
-        separate = model.add_bias_linear or config.memory.offloads_parts_of_mlp
-        found.append((model.ffn_hidden_size, apart or (own if separate else "")))
-    if MOE in model.hybrid_layer_pattern and model.moe_shared_expert_intermediate_size:
-        found.append((model.moe_shared_expert_intermediate_size, apart))
-    for inner, reason in found:
-        yield (
-            dense_mlp.OP,
-            dense_mlp.DenseMLPInputs(
-                channels=model.hidden_size,
-                inner=inner // tp,
-                kind=model.activation,
-                dtype=dtype_of(config),
-                device_type=kind,
-                apart=reason,
             ),
         )
 

@@ -49,6 +49,7 @@ LABELS = {
     "router_logits": "router",
     "activation": "activation",
     "dense_mlp": "dense MLP",
+    "residual_projection": "residual",
     "cross_entropy": "loss",
     "adamw": "optimizer",
 }

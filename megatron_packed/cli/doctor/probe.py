@@ -41,6 +41,7 @@ LAYER_OF = {
     "rms_norm": "-",
     "activation": "-",
     "dense_mlp": "-",
+    "residual_projection": "M",
     "cross_entropy": "-",
     "grouped_mlp": "E",
     "permute": "E",

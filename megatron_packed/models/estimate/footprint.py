@@ -155,8 +155,8 @@ class RankSizes:
         )
 
     def joins(self, mlp: Any) -> bool:
-        """Return whether a GPU of this machine joins a product and the activation's gradient."""
-        return mlp.joined_gradient("cuda", mlp.fc1.weight.dtype) is not None
+        """Return whether a GPU of this machine joins products with the activation and its gradient."""
+        return mlp.joined_products("cuda", mlp.fc1.weight.dtype) is not None
 
     def dropped(self, saved: dict[str, Term]) -> dict[str, Term]:
         """Add the dropout mask to ``saved``: one byte for each element of the result."""

@@ -1,13 +1,13 @@
-"""Choice of the backward pass of a dense MLP, ``y = activation(x W1^T) W2^T``.
+"""Choice of the products of a dense MLP, ``y = activation(x W1^T) W2^T``.
 
-With a backend that joins, one kernel computes the gradient ``dy W2`` and, on its result, the
-derivative of the activation. Letters: T tokens, D channels, F inner channels.
+With a backend that joins, the kernel of the first product also computes the activation. In backward,
+the kernel of ``dy W2`` also applies the derivative. Letters: T tokens, D channels, F inner channels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,12 +23,22 @@ OP = Op(
 )
 WITH_CHOICE = {("squared_relu", "cuda")}
 """Kinds of activations and device types with several backends; all others are separate operations."""
-JoinedGradient = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""``(dy_TD, w2_DF, hidden_TF) -> (dhidden_TF, activated_TF)``, with ``hidden = x W1^T``.
 
-``dhidden`` is the product ``dy W2`` times the derivative of the activation at ``hidden``.
-``activated`` is the activation of ``hidden``, with the bits of the op ``activation``.
-"""
+
+class JoinedProducts(Protocol):
+    """Functions of a backend that joins products and activation, with ``hidden = x W1^T``.
+
+    ``activated`` has the same bits in both: those of the op ``activation`` of the rounded ``hidden``.
+    """
+
+    def hidden_and_activation(self, x_TD: Tensor, w1_FD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``(hidden_TF, activated_TF)``."""
+
+    def gradient(self, dy_TD: Tensor, w2_DF: Tensor, hidden_TF: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``(dhidden_TF, activated_TF)``.
+
+        ``dhidden`` is the product ``dy W2`` times the derivative of the activation at ``hidden``.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)

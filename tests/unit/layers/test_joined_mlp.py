@@ -1,4 +1,4 @@
-"""Dense MLP with a joined gradient, with a stand-in for quack that computes it in plain torch.
+"""Dense MLP with joined products, with a stand-in for quack that computes them in plain torch.
 
 The package needs a GPU. The stand-in takes the tensors and arguments that quack takes.
 """
@@ -19,6 +19,7 @@ from megatron_packed.layers.tensor_parallel import TensorParallel
 from megatron_packed.models.estimate.activations import footprints
 from megatron_packed.models.estimate.footprint import Purpose, Work
 from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.ops import quack_tiles
 from megatron_packed.ops.backend_dispatch import NoBackendError, Op
 from megatron_packed.ops.dense_mlp import api
 from megatron_packed.packed.micro_batch import MicroBatch
@@ -33,10 +34,20 @@ BF16 = torch.bfloat16
 
 
 class Product:
-    """Object of quack that has the launch plans."""
+    """Object of quack that has the launch plans, and runs an epilogue on the sums of a product."""
 
-    def __init__(self):
+    def __init__(self, epilogue=None, launched=()):
         self._call_cache, self._plan_cache = {}, {}
+        self.epilogue, self.launched, self.tiles = epilogue, launched, []
+
+    def __call__(self, A, B, out, config, tuned):
+        assert not tuned and threading.get_ident() in self.launched
+        for each in (A, B.t()):
+            assert each.is_contiguous() and each.data_ptr() % 16 == 0 and each.dtype == BF16
+        self.tiles.append((config["tile_m"], config["tile_n"]))
+        self._call_cache[A.shape] = self._plan_cache[A.shape] = object()
+        for name, value in self.epilogue(A.float() @ B.float()).items():
+            out[name].copy_(value)
 
 
 class Quack(ModuleType):
@@ -68,7 +79,14 @@ def quack(monkeypatch):
     modules |= {name: ModuleType(name) for name in ("quack.epilogue.library", "quack.gemm_config")}
     modules["quack.epilogue.library"].dact_mod = lambda activation, has_scale, has_reduce: product
     modules["quack.gemm_config"].GemmConfig = dict
-    modules["quack.gemm_interface"] = modules["quack"].gemm_interface = Quack(product)
+    modules["quack.gemm_interface"] = modules["quack"].gemm_interface = stand_in = Quack(product)
+    for name in ("quack.epilogue.frontend", "quack.activation", "cutlass"):
+        modules[name] = ModuleType(name)
+    modules["quack.epilogue.frontend"].gemm_epilogue = lambda outputs: (
+        lambda epilogue: Product(epilogue, stand_in.launched)
+    )
+    modules["quack.activation"].relu_sq = lambda values: values.relu() * values
+    modules["cutlass"].BFloat16, modules["cutlass"].Float32 = torch.bfloat16, torch.float32
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, NAME, raising=False)
@@ -76,10 +94,11 @@ def quack(monkeypatch):
     zeros = torch.zeros
 
     def launch(*arguments, **options):
-        modules["quack.gemm_interface"].launched.add(threading.get_ident())
+        stand_in.launched.add(threading.get_ident())
         return zeros(*arguments, **options)
 
     monkeypatch.setattr(torch, "zeros", launch)
+    monkeypatch.setattr(quack_tiles, "_THREAD", threading.local())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(api, "OP", Op("dense_mlp", tuple(map(replace, api.OP.backends))))
@@ -136,19 +155,26 @@ def test_outputs_and_gradients_are_those_of_separate_layers(on_cpu, frozen, accu
     x, dy = values()
     options = {"accumulate": accumulate, "frozen": frozen}
     got = run(mlp(), x, dy, **options)
-    assert on_cpu._quack.tiles == [(192, 128)]
+    assert on_cpu._quack.tiles == [(192, 128)] and on_cpu._squared_relu.tiles == [(128, 128)]
     apart = run(mlp("torch"), x, dy, **options)
     exact = run(mlp(dtype=torch.float64), x.double(), dy.double(), frozen=frozen)
     assert len(on_cpu._quack.tiles) == 1
-    # The activation of backward is that of forward, and only the first product's gradient differs.
-    assert torch.equal(got["y"], apart["y"])
-    for name in ("x", "fc1", "fc2"):
+    for name in ("y", "x", "fc1", "fc2"):
         if name in frozen:
             assert got[name] is None or not got[name].any()
             continue
         errors = [(found[name].double() - exact[name]).norm() for found in (got, apart)]
         assert errors[0] <= 1.02 * errors[1] and errors[0] < 1e-2 * exact[name].norm(), name
-        assert name != "fc2" or torch.equal(got["fc2"], apart["fc2"])
+
+
+def test_both_activations_are_those_of_the_rounded_values(on_cpu):
+    layer, (x, dy) = mlp(), values()
+    hidden, activated = on_cpu.hidden_and_activation(x, layer.fc1.weight)
+    _, again = on_cpu.gradient(dy, layer.fc2.weight, hidden)
+    assert torch.equal(activated, again)
+    assert torch.equal(activated, layer.mlp_act(hidden))
+    # The hidden values stay until backward, so the activation must not lie in their memory.
+    assert activated.untyped_storage().data_ptr() != hidden.untyped_storage().data_ptr()
 
 
 def test_micro_batches_are_added(on_cpu):
@@ -162,7 +188,8 @@ def test_micro_batches_are_added(on_cpu):
 
 def test_a_pack_without_rows_launches_nothing(on_cpu):
     found = run(mlp(), *values(0), accumulate=True)
-    assert not any(each.any() for each in found.values()) and not on_cpu._quack.tiles
+    assert not any(each.any() for each in found.values())
+    assert not on_cpu._quack.tiles and not on_cpu._squared_relu.tiles
 
 
 def test_a_row_depends_on_itself_only(on_cpu):
@@ -185,6 +212,9 @@ def test_tensors_that_the_kernel_cannot_read_are_copied(on_cpu):
     ):
         got = run(mlp(), x, strided)
         assert all(torch.equal(got[name], want[name]) for name in want)
+    strided = torch.empty(T * D + 1, dtype=BF16)[1:].view(T, D).copy_(x)
+    got = run(mlp(), strided, dy)
+    assert all(torch.equal(got[name], want[name]) for name in want)
 
 
 def test_the_activation_is_not_saved(on_cpu):
@@ -222,7 +252,7 @@ def test_modules_that_are_observed_or_replaced_are_called(on_cpu, change):
     x, dy = values()
     got, want = run(layer, x, dy), run(mlp("torch"), x, dy)
     assert all(torch.equal(got[name], want[name]) for name in want)
-    assert not on_cpu._quack.tiles
+    assert not on_cpu._quack.tiles and not on_cpu._squared_relu.tiles
 
 
 @pytest.mark.parametrize(
@@ -236,10 +266,10 @@ def test_modules_that_are_observed_or_replaced_are_called(on_cpu, change):
 )
 def test_other_layers_are_separate(on_cpu, options, reason):
     layer = mlp(**options)
-    assert layer.joined_gradient("cpu", options.get("dtype", BF16)) is None
+    assert layer.joined_products("cpu", options.get("dtype", BF16)) is None
     if reason is not None:
         with pytest.raises(NoBackendError, match=reason):
-            mlp("quack", **options).joined_gradient("cpu", options.get("dtype", BF16))
+            mlp("quack", **options).joined_products("cpu", options.get("dtype", BF16))
 
 
 def offloading(*parts):
@@ -308,8 +338,8 @@ def test_plans_of_other_row_counts_do_not_pile_up(on_cpu, monkeypatch):
     monkeypatch.setattr(on_cpu, "_PLANS_KEPT", 3)
     for rows in range(1, 9):
         run(mlp(), *values(rows))
-        product = on_cpu._quack.product
-        assert 0 < len(product._call_cache) <= 3 and 0 < len(product._plan_cache) <= 3
+        for product in (on_cpu._quack.product, on_cpu._squared_relu):
+            assert 0 < len(product._call_cache) <= 3 and 0 < len(product._plan_cache) <= 3
 
 
 def footprint(pattern, backend, memory=None):

@@ -1,0 +1,120 @@
+"""Layers whose products also compute what comes before or after them.
+
+The end of a layer is ``residual + x W^T``, so the last projection of the mixer may add the residual.
+Letters: T tokens, I input width, O output width.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor, autograd, nn
+from torch.autograd.function import once_differentiable
+
+from megatron_packed.layers.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    main_grad_of,
+    weight_grad,
+)
+from megatron_packed.ops.residual_projection import api as residual_projection
+from megatron_packed.ops.residual_projection.api import AddedProduct
+
+NOT_LOCAL = "the projections are not those of this package"
+BIAS = "the projections have a bias"
+TENSOR_PARALLEL = "tensor-parallel ranks exchange rows around the projections"
+OBSERVED = "calls of the projections or of the activation are replaced or observed"
+
+
+def reason_apart(*projections: nn.Module, others: tuple[nn.Module, ...] = ()) -> str:
+    """Return the reason why modules of a layer must be called; empty if there is none.
+
+    Modules of TransformerEngine, modules that adapters put in place of a layer, and modules whose call
+    was replaced or is observed compute or save something else.
+    """
+    for projection in projections:
+        if type(projection) not in (ColumnParallelLinear, RowParallelLinear):
+            return NOT_LOCAL
+        if projection.bias is not None:
+            return BIAS
+        if projection.tp.size > 1:
+            return TENSOR_PARALLEL
+    return OBSERVED if any(map(_is_observed, (*projections, *others))) else ""
+
+
+def _is_observed(module: nn.Module) -> bool:
+    """Return True if a call of the module runs more than the ``forward`` of its class."""
+    return "forward" in vars(module) or any(
+        (
+            module._forward_hooks,
+            module._forward_pre_hooks,
+            module._backward_hooks,
+            module._backward_pre_hooks,
+        )
+    )
+
+
+class JoinedResidual(NamedTuple):
+    """Residual that the last projection of a mixer adds to its result."""
+
+    residual_TO: Tensor
+    product: AddedProduct
+
+
+def joined_residual(mixer: nn.Module, residual_TD: Tensor, backend: str) -> JoinedResidual | None:
+    """Return the residual for the last projection of the mixer, which adds it; None if it does not.
+
+    See ``ops/residual_projection/README.md``.
+
+    Args:
+        mixer: may have a module ``output_projection``, the last one of its forward.
+        residual_TD: the hidden state before the layer.
+        backend: backend of the op ``residual_projection``.
+
+    Raises:
+        NoBackendError: the requested backend does not support the sizes and dtype.
+    """
+    projection = getattr(mixer, "output_projection", None)
+    if projection is None or residual_TD.dim() != 2 or reason_apart(projection, others=(mixer,)):
+        return None
+    channels, inner = projection.weight.shape
+    inputs = residual_projection.ResidualProjectionInputs(
+        inner=inner,
+        channels=channels,
+        dtype=residual_TD.dtype,
+        device_type=residual_TD.device.type,
+    )
+    product = residual_projection.OP.chosen[backend, inputs].loaded.added_product
+    return None if product is None else JoinedResidual(residual_TD, product)
+
+
+def project_and_add(projection: nn.Module, x_TI: Tensor, joined: JoinedResidual) -> Tensor:
+    """Compute ``residual + x W^T`` with the weight of a projection that `joined_residual` found.
+
+    The weight's gradient is added to ``main_grad``; without it, autograd accumulates the gradient.
+    """
+    y_TO: Tensor = _AddedLinear.apply(x_TI, projection.weight, *joined)
+    return y_TO
+
+
+class _AddedLinear(autograd.Function):
+    """Autograd function of `project_and_add`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TI: Tensor, weight_OI: Tensor, residual_TO: Tensor, product: AddedProduct
+    ) -> Tensor:
+        ctx.save_for_backward(x_TI, weight_OI)
+        ctx.weight_main_grad = main_grad_of(weight_OI)
+        return product(residual_TO, x_TI, weight_OI)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_TO: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x_TI, weight_OI = ctx.saved_tensors
+        needs_dx, needs_dw, needs_residual = ctx.needs_input_grad[:3]
+        grad_TI = grad_TO @ weight_OI if needs_dx else None
+        grad_OI = weight_grad(ctx.weight_main_grad, grad_TO, x_TI) if needs_dw else None
+        return grad_TI, grad_OI, grad_TO if needs_residual else None, None

@@ -1,0 +1,69 @@
+"""Product of quack (Hopper) that adds the residual to its fp32 sums, for bf16.
+
+flash-attn 4 installs quack. The residual is read while other products run, so the addition costs no
+pass over memory of its own. Kernels are compiled on first use, in a few seconds, and kept in
+``QUACK_CACHE_DIR`` (`config.environment_variables`).
+
+The tile depends on the widths, and one program owns a tile. So a row depends on itself only, and
+equal inputs give equal bits.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING
+
+import torch
+from quack import gemm as _quack
+from torch import Tensor
+
+from megatron_packed.ops.quack_tiles import (
+    ALIGNMENT,
+    CLUSTER_N,
+    TOKEN_TILES,
+    aligned,
+    device_reasons,
+    join_context,
+    least_padded_tile,
+)
+
+if TYPE_CHECKING:
+    from megatron_packed.ops.residual_projection.api import ResidualProjectionInputs
+
+_SCHEDULE = {"cluster_M": 1, "cluster_N": CLUSTER_N, "pingpong": True}
+_NEEDED = {"tile_M", "tile_N", *_SCHEDULE}
+"""Arguments of quack's product that this module gives by name; later versions may change them."""
+_PLANS = _quack._gemm_plan_cache
+"""Launch plans of quack: one for each number of rows. quack has no public way to bound them."""
+_PLANS_KEPT = 1024
+
+
+def not_supported_reasons(inputs: ResidualProjectionInputs) -> list[str]:
+    """Return the reasons why quack's product does not support these inputs; empty if it does."""
+    reasons = []
+    if missing := _NEEDED - set(inspect.signature(_quack.gemm).parameters):
+        reasons.append(f"this version of quack-kernels has no {sorted(missing)}; 0.6.5 works")
+    reasons += device_reasons(inputs.device_type)
+    if inputs.dtype != torch.bfloat16:
+        reasons.append(f"rows and weights must be bfloat16, not {inputs.dtype}")
+    reasons.extend(
+        f"{name} ({size}) is not divisible by {ALIGNMENT}"
+        for name, size in (("input width", inputs.inner), ("output width", inputs.channels))
+        if size % ALIGNMENT
+    )
+    return reasons + ([inputs.apart] if inputs.apart else [])
+
+
+def added_product(residual_TO: Tensor, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+    """Return ``residual + x W^T``. See `api.AddedProduct`."""
+    y_TO = torch.empty(residual_TO.shape, dtype=residual_TO.dtype, device=residual_TO.device)
+    if y_TO.shape[0]:
+        if len(_PLANS) >= _PLANS_KEPT:
+            _PLANS.clear()
+        join_context(y_TO.device)
+        tile_m, tile_n = least_padded_tile(y_TO.shape[1], tiles=TOKEN_TILES)
+        operands = map(aligned, (x_TI, weight_OI))
+        _quack.gemm(
+            *operands, y_TO, aligned(residual_TO), None, tile_M=tile_m, tile_N=tile_n, **_SCHEDULE
+        )
+    return y_TO

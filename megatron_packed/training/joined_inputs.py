@@ -1,0 +1,106 @@
+"""Inputs by which ops that join products with what stands around them choose their kernels.
+
+They hold the reasons why a run keeps the operations apart. See `kernel_inputs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+
+from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, MAMBA, MLP, MOE
+from megatron_packed.config.run import RunConfig
+from megatron_packed.config.sections.memory import LAYER_NORM, MIXERS, OFFLOADED
+from megatron_packed.layers.joined import BIAS, NOT_LOCAL, TENSOR_PARALLEL
+from megatron_packed.layers.transformer_impl import TRANSFORMER_ENGINE_NAME
+from megatron_packed.memory.apply import offloaded_parts, recomputed_parts
+from megatron_packed.ops.backend_dispatch import Op
+from megatron_packed.ops.dense_mlp import api as dense_mlp
+from megatron_packed.ops.residual_projection import api as residual_projection
+from megatron_packed.training.build_job import dtype_of
+
+
+def dense_mlp_ops(config: RunConfig, kind: str) -> Iterator[tuple[Op, Hashable]]:
+    """Yield the backward pass of dense MLPs and of shared experts, if it has several backends."""
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    if (model.activation, kind) not in dense_mlp.WITH_CHOICE:
+        return
+    apart = TENSOR_PARALLEL if tp > 1 else ""
+    if config.training.transformer_impl == TRANSFORMER_ENGINE_NAME:
+        apart = NOT_LOCAL
+    found = []
+    if MLP in model.hybrid_layer_pattern:
+        offloaded = f"{OFFLOADED} names parts of dense MLPs"
+        own = BIAS if model.add_bias_linear else offloaded
+        separate = model.add_bias_linear or config.memory.offloads_parts_of_mlp
+        found.append((model.ffn_hidden_size, apart or (own if separate else "")))
+    if MOE in model.hybrid_layer_pattern and model.moe_shared_expert_intermediate_size:
+        found.append((model.moe_shared_expert_intermediate_size, apart))
+    for inner, reason in found:
+        yield (
+            dense_mlp.OP,
+            dense_mlp.DenseMLPInputs(
+                channels=model.hidden_size,
+                inner=inner // tp,
+                kind=model.activation,
+                dtype=dtype_of(config),
+                device_type=kind,
+                apart=reason,
+            ),
+        )
+
+
+_PROJECTIONS = {
+    ATTENTION: "attn_proj",
+    MAMBA: "mamba_out_proj",
+    GATED_DELTA_NET: "gdn_out_proj",
+    MLP: "mlp_fc2",
+}
+"""Name of each layer's last projection in --offload-modules."""
+
+
+def residual_projection_ops(config: RunConfig, kind: str) -> Iterator[tuple[Op, Hashable]]:
+    """Yield the end of each kind of layer but those with experts, if it has several backends."""
+    if kind not in residual_projection.WITH_CHOICE:
+        return
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    widths = {
+        ATTENTION: lambda: model.num_attention_heads * model.head_dim,
+        MAMBA: lambda: model.d_inner,
+        GATED_DELTA_NET: lambda: model.linear_value_dim,
+        MLP: lambda: model.ffn_hidden_size,
+    }
+    for symbol, width in widths.items():
+        if symbol in model.layer_types:
+            yield (
+                residual_projection.OP,
+                residual_projection.ResidualProjectionInputs(
+                    inner=width() // tp,
+                    channels=model.hidden_size,
+                    dtype=dtype_of(config),
+                    device_type=kind,
+                    apart=_reason_to_add_apart(config, symbol),
+                ),
+            )
+
+
+def _reason_to_add_apart(config: RunConfig, symbol: str) -> str:
+    """Return why all layers of this kind add the residual in a kernel of its own; empty if some do not."""
+    model, memory = config.model, config.memory
+    numbers = [number for number, other in enumerate(model.layer_types) if other == symbol]
+    if config.training.transformer_impl == TRANSFORMER_ENGINE_NAME:
+        return NOT_LOCAL
+    if config.parallel.tensor_model_parallel_size > 1:
+        return TENSOR_PARALLEL
+    if model.add_bias_linear and symbol in (ATTENTION, MLP):
+        return BIAS
+    if model.hidden_dropout:
+        return "the mixer's output has dropout"
+    if model.residual_multiplier is not None:
+        return "the mixer's output is multiplied before the addition"
+    if all(map(model.norms_output, numbers)):
+        return "the mixer's output is normalised before the addition"
+    if set(recomputed_parts(memory, symbol)) & {*MIXERS, LAYER_NORM}:
+        return "the mixer or its input is recomputed"
+    if all(_PROJECTIONS[symbol] in offloaded_parts(memory, symbol, each) for each in numbers):
+        return f"{OFFLOADED} names the projection"
+    return ""

@@ -1,0 +1,272 @@
+"""Layers whose last projection adds the residual, with a stand-in for quack's product in plain torch.
+
+The package needs a GPU. The stand-in takes the tensors and arguments that quack takes.
+"""
+
+import sys
+import threading
+from dataclasses import replace
+from importlib import import_module
+from types import ModuleType
+
+import pytest
+import torch
+
+from megatron_packed.config.sections.memory import MemoryConfig
+from megatron_packed.layers import hybrid_layer
+from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.ops import quack_tiles
+from megatron_packed.ops.backend_dispatch import NoBackendError, Op
+from megatron_packed.ops.residual_projection import api
+from megatron_packed.ops.varlen_attention import backends as varlen_attention
+from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.training.build_job import build_model
+from megatron_packed.training.kernel_inputs import op_inputs
+from support.hybrid_cases import VOCAB, tiny_config
+from support.kernel_calls import config_of
+
+NAME = "megatron_packed.ops.residual_projection.quack"
+BF16 = torch.bfloat16
+PATTERN = "GM*-E"
+
+
+class Quack(ModuleType):
+    """Module ``quack.gemm``."""
+
+    def __init__(self):
+        super().__init__("quack.gemm")
+        self._gemm_plan_cache = {}
+        self.calls = []
+        """Tile and shape of x of each call."""
+
+    def gemm(
+        self, A, B, D, C, tile_count_semaphore, tile_M, tile_N, cluster_M, cluster_N, pingpong
+    ):
+        assert tile_count_semaphore is None and (cluster_M, cluster_N, pingpong) == (1, 2, True)
+        for each in (A, B, C, D):
+            assert each.is_contiguous() and each.data_ptr() % 16 == 0
+        self._gemm_plan_cache[A.shape] = object()
+        self.calls.append(((tile_M, tile_N), tuple(A.shape)))
+        wide = torch.promote_types(A.dtype, torch.float32)
+        D.copy_(C.to(wide) + A.to(wide) @ B.to(wide).t())
+
+
+@pytest.fixture
+def quack(monkeypatch):
+    """Module of the backend, on a GPU that is a Hopper, with the stand-in."""
+    package, gemm = ModuleType("quack"), Quack()
+    package.gemm = gemm
+    monkeypatch.setitem(sys.modules, "quack", package)
+    monkeypatch.setitem(sys.modules, "quack.gemm", gemm)
+    monkeypatch.delitem(sys.modules, NAME, raising=False)
+    backend = import_module(NAME)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(quack_tiles, "_THREAD", threading.local())
+    monkeypatch.setattr(api, "OP", Op("residual_projection", tuple(map(replace, api.OP.backends))))
+    yield backend
+    monkeypatch.delitem(sys.modules, NAME)  # It must not outlive the stand-in.
+
+
+@pytest.fixture
+def on_cpu(quack, monkeypatch):
+    """The same module, which takes the tensors of a CPU, of any dtype, as bf16 on a GPU."""
+    monkeypatch.setattr(hybrid_layer, "WITH_CHOICE", {"cpu"})
+    monkeypatch.setattr(api, "WITH_CHOICE", {"cpu"})
+    reasons = quack.not_supported_reasons
+    monkeypatch.setattr(
+        quack,
+        "not_supported_reasons",
+        lambda inputs: reasons(replace(inputs, device_type="cuda", dtype=BF16)),
+    )
+    return quack
+
+
+def model_of(backend="auto", dtype=torch.float64, memory=None, pattern=PATTERN, **changes):
+    changes = {"position_embedding_type": "none", **changes}
+    return HybridModel(
+        tiny_config(pattern, **changes),
+        vocab_size=VOCAB,
+        max_positions=64,
+        device="cpu",
+        dtype=dtype,
+        seed=3,
+        backends={"residual_projection": backend},
+        memory=memory,
+    )
+
+
+def pack():
+    documents = [(torch.arange(length).numpy() % VOCAB, None) for length in (20, 1, 11)]
+    return MicroBatch.build(documents, 32)
+
+
+def run(model, accumulate=False):
+    """Return the loss and the gradients of all parameters."""
+    for parameter in model.parameters():
+        parameter.grad = None
+        if accumulate:
+            parameter.main_grad = torch.zeros_like(
+                parameter, dtype=torch.promote_types(parameter.dtype, torch.float32)
+            )
+    loss = model(pack()).loss
+    loss.backward()
+    found = {"loss": loss.detach()}
+    for name, parameter in model.named_parameters():
+        found[name] = parameter.grad
+        if accumulate and parameter.grad is None:
+            found[name] = parameter.main_grad
+    return found
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_loss_and_gradients_are_those_of_separate_operations(on_cpu, accumulate):
+    got, want = run(model_of(), accumulate), run(model_of("torch"), accumulate)
+    assert len(on_cpu._quack.calls) == 4  # all layers but that of the experts
+    for name, value in want.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-9, atol=1e-12, msg=name)
+        assert value.any(), name
+
+
+def test_the_sum_is_rounded_once(on_cpu):
+    generator = torch.Generator().manual_seed(0)
+    residual, x = torch.randn(2, 40, 16, generator=generator).to(BF16)
+    weight = torch.randn(16, 16, generator=generator).to(BF16)
+    exact = residual.float() + x.float() @ weight.float().t()
+    assert torch.equal(on_cpu.added_product(residual, x, weight), exact.bfloat16())
+    assert not torch.equal(residual + x @ weight.t(), exact.bfloat16())
+    strided = torch.empty(16, 40, dtype=BF16).t().copy_(x)
+    shifted = torch.empty(40 * 16 + 1, dtype=BF16)[1:].view(40, 16).copy_(residual)
+    assert torch.equal(on_cpu.added_product(shifted, strided, weight), exact.bfloat16())
+    assert on_cpu.added_product(residual[:0], x[:0], weight).shape == (0, 16)
+    assert len(on_cpu._quack.calls) == 2
+
+
+def test_frozen_weights_get_no_gradient_and_pass_on_those_of_rows(on_cpu):
+    joined, apart = model_of(pattern="M*-"), model_of("torch", pattern="M*-")
+    for model in (joined, apart):
+        for layer in model.layers:
+            layer.mixer.output_projection.weight.requires_grad_(False)
+    got, want = run(joined), run(apart)
+    assert on_cpu._quack.calls
+    for name, value in want.items():
+        if value is None:
+            assert got[name] is None
+        else:
+            torch.testing.assert_close(got[name], value, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def hooked(layer):
+    layer.mixer.output_projection.register_forward_hook(lambda module, inputs, output: None)
+
+
+def replaced(layer):
+    layer.mixer.forward = layer.mixer.forward
+
+
+def adapted(layer):
+    projection = layer.mixer.output_projection
+
+    class Adapter(type(projection)):
+        pass
+
+    projection.__class__ = Adapter
+
+
+@pytest.mark.parametrize("change", [hooked, replaced, adapted])
+def test_mixers_that_are_observed_or_replaced_add_nothing(on_cpu, change):
+    model = model_of(pattern="M*-")
+    for layer in model.layers:
+        change(layer)
+    got, want = run(model), run(model_of("torch", pattern="M*-"))
+    assert not on_cpu._quack.calls
+    assert all(torch.equal(got[name], value) for name, value in want.items())
+
+
+def selective(*modules):
+    return MemoryConfig(recompute_granularity="selective", recompute_modules=modules)
+
+
+def offloading(*modules):
+    return MemoryConfig(fine_grained_activation_offloading=True, offload_modules=modules)
+
+
+@pytest.mark.parametrize(
+    "pattern, changes, memory, reason",
+    [
+        ("M", {}, {}, ""),
+        ("*", {}, {}, ""),
+        ("G", {}, {}, ""),
+        ("-", {}, {}, ""),
+        ("-", {"add_bias_linear": True}, {}, "have a bias"),
+        ("M", {"add_bias_linear": True}, {}, ""),
+        ("M", {"hidden_dropout": 0.1}, {}, "dropout"),
+        ("*", {"residual_multiplier": 0.5}, {}, "multiplied"),
+        ("*-", {"attention_norm_placement": "output"}, {}, "normalised"),
+        ("M", {}, selective("mamba"), "recomputed"),
+        ("-", {}, selective("mlp"), "recomputed"),
+        ("*", {}, selective("core_attn"), ""),
+        ("M", {}, selective("layernorm"), "recomputed"),
+        ("M", {}, offloading("mamba_out_proj"), "names the projection"),
+        ("M", {}, offloading("mamba_in_proj"), ""),
+        ("-", {}, offloading("mlp_fc2"), "names the projection"),
+    ],
+)
+def test_a_run_lists_what_layers_do(on_cpu, monkeypatch, pattern, changes, memory, reason):
+    config = config_of(pattern, device="auto", bf16=True)
+    config = replace(config, model=replace(config.model, **changes), memory=memory or config.memory)
+    monkeypatch.setattr(varlen_attention, "_capability", lambda device: (9, 0))
+    listed = list(op_inputs(config, torch.device("cuda")))
+    for inputs in (inputs for op, inputs in listed if op is api.OP):
+        assert reason in inputs.apart and bool(reason) == bool(inputs.apart)
+        assert api.OP.select(inputs).name == ("torch" if reason else "quack")
+    layers = model_of(pattern=pattern, memory=memory or None, **changes)
+    if not (memory and memory.offloads):  # offload needs a GPU
+        run(layers)
+        assert bool(on_cpu._quack.calls) == (not reason)
+
+
+def test_layers_ask_for_what_a_run_lists(on_cpu, monkeypatch):
+    config = config_of("GM*-", bf16=True)
+    asked = []
+    monkeypatch.setattr(
+        on_cpu, "not_supported_reasons", lambda inputs: asked.append(inputs) or ["no kernel"]
+    )
+    tokens = [(torch.arange(128).numpy(), None)]
+    build_model(config, 256, "cpu")(MicroBatch.build(tokens, 128)).loss.backward()
+    told = {inputs for op, inputs in op_inputs(config, torch.device("cpu")) if op is api.OP}
+    assert set(asked) == told and len(told) == 3  # G and MLP have one width
+
+
+@pytest.mark.parametrize(
+    "columns, tile", [(2688, (128, 192)), (384, (128, 192)), (2048, (128, 128)), (4096, (128, 128))]
+)
+def test_the_tile_depends_on_widths_only(on_cpu, columns, tile):
+    for rows in (8, 200):
+        x, weight = torch.ones(rows, 16).to(BF16), torch.ones(columns, 16).to(BF16)
+        on_cpu.added_product(torch.ones(rows, columns).to(BF16), x, weight)
+    assert [each for each, _ in on_cpu._quack.calls] == [tile, tile]
+
+
+def test_plans_of_other_row_counts_do_not_pile_up(on_cpu, monkeypatch):
+    monkeypatch.setattr(on_cpu, "_PLANS_KEPT", 3)
+    for rows in range(1, 9):
+        ones = torch.ones(rows, 16).to(BF16)
+        on_cpu.added_product(ones, ones, torch.ones(16, 16).to(BF16))
+        assert 0 < len(on_cpu._PLANS) <= 3
+
+
+def test_what_cannot_be_is_refused_with_its_reason(quack, monkeypatch):
+    inputs = api.ResidualProjectionInputs(
+        inner=12, channels=16, dtype=torch.float32, device_type="cuda"
+    )
+    dtype, size = quack.not_supported_reasons(inputs)
+    assert "must be bfloat16, not torch.float32" in dtype
+    assert size == "input width (12) is not divisible by 8"
+    with pytest.raises(NoBackendError, match="not divisible by 8"):
+        api.OP.select(inputs, "quack")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    monkeypatch.setattr(quack._quack, "gemm", lambda A, B, D: None)
+    version, tiles, *_ = quack.not_supported_reasons(inputs)
+    assert "has no ['cluster_M', 'cluster_N', 'pingpong', 'tile_M', 'tile_N']" in version
+    assert tiles == "the tiles are those of compute capability 9.x, found (10, 0)"
