@@ -59,7 +59,7 @@ _PROJECTIONS = {
 
 
 def residual_projection_ops(config: RunConfig, kind: str) -> Iterator[tuple[Op, Hashable]]:
-    """Yield the end of each kind of layer but those with experts, if it has several backends."""
+    """Yield the end of each kind of layer and of shared experts, if it has several backends."""
     if kind not in residual_projection.WITH_CHOICE:
         return
     model, tp = config.model, config.parallel.tensor_model_parallel_size
@@ -81,6 +81,30 @@ def residual_projection_ops(config: RunConfig, kind: str) -> Iterator[tuple[Op, 
                     apart=_reason_to_add_apart(config, symbol),
                 ),
             )
+    if MOE in model.layer_types and model.moe_shared_expert_intermediate_size:
+        yield (
+            residual_projection.OP,
+            residual_projection.ResidualProjectionInputs(
+                inner=model.moe_shared_expert_intermediate_size // tp,
+                channels=model.hidden_size,
+                dtype=dtype_of(config),
+                device_type=kind,
+                apart=_reason_to_add_shared_expert_apart(config),
+            ),
+        )
+
+
+def _reason_to_add_shared_expert_apart(config: RunConfig) -> str:
+    """Return why routed and shared experts' results are added in a kernel of its own; empty if not."""
+    if config.training.transformer_impl == TRANSFORMER_ENGINE_NAME:
+        return NOT_LOCAL
+    if config.parallel.tensor_model_parallel_size > 1:
+        return TENSOR_PARALLEL
+    if config.model.moe_shared_expert_gate:
+        return "the shared expert's output is multiplied by its gate"
+    if config.model.moe_shared_expert_overlap:
+        return "the shared expert runs beside the routed experts"
+    return ""
 
 
 def _reason_to_add_apart(config: RunConfig, symbol: str) -> str:

@@ -30,6 +30,7 @@ from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
 from megatron_packed.layers.context_parallel import ContextParallel
+from megatron_packed.layers.joined import joined_residual
 from megatron_packed.layers.linear import Linear
 from megatron_packed.layers.mlp import MLP
 from megatron_packed.layers.moe.aux_loss import (
@@ -46,6 +47,7 @@ from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.layers.moe.router import Router, Routing
 from megatron_packed.layers.side_stream import SideStream
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
+from megatron_packed.ops.residual_projection.api import WITH_CHOICE
 from megatron_packed.packed.later_tokens import prepared, reaches
 from megatron_packed.packed.params import PackedSeqParams
 
@@ -179,6 +181,9 @@ class MoE(nn.Module):
         self.shared_expert_gate: Linear | None = None
         if config.moe_shared_expert_intermediate_size:
             self._build_shared_expert(config.moe_shared_expert_intermediate_size, **options)
+        self.backend = backends.residual_projection
+        self.adds_shared_expert = self.shared_expert_gate is None
+        """The shared expert's result is added unchanged, so that its last projection may add the routed one."""
         self.side: SideStream | None = None
         if self.overlaps_shared_expert and torch.device(device).type == "cuda":
             self.side = SideStream(torch.device(device))
@@ -269,6 +274,10 @@ class MoE(nn.Module):
         if self.ep.splits_tokens:
             # The routed rows are only a part of the rows that the shared expert processes.
             return self.ep.leave(y_TD) + self._shared_expert(x_TD)
+        if self.adds_shared_expert and y_TD.device.type in WITH_CHOICE:
+            joined = joined_residual(self.shared_expert, y_TD, self.backend)
+            if joined is not None:
+                return self.ep.leave(self.shared_expert(own_TD, None, joined))
         return self.ep.leave(y_TD + self._shared_expert(own_TD))
 
     def _shared_expert(self, x_TD: Tensor) -> Tensor:

@@ -11,9 +11,11 @@ from types import ModuleType
 
 import pytest
 import torch
+import torch.nn.functional as functional
 
 from megatron_packed.config.sections.memory import MemoryConfig
 from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.joined import JoinedResidual
 from megatron_packed.layers.mlp import MLP
 from megatron_packed.layers.tensor_parallel import TensorParallel
 from megatron_packed.models.estimate.activations import footprints
@@ -175,6 +177,18 @@ def test_both_activations_are_those_of_the_rounded_values(on_cpu):
     assert torch.equal(activated, layer.mlp_act(hidden))
     # The hidden values stay until backward, so the activation must not lie in their memory.
     assert activated.untyped_storage().data_ptr() != hidden.untyped_storage().data_ptr()
+
+
+def test_the_last_product_adds_a_residual(on_cpu):
+    x, dy = values()
+    residual = torch.randn(T, D).bfloat16().requires_grad_()
+    joined = JoinedResidual(residual, lambda rows, *operands: rows + functional.linear(*operands))
+    x.requires_grad_()
+    y = mlp()(x, None, joined)
+    y.backward(dy)
+    want = run(mlp(), x.detach(), dy)
+    assert torch.equal(y, residual + want["y"]) and torch.equal(x.grad, want["x"])
+    assert torch.equal(residual.grad, dy)
 
 
 def test_micro_batches_are_added(on_cpu):

@@ -14,6 +14,7 @@ import torch
 
 from megatron_packed.config.sections.memory import MemoryConfig
 from megatron_packed.layers import hybrid_layer
+from megatron_packed.layers.moe import layer
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.ops import quack_tiles
 from megatron_packed.ops.backend_dispatch import NoBackendError, Op
@@ -71,8 +72,8 @@ def quack(monkeypatch):
 @pytest.fixture
 def on_cpu(quack, monkeypatch):
     """The same module, which takes the tensors of a CPU, of any dtype, as bf16 on a GPU."""
-    monkeypatch.setattr(hybrid_layer, "WITH_CHOICE", {"cpu"})
-    monkeypatch.setattr(api, "WITH_CHOICE", {"cpu"})
+    for module in (hybrid_layer, layer, api):
+        monkeypatch.setattr(module, "WITH_CHOICE", {"cpu"})
     reasons = quack.not_supported_reasons
     monkeypatch.setattr(
         quack,
@@ -84,6 +85,8 @@ def on_cpu(quack, monkeypatch):
 
 def model_of(backend="auto", dtype=torch.float64, memory=None, pattern=PATTERN, **changes):
     changes = {"position_embedding_type": "none", **changes}
+    if "E" in pattern:
+        changes = {"moe_shared_expert_intermediate_size": 24, **changes}
     return HybridModel(
         tiny_config(pattern, **changes),
         vocab_size=VOCAB,
@@ -122,7 +125,7 @@ def run(model, accumulate=False):
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_loss_and_gradients_are_those_of_separate_operations(on_cpu, accumulate):
     got, want = run(model_of(), accumulate), run(model_of("torch"), accumulate)
-    assert len(on_cpu._quack.calls) == 4  # all layers but that of the experts
+    assert len(on_cpu._quack.calls) == 5  # four layers and a shared expert
     for name, value in want.items():
         torch.testing.assert_close(got[name], value, rtol=1e-9, atol=1e-12, msg=name)
         assert value.any(), name
@@ -145,8 +148,8 @@ def test_the_sum_is_rounded_once(on_cpu):
 def test_frozen_weights_get_no_gradient_and_pass_on_those_of_rows(on_cpu):
     joined, apart = model_of(pattern="M*-"), model_of("torch", pattern="M*-")
     for model in (joined, apart):
-        for layer in model.layers:
-            layer.mixer.output_projection.weight.requires_grad_(False)
+        for each in model.layers:
+            each.mixer.output_projection.weight.requires_grad_(False)
     got, want = run(joined), run(apart)
     assert on_cpu._quack.calls
     for name, value in want.items():
@@ -156,16 +159,16 @@ def test_frozen_weights_get_no_gradient_and_pass_on_those_of_rows(on_cpu):
             torch.testing.assert_close(got[name], value, rtol=1e-9, atol=1e-12, msg=name)
 
 
-def hooked(layer):
-    layer.mixer.output_projection.register_forward_hook(lambda module, inputs, output: None)
+def hooked(one):
+    one.mixer.output_projection.register_forward_hook(lambda module, inputs, output: None)
 
 
-def replaced(layer):
-    layer.mixer.forward = layer.mixer.forward
+def replaced(one):
+    one.mixer.forward = one.mixer.forward
 
 
-def adapted(layer):
-    projection = layer.mixer.output_projection
+def adapted(one):
+    projection = one.mixer.output_projection
 
     class Adapter(type(projection)):
         pass
@@ -176,8 +179,8 @@ def adapted(layer):
 @pytest.mark.parametrize("change", [hooked, replaced, adapted])
 def test_mixers_that_are_observed_or_replaced_add_nothing(on_cpu, change):
     model = model_of(pattern="M*-")
-    for layer in model.layers:
-        change(layer)
+    for each in model.layers:
+        change(each)
     got, want = run(model), run(model_of("torch", pattern="M*-"))
     assert not on_cpu._quack.calls
     assert all(torch.equal(got[name], value) for name, value in want.items())
@@ -210,6 +213,13 @@ def offloading(*modules):
         ("M", {}, offloading("mamba_out_proj"), "names the projection"),
         ("M", {}, offloading("mamba_in_proj"), ""),
         ("-", {}, offloading("mlp_fc2"), "names the projection"),
+        ("E", {"moe_shared_expert_intermediate_size": 32}, {}, ""),
+        (
+            "E",
+            {"moe_shared_expert_intermediate_size": 32, "moe_shared_expert_gate": True},
+            {},
+            "its gate",
+        ),
     ],
 )
 def test_a_run_lists_what_layers_do(on_cpu, monkeypatch, pattern, changes, memory, reason):
@@ -227,7 +237,9 @@ def test_a_run_lists_what_layers_do(on_cpu, monkeypatch, pattern, changes, memor
 
 
 def test_layers_ask_for_what_a_run_lists(on_cpu, monkeypatch):
-    config = config_of("GM*-", bf16=True)
+    config = config_of("GM*-E", bf16=True)
+    model = replace(config.model, moe_shared_expert_intermediate_size=40)
+    config = replace(config, model=model)
     asked = []
     monkeypatch.setattr(
         on_cpu, "not_supported_reasons", lambda inputs: asked.append(inputs) or ["no kernel"]
@@ -235,7 +247,7 @@ def test_layers_ask_for_what_a_run_lists(on_cpu, monkeypatch):
     tokens = [(torch.arange(128).numpy(), None)]
     build_model(config, 256, "cpu")(MicroBatch.build(tokens, 128)).loss.backward()
     told = {inputs for op, inputs in op_inputs(config, torch.device("cpu")) if op is api.OP}
-    assert set(asked) == told and len(told) == 3  # G and MLP have one width
+    assert set(asked) == told and len(told) == 4, told
 
 
 @pytest.mark.parametrize(
