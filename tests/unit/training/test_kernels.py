@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.kernel_options import ON_ANY_DEVICE, PLAIN
 from megatron_packed.config.run import RunConfig
 from megatron_packed.ops.backend_dispatch import Backend, Op
+from megatron_packed.ops.grouped_mlp import reference as experts
 from megatron_packed.ops.varlen_attention import backends as varlen_attention
 from megatron_packed.training import kernels, pretrain, run_description
 from megatron_packed.training.exit_codes import ExitCode
@@ -55,6 +57,14 @@ def test_what_is_named_is_what_runs(monkeypatch, pattern, flags):
     assert called == chosen
     names = kernel_names(config, chosen_kernels(config, CPU))
     assert set(names) == {LABELS[op] for op in called}
+
+
+def test_calls_of_partial_functions_are_noted(monkeypatch):
+    """Steps of the grouped product are partial functions in its backends for GPUs."""
+    for name in ("fc1", "activate", "fc2"):
+        monkeypatch.setattr(experts, name, partial(getattr(experts, name)))
+    called = called_in_a_step(monkeypatch, config_of("E"), CPU)
+    assert called["grouped_mlp"] == {"reference"}
 
 
 @pytest.mark.parametrize(
