@@ -66,6 +66,7 @@ def products_of(backend: str, size: Size) -> Any:
         experts=size.experts,
         hidden_in=size.hidden,
         hidden_out=size.hidden,
+        activation="squared_relu",
         dtype=torch.bfloat16,
         weight_dtype=torch.bfloat16,
         device_type="cuda",

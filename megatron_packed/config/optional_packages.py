@@ -85,7 +85,12 @@ PACKAGES = (
         name="quack-kernels",
         module="quack.gemm",
         use="products of experts, dense MLPs and last projections, fastest on Hopper",
-        kernels=("grouped_mlp.quack", "dense_mlp.quack", "residual_projection.quack"),
+        kernels=(
+            "grouped_mlp.quack_joined",
+            "grouped_mlp.quack",
+            "dense_mlp.quack",
+            "residual_projection.quack",
+        ),
     ),
     Package(
         name="flash-attn",

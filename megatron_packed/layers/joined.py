@@ -39,10 +39,10 @@ def reason_apart(*projections: nn.Module, others: tuple[nn.Module, ...] = ()) ->
             return BIAS
         if projection.tp.size > 1:
             return TENSOR_PARALLEL
-    return OBSERVED if any(map(_is_observed, (*projections, *others))) else ""
+    return OBSERVED if any(map(is_observed, (*projections, *others))) else ""
 
 
-def _is_observed(module: nn.Module) -> bool:
+def is_observed(module: nn.Module) -> bool:
     """Return True if a call of the module runs more than the ``forward`` of its class."""
     return "forward" in vars(module) or any(
         (

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import ceil
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +27,18 @@ CLUSTER_N = 2
 ALIGNMENT = 8
 """Required divisor of row lengths: each row must start at a multiple of 16 bytes (8 bfloat16)."""
 _THREAD = threading.local()
+
+
+def version_reasons(product: Callable[..., Any], needed: set[str]) -> list[str]:
+    """Return the reason why the installed quack does not serve; empty if it does.
+
+    Args:
+        product: function of quack.
+        needed: names of arguments that it must have.
+    """
+    missing = needed - set(inspect.signature(product).parameters)
+    works = "this version of quack-kernels has no {}; 0.6.5 works"
+    return [works.format(sorted(missing))] if missing else []
 
 
 def device_reasons(device_type: str) -> list[str]:

@@ -9,12 +9,20 @@ from collections.abc import Hashable, Iterator
 
 from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, MAMBA, MLP, MOE
 from megatron_packed.config.run import RunConfig
-from megatron_packed.config.sections.memory import LAYER_NORM, MIXERS, OFFLOADED
+from megatron_packed.config.sections.memory import (
+    EXPERT_ACTIVATION,
+    LAYER_NORM,
+    MIXERS,
+    MODULES,
+    OFFLOADED,
+    OFFLOADED_IN,
+)
 from megatron_packed.layers.joined import BIAS, NOT_LOCAL, TENSOR_PARALLEL
 from megatron_packed.layers.transformer_impl import TRANSFORMER_ENGINE_NAME
 from megatron_packed.memory.apply import offloaded_parts, recomputed_parts
 from megatron_packed.ops.backend_dispatch import Op
 from megatron_packed.ops.dense_mlp import api as dense_mlp
+from megatron_packed.ops.grouped_mlp import api as grouped_mlp
 from megatron_packed.ops.residual_projection import api as residual_projection
 from megatron_packed.training.build_job import dtype_of
 
@@ -47,6 +55,57 @@ def dense_mlp_ops(config: RunConfig, kind: str) -> Iterator[tuple[Op, Hashable]]
                 apart=reason,
             ),
         )
+
+
+def grouped_mlp_ops(config: RunConfig, kind: str) -> Iterator[tuple[Op, Hashable]]:
+    """Yield the experts, once for each reason why layers call their steps one by one."""
+    model, parallel, dtype = config.model, config.parallel, dtype_of(config)
+    inner = (model.moe_ffn_hidden_size or 0) // parallel.expert_tensor_parallel_size
+    # Layers with the same reason choose the same kernel, so one entry serves all of them.
+    for apart in dict.fromkeys(_reasons_of_experts(config)):
+        yield (
+            grouped_mlp.OP,
+            grouped_mlp.GroupedMLPInputs(
+                channels=model.routed_width,
+                experts=(model.num_experts or 0) // parallel.expert_model_parallel_size,
+                hidden_in=2 * inner if model.activation == "swiglu" else inner,
+                hidden_out=inner,
+                activation=model.activation,
+                dtype=dtype,
+                weight_dtype=dtype,
+                device_type=kind,
+                apart=apart,
+            ),
+        )
+
+
+def _reasons_of_experts(config: RunConfig) -> Iterator[str]:
+    """Yield for each layer with experts why it calls their steps one by one; empty if it does not."""
+    for number, symbol in enumerate(config.model.layer_types):
+        if symbol != MOE:
+            continue
+        # A norm before the experts is a part of the layer too, but no step of the experts.
+        offloaded = offloaded_parts(config.memory, MOE, number)
+        if any(OFFLOADED_IN[part] == MOE for part in offloaded):
+            yield f"{OFFLOADED} names parts of experts"
+        elif EXPERT_ACTIVATION in recomputed_parts(config.memory, MOE):
+            yield f"{MODULES} names {EXPERT_ACTIVATION}"
+        else:
+            yield ""
+
+
+def calls_activation(config: RunConfig, kind: str) -> bool:
+    """Return whether a training step calls the op ``activation`` of MLPs or of experts.
+
+    The first backend of each op that joins computes the activation in its products.
+    """
+    model = config.model
+    dense, experts = (list(ops(config, kind)) for ops in (dense_mlp_ops, grouped_mlp_ops))
+    if any(op.backends[0].reasons(inputs) for op, inputs in (*dense, *experts)):
+        return True
+    # `dense_mlp_ops` yields nothing where dense MLPs have no backend that joins.
+    has_mlp = MLP in model.layer_types or bool(model.moe_shared_expert_intermediate_size)
+    return has_mlp and not dense
 
 
 _PROJECTIONS = {

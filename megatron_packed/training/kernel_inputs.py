@@ -32,7 +32,12 @@ from megatron_packed.ops.varlen_attention import backends as varlen_attention
 from megatron_packed.ops.varlen_attention.api import effective_window
 from megatron_packed.optim import adamw
 from megatron_packed.training.build_job import backends_of, dtype_of
-from megatron_packed.training.joined_inputs import dense_mlp_ops, residual_projection_ops
+from megatron_packed.training.joined_inputs import (
+    calls_activation,
+    dense_mlp_ops,
+    grouped_mlp_ops,
+    residual_projection_ops,
+)
 
 UNKNOWN_VOCABULARY = 32_768
 """Number of vocabulary entries assumed for the choice of the loss kernel before a tokenizer is read."""
@@ -243,18 +248,7 @@ def _feed_forward_ops(config: RunConfig, kind: str) -> Iterator[tuple[Op, Hashab
     width = model.ffn_hidden_size // parallel.tensor_model_parallel_size
     if MOE in model.hybrid_layer_pattern:
         expert = model.moe_ffn_hidden_size // parallel.expert_tensor_parallel_size
-        yield (
-            grouped_mlp.OP,
-            grouped_mlp.GroupedMLPInputs(
-                channels=model.routed_width,
-                experts=model.num_experts // parallel.expert_model_parallel_size,
-                hidden_in=expert * gated,
-                hidden_out=expert,
-                dtype=dtype,
-                weight_dtype=dtype,
-                device_type=kind,
-            ),
-        )
+        yield from grouped_mlp_ops(config, kind)
         yield (
             permute.OP,
             permute.PermuteInputs(
@@ -277,7 +271,7 @@ def _feed_forward_ops(config: RunConfig, kind: str) -> Iterator[tuple[Op, Hashab
         if MLP not in model.hybrid_layer_pattern:
             shared = model.moe_shared_expert_intermediate_size
             width = shared // parallel.tensor_model_parallel_size if shared else expert
-    if MLP in model.hybrid_layer_pattern or MOE in model.hybrid_layer_pattern:
+    if calls_activation(config, kind):
         yield (
             activation.OP,
             activation.ActivationInputs(

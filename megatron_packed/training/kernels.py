@@ -76,7 +76,7 @@ A case is forward and backward of 4,096 tokens in bf16 on an H200, replayed from
 FASTEST_MEASURED = {"ssd": "mamba_ssm", "moe": "grouped_mm"}
 """Fastest backend of a case in `MEASURED`, if ``auto`` prefers another one.
 
-The benchmark has no times of `triton` for the scan and of `quack` for experts yet.
+The benchmark has no times of `triton` for the scan, and of quack's kernels for experts, yet.
 """
 
 WIDTH = 118

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from megatron_packed.distributed.tensor_parallel_shards import set_expert_shard
 from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.joined import OBSERVED, is_observed
 from megatron_packed.layers.mlp import inner_segments
 from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.layers.named_call import NamedCall
 from megatron_packed.layers.parameters import new_parameter
 from megatron_packed.ops.activation.api import Kind
-from megatron_packed.ops.grouped_mlp.api import grouped_mlp_steps
+from megatron_packed.ops.grouped_mlp import api as grouped_mlp
 
 
 class GroupedExperts(nn.Module):
@@ -72,10 +73,38 @@ class GroupedExperts(nn.Module):
         Returns:
             ``(R, D)``.
         """
-        steps = grouped_mlp_steps(
-            x_RD, self.fc1, self.fc2, offsets_E, activation=self.kind, backend=self.backend
+        backend = grouped_mlp.grouped_mlp_backend(
+            x_RD,
+            self.fc1,
+            self.fc2,
+            offsets_E,
+            activation=self.kind,
+            backend=self.backend,
+            apart=self._reason_apart(x_RD.device.type),
         )
-        hidden_RF = self.expert_fc1(steps.fc1, x_RD, self.fc1, offsets_E)
-        hidden_RF = self.moe_act(steps.activate, hidden_RF, self.kind)
-        y_RD: Tensor = self.expert_fc2(steps.fc2, hidden_RF, self.fc2, offsets_E)
+        if (run := grouped_mlp.joined_function(backend)) is not None:
+            return run(x_RD, self.fc1, self.fc2, offsets_E)
+        hidden_RF = self.expert_fc1(backend.fc1, x_RD, self.fc1, offsets_E)
+        hidden_RF = self.moe_act(backend.activate, hidden_RF, self.kind)
+        y_RD: Tensor = self.expert_fc2(backend.fc2, hidden_RF, self.fc2, offsets_E)
         return y_RD
+
+    def joins(self, device_type: str) -> bool:
+        """Return whether products and activation are one function on a device of this machine."""
+        inputs = grouped_mlp.GroupedMLPInputs.of(
+            self.fc1,
+            self.fc2,
+            activation=self.kind,
+            dtype=self.fc1.dtype,
+            device_type=device_type,
+            apart=self._reason_apart(device_type),
+        )
+        joined = grouped_mlp.JOINED
+        return self.backend in ("auto", joined.name) and not joined.reasons(inputs)
+
+    def _reason_apart(self, device_type: str) -> str:
+        """Return the reason why the steps must be separate calls; empty if there is none."""
+        if (self.kind, device_type) not in grouped_mlp.WITH_JOINED:
+            return ""
+        observed = any(map(is_observed, (self.expert_fc1, self.moe_act, self.expert_fc2)))
+        return OBSERVED if observed else ""

@@ -47,6 +47,8 @@ class _MoESizes:
         self.first = mixer.experts.fc1.shape[1] * b
         self.inner = mixer.experts.fc2.shape[2] * b
         """``row``, ``first`` and ``inner`` are bytes of one row."""
+        self.joined = mixer.experts.joins("cuda")
+        """True if the experts compute their activation again in backward."""
         self.latent = rank.config.moe_latent_size is not None
         self.has_shared = mixer.shared_expert is not None
         self.shared_gate = mixer.shared_expert_gate is not None
@@ -97,7 +99,7 @@ def _saved(rank: RankSizes, sizes: _MoESizes) -> dict[str, Term]:
         "experts.maps": Term(maps, Purpose.EXPERTS),
         "experts.input": Term(rows * sizes.row, Purpose.EXPERTS),
         "experts.fc1": Term(rows * sizes.first, Purpose.EXPERTS),
-        "experts.activation": Term(rows * sizes.inner, Purpose.EXPERTS),
+        "experts.activation": Term(0 if sizes.joined else rows * sizes.inner, Purpose.EXPERTS),
         "experts.output": Term(sizes.returned * sizes.row, Purpose.EXPERTS),
     }
     if sizes.has_shared:
@@ -127,18 +129,20 @@ def _forward(rank: RankSizes, sizes: _MoESizes, saved: dict[str, Term]) -> tuple
         Purpose.EXPERTS: exchanged,
         Purpose.COMMUNICATION: sizes.moved,
     }
-    moments = (
-        Moment(
-            "forward of the experts",
-            experts,
-            frozenset() if sizes.shared_beside else _of_shared(saved),
-        ),
+    absent = frozenset() if sizes.shared_beside else _of_shared(saved)
+    moments = [
+        Moment("forward of the experts", experts, absent),
         Moment("forward", rank.forward_end().extra),
-    )
-    if not sizes.shared_joined:
-        return moments
-    activation = sizes.shared_inner + sizes.shared_rows + rank.inside_bytes
-    return (Moment("forward of the shared expert", {Purpose.ACTIVATIONS: activation}), *moments)
+    ]
+    if sizes.joined:
+        # The activation exists until the second product ends.
+        rows_bytes = {**experts, Purpose.EXPERTS: sizes.rows * sizes.inner}
+        moments.insert(0, Moment("forward of the experts' fc2", rows_bytes, absent))
+    if sizes.shared_joined:
+        activation = sizes.shared_inner + sizes.shared_rows + rank.inside_bytes
+        amounts = {Purpose.ACTIVATIONS: activation}
+        moments.insert(0, Moment("forward of the shared expert", amounts))
+    return tuple(moments)
 
 
 def _backward(rank: RankSizes, sizes: _MoESizes, saved: dict[str, Term]) -> tuple[Moment, ...]:
@@ -161,7 +165,20 @@ def _backward(rank: RankSizes, sizes: _MoESizes, saved: dict[str, Term]) -> tupl
     moving += sizes.moved // 2
     output, activation = "experts.output", "experts.activation"
     everything = [key for key in saved if key.startswith("experts.")]
-    first, inner = rows * sizes.first, rows * sizes.inner
+    row, first, inner = rows * sizes.row, rows * sizes.first, rows * sizes.inner
+    # The products add the weights' gradients to the buffer, without a second gradient.
+    if sizes.joined:
+        # One function: the gradient of its output and its saved tensors are held until it returns.
+        products = (
+            moment("the experts' activation", row + first + inner, 0, output),
+            moment("the experts' fc1", 2 * row + first, 0, output),
+        )
+    else:
+        products = (
+            moment("the experts' fc2", row + inner, 0, output),
+            moment("the experts' activation", first + inner, 0, output, activation),
+            moment("the experts' fc1", first + row, 0, output, activation, "experts.fc1"),
+        )
     return (
         Moment(
             "backward of the shared expert",
@@ -171,20 +188,8 @@ def _backward(rank: RankSizes, sizes: _MoESizes, saved: dict[str, Term]) -> tupl
             frozenset(everything) if sizes.shared_beside else frozenset(),
         ),
         moment("the combination", sizes.returned * sizes.row, moving, more=latent),
-        # The products add the weights' gradients to the buffer, without a second gradient.
-        moment("the experts' fc2", rows * sizes.row + inner, 0, output),
-        moment("the experts' activation", first + inner, 0, output, activation),
-        moment(
-            "the experts' fc1",
-            first + rows * sizes.row,
-            0,
-            output,
-            activation,
-            "experts.fc1",
-        ),
-        moment(
-            "the dispatch", rows * sizes.row, moving, *everything, more=sizes.entered * sizes.row
-        ),
+        *products,
+        moment("the dispatch", row, moving, *everything, more=sizes.entered * sizes.row),
         moment(
             "the router",
             0,

@@ -6,6 +6,7 @@ channels, E experts, F hidden channels (for 'swiglu' W1 has 2F rows: gate, then 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -18,11 +19,18 @@ from megatron_packed.ops.backend_dispatch import Backend, Op
 OP = Op(
     "grouped_mlp",
     (
+        Backend("quack_joined", "megatron_packed.ops.grouped_mlp.quack_joined"),
         Backend("quack", "megatron_packed.ops.grouped_mlp.quack"),
         Backend("grouped_mm", "megatron_packed.ops.grouped_mlp.grouped_mm"),
         Backend("reference", "megatron_packed.ops.grouped_mlp.reference"),
     ),
 )
+JOINED = OP.backends[0]
+"""Backend that runs the three steps as one."""
+WITH_JOINED = {("squared_relu", "cuda")}
+"""Kinds of activations and device types that `JOINED` may support."""
+JoinedFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""``(x_RD, w1_EFD, w2_EDF, offsets_E) -> y_RD``: the whole op, for one kind of activation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +43,38 @@ class GroupedMLPInputs:
     """Rows of W1: F, or 2F for 'swiglu'."""
     hidden_out: int
     """Columns of W2: F."""
+    activation: str
+    """Kind of the activation, of the op ``activation``."""
     dtype: torch.dtype
     weight_dtype: torch.dtype
     device_type: str
+    apart: str = ""
+    """Reason why the three steps must be separate calls; empty if they may be joined."""
+
+    @classmethod
+    def of(
+        cls,
+        w1_EFD: Tensor,
+        w2_EDF: Tensor,
+        *,
+        activation: Kind,
+        dtype: torch.dtype,
+        device_type: str,
+        apart: str = "",
+    ) -> GroupedMLPInputs:
+        """Return the inputs for these weights, and for rows of ``dtype``."""
+        experts, hidden_in, channels = w1_EFD.shape
+        return cls(
+            channels=channels,
+            experts=experts,
+            hidden_in=hidden_in,
+            hidden_out=w2_EDF.shape[2],
+            activation=activation,
+            dtype=dtype,
+            weight_dtype=w1_EFD.dtype,
+            device_type=device_type,
+            apart=apart,
+        )
 
 
 def grouped_mlp(
@@ -63,15 +100,22 @@ def grouped_mlp(
         ValueError: the shapes do not fit together.
         NoBackendError: the requested backend does not support these inputs.
     """
-    steps = grouped_mlp_steps(
+    module = grouped_mlp_backend(
         x_RD, w1_EFD, w2_EDF, offsets_E, activation=activation, backend=backend
     )
-    hidden_RF = steps.activate(steps.fc1(x_RD, w1_EFD, offsets_E), activation)
-    y_RD: Tensor = steps.fc2(hidden_RF, w2_EDF, offsets_E)
+    if (run := joined_function(module)) is not None:
+        return run(x_RD, w1_EFD, w2_EDF, offsets_E)
+    hidden_RF = module.activate(module.fc1(x_RD, w1_EFD, offsets_E), activation)
+    y_RD: Tensor = module.fc2(hidden_RF, w2_EDF, offsets_E)
     return y_RD
 
 
-def grouped_mlp_steps(
+def joined_function(module: ModuleType) -> JoinedFunction | None:
+    """Return the function that runs the three steps as one; None if the backend has none."""
+    return getattr(module, "run", None)
+
+
+def grouped_mlp_backend(
     x_RD: Tensor,
     w1_EFD: Tensor,
     w2_EDF: Tensor,
@@ -79,12 +123,16 @@ def grouped_mlp_steps(
     *,
     activation: Kind,
     backend: str = "auto",
+    apart: str = "",
 ) -> ModuleType:
     """Return the backend of `grouped_mlp` for these arguments, for callers that run its steps.
 
+    Args:
+        apart: reason why the steps must be separate calls; empty if they may be joined.
     Returns:
         a module with ``fc1(x_RD, w1_EFD, offsets_E)``, ``activate(x_RF, activation)`` and
-        ``fc2(x_RF, w2_EDF, offsets_E)``; `grouped_mlp` calls these functions in this order.
+        ``fc2(x_RF, w2_EDF, offsets_E)``; `grouped_mlp` calls these functions in this order. If
+        `joined_function` finds a function, the module has this function instead.
     Raises:
         ValueError, NoBackendError: as `grouped_mlp`.
     """
@@ -103,13 +151,12 @@ def grouped_mlp_steps(
         raise ValueError(
             f"grouped_mlp: offsets has shape {list(offsets_E.shape)}; it must be (E,) with E = {experts}."
         )
-    inputs = GroupedMLPInputs(
-        channels=channels,
-        experts=experts,
-        hidden_in=hidden_in,
-        hidden_out=w2_EDF.shape[2],
+    inputs = GroupedMLPInputs.of(
+        w1_EFD,
+        w2_EDF,
+        activation=activation,
         dtype=x_RD.dtype,
-        weight_dtype=w1_EFD.dtype,
         device_type=x_RD.device.type,
+        apart=apart,
     )
     return OP.chosen[backend, inputs].loaded

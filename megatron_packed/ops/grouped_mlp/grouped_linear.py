@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron_packed.ops.grouped_mlp.unwritten_rows import zero_rows_after_, zero_unused_experts_
 
@@ -54,6 +55,29 @@ def shape_and_dtype_reasons(inputs: GroupedMLPInputs) -> list[str]:
         if size % _ALIGNMENT
     )
     return reasons
+
+
+def row_bounds(offsets_E: Tensor) -> Tensor:
+    """Return the first row of each expert and the row after the last one, ``(E + 1,)``."""
+    return pad(offsets_E, (1, 0))
+
+
+def weight_gradient(
+    products: Products,
+    main_grad: Tensor | None,
+    dy_RO: Tensor,
+    x_RI: Tensor,
+    offsets_E: Tensor,
+) -> Tensor | None:
+    """Add ``dW_e = dy_e^T x_e`` to ``main_grad``; without ``main_grad``, return it."""
+    if main_grad is not None and products.can_add(main_grad, dy_RO, x_RI):
+        products.add_weight_gradient(main_grad, dy_RO, x_RI, offsets_E)
+        return None
+    dweight_EOI = zero_unused_experts_(products.weight_gradient(dy_RO, x_RI, offsets_E), offsets_E)
+    if main_grad is None:
+        return dweight_EOI
+    main_grad.add_(dweight_EOI)
+    return None
 
 
 def first_linear(products: Products, x_RD: Tensor, w1_EFD: Tensor, offsets_E: Tensor) -> Tensor:
@@ -114,14 +138,5 @@ class _GroupedLinear(torch.autograd.Function):
             dx_RI = products.rows(dy_RO, weight_EOI, offsets_E)
             dx_RI = zero_rows_after_(dx_RI, offsets_E) if ctx.clear_dx else dx_RI
         if ctx.needs_input_grad[1]:
-            main_grad = ctx.main_grad
-            if main_grad is not None and products.can_add(main_grad, dy_RO, x_RI):
-                products.add_weight_gradient(main_grad, dy_RO, x_RI, offsets_E)
-            else:
-                dweight_EOI = zero_unused_experts_(
-                    products.weight_gradient(dy_RO, x_RI, offsets_E), offsets_E
-                )
-                if main_grad is not None:
-                    main_grad.add_(dweight_EOI)
-                    dweight_EOI = None
+            dweight_EOI = weight_gradient(products, ctx.main_grad, dy_RO, x_RI, offsets_E)
         return dx_RI, dweight_EOI, None, None, None, None, None

@@ -12,23 +12,27 @@ give equal bits.
 
 from __future__ import annotations
 
-import inspect
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from quack import gemm as _quack
 from torch import Tensor
-from torch.nn.functional import pad
 
 from megatron_packed.ops.activation.api import activation as activate
 from megatron_packed.ops.grouped_mlp.grouped_linear import (
     Products,
     first_linear,
+    row_bounds,
     second_linear,
     shape_and_dtype_reasons,
 )
-from megatron_packed.ops.quack_tiles import CLUSTER_N, device_reasons, least_padded_tile
+from megatron_packed.ops.quack_tiles import (
+    CLUSTER_N,
+    device_reasons,
+    least_padded_tile,
+    version_reasons,
+)
 
 if TYPE_CHECKING:
     from megatron_packed.ops.grouped_mlp.api import GroupedMLPInputs
@@ -49,16 +53,14 @@ _NEEDED = {"tile_M", "tile_N", *_SCHEDULE, "cu_seqlens_m", "cu_seqlens_k", "add_
 
 def not_supported_reasons(inputs: GroupedMLPInputs) -> list[str]:
     """Return the reasons why quack's products do not support these inputs; empty if they do."""
-    reasons = []
-    if missing := _NEEDED - set(inspect.signature(_quack.gemm).parameters):
-        reasons.append(f"this version of quack-kernels has no {sorted(missing)}; 0.6.5 works")
-    return reasons + device_reasons(inputs.device_type) + shape_and_dtype_reasons(inputs)
+    reasons = version_reasons(_quack.gemm, _NEEDED) + device_reasons(inputs.device_type)
+    return reasons + shape_and_dtype_reasons(inputs)
 
 
 def _rows(x_RI: Tensor, weight_EIO: Tensor, offsets_E: Tensor) -> Tensor:
     y_RO = x_RI.new_empty(x_RI.shape[0], weight_EIO.shape[2])
     if x_RI.shape[0]:
-        _launch(x_RI, weight_EIO.transpose(1, 2), y_RO, cu_seqlens_m=_bounds(offsets_E))
+        _launch(x_RI, weight_EIO.transpose(1, 2), y_RO, cu_seqlens_m=row_bounds(offsets_E))
     return y_RO
 
 
@@ -67,7 +69,7 @@ def _weight_gradient(dy_RO: Tensor, x_RI: Tensor, offsets_E: Tensor) -> Tensor:
     if not x_RI.shape[0]:
         return x_RI.new_zeros(shape)
     dweight_EOI = x_RI.new_empty(shape)
-    _launch(dy_RO.t(), x_RI.t(), dweight_EOI, cu_seqlens_k=_bounds(offsets_E))
+    _launch(dy_RO.t(), x_RI.t(), dweight_EOI, cu_seqlens_k=row_bounds(offsets_E))
     return dweight_EOI
 
 
@@ -86,14 +88,9 @@ def _add_weight_gradient(
             dy_RO.t(),
             x_RI.t(),
             main_grad_EOI,
-            cu_seqlens_k=_bounds(offsets_E),
+            cu_seqlens_k=row_bounds(offsets_E),
             add_to_output=True,
         )
-
-
-def _bounds(offsets_E: Tensor) -> Tensor:
-    """Return the first row of each expert and the row after the last one, ``(E + 1,)``."""
-    return pad(offsets_E, (1, 0))
 
 
 def _launch(left: Tensor, right: Tensor, out: Tensor, **options: object) -> None:

@@ -10,7 +10,6 @@ equal inputs give equal bits.
 
 from __future__ import annotations
 
-import inspect
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +24,7 @@ from megatron_packed.ops.quack_tiles import (
     device_reasons,
     join_context,
     least_padded_tile,
+    version_reasons,
 )
 
 if TYPE_CHECKING:
@@ -40,10 +40,7 @@ _PLANS_KEPT = 1024
 
 def not_supported_reasons(inputs: ResidualProjectionInputs) -> list[str]:
     """Return the reasons why quack's product does not support these inputs; empty if it does."""
-    reasons = []
-    if missing := _NEEDED - set(inspect.signature(_quack.gemm).parameters):
-        reasons.append(f"this version of quack-kernels has no {sorted(missing)}; 0.6.5 works")
-    reasons += device_reasons(inputs.device_type)
+    reasons = version_reasons(_quack.gemm, _NEEDED) + device_reasons(inputs.device_type)
     if inputs.dtype != torch.bfloat16:
         reasons.append(f"rows and weights must be bfloat16, not {inputs.dtype}")
     reasons.extend(

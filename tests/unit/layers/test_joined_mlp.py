@@ -1,13 +1,7 @@
-"""Dense MLP with joined products, with a stand-in for quack that computes them in plain torch.
+"""Dense MLP with joined products, with a stand-in for the package quack (`quack_stand_in`)."""
 
-The package needs a GPU. The stand-in takes the tensors and arguments that quack takes.
-"""
-
-import sys
-import threading
 from dataclasses import replace
 from importlib import import_module
-from types import ModuleType
 
 import pytest
 import torch
@@ -21,7 +15,6 @@ from megatron_packed.layers.tensor_parallel import TensorParallel
 from megatron_packed.models.estimate.activations import footprints
 from megatron_packed.models.estimate.footprint import Purpose, Work
 from megatron_packed.models.hybrid_model import HybridModel
-from megatron_packed.ops import quack_tiles
 from megatron_packed.ops.backend_dispatch import NoBackendError, Op
 from megatron_packed.ops.dense_mlp import api
 from megatron_packed.packed.micro_batch import MicroBatch
@@ -29,83 +22,25 @@ from megatron_packed.training.build_job import build_model
 from megatron_packed.training.kernel_inputs import op_inputs
 from support.hybrid_cases import VOCAB, tiny_config
 from support.kernel_calls import config_of
+from support.quack_stand_in import quack_stand_in
 
 NAME = "megatron_packed.ops.dense_mlp.quack"
 T, D, F = 40, 16, 24
 BF16 = torch.bfloat16
 
 
-class Product:
-    """Object of quack that has the launch plans, and runs an epilogue on the sums of a product."""
-
-    def __init__(self, epilogue=None, launched=()):
-        self._call_cache, self._plan_cache = {}, {}
-        self.epilogue, self.launched, self.tiles = epilogue, launched, []
-
-    def __call__(self, A, B, out, config, tuned):
-        assert not tuned and threading.get_ident() in self.launched
-        for each in (A, B.t()):
-            assert each.is_contiguous() and each.data_ptr() % 16 == 0 and each.dtype == BF16
-        self.tiles.append((config["tile_m"], config["tile_n"]))
-        self._call_cache[A.shape] = self._plan_cache[A.shape] = object()
-        for name, value in self.epilogue(A.float() @ B.float()).items():
-            out[name].copy_(value)
-
-
-class Quack(ModuleType):
-    """Module ``quack.gemm_interface``."""
-
-    def __init__(self, product):
-        super().__init__("quack.gemm_interface")
-        self.product = product
-        self.tiles = []
-        self.launched = set()
-        """Threads that have launched a kernel."""
-
-    def gemm_dact(self, A, B, PreAct, activation, dynamic_scheduler, tuned, config):
-        assert activation == "relu_sq" and not dynamic_scheduler and not tuned
-        assert threading.get_ident() in self.launched, "this thread may have no context of the GPU"
-        for each in (A, B, PreAct):
-            assert each.is_contiguous() and each.data_ptr() % 16 == 0 and each.dtype == BF16
-        self.tiles.append((config["tile_m"], config["tile_n"]))
-        self.product._call_cache[A.shape] = self.product._plan_cache[A.shape] = object()
-        positive = PreAct.float().relu()
-        return (2 * positive * (A.float() @ B.float())).bfloat16(), positive.square().bfloat16()
+@pytest.fixture
+def package(monkeypatch):
+    """Stand-in for quack, on a GPU that is a Hopper."""
+    with quack_stand_in(monkeypatch) as stand_in:
+        monkeypatch.setattr(api, "OP", Op("dense_mlp", tuple(map(replace, api.OP.backends))))
+        yield stand_in
 
 
 @pytest.fixture
-def quack(monkeypatch):
-    """Module of the backend, on a GPU that is a Hopper, with the stand-in."""
-    product = Product()
-    modules = {name: ModuleType(name) for name in ("quack", "quack.epilogue")}
-    modules |= {name: ModuleType(name) for name in ("quack.epilogue.library", "quack.gemm_config")}
-    modules["quack.epilogue.library"].dact_mod = lambda activation, has_scale, has_reduce: product
-    modules["quack.gemm_config"].GemmConfig = dict
-    modules["quack.gemm_interface"] = modules["quack"].gemm_interface = stand_in = Quack(product)
-    for name in ("quack.epilogue.frontend", "quack.activation", "cutlass"):
-        modules[name] = ModuleType(name)
-    modules["quack.epilogue.frontend"].gemm_epilogue = lambda outputs: (
-        lambda epilogue: Product(epilogue, stand_in.launched)
-    )
-    modules["quack.activation"].relu_sq = lambda values: values.relu() * values
-    modules["cutlass"].BFloat16, modules["cutlass"].Float32 = torch.bfloat16, torch.float32
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, NAME, raising=False)
-    backend = import_module(NAME)
-    zeros = torch.zeros
-
-    def launch(*arguments, **options):
-        stand_in.launched.add(threading.get_ident())
-        return zeros(*arguments, **options)
-
-    monkeypatch.setattr(torch, "zeros", launch)
-    monkeypatch.setattr(quack_tiles, "_THREAD", threading.local())
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(api, "OP", Op("dense_mlp", tuple(map(replace, api.OP.backends))))
-    yield backend
-    monkeypatch.delitem(sys.modules, NAME)  # It must not outlive the stand-in.
+def quack(package):
+    """Module of the backend, with the stand-in."""
+    return import_module(NAME)
 
 
 @pytest.fixture
@@ -153,14 +88,14 @@ def run(layer, x, dy, *, accumulate=False, frozen=()):
 
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("frozen", [(), ("x",), ("fc1",), ("fc2",), ("x", "fc1"), ("fc1", "fc2")])
-def test_outputs_and_gradients_are_those_of_separate_layers(on_cpu, frozen, accumulate):
+def test_outputs_and_gradients_are_those_of_separate_layers(on_cpu, package, frozen, accumulate):
     x, dy = values()
     options = {"accumulate": accumulate, "frozen": frozen}
     got = run(mlp(), x, dy, **options)
-    assert on_cpu._quack.tiles == [(192, 128)] and on_cpu._squared_relu.tiles == [(128, 128)]
+    assert package.tiles == [(128, 128), (192, 128)]
     apart = run(mlp("torch"), x, dy, **options)
     exact = run(mlp(dtype=torch.float64), x.double(), dy.double(), frozen=frozen)
-    assert len(on_cpu._quack.tiles) == 1
+    assert len(package.tiles) == 2
     for name in ("y", "x", "fc1", "fc2"):
         if name in frozen:
             assert got[name] is None or not got[name].any()
@@ -200,10 +135,10 @@ def test_micro_batches_are_added(on_cpu):
     torch.testing.assert_close(layer.fc2.weight.main_grad - 1, 2 * once["fc2"])
 
 
-def test_a_pack_without_rows_launches_nothing(on_cpu):
+def test_a_pack_without_rows_launches_nothing(on_cpu, package):
     found = run(mlp(), *values(0), accumulate=True)
     assert not any(each.any() for each in found.values())
-    assert not on_cpu._quack.tiles and not on_cpu._squared_relu.tiles
+    assert not package.tiles
 
 
 def test_a_row_depends_on_itself_only(on_cpu):
@@ -260,13 +195,13 @@ def adapted(layer):
 
 
 @pytest.mark.parametrize("change", [hooked, replaced, adapted])
-def test_modules_that_are_observed_or_replaced_are_called(on_cpu, change):
+def test_modules_that_are_observed_or_replaced_are_called(on_cpu, package, change):
     layer = mlp()
     change(layer)
     x, dy = values()
     got, want = run(layer, x, dy), run(mlp("torch"), x, dy)
     assert all(torch.equal(got[name], want[name]) for name in want)
-    assert not on_cpu._quack.tiles and not on_cpu._squared_relu.tiles
+    assert not package.tiles
 
 
 @pytest.mark.parametrize(
@@ -332,13 +267,13 @@ def test_layers_ask_for_what_a_run_lists(on_cpu, monkeypatch, pattern):
     assert set(asked) == {told}
 
 
-def test_what_cannot_be_is_refused_with_its_reason(quack, monkeypatch):
+def test_what_cannot_be_is_refused_with_its_reason(quack, package, monkeypatch):
     inputs = api.DenseMLPInputs(
         channels=12, inner=F, kind="squared_relu", dtype=BF16, device_type="cuda"
     )
     assert quack.not_supported_reasons(inputs) == ["hidden size (12) is not divisible by 8"]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
-    monkeypatch.setattr(quack._quack, "gemm_dact", lambda A, B, PreAct, activation: None)
+    monkeypatch.setattr(package.interface, "gemm_dact", lambda A, B, PreAct, activation: None)
     version, tiles, _ = quack.not_supported_reasons(inputs)
     assert "has no ['config', 'dynamic_scheduler', 'tuned']; 0.6.5 works" in version
     assert tiles == "the tiles are those of compute capability 9.x, found (10, 0)"
@@ -348,11 +283,12 @@ def test_what_cannot_be_is_refused_with_its_reason(quack, monkeypatch):
     assert "run on CUDA devices, not on cpu" in quack.not_supported_reasons(on_cpu)[1]
 
 
-def test_plans_of_other_row_counts_do_not_pile_up(on_cpu, monkeypatch):
-    monkeypatch.setattr(on_cpu, "_PLANS_KEPT", 3)
+def test_plans_of_other_row_counts_do_not_pile_up(on_cpu, package, monkeypatch):
+    epilogues = import_module("megatron_packed.ops.quack_epilogues")
+    monkeypatch.setattr(epilogues, "_PLANS_KEPT", 3)
     for rows in range(1, 9):
         run(mlp(), *values(rows))
-        for product in (on_cpu._quack.product, on_cpu._squared_relu):
+        for product in (package.gradient, epilogues._squared_relu):
             assert 0 < len(product._call_cache) <= 3 and 0 < len(product._plan_cache) <= 3
 
 

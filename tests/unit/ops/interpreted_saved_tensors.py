@@ -109,7 +109,7 @@ def product(x, weight, offs):
     return F.pad(torch.cat(parts), (0, 0, 0, x.shape[0] - ends[-1]))
 
 
-def experts(x, w1, w2, offsets, *, activation, backend):
+def experts(x, w1, w2, offsets, *, activation, backend, apart):
     return grouped_mm
 
 
@@ -120,7 +120,7 @@ def libraries():
         mock.patch(f"{layers}.attention.varlen_attention", flash_attention),
         mock.patch(f"{layers}.short_convolution.causal_conv1d", convolution),
         mock.patch(f"{layers}.mamba_mixer.ssd", scan),
-        mock.patch(f"{layers}.moe.experts.grouped_mlp_steps", experts),
+        mock.patch("megatron_packed.ops.grouped_mlp.api.grouped_mlp_backend", experts),
         mock.patch.object(grouped_mm, "_product", product),
     ):
         yield

@@ -1,12 +1,6 @@
-"""Experts by quack's products, with a stand-in for the package that computes them in plain torch.
+"""Experts by quack's products, with a stand-in for the package (`quack_stand_in`)."""
 
-The package needs a GPU. The stand-in checks layouts as quack does, and writes only where quack writes.
-"""
-
-import sys
 from importlib import import_module
-from itertools import pairwise
-from types import ModuleType
 
 import pytest
 import torch
@@ -14,61 +8,21 @@ import torch
 from megatron_packed.ops.grouped_mlp import grouped_linear
 from megatron_packed.ops.grouped_mlp.api import GroupedMLPInputs, grouped_mlp
 from megatron_packed.ops.quack_tiles import least_padded_tile
+from support.quack_stand_in import quack_stand_in
 
 NAME = "megatron_packed.ops.grouped_mlp.quack"
 E, R, D, F = 4, 90, 16, 24
 
 
-class Quack(ModuleType):
-    """Module ``quack.gemm``."""
-
-    def __init__(self):
-        super().__init__("quack.gemm")
-        self._gemm_plan_cache = {}
-        self.launched = 0
-        self.tiles = []
-
-    def gemm(
-        self,
-        A,
-        B,
-        D,
-        C,
-        tile_count_semaphore,
-        tile_M,
-        tile_N,
-        cluster_M,
-        cluster_N,
-        pingpong=False,
-        cu_seqlens_m=None,
-        cu_seqlens_k=None,
-        add_to_output=False,
-    ):
-        self.launched += 1
-        self.tiles.append((tile_M, tile_N))
-        self._gemm_plan_cache[A.shape, B.shape] = object()
-        assert C is None and tile_count_semaphore is None
-        bounds = cu_seqlens_m if cu_seqlens_k is None else cu_seqlens_k
-        assert bounds.dtype == torch.int32 and bounds.shape == (E + 1,)
-        for expert, (start, end) in enumerate(pairwise(bounds.tolist())):
-            if cu_seqlens_k is None:
-                assert A.stride(-1) == 1 and D.stride(-1) == 1
-                D[start:end] = A[start:end] @ B[expert].t()
-            elif end > start:
-                assert A.stride(-2) == 1 and B.stride(-2) == 1
-                product = A[:, start:end].to(D.dtype) @ B[:, start:end].to(D.dtype).t()
-                D[expert] = D[expert] + product if add_to_output else product
+@pytest.fixture
+def quack(monkeypatch):
+    with quack_stand_in(monkeypatch) as stand_in:
+        yield stand_in
 
 
 @pytest.fixture
-def backend(monkeypatch):
+def backend(quack, monkeypatch):
     """Module of the backend, with the stand-in and with zeros written by plain torch."""
-    package, gemm = ModuleType("quack"), Quack()
-    package.gemm = gemm
-    monkeypatch.setitem(sys.modules, "quack", package)
-    monkeypatch.setitem(sys.modules, "quack.gemm", gemm)
-    monkeypatch.delitem(sys.modules, NAME, raising=False)
-    quack = import_module(NAME)
 
     def cleared(rows, offsets):
         rows[int(offsets[-1]) :] = 0
@@ -80,8 +34,7 @@ def backend(monkeypatch):
 
     monkeypatch.setattr(grouped_linear, "zero_rows_after_", cleared)
     monkeypatch.setattr(grouped_linear, "zero_unused_experts_", used)
-    yield quack
-    monkeypatch.delitem(sys.modules, NAME)  # It must not outlive the stand-in.
+    return import_module(NAME)
 
 
 def run(steps, offsets, accumulate, rows=R):
@@ -119,12 +72,12 @@ def test_outputs_and_gradients_are_those_of_the_reference(backend, ends, accumul
         torch.testing.assert_close(got.float(), want.float(), rtol=3e-2, atol=3e-2)
 
 
-def test_a_pack_without_rows_launches_nothing(backend):
+def test_a_pack_without_rows_launches_nothing(backend, quack):
     offsets = torch.zeros(E, dtype=torch.int32)
     for accumulate in (True, False):
         found = run(backend, offsets, accumulate, rows=0)
         assert not any(one.any() for one in found)
-    assert backend._quack.launched == 0
+    assert quack.launched == 0
 
 
 def test_plans_of_other_row_counts_do_not_pile_up(backend, monkeypatch):
@@ -157,14 +110,14 @@ def test_the_tile_pads_the_output_least(tile, rows, columns):
 
 
 @pytest.mark.parametrize("rows", [8, 128, 200, 1024])
-def test_tiles_do_not_depend_on_row_counts(backend, rows):
+def test_tiles_do_not_depend_on_row_counts(backend, quack, rows):
     offsets = torch.full((E,), rows, dtype=torch.int32)
     narrow, wide = (torch.ones(rows, width).bfloat16() for width in (256, 384))
     backend.PRODUCTS.rows(narrow, torch.ones(E, 256, 384).bfloat16(), offsets)
     backend.PRODUCTS.rows(wide, torch.ones(E, 384, 256).bfloat16(), offsets)
     backend.PRODUCTS.weight_gradient(wide, wide, offsets)
     backend.PRODUCTS.weight_gradient(narrow, narrow, offsets)
-    assert backend._quack.tiles == [(128, 192), (192, 128), (128, 192), (128, 128)]
+    assert quack.tiles == [(128, 192), (192, 128), (128, 192), (128, 128)]
 
 
 def test_what_cannot_be_is_refused_with_its_reason(backend, monkeypatch):
@@ -173,11 +126,11 @@ def test_what_cannot_be_is_refused_with_its_reason(backend, monkeypatch):
         experts=E,
         hidden_in=F,
         hidden_out=F,
+        activation="squared_relu",
         dtype=torch.float32,
         weight_dtype=torch.float32,
         device_type="cuda",
     )
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
     monkeypatch.setattr(backend._quack, "gemm", lambda A, B, D, cu_seqlens_m: None)
     version, tiles, dtype, size = backend.not_supported_reasons(inputs)

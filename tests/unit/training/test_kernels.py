@@ -32,6 +32,8 @@ from support.kernel_calls import ACROSS, called_in_a_step, config_of
 
 ROOT = Path(__file__).parents[3]
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
+PRODUCTS = ("quack_joined", "quack", "grouped_mm")
+"""Kernels of the grouped product for GPUs."""
 
 
 @pytest.mark.parametrize(
@@ -286,7 +288,7 @@ def test_a_run_in_float32_is_advised_bf16(h200, monkeypatch):
             else ["a.b does not import: ModuleNotFoundError: none"]
             if self.name in ("flash_attn_4", "mamba_ssm")
             else [f"it takes bfloat16, not {inputs.dtype}"]
-            if hasattr(inputs, "head_dim") or self.name in ("quack", "grouped_mm")
+            if hasattr(inputs, "head_dim") or self.name in PRODUCTS
             else []
         ),
     )
@@ -296,7 +298,7 @@ def test_a_run_in_float32_is_advised_bf16(h200, monkeypatch):
         ": transformer_engine cannot be used: it takes bfloat16, not torch.float32; add --bf16."
     )
     assert product.endswith(
-        ": quack cannot be used: it takes bfloat16, not torch.float32; add --bf16."
+        ": quack_joined cannot be used: it takes bfloat16, not torch.float32; add --bf16."
     )
     assert act.endswith(
         "7 times as long as triton (measured on an H200): it is a part of the reference of the grouped product."
@@ -306,7 +308,7 @@ def test_a_run_in_float32_is_advised_bf16(h200, monkeypatch):
 def test_fast_kernels_can_be_required(h200):
     config = config_of(bf16=True, device="auto", require_fast_kernels=True)
     check_kernels(config, GPU)
-    h200 |= {"quack", "grouped_mm", "mamba_ssm"}
+    h200 |= {*PRODUCTS, "mamba_ssm"}
     check = config_of("M", bf16=True, device="auto", require_fast_kernels=True)
     check_kernels(check, GPU)  # Our kernels need no package.
     h200.add(OUR_SCAN)

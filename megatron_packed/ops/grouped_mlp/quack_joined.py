@@ -1,0 +1,108 @@
+# mypy: disable-error-code="no-untyped-call, untyped-decorator"
+"""MLPs of the experts by products of quack (Hopper) that compute squared ReLU too, for bf16.
+
+In forward, the kernel of the first product writes ``hidden`` and its activation. In backward, the
+kernel of ``dy W2`` applies the derivative at ``hidden`` and writes the activation again. So forward
+does not save the activation. The other four products are those of `quack`.
+
+[Note: bits of the joined products]
+Results of a product are rounded to bf16 before the kernel uses them, as if a second kernel read them.
+So all outputs and gradients have the bits of `quack`. They do not depend on options that make the
+steps separate, for example offload. quack's own ``gemm_act`` and ``gemm_dact`` use the fp32 sums.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from cutlass import BFloat16, Float32
+from cutlass.cute.arch import fmax
+from quack.epilogue import gemm_epilogue
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_packed.ops.grouped_mlp.grouped_linear import row_bounds, weight_gradient
+from megatron_packed.ops.grouped_mlp.quack import PRODUCTS
+from megatron_packed.ops.grouped_mlp.quack import not_supported_reasons as reasons_of_products
+from megatron_packed.ops.grouped_mlp.unwritten_rows import zero_rows_after_
+from megatron_packed.ops.quack_epilogues import launch, squared_relu_product
+from megatron_packed.ops.quack_tiles import aligned, version_reasons
+
+if TYPE_CHECKING:
+    from megatron_packed.ops.grouped_mlp.api import GroupedMLPInputs
+
+_NEEDED = {"cu_seqlens_m", "dynamic_scheduler", "tuned", "config"}
+"""Arguments of quack's products that this package gives by name; later versions may change them."""
+
+
+@gemm_epilogue(outputs=("activated",))
+def _squared_relu_gradient(acc: Any, c: Any) -> dict[str, Any]:
+    """Return the product times the derivative of squared ReLU at ``c``, and the squared ReLU of ``c``.
+
+    See [Note: bits of the joined products], and [Note: names of epilogues] of `quack_epilogues`.
+    """
+    result = acc.to(BFloat16).to(Float32)
+    positive = fmax(c, 0.0, nan=True)
+    # In another order of the factors the kernel needs more registers than it has.
+    return {"D": result * positive * 2.0, "activated": positive * positive}
+
+
+def not_supported_reasons(inputs: GroupedMLPInputs) -> list[str]:
+    """Return the reasons why these products do not support these inputs; empty if they do."""
+    reasons = version_reasons(type(_squared_relu_gradient).__call__, _NEEDED)
+    reasons += reasons_of_products(inputs)
+    if inputs.activation != "squared_relu":
+        reasons.append(f"the products compute squared_relu, not {inputs.activation}")
+    return reasons + ([inputs.apart] if inputs.apart else [])
+
+
+def run(x_RD: Tensor, w1_EFD: Tensor, w2_EDF: Tensor, offsets_E: Tensor) -> Tensor:
+    """Compute the op with squared ReLU; see `api.grouped_mlp`.
+
+    Gradients of weights are added to their ``main_grad``; without it, autograd accumulates them.
+    """
+    main_grads = (getattr(weight, "main_grad", None) for weight in (w1_EFD, w2_EDF))
+    y_RD: Tensor = _JoinedExperts.apply(x_RD, w1_EFD, w2_EDF, *main_grads, offsets_E)
+    return y_RD
+
+
+class _JoinedExperts(torch.autograd.Function):
+    """Autograd function of `run`; saves x and ``hidden``, but not the activation."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_RD: Tensor,
+        w1_EFD: Tensor,
+        w2_EDF: Tensor,
+        main_grad_w1: Tensor | None,
+        main_grad_w2: Tensor | None,
+        offsets_E: Tensor,
+    ) -> Tensor:
+        x_RD = aligned(x_RD)
+        hidden_RF, activated_RF = squared_relu_product(x_RD, w1_EFD, row_bounds(offsets_E))
+        ctx.save_for_backward(x_RD, w1_EFD, w2_EDF, hidden_RF, offsets_E)
+        ctx.main_grads = main_grad_w1, main_grad_w2
+        y_RD = PRODUCTS.rows(activated_RF, w2_EDF.transpose(1, 2), offsets_E)
+        return zero_rows_after_(y_RD, offsets_E)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_RD: Tensor) -> tuple[Tensor | None, ...]:
+        x_RD, w1_EFD, w2_EDF, hidden_RF, offsets_E = ctx.saved_tensors
+        of_w1, of_w2 = ctx.main_grads
+        needs_dx, needs_dw1, needs_dw2 = ctx.needs_input_grad[:3]
+        dx_RD = dw1_EFD = dw2_EDF = None
+        dy_RD = aligned(dy_RD)
+        dhidden_RF, activated_RF = launch(
+            _squared_relu_gradient, dy_RD, w2_EDF, hidden_RF, bounds=row_bounds(offsets_E)
+        )
+        if needs_dw2:
+            dw2_EDF = weight_gradient(PRODUCTS, of_w2, dy_RD, activated_RF, offsets_E)
+        del activated_RF
+        if needs_dx:
+            dx_RD = zero_rows_after_(PRODUCTS.rows(dhidden_RF, w1_EFD, offsets_E), offsets_E)
+        if needs_dw1:
+            dw1_EFD = weight_gradient(PRODUCTS, of_w1, dhidden_RF, x_RD, offsets_E)
+        return dx_RD, dw1_EFD, dw2_EDF, None, None, None

@@ -1,0 +1,177 @@
+"""Stand-in for the packages quack and cutlass, which need a GPU: products in plain torch.
+
+It checks tensors and arguments as quack does, and writes only where quack writes. Backends imported
+inside `quack_stand_in` use it.
+"""
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from types import ModuleType
+
+import pytest
+import torch
+
+from megatron_packed.ops import quack_tiles
+
+OPS = "megatron_packed.ops."
+BACKENDS = (
+    OPS + "dense_mlp.quack",
+    OPS + "grouped_mlp.quack",
+    OPS + "grouped_mlp.quack_joined",
+    OPS + "quack_epilogues",
+)
+"""Modules of this package that import quack or cutlass."""
+
+
+class Quack:
+    """Records of the calls, and the modules of both packages."""
+
+    def __init__(self):
+        self.launched = 0
+        """Number of products."""
+        self.tiles = []
+        """Tile of each product."""
+        self.threads = set()
+        """Threads that have launched a kernel, and so have a context of the GPU."""
+        self.gradient = Product(self)
+        """Object that has the launch plans of `gemm_dact`."""
+        names = ("quack", "quack.gemm", "quack.gemm_interface", "quack.gemm_config")
+        names += ("quack.epilogue", "quack.epilogue.library")
+        names += ("cutlass", "cutlass.cute", "cutlass.cute.arch")
+        self.modules = {name: ModuleType(name) for name in names}
+        for name, module in self.modules.items():
+            parent, _, child = name.rpartition(".")
+            if parent:
+                setattr(self.modules[parent], child, module)
+        self.gemm_module = self.modules["quack.gemm"]
+        self.gemm_module.gemm = self.gemm
+        self.gemm_module._gemm_plan_cache = {}
+        self.interface = self.modules["quack.gemm_interface"]
+        self.interface.gemm_dact = self.gemm_dact
+        self.modules["quack.gemm_config"].GemmConfig = dict
+        self.modules["quack.epilogue"].gemm_epilogue = self.gemm_epilogue
+        self.modules["quack.epilogue.library"].dact_mod = self.dact_mod
+        self.modules["cutlass"].BFloat16 = torch.bfloat16
+        self.modules["cutlass"].Float32 = torch.float32
+        self.modules["cutlass.cute.arch"].fmax = fmax
+
+    def gemm(
+        self,
+        A,
+        B,
+        D,
+        C,
+        tile_count_semaphore,
+        tile_M,
+        tile_N,
+        cluster_M,
+        cluster_N,
+        pingpong=False,
+        cu_seqlens_m=None,
+        cu_seqlens_k=None,
+        add_to_output=False,
+    ):
+        self.launched += 1
+        self.tiles.append((tile_M, tile_N))
+        self.gemm_module._gemm_plan_cache[A.shape, B.shape] = object()
+        assert C is None and tile_count_semaphore is None
+        if cu_seqlens_k is None:
+            assert A.stride(-1) == 1 and D.stride(-1) == 1
+            for start, end, matrix in ranges(cu_seqlens_m, B):
+                D[start:end] = A[start:end].float() @ matrix.float().t()
+            return
+        assert cu_seqlens_k.dtype == torch.int32 and cu_seqlens_k.shape == (D.shape[0] + 1,)
+        for expert, (start, end) in enumerate(pairwise(cu_seqlens_k.tolist())):
+            if end > start:
+                assert A.stride(-2) == 1 and B.stride(-2) == 1
+                product = A[:, start:end].to(D.dtype) @ B[:, start:end].to(D.dtype).t()
+                D[expert] = D[expert] + product if add_to_output else product
+
+    def gemm_dact(self, A, B, PreAct, activation, dynamic_scheduler, tuned, config):
+        assert activation == "relu_sq"
+        self.gradient.record(A, B, PreAct, dynamic_scheduler, tuned, config)
+        positive = PreAct.float().relu()
+        return (2 * positive * (A.float() @ B.float())).bfloat16(), positive.square().bfloat16()
+
+    def dact_mod(self, activation, has_scale, has_reduce):
+        assert activation == "relu_sq" and not has_scale and not has_reduce
+        return self.gradient
+
+    def gemm_epilogue(self, outputs):
+        return lambda function: Product(self, function, outputs)
+
+
+class Product:
+    """Product with a function of its fp32 sums, and the launch plans of its kernel."""
+
+    def __init__(self, quack, function=None, outputs=()):
+        self._quack = quack
+        self._function = function
+        self._outputs = outputs
+        self._call_cache = {}
+        self._plan_cache = {}
+
+    def record(self, A, B, C, dynamic_scheduler, tuned, config):
+        assert not dynamic_scheduler and not tuned
+        assert threading.get_ident() in self._quack.threads, "this thread may have no context"
+        for each in (A, B.mT if C is None else B, *([] if C is None else [C])):
+            assert each.is_contiguous() and each.data_ptr() % 16 == 0
+            assert each.dtype == torch.bfloat16
+        self._quack.launched += 1
+        self._quack.tiles.append((config["tile_m"], config["tile_n"]))
+        self._call_cache[A.shape] = self._plan_cache[A.shape] = object()
+
+    def __call__(self, A, B, C=None, *, cu_seqlens_m=None, dynamic_scheduler, tuned, config):
+        self.record(A, B, C, dynamic_scheduler, tuned, config)
+        found = {name: A.new_empty(A.shape[0], B.shape[-1]) for name in ("D", *self._outputs)}
+        whole = [(0, A.shape[0], B)]
+        for start, end, matrix in whole if cu_seqlens_m is None else ranges(cu_seqlens_m, B):
+            more = [] if C is None else [C[start:end].float()]
+            values = self._function(A[start:end].float() @ matrix.float(), *more)
+            assert values.keys() == found.keys()
+            for name, value in values.items():
+                found[name][start:end] = value
+        return found
+
+
+def ranges(bounds, matrices):
+    """Yield first row, row after the last one, and matrix of each expert."""
+    assert bounds.dtype == torch.int32 and bounds.shape == (matrices.shape[0] + 1,)
+    for (start, end), matrix in zip(pairwise(bounds.tolist()), matrices, strict=True):
+        yield start, end, matrix
+
+
+def fmax(value, other, nan):
+    assert nan, "maxima of NaN must be NaN"
+    return torch.maximum(value, torch.tensor(other))
+
+
+@contextmanager
+def quack_stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Quack]:
+    """Replace both packages, and pretend that this machine has a Hopper.
+
+    Modules that were imported before are back afterwards, so none outlives the stand-in.
+    """
+    quack = Quack()
+    zeros = torch.zeros
+
+    def launch(*arguments, **options):
+        quack.threads.add(threading.get_ident())
+        return zeros(*arguments, **options)
+
+    monkeypatch.setattr(torch, "zeros", launch)
+    monkeypatch.setattr(quack_tiles, "_THREAD", threading.local())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
+    before = {name: sys.modules.pop(name, None) for name in (*quack.modules, *BACKENDS)}
+    sys.modules.update(quack.modules)
+    try:
+        yield quack
+    finally:
+        for name, module in before.items():
+            sys.modules.pop(name, None)
+            if module is not None:
+                sys.modules[name] = module

@@ -1,0 +1,369 @@
+"""Experts with squared ReLU in their products, with a stand-in for quack (`quack_stand_in`)."""
+
+from dataclasses import replace
+from importlib import import_module
+
+import pytest
+import torch
+
+from megatron_packed.config.sections.memory import MemoryConfig
+from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.moe.experts import GroupedExperts
+from megatron_packed.layers.moe.parallel import ExpertParallel
+from megatron_packed.models.estimate.activations import footprints
+from megatron_packed.models.estimate.footprint import Purpose, Work
+from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.ops.activation import api as activation
+from megatron_packed.ops.backend_dispatch import NoBackendError, Op
+from megatron_packed.ops.grouped_mlp import api, grouped_linear
+from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.training.build_job import build_model
+from megatron_packed.training.kernel_inputs import op_inputs
+from megatron_packed.training.kernels import chosen_kernels
+from support.hybrid_cases import VOCAB, tiny_config
+from support.kernel_calls import config_of
+from support.quack_stand_in import quack_stand_in
+
+PACKAGE = "megatron_packed.ops.grouped_mlp."
+E, R, D, F = 4, 90, 16, 24
+BF16 = torch.bfloat16
+ENDS = [[20, 20, 61, 84], [0, 0, 0, 0], [1, 90, 90, 90], [0, 0, 1, 1], [30, 60, 75, 90]]
+"""Row after the last one of each expert: unused experts, unused rows, one row, a full pack."""
+
+
+@pytest.fixture
+def package(monkeypatch):
+    """Stand-in for quack, on a GPU that is a Hopper."""
+    with quack_stand_in(monkeypatch) as stand_in:
+        monkeypatch.setattr(api, "OP", Op("grouped_mlp", tuple(map(replace, api.OP.backends))))
+        yield stand_in
+
+
+@pytest.fixture
+def joined(package):
+    """Module of the backend, with the stand-in."""
+    return import_module(PACKAGE + "quack_joined")
+
+
+@pytest.fixture
+def on_cpu(joined, monkeypatch):
+    """The same module, which takes the tensors of a CPU as those of a GPU."""
+
+    def cleared(rows, offsets):
+        rows[int(offsets[-1]) :] = 0
+        return rows
+
+    def used(weights, offsets):
+        weights[torch.diff(offsets, prepend=offsets.new_zeros(1)) == 0] = 0
+        return weights
+
+    for module in (grouped_linear, joined):
+        monkeypatch.setattr(module, "zero_rows_after_", cleared)
+    monkeypatch.setattr(grouped_linear, "zero_unused_experts_", used)
+    monkeypatch.setattr(api, "WITH_JOINED", {("squared_relu", "cpu")})
+    for module in (joined, import_module(PACKAGE + "quack")):
+        accept(monkeypatch, module)
+    return joined
+
+
+def accept(monkeypatch, module):
+    reasons = module.not_supported_reasons
+    monkeypatch.setattr(
+        module, "not_supported_reasons", lambda inputs: reasons(replace(inputs, device_type="cuda"))
+    )
+
+
+def experts(backend="auto", kind="squared_relu", dtype=BF16):
+    layer = GroupedExperts(
+        E,
+        D,
+        F,
+        kind=kind,
+        backends=Backends(grouped_mlp=backend),
+        ep=ExpertParallel(),
+        device="cpu",
+        dtype=dtype,
+    )
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in layer.parameters():
+            weight.copy_(torch.randn(weight.shape, generator=generator).bfloat16())
+    return layer
+
+
+def values(offsets=None, rows=R):
+    """Return x and dy; rows after the last offset are NaN."""
+    x, dy = torch.randn(2, rows, D, generator=torch.Generator().manual_seed(0)).bfloat16()
+    if offsets is not None:
+        x[int(offsets[-1]) :] = dy[int(offsets[-1]) :] = torch.nan
+    return x, dy
+
+
+def run(layer, offsets, given=None, *, accumulate=False, frozen=()):
+    """Return output, dx and gradients of both weights; None where nothing is computed."""
+    x, dy = values(offsets) if given is None else given
+    x = x.detach().to(layer.fc1.dtype).requires_grad_("x" not in frozen)
+    for name, weight in (("fc1", layer.fc1), ("fc2", layer.fc2)):
+        weight.requires_grad_(name not in frozen)
+        weight.grad = None
+        if accumulate:
+            weight.main_grad = torch.ones_like(weight, dtype=torch.float32)
+    y = layer(x, offsets)
+    y.backward(dy.to(y.dtype))
+    found = [w.main_grad - 1 if accumulate else w.grad for w in (layer.fc1, layer.fc2)]
+    assert not accumulate or layer.fc1.grad is None is layer.fc2.grad
+    return dict(zip(("y", "x", "fc1", "fc2"), (y.detach(), x.grad, *found)))
+
+
+def offsets_of(ends):
+    return torch.tensor(ends, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("ends", ENDS)
+def test_outputs_and_gradients_are_those_of_separate_products(on_cpu, package, ends, accumulate):
+    offsets = offsets_of(ends)
+    got = run(experts(), offsets, accumulate=accumulate)
+    # Hidden and activation, dhidden and activation, and one launch of each of the other products.
+    assert package.launched == 6
+    apart = run(experts("quack"), offsets, accumulate=accumulate)
+    assert package.launched == 12
+    exact = run(
+        experts("reference", dtype=torch.float64),
+        offsets,
+        [v.nan_to_num() for v in values(offsets)],
+    )
+    for name, want in exact.items():
+        assert torch.equal(got[name], apart[name]), name
+        assert torch.isfinite(got[name]).all(), name
+        assert (got[name].double() - want).norm() <= 1e-2 * want.norm(), name
+
+
+@pytest.mark.parametrize(
+    "frozen", [("x",), ("fc1",), ("fc2",), ("x", "fc1"), ("fc1", "fc2"), ("x", "fc2")]
+)
+def test_what_needs_no_gradient_gets_none(on_cpu, frozen):
+    offsets = offsets_of(ENDS[0])
+    whole, got = run(experts(), offsets), run(experts(), offsets, frozen=frozen)
+    for name, value in got.items():
+        assert value is None if name in frozen else torch.equal(value, whole[name]), name
+
+
+def test_micro_batches_are_added(on_cpu):
+    layer, offsets = experts(), offsets_of(ENDS[0])
+    once = run(layer, offsets, accumulate=True)
+    x, dy = values(offsets)
+    layer(x, offsets).backward(dy)
+    for name, weight in (("fc1", layer.fc1), ("fc2", layer.fc2)):
+        torch.testing.assert_close(weight.main_grad - 1, 2 * once[name])
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_pack_without_rows_launches_nothing(on_cpu, package, accumulate):
+    found = run(experts(), offsets_of([0] * E), values(rows=0), accumulate=accumulate)
+    assert not any(each.any() for each in found.values()) and not package.launched
+
+
+def test_a_row_depends_on_itself_only(on_cpu):
+    offsets = offsets_of(ENDS[4])
+    before = run(experts(), offsets)
+    x, dy = values()
+    x[7], dy[7] = 3.0, torch.nan
+    after = run(experts(), offsets, (x, dy))
+    others = torch.arange(R) != 7
+    for name in ("y", "x"):
+        assert torch.equal(before[name][others], after[name][others])
+        assert not torch.equal(before[name][7], after[name][7])
+
+
+def test_nan_is_seen_in_the_output(on_cpu):
+    x, dy = values()
+    x[3] = torch.nan
+    y = run(experts(), offsets_of(ENDS[4]), (x, dy))["y"]
+    assert y[3].isnan().all() and y[4:].isfinite().all()
+
+
+def test_tensors_that_the_kernel_cannot_read_are_copied(on_cpu):
+    offsets = offsets_of(ENDS[4])
+    x, dy = values()
+    want = run(experts(), offsets, (x, dy))
+    for strided in (
+        lambda each: torch.empty(D, R, dtype=BF16).t().copy_(each),
+        lambda each: torch.empty(R * D + 1, dtype=BF16)[1:].view(R, D).copy_(each),
+    ):
+        got = run(experts(), offsets, (strided(x), strided(dy)))
+        assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_the_activation_is_not_saved(on_cpu):
+    def saved(backend):
+        found = []
+        offsets = offsets_of(ENDS[0])
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: found.append(tuple(tensor.shape)) or tensor, lambda tensor: tensor
+        ):
+            run(experts(backend), offsets)
+        return found.count((R, F))
+
+    assert saved("auto") == 1 < saved("quack")
+
+
+def test_plans_of_other_row_counts_do_not_pile_up(on_cpu, monkeypatch):
+    epilogues = import_module("megatron_packed.ops.quack_epilogues")
+    monkeypatch.setattr(epilogues, "_PLANS_KEPT", 3)
+    for rows in range(84, 94):
+        run(experts(), offsets_of(ENDS[0]), values(rows=rows))
+        for product in (epilogues._squared_relu, on_cpu._squared_relu_gradient):
+            assert 0 < len(product._call_cache) <= 3 and 0 < len(product._plan_cache) <= 3
+
+
+def hooked(layer):
+    layer.expert_fc2.register_forward_hook(lambda module, inputs, output: None)
+
+
+def replaced(layer):
+    layer.moe_act.forward = layer.moe_act.forward
+
+
+@pytest.mark.parametrize("change", [hooked, replaced])
+def test_steps_that_are_observed_or_replaced_are_called(on_cpu, change):
+    offsets = offsets_of(ENDS[0])
+    layer = experts()
+    change(layer)
+    got, want = run(layer, offsets), run(experts("quack"), offsets)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    named = experts("quack_joined")
+    change(named)
+    with pytest.raises(NoBackendError, match="are replaced or observed"):
+        run(named, offsets)
+
+
+def test_what_cannot_be_is_refused_with_its_reason(joined, monkeypatch):
+    inputs = api.GroupedMLPInputs(
+        channels=D,
+        experts=E,
+        hidden_in=2 * F,
+        hidden_out=F,
+        activation="swiglu",
+        dtype=BF16,
+        weight_dtype=BF16,
+        device_type="cuda",
+    )
+    assert joined.not_supported_reasons(inputs) == ["the products compute squared_relu, not swiglu"]
+    older = type(joined._squared_relu_gradient)
+    monkeypatch.setattr(older, "__call__", lambda self, A, B, C=None, *, cu_seqlens_m: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    version, tiles = joined.not_supported_reasons(replace(inputs, activation="squared_relu"))
+    assert "has no ['config', 'dynamic_scheduler', 'tuned']; 0.6.5 works" in version
+    assert tiles == "the tiles are those of compute capability 9.x, found (10, 0)"
+
+
+OFFLOADED = {"fine_grained_activation_offloading": True, "offload_modules": ("expert_fc1",)}
+
+
+def recomputed(*modules):
+    return {"recompute_granularity": "selective", "recompute_modules": modules}
+
+
+@pytest.mark.parametrize(
+    "memory, reason",
+    [
+        ({}, None),
+        (OFFLOADED, "names parts of experts"),
+        (OFFLOADED | {"offload_modules": ("mlp_norm",)}, None),
+        (recomputed("moe_act"), "--recompute-modules names moe_act"),
+        (recomputed("moe", "moe_act"), None),
+        (recomputed("layernorm"), None),
+    ],
+)
+def test_a_run_lists_the_choice_with_its_reason(joined, memory, reason):
+    config = config_of("E", bf16=True, device="auto")
+    config = replace(config, memory=replace(config.memory, **memory))
+    gpu = torch.device("cuda")
+    (inputs,) = [inputs for op, inputs in op_inputs(config, gpu) if op is api.OP]
+    reasons = joined.not_supported_reasons(inputs)
+    assert (len(reasons) == 1 and reason in reasons[0]) if reason else not reasons
+    assert api.OP.select(inputs).name == ("quack" if reason else "quack_joined")
+
+
+def test_both_are_listed_if_parts_of_some_layers_are_offloaded(joined):
+    """A layer that is recomputed whole is not offloaded."""
+    whole = {"recompute_granularity": "full", "recompute_method": "block"}
+    config = config_of("EE", bf16=True, device="auto")
+    memory = replace(config.memory, recompute_num_layers=1, **whole, **OFFLOADED)
+    kernels = chosen_kernels(replace(config, memory=memory), torch.device("cuda"))
+    listed = [kernel.name for kernel in kernels if kernel.op.name == "grouped_mlp"]
+    assert listed == ["quack_joined", "quack"]
+
+
+@pytest.mark.parametrize(
+    "pattern, shared, memory, called",
+    [
+        ("E", None, {}, False),
+        ("E", None, OFFLOADED, True),
+        ("E", 32, {}, False),
+        ("E", 32, OFFLOADED, True),
+        ("E-", None, {}, False),
+        ("E-", None, OFFLOADED | {"offload_modules": ("mlp_act",)}, True),
+        ("-", None, {}, False),
+    ],
+)
+def test_the_activation_is_listed_if_it_is_called(joined, pattern, shared, memory, called):
+    config = config_of(pattern, bf16=True, device="auto")
+    config = replace(
+        config,
+        model=replace(config.model, moe_shared_expert_intermediate_size=shared),
+        memory=replace(config.memory, **memory),
+    )
+    listed = {kernel.op.name for kernel in chosen_kernels(config, torch.device("cuda"))}
+    assert (activation.OP.name in listed) == called
+
+
+@pytest.mark.parametrize("memory", [{}, OFFLOADED, recomputed("moe_act"), recomputed("moe")])
+def test_layers_ask_for_what_a_run_lists(on_cpu, monkeypatch, memory):
+    """The inputs of both are equal, but for the words of the reason."""
+    config = config_of("E", bf16=True)
+    config = replace(config, memory=replace(config.memory, **memory))
+    asked = []
+    monkeypatch.setattr(
+        on_cpu, "not_supported_reasons", lambda inputs: asked.append(inputs) or ["no kernel"]
+    )
+    model = build_model(config, 256, "cpu")
+    pack = MicroBatch.build([(torch.arange(128).numpy(), None)], 128)
+    model(pack).loss.backward()
+    (told,) = [inputs for op, inputs in op_inputs(config, torch.device("cpu")) if op is api.OP]
+    (found,) = set(asked) - {told} or {told}
+    assert replace(found, apart="") == replace(told, apart="")
+    assert bool(found.apart) == bool(told.apart)
+
+
+def footprint(backend="auto", memory=None):
+    model = HybridModel(
+        tiny_config("E"),
+        vocab_size=VOCAB,
+        max_positions=256,
+        device="meta",
+        dtype=BF16,
+        backends={"grouped_mlp": backend},
+        memory=memory,
+    )
+    return footprints(model, Work(tokens=4096, documents=16, element=2))[0]
+
+
+def test_the_estimate_counts_no_saved_activation(joined):
+    found, apart = footprint(), footprint("quack")
+    size = apart.saved["experts.activation"].bytes
+    assert size > 0 and found.saved_bytes == apart.saved_bytes - size
+    # The activation is made again in backward, so this moment is as before.
+    again, before = (
+        next(m for m in each.moments if m.name == f"backward of the experts' {step}")
+        for each, step in ((found, "activation"), (apart, "fc2"))
+    )
+    assert again.extra[Purpose.EXPERTS] == before.extra[Purpose.EXPERTS] + size
+    assert "forward of the experts' fc2" in {moment.name for moment in found.moments}
+
+
+@pytest.mark.parametrize("memory", [OFFLOADED, recomputed("moe_act")])
+def test_the_estimate_counts_separate_steps_if_they_are_called(joined, memory):
+    memory = MemoryConfig(**memory)
+    assert footprint(memory=memory) == footprint("quack", memory)
