@@ -17,6 +17,7 @@ DEVICE = torch.device("cuda")
         ("GM*-E", (), {"bf16": True}),
         ("M*-E", (), {"bf16": True, "attention_backend": "sdpa", "ssd_backend": "reference"}),
         ("M*-E", (), {"bf16": True, "attention_backend": "reference", "conv_backend": "reference"}),
+        ("ME", (), {"bf16": True}),
         ("ME", ("--swiglu",), {"bf16": True}),
         ("ME", (), {}),
         ("G", (), {}),
