@@ -28,7 +28,7 @@ from megatron_packed.layers.attention_heads import (
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
 from megatron_packed.layers.context_parallel import ContextParallel
-from megatron_packed.layers.joined import JoinedResidual, project_and_add
+from megatron_packed.layers.joined import JoinedResidual
 from megatron_packed.layers.query_key_norm import QueryKeyNorm, query_key_norms
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.layers.transformer_impl import implementation
@@ -335,7 +335,5 @@ class Attention(nn.Module):
         A token attends to itself and to the earlier tokens of its own document.
         """
         y_TI = self.core_attn(self.qkv(x_TD), packed)
-        y_TD: Tensor = (
-            self.proj(y_TI) if joined is None else project_and_add(self.proj, y_TI, joined)
-        )
+        y_TD: Tensor = self.proj(y_TI) if joined is None else self.proj(y_TI, joined)
         return y_TD

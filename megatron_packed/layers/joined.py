@@ -26,11 +26,10 @@ TENSOR_PARALLEL = "tensor-parallel ranks exchange rows around the projections"
 OBSERVED = "calls of the projections or of the activation are replaced or observed"
 
 
-def reason_apart(*projections: nn.Module, others: tuple[nn.Module, ...] = ()) -> str:
-    """Return the reason why modules of a layer must be called; empty if there is none.
+def reason_apart(*projections: nn.Module) -> str:
+    """Return the reason why projections compute something else than these; empty if there is none.
 
-    Modules of TransformerEngine, modules that adapters put in place of a layer, and modules whose call
-    was replaced or is observed compute or save something else.
+    They may be modules of TransformerEngine, or modules that adapters put in place of a layer.
     """
     for projection in projections:
         if type(projection) not in (ColumnParallelLinear, RowParallelLinear):
@@ -39,12 +38,20 @@ def reason_apart(*projections: nn.Module, others: tuple[nn.Module, ...] = ()) ->
             return BIAS
         if projection.tp.size > 1:
             return TENSOR_PARALLEL
-    return OBSERVED if any(map(is_observed, (*projections, *others))) else ""
+    return ""
 
 
-def is_observed(module: nn.Module) -> bool:
-    """Return True if a call of the module runs more than the ``forward`` of its class."""
-    return "forward" in vars(module) or any(
+def is_observed(module: nn.Module, *, wrapped: bool = True) -> bool:
+    """Return True if a call of the module runs more than the ``forward`` of its class.
+
+    Args:
+        wrapped: also if recomputation or offload of this package (`memory.apply`) wraps the call.
+    """
+    forward = vars(module).get("forward")
+    wrapper = type(getattr(forward, "__self__", forward))
+    if forward is not None and (wrapped or not hasattr(wrapper, "PASSES_ARGUMENTS")):
+        return True
+    return any(
         (
             module._forward_hooks,
             module._forward_pre_hooks,
@@ -59,6 +66,14 @@ class JoinedResidual(NamedTuple):
 
     residual_TO: Tensor
     product: AddedProduct
+
+    def add_product(self, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+        """Return ``residual + x W^T``.
+
+        The weight's gradient is added to ``main_grad``; without it, autograd accumulates the gradient.
+        """
+        y_TO: Tensor = _AddedLinear.apply(x_TI, weight_OI, *self)
+        return y_TO
 
 
 def joined_residual(mixer: nn.Module, residual_TD: Tensor, backend: str) -> JoinedResidual | None:
@@ -75,7 +90,9 @@ def joined_residual(mixer: nn.Module, residual_TD: Tensor, backend: str) -> Join
         NoBackendError: the requested backend does not support the sizes and dtype.
     """
     projection = getattr(mixer, "output_projection", None)
-    if projection is None or residual_TD.dim() != 2 or reason_apart(projection, others=(mixer,)):
+    if projection is None or residual_TD.dim() != 2 or reason_apart(projection):
+        return None
+    if any(is_observed(module, wrapped=False) for module in (mixer, projection)):
         return None
     channels, inner = projection.weight.shape
     inputs = residual_projection.ResidualProjectionInputs(
@@ -88,17 +105,8 @@ def joined_residual(mixer: nn.Module, residual_TD: Tensor, backend: str) -> Join
     return None if product is None else JoinedResidual(residual_TD, product)
 
 
-def project_and_add(projection: nn.Module, x_TI: Tensor, joined: JoinedResidual) -> Tensor:
-    """Compute ``residual + x W^T`` with the weight of a projection that `joined_residual` found.
-
-    The weight's gradient is added to ``main_grad``; without it, autograd accumulates the gradient.
-    """
-    y_TO: Tensor = _AddedLinear.apply(x_TI, projection.weight, *joined)
-    return y_TO
-
-
 class _AddedLinear(autograd.Function):
-    """Autograd function of `project_and_add`."""
+    """Autograd function of `JoinedResidual.add_product`."""
 
     @staticmethod
     def forward(

@@ -12,7 +12,7 @@ weight.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,9 @@ from megatron_packed.distributed.sequence_parallel_products import SequenceParal
 from megatron_packed.distributed.tensor_parallel_shards import Shard, set_shard
 from megatron_packed.layers.parameters import new_parameter, no_weight_decay
 from megatron_packed.layers.tensor_parallel import TensorParallel
+
+if TYPE_CHECKING:
+    from megatron_packed.layers.joined import JoinedResidual
 
 
 def main_grad_of(parameter: Tensor | None) -> Tensor | None:
@@ -311,7 +314,10 @@ class RowParallelLinear(Linear):
         if self.bias is not None:
             tp.use_on_rows(self.bias)
 
-    def forward(self, x_TI: Tensor) -> Tensor:
+    def forward(self, x_TI: Tensor, joined: JoinedResidual | None = None) -> Tensor:
+        """Return ``x W^T + b``, or with ``joined`` (`layers.joined`) the residual plus ``x W^T``."""
+        if joined is not None:
+            return joined.add_product(x_TI, self.weight)
         if self.tp.group is None:
             return linear(x_TI, self.weight, self.bias)
         if self.tp.products is not None:

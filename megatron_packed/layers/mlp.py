@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megatron_packed.distributed.tensor_parallel_shards import SplitSegment
 from megatron_packed.layers.backends import Backends
-from megatron_packed.layers.joined import JoinedResidual, project_and_add, reason_apart
+from megatron_packed.layers.joined import JoinedResidual, is_observed, reason_apart
 from megatron_packed.layers.joined_mlp import joined_mlp
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.layers.transformer_impl import implementation
@@ -109,7 +109,7 @@ class MLP(nn.Module):
         if products is not None:
             return joined_mlp(x_TD, self.fc1.weight, self.fc2.weight, products, joined)
         y_TF = self.mlp_act(self.fc1(x_TD))
-        y_TD: Tensor = self.fc2(y_TF) if joined is None else project_and_add(self.fc2, y_TF, joined)
+        y_TD: Tensor = self.fc2(y_TF) if joined is None else self.fc2(y_TF, joined)
         return y_TD
 
     def joined_products(
@@ -132,6 +132,8 @@ class MLP(nn.Module):
             device_type=device_type,
         )
         backend = dense_mlp.OP.chosen[self.backend, inputs].loaded
-        if not backend.JOINS or reason_apart(self.fc1, self.fc2, others=(self.mlp_act,)):
+        if not backend.JOINS or reason_apart(self.fc1, self.fc2):
+            return None
+        if any(map(is_observed, (self.fc1, self.mlp_act, self.fc2))):
             return None
         return cast(dense_mlp.JoinedProducts, backend)

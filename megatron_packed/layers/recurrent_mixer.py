@@ -32,7 +32,7 @@ from megatron_packed.distributed.tensor_parallel_shards import SplitSegment, set
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
 from megatron_packed.layers.context_parallel import ContextParallel, take_in_parts
-from megatron_packed.layers.joined import JoinedResidual, project_and_add
+from megatron_packed.layers.joined import JoinedResidual
 from megatron_packed.layers.named_call import NamedCall
 from megatron_packed.layers.parameters import keep_fp32, new_parameter, no_weight_decay
 from megatron_packed.layers.short_convolution import CausalConv1d
@@ -155,9 +155,7 @@ class RecurrentMixer(nn.Module):
     ) -> Tensor:
         """Map the hidden state ``(T, D)`` to ``(T, D)``; a context-parallel rank has T / c rows."""
         y_TI = self.scan(self._scan, self.in_proj(u_TD), packed)
-        y_TD: Tensor = (
-            self.out_proj(y_TI) if joined is None else project_and_add(self.out_proj, y_TI, joined)
-        )
+        y_TD: Tensor = self.out_proj(y_TI) if joined is None else self.out_proj(y_TI, joined)
         return y_TD
 
     def _scan(self, projected_TO: Tensor, packed: PackedSeqParams) -> Tensor:

@@ -203,6 +203,9 @@ def dropouts_of(module: nn.Module) -> list[nn.Dropout]:
 class OffloadedCall:
     """Forward of a part that offloads its saved tensors when it returns."""
 
+    PASSES_ARGUMENTS = True
+    """See `layers.joined.is_observed`."""
+
     def __init__(
         self, forward: Callable[..., Any], scopes: SavedTensorScopes, layer: nn.Module
     ) -> None:
@@ -219,6 +222,9 @@ class OffloadedCall:
 
 class RecomputedCall:
     """Forward of a part that the backward pass runs again from the saved inputs."""
+
+    PASSES_ARGUMENTS = True
+    """See `layers.joined.is_observed`."""
 
     def __init__(self, forward: Callable[..., Any], rewind: bool = False) -> None:
         self._forward = forward
@@ -286,6 +292,9 @@ class RecomputedBetween:
     Between the two calls this object holds the arguments of the first module, which autograd holds
     too.
     """
+
+    PASSES_ARGUMENTS = True
+    """See `layers.joined.is_observed`."""
 
     def __init__(self, first: Callable[..., Any], second: Callable[..., Any]) -> None:
         self._first = first

@@ -5,6 +5,11 @@ flash-attn 4 installs quack. Kernels are compiled on first use, in a few seconds
 ``QUACK_CACHE_DIR`` (`config.environment_variables`). The tile depends on the widths, and one program
 owns a tile. So a row depends on itself only, and equal inputs give equal bits.
 
+[Note: bits of the joined products]
+Results of a product are rounded to bf16 before the kernel uses them, as if a second kernel read them.
+So outputs and gradients have the bits of the same product and a kernel of the activation. quack's own
+``gemm_act`` and ``gemm_dact`` use the fp32 sums.
+
 [Note: names of epilogues]
 quack knows a function of an installed package by its name only, also in its cache of kernels on disk.
 So a function with other results needs another name.
@@ -29,8 +34,11 @@ from megatron_packed.ops.quack_tiles import (
     aligned,
     join_context,
     least_padded_tile,
+    version_reasons,
 )
 
+_NEEDED = {"cu_seqlens_m", "dynamic_scheduler", "tuned", "config"}
+"""Arguments of quack's products that this module gives by name; later versions may change them."""
 _PLANS_KEPT = 1024
 
 
@@ -44,6 +52,23 @@ def _squared_relu(acc: Any) -> dict[str, Any]:
     return {"D": acc, "activated": positive * positive}
 
 
+@gemm_epilogue(outputs=("activated",))
+def _squared_relu_gradient(acc: Any, c: Any) -> dict[str, Any]:
+    """Return the product times the derivative of squared ReLU at ``c``, and the squared ReLU of ``c``.
+
+    See [Note: bits of the joined products] and [Note: names of epilogues].
+    """
+    result = acc.to(BFloat16).to(Float32)
+    positive = fmax(c, 0.0, nan=True)
+    # In another order of the factors the kernel needs more registers than it has.
+    return {"D": result * positive * 2.0, "activated": positive * positive}
+
+
+def not_supported_reasons() -> list[str]:
+    """Return the reason why the installed quack does not serve; empty if it does."""
+    return version_reasons(type(_squared_relu).__call__, _NEEDED)
+
+
 def squared_relu_product(
     x_RD: Tensor, w1: Tensor, bounds: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -55,10 +80,24 @@ def squared_relu_product(
         bounds: for experts, ``(E + 1,)`` int32 on the device: the first row of each expert and the row
             after the last one. Rows after it are neither read nor written.
     """
-    return launch(_squared_relu, x_RD, aligned(w1).mT, bounds=bounds, tiles=TOKEN_TILES)
+    return _launch(_squared_relu, x_RD, aligned(w1).mT, bounds=bounds, tiles=TOKEN_TILES)
 
 
-def launch(
+def squared_relu_gradient(
+    dy_RD: Tensor, w2: Tensor, hidden_RF: Tensor, bounds: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient of ``hidden``, and its squared ReLU with the bits of forward.
+
+    Args:
+        dy_RD: ``(R, D)``, gradient of ``activated W2^T``.
+        w2: ``(D, F)``; for experts ``(E, D, F)``.
+        hidden_RF: ``(R, F)``.
+        bounds: see `squared_relu_product`.
+    """
+    return _launch(_squared_relu_gradient, dy_RD, aligned(w2), hidden_RF, bounds=bounds)
+
+
+def _launch(
     product: Any,
     *operands: Tensor,
     bounds: Tensor | None,
@@ -76,22 +115,18 @@ def launch(
     rows, columns = left_RI.shape[0], weight.shape[-1]
     if not rows:
         return left_RI.new_empty(rows, columns), left_RI.new_empty(rows, columns)
-    bound_plans(product)
+    _bound_plans(product)
     join_context(left_RI.device)
     found = product(
         aligned(left_RI),
         weight,
         *map(aligned, more),
         cu_seqlens_m=bounds,
-        **schedule(columns, tiles),
+        config=_config(least_padded_tile(columns, tiles=tiles)),
+        dynamic_scheduler=False,
+        tuned=False,
     )
     return found["D"], found["activated"]
-
-
-def schedule(columns: int, tiles: Sequence[tuple[int, int]] = TILES) -> dict[str, Any]:
-    """Return the arguments of a product that set its tile, by the columns of the result."""
-    config = _config(least_padded_tile(columns, tiles=tiles))
-    return {"config": config, "dynamic_scheduler": False, "tuned": False}
 
 
 @lru_cache
@@ -107,7 +142,7 @@ def _config(tile: tuple[int, int]) -> Any:
     )
 
 
-def bound_plans(product: Any) -> None:
+def _bound_plans(product: Any) -> None:
     """Drop quack's launch plans of a product if there are many: one for each number of rows.
 
     quack has no public way to bound them.

@@ -11,8 +11,6 @@ from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, MAM
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.memory import (
     EXPERT_ACTIVATION,
-    LAYER_NORM,
-    MIXERS,
     MODULES,
     OFFLOADED,
     OFFLOADED_IN,
@@ -108,15 +106,6 @@ def calls_activation(config: RunConfig, kind: str) -> bool:
     return has_mlp and not dense
 
 
-_PROJECTIONS = {
-    ATTENTION: "attn_proj",
-    MAMBA: "mamba_out_proj",
-    GATED_DELTA_NET: "gdn_out_proj",
-    MLP: "mlp_fc2",
-}
-"""Name of each layer's last projection in --offload-modules."""
-
-
 def residual_projection_ops(config: RunConfig, kind: str) -> Iterator[tuple[Op, Hashable]]:
     """Yield the end of each kind of layer and of shared experts, if it has several backends."""
     if kind not in residual_projection.WITH_CHOICE:
@@ -168,7 +157,7 @@ def _reason_to_add_shared_expert_apart(config: RunConfig) -> str:
 
 def _reason_to_add_apart(config: RunConfig, symbol: str) -> str:
     """Return why all layers of this kind add the residual in a kernel of its own; empty if some do not."""
-    model, memory = config.model, config.memory
+    model = config.model
     numbers = [number for number, other in enumerate(model.layer_types) if other == symbol]
     if config.training.transformer_impl == TRANSFORMER_ENGINE_NAME:
         return NOT_LOCAL
@@ -182,8 +171,4 @@ def _reason_to_add_apart(config: RunConfig, symbol: str) -> str:
         return "the mixer's output is multiplied before the addition"
     if all(map(model.norms_output, numbers)):
         return "the mixer's output is normalised before the addition"
-    if set(recomputed_parts(memory, symbol)) & {*MIXERS, LAYER_NORM}:
-        return "the mixer or its input is recomputed"
-    if all(_PROJECTIONS[symbol] in offloaded_parts(memory, symbol, each) for each in numbers):
-        return f"{OFFLOADED} names the projection"
     return ""

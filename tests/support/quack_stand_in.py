@@ -36,10 +36,7 @@ class Quack:
         """Tile of each product."""
         self.threads = set()
         """Threads that have launched a kernel, and so have a context of the GPU."""
-        self.gradient = Product(self)
-        """Object that has the launch plans of `gemm_dact`."""
-        names = ("quack", "quack.gemm", "quack.gemm_interface", "quack.gemm_config")
-        names += ("quack.epilogue", "quack.epilogue.library")
+        names = ("quack", "quack.gemm", "quack.gemm_config", "quack.epilogue")
         names += ("cutlass", "cutlass.cute", "cutlass.cute.arch")
         self.modules = {name: ModuleType(name) for name in names}
         for name, module in self.modules.items():
@@ -49,11 +46,8 @@ class Quack:
         self.gemm_module = self.modules["quack.gemm"]
         self.gemm_module.gemm = self.gemm
         self.gemm_module._gemm_plan_cache = {}
-        self.interface = self.modules["quack.gemm_interface"]
-        self.interface.gemm_dact = self.gemm_dact
         self.modules["quack.gemm_config"].GemmConfig = dict
         self.modules["quack.epilogue"].gemm_epilogue = self.gemm_epilogue
-        self.modules["quack.epilogue.library"].dact_mod = self.dact_mod
         self.modules["cutlass"].BFloat16 = torch.bfloat16
         self.modules["cutlass"].Float32 = torch.float32
         self.modules["cutlass.cute.arch"].fmax = fmax
@@ -90,16 +84,6 @@ class Quack:
                 product = A[:, start:end].to(D.dtype) @ B[:, start:end].to(D.dtype).t()
                 D[expert] = D[expert] + product if add_to_output else product
 
-    def gemm_dact(self, A, B, PreAct, activation, dynamic_scheduler, tuned, config):
-        assert activation == "relu_sq"
-        self.gradient.record(A, B, PreAct, dynamic_scheduler, tuned, config)
-        positive = PreAct.float().relu()
-        return (2 * positive * (A.float() @ B.float())).bfloat16(), positive.square().bfloat16()
-
-    def dact_mod(self, activation, has_scale, has_reduce):
-        assert activation == "relu_sq" and not has_scale and not has_reduce
-        return self.gradient
-
     def gemm_epilogue(self, outputs):
         return lambda function: Product(self, function, outputs)
 
@@ -107,7 +91,7 @@ class Quack:
 class Product:
     """Product with a function of its fp32 sums, and the launch plans of its kernel."""
 
-    def __init__(self, quack, function=None, outputs=()):
+    def __init__(self, quack, function, outputs):
         self._quack = quack
         self._function = function
         self._outputs = outputs

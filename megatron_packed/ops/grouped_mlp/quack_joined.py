@@ -1,14 +1,11 @@
-# mypy: disable-error-code="no-untyped-call, untyped-decorator"
+# mypy: disable-error-code="no-untyped-call"
 """MLPs of the experts by products of quack (Hopper) that compute squared ReLU too, for bf16.
 
 In forward, the kernel of the first product writes ``hidden`` and its activation. In backward, the
 kernel of ``dy W2`` applies the derivative at ``hidden`` and writes the activation again. So forward
 does not save the activation. The other four products are those of `quack`.
-
-[Note: bits of the joined products]
-Results of a product are rounded to bf16 before the kernel uses them, as if a second kernel read them.
-So all outputs and gradients have the bits of `quack`. They do not depend on options that make the
-steps separate, for example offload. quack's own ``gemm_act`` and ``gemm_dact`` use the fp32 sums.
+All outputs and gradients have the bits of `quack`. They do not depend on options that make the steps
+separate, for example offload.
 """
 
 from __future__ import annotations
@@ -16,9 +13,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from cutlass import BFloat16, Float32
-from cutlass.cute.arch import fmax
-from quack.epilogue import gemm_epilogue
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -26,32 +20,19 @@ from megatron_packed.ops.grouped_mlp.grouped_linear import row_bounds, weight_gr
 from megatron_packed.ops.grouped_mlp.quack import PRODUCTS
 from megatron_packed.ops.grouped_mlp.quack import not_supported_reasons as reasons_of_products
 from megatron_packed.ops.grouped_mlp.unwritten_rows import zero_rows_after_
-from megatron_packed.ops.quack_epilogues import launch, squared_relu_product
-from megatron_packed.ops.quack_tiles import aligned, version_reasons
+from megatron_packed.ops.quack_epilogues import (
+    not_supported_reasons as reasons_of_epilogues,
+)
+from megatron_packed.ops.quack_epilogues import squared_relu_gradient, squared_relu_product
+from megatron_packed.ops.quack_tiles import aligned
 
 if TYPE_CHECKING:
     from megatron_packed.ops.grouped_mlp.api import GroupedMLPInputs
 
-_NEEDED = {"cu_seqlens_m", "dynamic_scheduler", "tuned", "config"}
-"""Arguments of quack's products that this package gives by name; later versions may change them."""
-
-
-@gemm_epilogue(outputs=("activated",))
-def _squared_relu_gradient(acc: Any, c: Any) -> dict[str, Any]:
-    """Return the product times the derivative of squared ReLU at ``c``, and the squared ReLU of ``c``.
-
-    See [Note: bits of the joined products], and [Note: names of epilogues] of `quack_epilogues`.
-    """
-    result = acc.to(BFloat16).to(Float32)
-    positive = fmax(c, 0.0, nan=True)
-    # In another order of the factors the kernel needs more registers than it has.
-    return {"D": result * positive * 2.0, "activated": positive * positive}
-
 
 def not_supported_reasons(inputs: GroupedMLPInputs) -> list[str]:
     """Return the reasons why these products do not support these inputs; empty if they do."""
-    reasons = version_reasons(type(_squared_relu_gradient).__call__, _NEEDED)
-    reasons += reasons_of_products(inputs)
+    reasons = reasons_of_epilogues() + reasons_of_products(inputs)
     if inputs.activation != "squared_relu":
         reasons.append(f"the products compute squared_relu, not {inputs.activation}")
     return reasons + ([inputs.apart] if inputs.apart else [])
@@ -95,8 +76,8 @@ class _JoinedExperts(torch.autograd.Function):
         needs_dx, needs_dw1, needs_dw2 = ctx.needs_input_grad[:3]
         dx_RD = dw1_EFD = dw2_EDF = None
         dy_RD = aligned(dy_RD)
-        dhidden_RF, activated_RF = launch(
-            _squared_relu_gradient, dy_RD, w2_EDF, hidden_RF, bounds=row_bounds(offsets_E)
+        dhidden_RF, activated_RF = squared_relu_gradient(
+            dy_RD, w2_EDF, hidden_RF, row_bounds(offsets_E)
         )
         if needs_dw2:
             dw2_EDF = weight_gradient(PRODUCTS, of_w2, dy_RD, activated_RF, offsets_E)

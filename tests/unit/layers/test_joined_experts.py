@@ -213,7 +213,7 @@ def test_plans_of_other_row_counts_do_not_pile_up(on_cpu, monkeypatch):
     monkeypatch.setattr(epilogues, "_PLANS_KEPT", 3)
     for rows in range(84, 94):
         run(experts(), offsets_of(ENDS[0]), values(rows=rows))
-        for product in (epilogues._squared_relu, on_cpu._squared_relu_gradient):
+        for product in (epilogues._squared_relu, epilogues._squared_relu_gradient):
             assert 0 < len(product._call_cache) <= 3 and 0 < len(product._plan_cache) <= 3
 
 
@@ -250,7 +250,7 @@ def test_what_cannot_be_is_refused_with_its_reason(joined, monkeypatch):
         device_type="cuda",
     )
     assert joined.not_supported_reasons(inputs) == ["the products compute squared_relu, not swiglu"]
-    older = type(joined._squared_relu_gradient)
+    older = type(import_module("megatron_packed.ops.quack_epilogues")._squared_relu)
     monkeypatch.setattr(older, "__call__", lambda self, A, B, C=None, *, cu_seqlens_m: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
     version, tiles = joined.not_supported_reasons(replace(inputs, activation="squared_relu"))

@@ -114,6 +114,15 @@ def test_both_activations_are_those_of_the_rounded_values(on_cpu):
     assert activated.untyped_storage().data_ptr() != hidden.untyped_storage().data_ptr()
 
 
+def test_the_gradient_has_the_bits_of_a_product_and_the_derivative(on_cpu):
+    layer, (x, dy) = mlp(), values()
+    hidden, _ = on_cpu.hidden_and_activation(x, layer.fc1.weight)
+    got, _ = on_cpu.gradient(dy, layer.fc2.weight, hidden)
+    product = (dy.float() @ layer.fc2.weight.float()).bfloat16()
+    (want,) = torch.autograd.grad(layer.mlp_act(hidden.requires_grad_()), hidden, product)
+    assert torch.equal(got, want)
+
+
 def test_the_last_product_adds_a_residual(on_cpu):
     x, dy = values()
     residual = torch.randn(T, D).bfloat16().requires_grad_()
@@ -267,13 +276,14 @@ def test_layers_ask_for_what_a_run_lists(on_cpu, monkeypatch, pattern):
     assert set(asked) == {told}
 
 
-def test_what_cannot_be_is_refused_with_its_reason(quack, package, monkeypatch):
+def test_what_cannot_be_is_refused_with_its_reason(quack, monkeypatch):
     inputs = api.DenseMLPInputs(
         channels=12, inner=F, kind="squared_relu", dtype=BF16, device_type="cuda"
     )
     assert quack.not_supported_reasons(inputs) == ["hidden size (12) is not divisible by 8"]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
-    monkeypatch.setattr(package.interface, "gemm_dact", lambda A, B, PreAct, activation: None)
+    older = type(import_module("megatron_packed.ops.quack_epilogues")._squared_relu)
+    monkeypatch.setattr(older, "__call__", lambda self, A, B, C=None, *, cu_seqlens_m: None)
     version, tiles, _ = quack.not_supported_reasons(inputs)
     assert "has no ['config', 'dynamic_scheduler', 'tuned']; 0.6.5 works" in version
     assert tiles == "the tiles are those of compute capability 9.x, found (10, 0)"
@@ -283,12 +293,12 @@ def test_what_cannot_be_is_refused_with_its_reason(quack, package, monkeypatch):
     assert "run on CUDA devices, not on cpu" in quack.not_supported_reasons(on_cpu)[1]
 
 
-def test_plans_of_other_row_counts_do_not_pile_up(on_cpu, package, monkeypatch):
+def test_plans_of_other_row_counts_do_not_pile_up(on_cpu, monkeypatch):
     epilogues = import_module("megatron_packed.ops.quack_epilogues")
     monkeypatch.setattr(epilogues, "_PLANS_KEPT", 3)
     for rows in range(1, 9):
         run(mlp(), *values(rows))
-        for product in (package.gradient, epilogues._squared_relu):
+        for product in (epilogues._squared_relu, epilogues._squared_relu_gradient):
             assert 0 < len(product._call_cache) <= 3 and 0 < len(product._plan_cache) <= 3
 
 

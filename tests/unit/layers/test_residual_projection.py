@@ -15,6 +15,7 @@ import torch
 from megatron_packed.config.sections.memory import MemoryConfig
 from megatron_packed.layers import hybrid_layer
 from megatron_packed.layers.moe import layer
+from megatron_packed.memory import apply
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.ops import quack_tiles
 from megatron_packed.ops.backend_dispatch import NoBackendError, Op
@@ -186,54 +187,53 @@ def test_mixers_that_are_observed_or_replaced_add_nothing(on_cpu, change):
     assert all(torch.equal(got[name], value) for name, value in want.items())
 
 
-def selective(*modules):
-    return MemoryConfig(recompute_granularity="selective", recompute_modules=modules)
-
-
-def offloading(*modules):
-    return MemoryConfig(fine_grained_activation_offloading=True, offload_modules=modules)
+@pytest.mark.parametrize(
+    "modules", [("mamba", "gdn", "mlp", "layernorm"), ("layernorm", "core_attn"), ()]
+)
+def test_recomputed_mixers_and_projections_add_the_residual_too(on_cpu, modules):
+    want = run(model_of(pattern="GM*-"))
+    memory = MemoryConfig(recompute_granularity="selective", recompute_modules=modules)
+    model = model_of(pattern="GM*-", memory=memory if modules else None)
+    if not modules:
+        for each in model.layers:
+            projection = each.mixer.output_projection
+            apply.replace(projection, "forward", apply.RecomputedCall(projection.forward))
+    before = len(on_cpu._quack.calls)
+    got = run(model)
+    assert len(on_cpu._quack.calls) >= before + 4
+    assert all(torch.equal(got[name], value) for name, value in want.items())
 
 
 @pytest.mark.parametrize(
-    "pattern, changes, memory, reason",
+    "pattern, changes, reason",
     [
-        ("M", {}, {}, ""),
-        ("*", {}, {}, ""),
-        ("G", {}, {}, ""),
-        ("-", {}, {}, ""),
-        ("-", {"add_bias_linear": True}, {}, "have a bias"),
-        ("M", {"add_bias_linear": True}, {}, ""),
-        ("M", {"hidden_dropout": 0.1}, {}, "dropout"),
-        ("*", {"residual_multiplier": 0.5}, {}, "multiplied"),
-        ("*-", {"attention_norm_placement": "output"}, {}, "normalised"),
-        ("M", {}, selective("mamba"), "recomputed"),
-        ("-", {}, selective("mlp"), "recomputed"),
-        ("*", {}, selective("core_attn"), ""),
-        ("M", {}, selective("layernorm"), "recomputed"),
-        ("M", {}, offloading("mamba_out_proj"), "names the projection"),
-        ("M", {}, offloading("mamba_in_proj"), ""),
-        ("-", {}, offloading("mlp_fc2"), "names the projection"),
-        ("E", {"moe_shared_expert_intermediate_size": 32}, {}, ""),
+        ("M", {}, ""),
+        ("*", {}, ""),
+        ("G", {}, ""),
+        ("-", {}, ""),
+        ("-", {"add_bias_linear": True}, "have a bias"),
+        ("M", {"add_bias_linear": True}, ""),
+        ("M", {"hidden_dropout": 0.1}, "dropout"),
+        ("*", {"residual_multiplier": 0.5}, "multiplied"),
+        ("*-", {"attention_norm_placement": "output"}, "normalised"),
+        ("E", {"moe_shared_expert_intermediate_size": 32}, ""),
         (
             "E",
             {"moe_shared_expert_intermediate_size": 32, "moe_shared_expert_gate": True},
-            {},
             "its gate",
         ),
     ],
 )
-def test_a_run_lists_what_layers_do(on_cpu, monkeypatch, pattern, changes, memory, reason):
+def test_a_run_lists_what_layers_do(on_cpu, monkeypatch, pattern, changes, reason):
     config = config_of(pattern, device="auto", bf16=True)
-    config = replace(config, model=replace(config.model, **changes), memory=memory or config.memory)
+    config = replace(config, model=replace(config.model, **changes))
     monkeypatch.setattr(varlen_attention, "_capability", lambda device: (9, 0))
     listed = list(op_inputs(config, torch.device("cuda")))
     for inputs in (inputs for op, inputs in listed if op is api.OP):
         assert reason in inputs.apart and bool(reason) == bool(inputs.apart)
         assert api.OP.select(inputs).name == ("torch" if reason else "quack")
-    layers = model_of(pattern=pattern, memory=memory or None, **changes)
-    if not (memory and memory.offloads):  # offload needs a GPU
-        run(layers)
-        assert bool(on_cpu._quack.calls) == (not reason)
+    run(model_of(pattern=pattern, **changes))
+    assert bool(on_cpu._quack.calls) == (not reason)
 
 
 def test_layers_ask_for_what_a_run_lists(on_cpu, monkeypatch):
