@@ -94,7 +94,12 @@ def run(backend, dtype=torch.bfloat16):
 
 
 def test_a_model_errs_no_more_than_one_with_separate_operations():
-    got, apart, exact = run("auto"), run("torch"), run("auto", torch.float32)
-    for name, want in exact.items():
-        bound = 1.5 * error(apart[name], want.double()) + 1e-3
-        assert error(got[name], want.double()) <= bound, name
+    """Single gradients of few values differ much by rounding, so the norm is that of all gradients."""
+    joined, apart, exact = run("auto"), run("torch"), run("auto", torch.float32)
+    assert abs(joined.pop("loss") - exact["loss"]) < 1e-3 * exact["loss"]
+    errors = [
+        torch.stack([(found[name].double() - exact[name].double()).norm() for name in joined])
+        for found in (joined, apart)
+    ]
+    whole = torch.stack([exact[name].double().norm() for name in joined]).norm()
+    assert errors[0].norm() <= 1.2 * errors[1].norm() < 0.05 * whole
