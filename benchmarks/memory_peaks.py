@@ -42,7 +42,7 @@ from workloads import SHAPES
 
 RESULTS = (
     "graph_step",
-    "model_step",
+    *(MODEL_STEPS := tuple(f"model_step_{name}" for name in CONFIGS)),
     "metadata_sync",
     "packed_vs_padded",
     "train_real",
@@ -127,7 +127,7 @@ def graph_steps() -> Iterator[tuple[str, float, float]]:
 
 def model_steps() -> Iterator[tuple[str, float, float]]:
     """Yield steps in a process that also holds megatron-core's bf16 weights and gradients."""
-    for name, found in results("model_step").items():
+    for name, found in (entry for file in MODEL_STEPS for entry in results(file).items()):
         c = CONFIGS[name]
         theirs = 4 * found["parameters"] / GIB
         ours = gib(model_config(c), c["vocab"], c["T"], found["documents"], scan="auto")

@@ -255,10 +255,16 @@ def moe_rows(results: dict[str, Any]) -> Rows:
     ]
 
 
+def of_all(rows: Callable[[dict[str, Any]], Rows]) -> Callable[..., Rows]:
+    """Return a function of several result files, whose rows are those of ``rows`` for each file."""
+    return lambda *files: [row for results in files for row in rows(results)]
+
+
+MODEL_STEPS = memory_peaks.MODEL_STEPS
 PACKERS = ("packing_report.py", "packing_report")
 TABLES = {
-    "model_step": Table("model_step.py", "model_step", model_step_rows),
-    "model_step_replay": Table("model_step.py", "model_step", replay_rows),
+    "model_step": Table("model_step.py", MODEL_STEPS, of_all(model_step_rows)),
+    "model_step_replay": Table("model_step.py", MODEL_STEPS, of_all(replay_rows)),
     "moe_bench": Table("moe_bench.py", "moe_bench", moe_rows),
     **{
         name: Table("expert_graphs.py", name, expert_graphs.rows_of)
@@ -325,6 +331,7 @@ TABLES = {
     "grouped_products": Table("grouped_products.py", "grouped_products", grouped_products.rows_of),
     "ssd": Table("ssd.py", "ssd", ssd.rows_of),
     "ssd_errors": Table("ssd.py", "ssd", ssd.error_rows_of),
+    "ssd_two_tiles": Table("ssd.py", "ssd_two_tiles", ssd.rows_of),
     "rope": Table("rope_bench.py", "rope", rope_bench.rows_of),
     "rope_errors": Table("rope_bench.py", "rope", rope_bench.error_rows_of),
     "beside_megatron": Table("beside_megatron.py", "beside_megatron", beside_megatron.rows_of),

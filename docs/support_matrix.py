@@ -68,7 +68,7 @@ def records() -> list[dict[str, Any]]:
 
 def everything() -> Iterator[Seen]:
     """Yield all tests, those that fill the fewest cells first, and then all benchmarks."""
-    tests = [(r["machine"].split()[-1], *test) for r in records() for test in r["tests"].items()]
+    tests = [(short(r["machine"]), *test) for r in records() for test in r["tests"].items()]
     for machine, name, entry in sorted(
         tests, key=lambda test: (test[0], sum(map(len, test[2]["shows"].values())))
     ):
@@ -76,7 +76,12 @@ def everything() -> Iterator[Seen]:
     for path in sorted((ROOT / "benchmarks" / "results").glob("layouts_*.json")):
         file = json.loads(path.read_text())
         for result in file["results"].values():
-            yield from benchmarked(f"{file['device'].split()[-1]} benchmark", result)
+            yield from benchmarked(f"{short(file['device'])} benchmark", result)
+
+
+def short(machine: str) -> str:
+    """Return the model of a GPU: H100 for "NVIDIA H100 80GB HBM3"; CPU for a CPU."""
+    return machine.removeprefix("NVIDIA ").split()[0]
 
 
 def benchmarked(label: str, result: Mapping[str, Any]) -> Iterator[Seen]:
