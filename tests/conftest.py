@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -14,7 +16,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
-from support.fork_server import fork_server
+from support import fork_server, quick_python
 from support.shown import Recorder
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "shows(column, *rows, of): cells of docs/support_matrix.md that a test fills"
     )
+    share_servers(config)
     collect_backwards(config)
     for path in config.getoption("--record-shown"):
         config.pluginmanager.register(Recorder(config, Path(path)))
@@ -61,15 +64,49 @@ def pytest_xdist_auto_num_workers() -> int:
     return 0 if torch.cuda.is_available() else min((os.cpu_count() or 1) + 1, 8)
 
 
+SERVERS = pytest.StashKey[tuple[str, str]]()
+"""Addresses of the two servers that all workers use."""
+
+
+def share_servers(config: pytest.Config) -> None:
+    """Start the two servers of processes once for all workers.
+
+    A server needs 3 s to start. In a run of some tests a worker starts a server at its first use.
+    """
+    if addresses := worker_input(config).get("servers"):
+        fork_server.use(addresses[0])
+        quick_python.use(Path(addresses[1]))
+    elif config.getoption("dist", "no") != "no" and has_all_tests(config):
+        servers = contextlib.ExitStack()
+        config.add_cleanup(servers.close)
+        folder = servers.enter_context(tempfile.TemporaryDirectory(prefix="servers_"))
+        programs = servers.enter_context(quick_python.server(Path(folder)))
+        config.stash[SERVERS] = fork_server.address(), str(programs)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Send the addresses of the servers to a new worker."""
+    node.workerinput["servers"] = node.config.stash.get(SERVERS, ())
+
+
+def worker_input(config: pytest.Config) -> dict[str, Any]:
+    return getattr(config, "workerinput", {})
+
+
+def has_all_tests(config: pytest.Config) -> bool:
+    return [Path(x).resolve() for x in config.args] == [Path(__file__).parent]
+
+
 def collect_backwards(config: pytest.Config) -> None:
     """Let each second worker collect all tests in the opposite order.
 
     The first import of a test module compiles it, which is most of the time of a collection. So
     each worker compiles half of the modules and finds the other half compiled.
     """
-    worker = getattr(config, "workerinput", {}).get("workerid", "gw0")
+    worker = worker_input(config).get("workerid", "gw0")
     root = Path(__file__).parent
-    if int(worker.removeprefix("gw")) % 2 and [Path(x).resolve() for x in config.args] == [root]:
+    if int(worker.removeprefix("gw")) % 2 and has_all_tests(config):
         parts = [path for path in root.glob("*/*") if path.is_dir() or path.match("test_*.py")]
         config.args = [str(path) for path in sorted(parts, reverse=True) if has_tests(path)]
 
@@ -136,6 +173,6 @@ def pools() -> Iterator[WorkerPools]:
     """
     from megatron_packed.distributed.testing import WorkerPools
 
-    fork_server()
+    fork_server.fork_server()
     with WorkerPools() as made:
         yield made

@@ -1,14 +1,15 @@
 """Fork server of the tests: its processes start with everything imported that a run imports.
 
 A fresh process spends one to three seconds on imports. A process that is forked from a server with
-torch alone still spends 0.1 to 0.5 s.
+torch alone still spends 0.1 to 0.5 s. The server itself needs 3 s to start, so the workers of
+pytest-xdist use the server of the process that started them.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
@@ -39,6 +40,10 @@ MORE = [
 ]
 
 
+_others: list[str] = []
+"""Address of the fork server of another process, if this process uses it."""
+
+
 def modules() -> list[str]:
     """Return the names of the modules to import; some need packages that may be missing.
 
@@ -61,6 +66,8 @@ def fork_server() -> ForkServerContext:
     A running server stays, whatever list of modules a later caller sets.
     """
     context = multiprocessing.get_context("forkserver")
+    if _others:
+        return context
     context.set_forkserver_preload([*modules(), *MORE])
     # Python 3.11 does not pass `sys.path` to the server.
     with pytest.MonkeyPatch.context() as patch:
@@ -69,3 +76,20 @@ def fork_server() -> ForkServerContext:
             patch.setenv(name, str(1 << 30))
         forkserver.ensure_running()
     return context
+
+
+def address() -> str:
+    """Start the server if there is none, and return its address for `use`."""
+    fork_server()
+    return forkserver._forkserver._forkserver_address
+
+
+def use(address: str) -> None:
+    """Use the server of another process, which must live longer than this process."""
+    _others.append(address)
+    client = forkserver._forkserver
+    client._forkserver_address = address
+    client._forkserver_alive_fd = os.open(
+        os.devnull, os.O_RDONLY
+    )  # the other process keeps it alive
+    client.ensure_running = resource_tracker.ensure_running

@@ -52,16 +52,32 @@ sys.exit(code)
 """
 
 
+_others: list[Path] = []
+"""Address of the server of another process, if this process uses it."""
+
+
 @contextlib.contextmanager
 def quick_python(folder: Path) -> Iterator[None]:
     """Write the commands into ``folder`` and serve them."""
+    with contextlib.ExitStack() as servers:
+        address = _others[0] if _others else servers.enter_context(server(folder))
+        for name, words in PROGRAMS.items():
+            (folder / name).write_text(
+                CLIENT.format(python=sys.executable, address=str(address), words=words)
+            )
+            (folder / name).chmod(0o755)
+        deadline = time.monotonic() + 60
+        while not address.exists():
+            assert time.monotonic() < deadline, "the server did not start"
+            time.sleep(0.02)
+        yield
+
+
+@contextlib.contextmanager
+def server(folder: Path) -> Iterator[Path]:
+    """Start a server, and yield its address in ``folder``, which appears when it can serve."""
     address = folder / "server"
-    for name, words in PROGRAMS.items():
-        (folder / name).write_text(
-            CLIENT.format(python=sys.executable, address=str(address), words=words)
-        )
-        (folder / name).chmod(0o755)
-    server = subprocess.Popen(
+    started = subprocess.Popen(
         [sys.executable, __file__, str(address), *modules(), *MORE, "support.frozen_imports"],
         env={
             **os.environ,
@@ -70,13 +86,15 @@ def quick_python(folder: Path) -> Iterator[None]:
         },
     )
     try:
-        while not address.exists():
-            assert server.poll() is None, "the server did not start"
-            time.sleep(0.02)
-        yield
+        yield address
     finally:
-        server.terminate()
-        server.wait()
+        started.terminate()
+        started.wait()
+
+
+def use(address: Path) -> None:
+    """Use the server of another process, which must live longer than this process."""
+    _others.append(address)
 
 
 def serve(address: str) -> tuple[list[str], str, dict[str, str], list[int]]:
