@@ -40,7 +40,8 @@ FOUR_RANKS = LAYOUTS[1:]
 """Layouts in which all options of models are tested; `test_a_missing_step_is_seen` has two ranks."""
 ALIGNMENT = 8
 """Document alignment 2 x 4: valid for zigzag sharding over 4 ranks and over 2 ranks."""
-TOKENS = 112
+TOKENS, SLOTS = 112, 128
+"""Slots of a pack in the tests of isolation, and of a pack in training."""
 AUX_SCALE = 0.5
 
 TIED = {
@@ -129,18 +130,20 @@ def build(run: Run, groups: ParallelGroups | None) -> HybridModel:
         run.changes,
         groups,
         dtype=run.dtype,
-        max_positions=TOKENS,
+        max_positions=SLOTS,
         cp_comm_type=run.comm_type,
         mamba_cp_comm_type=run.mamba,
         sequence_parallel=run.sequence_parallel,
     )
 
 
-def pack(lengths: list[int], run: Run, *, seed: int = 0, **options: Any) -> MicroBatch:
+def pack(
+    lengths: list[int], run: Run, *, seed: int = 0, slots: int = TOKENS, **options: Any
+) -> MicroBatch:
     documents = cases.make_documents(lengths, seed=seed)
     return MicroBatch.build(
         documents,
-        TOKENS,
+        slots,
         len(lengths) + 2,
         (1 / cases.count_targets(documents), AUX_SCALE),
         alignment=run.alignment,
@@ -148,11 +151,11 @@ def pack(lengths: list[int], run: Run, *, seed: int = 0, **options: Any) -> Micr
     )
 
 
-PACKS = [[1, 2, 3, 8, 9, 5, 19, 4], [20, 40, 30, 6], [TOKENS]]
-"""Lengths of the documents of three packs.
+PACKS = [[1, 2, 3, 8, 9, 60, 4], [SLOTS]]
+"""Lengths of the documents of two packs, each in 128 slots.
 
-The first has awkward lengths and a long tail. In the second a document is on three of four ranks. In
-the third one document fills the pack.
+The first has awkward lengths, a document on three of four ranks, and a tail that fills the last
+rank if documents are not aligned. In the second one document fills the pack.
 """
 
 
@@ -167,7 +170,7 @@ def train(run: Run, groups: ParallelGroups | None = None) -> dict[str, Any]:
         cp_group = None if groups is None else groups.cp_group
         sums, rows = [], []
         for seed, lengths in enumerate(PACKS):
-            output = model(pack(lengths, run, seed=seed))
+            output = model(pack(lengths, run, seed=seed, slots=SLOTS))
             output.loss.backward()
             sums += [
                 output.loss.detach(),
@@ -406,10 +409,10 @@ def rows_of_ranks(groups: ParallelGroups, runs: list[Run]) -> list[Tensor]:
     found = []
     for run in runs:
         model = build(run, groups)
-        batch = pack(PACKS[0], run)
+        batch = pack(PACKS[0], run, slots=SLOTS)
         packed = model.prepare(batch.packed)
         mine_T = model(batch).per_token_loss_T
-        assert mine_T.shape[0] == TOKENS // groups.cp_size
+        assert mine_T.shape[0] == SLOTS // groups.cp_size
         found.append(model.cp.gather(mine_T, packed))
     return found
 
@@ -441,8 +444,8 @@ def collectives_of_layers(groups: ParallelGroups, runs: list[Run]) -> list[dict[
     for run in runs:
         model = build(run, groups)
         with Recorder() as preparing:
-            packed = model.prepare(pack(PACKS[0], run).packed)
-        hidden_TD = torch.randn(TOKENS // groups.cp_size, 32, dtype=run.dtype, requires_grad=True)
+            packed = model.prepare(pack(PACKS[0], run, slots=SLOTS).packed)
+        hidden_TD = torch.randn(SLOTS // groups.cp_size, 32, dtype=run.dtype, requires_grad=True)
         with Recorder() as forward:
             output_TD = model.layers[0](hidden_TD, packed)
         with Recorder() as backward:
