@@ -25,7 +25,7 @@ from megatron_packed.training.run_state import RunState
 
 SLOTS, VOCAB = 48, 211
 MODEL = ModelConfig(
-    hybrid_layer_pattern="M*-EG/*E",
+    hybrid_layer_pattern="M*-EG/E",
     hidden_size=32,
     num_attention_heads=4,
     num_query_groups=2,
