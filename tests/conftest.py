@@ -48,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "shows(column, *rows, of): cells of docs/support_matrix.md that a test fills"
     )
     share_servers(config)
-    collect_backwards(config)
+    collect_elsewhere(config)
     for path in config.getoption("--record-shown"):
         config.pluginmanager.register(Recorder(config, Path(path)))
 
@@ -98,17 +98,19 @@ def has_all_tests(config: pytest.Config) -> bool:
     return [Path(x).resolve() for x in config.args] == [Path(__file__).parent]
 
 
-def collect_backwards(config: pytest.Config) -> None:
-    """Let each second worker collect all tests in the opposite order.
+def collect_elsewhere(config: pytest.Config) -> None:
+    """Let the second worker collect all tests in the opposite order, and the third from the middle.
 
     The first import of a test module compiles it, which is most of the time of a collection. So
-    each worker compiles half of the modules and finds the other half compiled.
+    each worker compiles a part of the modules and finds the other parts compiled.
     """
-    worker = worker_input(config).get("workerid", "gw0")
-    root = Path(__file__).parent
-    if int(worker.removeprefix("gw")) % 2 and has_all_tests(config):
+    place = int(worker_input(config).get("workerid", "gw0").removeprefix("gw")) % 3
+    if place and has_all_tests(config):
+        root = Path(__file__).parent
         parts = [path for path in root.glob("*/*") if path.is_dir() or path.match("test_*.py")]
-        config.args = [str(path) for path in sorted(parts, reverse=True) if has_tests(path)]
+        parts = sorted(filter(has_tests, parts), reverse=place == 1)
+        middle = len(parts) // 2 if place == 2 else 0
+        config.args = [str(path) for path in parts[middle:] + parts[:middle]]
 
 
 def has_tests(path: Path) -> bool:

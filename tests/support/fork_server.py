@@ -32,8 +32,10 @@ KEPT_MEMORY = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 
 Otherwise each tensor of more than 128 KiB gets new pages, which took a tenth of the time.
 """
+CHARTS = ("matplotlib.figure", "matplotlib.backends.backend_svg")
 MORE = [
     "torch._dynamo",  # imported by the tests that record operations
+    *CHARTS,
     "support.runs",
     "support.one_gloo_loop",
     "support.frozen_imports",

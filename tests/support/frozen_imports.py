@@ -19,4 +19,5 @@ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"):
     os.environ.pop(name, None)
 gc.collect()
 gc.freeze()
+gc.set_threshold(20_000, 20, 20)  # processes of tests are short, and their cycles are few
 atexit.register(gc.unfreeze)  # else libraries report their objects as leaked

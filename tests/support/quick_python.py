@@ -22,9 +22,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from support.fork_server import KEPT_MEMORY, TESTS, modules
+from support.fork_server import CHARTS, KEPT_MEMORY, TESTS, modules
 
-MORE = ("torch.distributed.run", "megatron_packed.cli.main")
+MORE = (*CHARTS, "torch.distributed.run", "megatron_packed.cli.main")
 PROGRAMS = {
     "python": [],
     "torchrun": ["-c", "from torch.distributed.run import main; main()"],

@@ -24,7 +24,7 @@ def float32_too(monkeypatch):
     OP.chosen.clear()
 
 
-def errors(lengths, parts, sizes=SIZES, **inputs):
+def errors(lengths, parts, sizes, **inputs):
     values = make(sum(lengths), sizes, **inputs)
     want = results(values, lengths, "recurrence")
     got = results_in_parts(cast(values, torch.float32), lengths, parts)
@@ -32,14 +32,19 @@ def errors(lengths, parts, sizes=SIZES, **inputs):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "parts", "segments"),
-    [([150], 2, 1), ([150], 2, 2), ([40, 1, 60, 1, 18], 4, 1), ([1, 2, 1], 4, 1)],
+    ("sizes", "lengths", "parts", "segments"),
+    [
+        (SMALL, [150], 2, 1),
+        (SIZES, [150], 2, 2),
+        (SMALL, [40, 1, 60, 1, 18], 4, 1),
+        (SMALL, [1, 2, 1], 4, 1),
+    ],
     ids=str,
 )
-def test_parts_are_the_recurrence_of_the_pack(lengths, parts, segments, monkeypatch):
+def test_parts_are_the_recurrence_of_the_pack(sizes, lengths, parts, segments, monkeypatch):
     """Parts have incomplete chunks, and documents begin at borders, span parts and are single tokens."""
-    monkeypatch.setattr(triton_tiles, "_PROGRAMS", segments * SIZES[0])
-    found = errors(lengths, parts, decay=0.02)
+    monkeypatch.setattr(triton_tiles, "_PROGRAMS", segments * sizes[0])
+    found = errors(lengths, parts, sizes, decay=0.02)
     assert all(error < 3e-5 for error in found.values()), found
 
 
