@@ -178,3 +178,11 @@ def pools() -> Iterator[WorkerPools]:
     fork_server.fork_server()
     with WorkerPools() as made:
         yield made
+
+
+@pytest.fixture(scope="session")
+def quick_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Yield a folder with `python` and `torchrun` that have already imported the package."""
+    folder = tmp_path_factory.mktemp("quick")
+    with quick_python.quick_python(folder):
+        yield folder

@@ -393,7 +393,7 @@ def test_a_run_that_is_killed_leaves_no_status(options: dict[str, Any], tmp_path
     assert not (tmp_path / "checkpoints" / "STATUS.json").exists()
 
 
-def test_under_torchrun(options: dict[str, Any], tmp_path: Path) -> None:
+def test_under_torchrun(options: dict[str, Any], tmp_path: Path, quick_programs: Path) -> None:
     """torchrun shows the failed rank and the exit code, although it kills the other ranks.
 
     The tokens on disk are changed after the first run, so that both ranks find the damage in their
@@ -405,7 +405,7 @@ def test_under_torchrun(options: dict[str, Any], tmp_path: Path) -> None:
     content = bytearray(tokens.read_bytes())
     content[100] ^= 1
     tokens.write_bytes(content)
-    console = torchrun(options, tmp_path, 2)
+    console = torchrun(options, tmp_path, 2, quick_programs)
     written = status(tmp_path)
     assert written["exit_code"] == DATA and written["step"] == 1 and written["rank"] in (0, 1), (
         console

@@ -139,7 +139,10 @@ def test_a_second_signal_is_obeyed_at_once(dropout_options: dict[str, Any], tmp_
 
 
 def test_under_torchrun(
-    uninterrupted: Callable[[int], Path], dropout_options: dict[str, Any], tmp_path: Path
+    uninterrupted: Callable[[int], Path],
+    dropout_options: dict[str, Any],
+    tmp_path: Path,
+    quick_programs: Path,
 ) -> None:
     """torchrun passes its SIGTERM on to two processes, and STATUS.json contains the exit code.
 
@@ -147,7 +150,7 @@ def test_under_torchrun(
     """
     options = {**dropout_options, **in_folder(tmp_path)}
     log = tmp_path / "log.jsonl"
-    launcher = start_torchrun(options, tmp_path, 2)
+    launcher = start_torchrun(options, tmp_path, 2, quick_programs)
     deadline = time.monotonic() + 100
     while (
         launcher.poll() is None

@@ -312,12 +312,17 @@ def _script(
     runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
-def torchrun_command(options: dict[str, Any], processes: int) -> list[str]:
-    """Return the command that a user types."""
+def torchrun_command(
+    options: dict[str, Any], processes: int, programs: Path | None = None
+) -> list[str]:
+    """Return the command that a user types.
+
+    Args:
+        programs: folder with a `torchrun` that starts quickly; by default each process imports torch.
+    """
+    slow = [sys.executable, "-m", "torch.distributed.run"]
     return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
+        *(slow if programs is None else [str(programs / "torchrun")]),
         "--nproc_per_node",
         str(processes),
         "--rdzv-backend",
@@ -331,13 +336,17 @@ def torchrun_command(options: dict[str, Any], processes: int) -> list[str]:
     ]
 
 
-def start_torchrun(options: dict[str, Any], folder: Path, processes: int) -> subprocess.Popen[str]:
+def start_torchrun(
+    options: dict[str, Any], folder: Path, processes: int, programs: Path | None = None
+) -> subprocess.Popen[str]:
     """Start the script with the real launcher; both streams go to ``console.txt`` in ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    if programs is not None:
+        environment["PYTHON_EXEC"] = str(programs / "python")
     with open(folder / "console.txt", "w") as console:
         return subprocess.Popen(
-            torchrun_command(options, processes),
+            torchrun_command(options, processes, programs),
             stdout=console,
             stderr=subprocess.STDOUT,
             env=environment,
@@ -345,9 +354,11 @@ def start_torchrun(options: dict[str, Any], folder: Path, processes: int) -> sub
         )
 
 
-def torchrun(options: dict[str, Any], folder: Path, processes: int) -> str:
+def torchrun(
+    options: dict[str, Any], folder: Path, processes: int, programs: Path | None = None
+) -> str:
     """Run the script with the real launcher, and return the output of both."""
-    start_torchrun(options, folder, processes).wait(TIMEOUT)
+    start_torchrun(options, folder, processes, programs).wait(TIMEOUT)
     return (folder / "console.txt").read_text()
 
 

@@ -2,11 +2,8 @@
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-from support.quick_python import quick_python
 
 
 @pytest.fixture(autouse=True)
@@ -32,11 +29,3 @@ def quick_machine() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megatron_packed.cuda_graphs.step_graphs._QUIET_SECONDS", float("inf"))
         yield
-
-
-@pytest.fixture(scope="session")
-def quick_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Yield a folder with `python` and `torchrun` that have already imported the package."""
-    folder = tmp_path_factory.mktemp("quick")
-    with quick_python(folder):
-        yield folder
