@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -72,11 +73,16 @@ def share_servers(config: pytest.Config) -> None:
     """Start the two servers of processes once for all workers.
 
     A server needs 3 s to start. In a run of some tests a worker starts a server at its first use.
+    From Python 3.14 on, a fork server has a key that other processes cannot know.
     """
     if addresses := worker_input(config).get("servers"):
         fork_server.use(addresses[0])
         quick_python.use(Path(addresses[1]))
-    elif config.getoption("dist", "no") != "no" and has_all_tests(config):
+    elif (
+        sys.version_info < (3, 14)
+        and config.getoption("dist", "no") != "no"
+        and has_all_tests(config)
+    ):
         servers = contextlib.ExitStack()
         config.add_cleanup(servers.close)
         folder = servers.enter_context(tempfile.TemporaryDirectory(prefix="servers_"))
