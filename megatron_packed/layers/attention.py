@@ -28,7 +28,7 @@ from megatron_packed.layers.attention_heads import (
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
 from megatron_packed.layers.context_parallel import ContextParallel
-from megatron_packed.layers.joined import JoinedResidual
+from megatron_packed.layers.joined import JoinedResidual, adds_residual
 from megatron_packed.layers.query_key_norm import QueryKeyNorm, query_key_norms
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.layers.transformer_impl import implementation
@@ -327,6 +327,7 @@ class Attention(nn.Module):
     def output_projection(self) -> nn.Module:
         return self.proj
 
+    @adds_residual
     def forward(
         self, x_TD: Tensor, packed: PackedSeqParams, joined: JoinedResidual | None = None
     ) -> Tensor:

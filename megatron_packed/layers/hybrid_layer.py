@@ -60,18 +60,21 @@ class HybridLayer(nn.Module):
         self.multiplier = multiplier
         self.norms_output = norms_output
         self.backend = backend
-        self.adds_unchanged = multiplier is None and not dropout and not norms_output
-        """The layer adds the mixer's result itself, so that the mixer may add the residual."""
 
     def forward(self, hidden_TD: Tensor, packed: PackedSeqParams) -> Any:
         x_TD = residual_TD = hidden_TD
         if not self.norms_output:
             x_TD, residual_TD = self.norm.with_residual(hidden_TD)
-        if self.adds_unchanged and hidden_TD.device.type in WITH_CHOICE:
+        if hidden_TD.device.type in WITH_CHOICE and self.adds_unchanged:
             joined = joined_residual(self.mixer, residual_TD, self.backend)
             if joined is not None:
                 return self.mixer(x_TD, packed, joined)
         return self.add(residual_TD, self.mixer(x_TD, packed))
+
+    @property
+    def adds_unchanged(self) -> bool:
+        """True if the layer adds the mixer's result itself, so that the mixer may add the residual."""
+        return self.multiplier is None and not self.dropout.p and not self.norms_output
 
     def add(self, residual_TD: Tensor, y_TD: Tensor) -> Tensor:
         """Add the mixer's output to the residual stream."""

@@ -1,4 +1,4 @@
-"""Layers whose products also compute what comes before or after them.
+"""Checks and autograd functions of layers whose products include neighbouring operations.
 
 The end of a layer is ``residual + x W^T``, so the last projection of the mixer may add the residual.
 Letters: T tokens, I input width, O output width.
@@ -6,7 +6,8 @@ Letters: T tokens, I input width, O output width.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, autograd, nn
 from torch.autograd.function import once_differentiable
@@ -24,6 +25,7 @@ NOT_LOCAL = "the projections are not those of this package"
 BIAS = "the projections have a bias"
 TENSOR_PARALLEL = "tensor-parallel ranks exchange rows around the projections"
 OBSERVED = "calls of the projections or of the activation are replaced or observed"
+Forward = TypeVar("Forward", bound=Callable[..., Tensor])
 
 
 def reason_apart(*projections: nn.Module) -> str:
@@ -41,16 +43,25 @@ def reason_apart(*projections: nn.Module) -> str:
     return ""
 
 
+def adds_residual(forward: Forward) -> Forward:
+    """Mark the ``forward`` of a mixer that takes a `JoinedResidual` as its third argument.
+
+    The mixer passes it to its ``output_projection``. A class with another ``forward`` is not marked.
+    """
+    forward.adds_residual = True  # type: ignore[attr-defined]
+    return forward
+
+
 def is_observed(module: nn.Module, *, wrapped: bool = True) -> bool:
     """Return True if a call of the module runs more than the ``forward`` of its class.
 
     Args:
         wrapped: also if recomputation or offload of this package (`memory.apply`) wraps the call.
     """
-    forward = vars(module).get("forward")
-    wrapper = type(getattr(forward, "__self__", forward))
-    if forward is not None and (wrapped or not hasattr(wrapper, "PASSES_ARGUMENTS")):
-        return True
+    if "forward" in vars(module):
+        forward = None if wrapped else _inside_wrappers(module.forward)
+        if getattr(forward, "__func__", None) is not type(module).forward:
+            return True
     return any(
         (
             module._forward_hooks,
@@ -61,11 +72,29 @@ def is_observed(module: nn.Module, *, wrapped: bool = True) -> bool:
     )
 
 
+def _inside_wrappers(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that wrappers of this package call, with all arguments."""
+    while (owner := getattr(forward, "__self__", forward)) and hasattr(owner, "wrapped_forward"):
+        forward = owner.wrapped_forward
+    return forward
+
+
+def _without_values(residual_TO: Tensor | None, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+    return x_TI.new_empty(x_TI.shape[0], weight_OI.shape[0])
+
+
 class JoinedResidual(NamedTuple):
     """Residual that the last projection of a mixer adds to its result."""
 
-    residual_TO: Tensor
+    residual_TO: Tensor | None
     product: AddedProduct
+
+    def for_second_run(self) -> JoinedResidual:
+        """Return a substitute for recomputation, which does not use the result of the projection.
+
+        So a recomputed mixer does not hold the residual, which may be offloaded.
+        """
+        return JoinedResidual(None, _without_values)
 
     def add_product(self, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
         """Return ``residual + x W^T``.
@@ -82,17 +111,17 @@ def joined_residual(mixer: nn.Module, residual_TD: Tensor, backend: str) -> Join
     See ``ops/residual_projection/README.md``.
 
     Args:
-        mixer: may have a module ``output_projection``, the last one of its forward.
+        mixer: its class may have a ``forward`` that `adds_residual` marks.
         residual_TD: the hidden state before the layer.
         backend: backend of the op ``residual_projection``.
 
     Raises:
         NoBackendError: the requested backend does not support the sizes and dtype.
     """
-    projection = getattr(mixer, "output_projection", None)
-    if projection is None or residual_TD.dim() != 2 or reason_apart(projection):
+    if residual_TD.dim() != 2 or not getattr(type(mixer).forward, "adds_residual", False):
         return None
-    if any(is_observed(module, wrapped=False) for module in (mixer, projection)):
+    projection: Any = mixer.output_projection
+    if reason_apart(projection) or projection.weight.dtype != residual_TD.dtype:
         return None
     channels, inner = projection.weight.shape
     inputs = residual_projection.ResidualProjectionInputs(
@@ -102,7 +131,9 @@ def joined_residual(mixer: nn.Module, residual_TD: Tensor, backend: str) -> Join
         device_type=residual_TD.device.type,
     )
     product = residual_projection.OP.chosen[backend, inputs].loaded.added_product
-    return None if product is None else JoinedResidual(residual_TD, product)
+    if product is None or any(is_observed(each, wrapped=False) for each in (mixer, projection)):
+        return None
+    return JoinedResidual(residual_TD, product)
 
 
 class _AddedLinear(autograd.Function):
@@ -110,7 +141,7 @@ class _AddedLinear(autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_TI: Tensor, weight_OI: Tensor, residual_TO: Tensor, product: AddedProduct
+        ctx: Any, x_TI: Tensor, weight_OI: Tensor, residual_TO: Tensor | None, product: AddedProduct
     ) -> Tensor:
         ctx.save_for_backward(x_TI, weight_OI)
         ctx.weight_main_grad = main_grad_of(weight_OI)

@@ -51,7 +51,7 @@ class _JoinedMLP(autograd.Function):
         ctx.save_for_backward(x_TD, w1_FD, w2_DF, hidden_TF)
         ctx.main_grads = main_grad_of(w1_FD), main_grad_of(w2_DF)
         ctx.products = products
-        if residual_TD is None or product is None:
+        if product is None:
             return F.linear(activated_TF, w2_DF)
         return product(residual_TD, activated_TF, w2_DF)
 

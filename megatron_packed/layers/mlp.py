@@ -9,7 +9,12 @@ from torch import Tensor, nn
 
 from megatron_packed.distributed.tensor_parallel_shards import SplitSegment
 from megatron_packed.layers.backends import Backends
-from megatron_packed.layers.joined import JoinedResidual, is_observed, reason_apart
+from megatron_packed.layers.joined import (
+    JoinedResidual,
+    adds_residual,
+    is_observed,
+    reason_apart,
+)
 from megatron_packed.layers.joined_mlp import joined_mlp
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.layers.transformer_impl import implementation
@@ -96,6 +101,7 @@ class MLP(nn.Module):
     def output_projection(self) -> nn.Module:
         return self.fc2
 
+    @adds_residual
     def forward(
         self,
         x_TD: Tensor,
@@ -133,6 +139,8 @@ class MLP(nn.Module):
         )
         backend = dense_mlp.OP.chosen[self.backend, inputs].loaded
         if not backend.JOINS or reason_apart(self.fc1, self.fc2):
+            return None
+        if type(self.mlp_act) is not Activation or self.fc1.weight.dtype != dtype:
             return None
         if any(map(is_observed, (self.fc1, self.mlp_act, self.fc2))):
             return None

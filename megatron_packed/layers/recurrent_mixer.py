@@ -32,7 +32,7 @@ from megatron_packed.distributed.tensor_parallel_shards import SplitSegment, set
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
 from megatron_packed.layers.context_parallel import ContextParallel, take_in_parts
-from megatron_packed.layers.joined import JoinedResidual
+from megatron_packed.layers.joined import JoinedResidual, adds_residual
 from megatron_packed.layers.named_call import NamedCall
 from megatron_packed.layers.parameters import keep_fp32, new_parameter, no_weight_decay
 from megatron_packed.layers.short_convolution import CausalConv1d
@@ -150,6 +150,7 @@ class RecurrentMixer(nn.Module):
     def output_projection(self) -> nn.Module:
         return self.out_proj
 
+    @adds_residual
     def forward(
         self, u_TD: Tensor, packed: PackedSeqParams, joined: JoinedResidual | None = None
     ) -> Tensor:

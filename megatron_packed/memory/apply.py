@@ -201,15 +201,16 @@ def dropouts_of(module: nn.Module) -> list[nn.Dropout]:
 
 
 class OffloadedCall:
-    """Forward of a part that offloads its saved tensors when it returns."""
+    """Forward of a part that offloads its saved tensors when it returns.
 
-    PASSES_ARGUMENTS = True
-    """See `layers.joined.is_observed`."""
+    Attributes:
+        wrapped_forward: function that gets all arguments; see `layers.joined.is_observed`.
+    """
 
     def __init__(
         self, forward: Callable[..., Any], scopes: SavedTensorScopes, layer: nn.Module
     ) -> None:
-        self._forward = forward
+        self.wrapped_forward = forward
         self._scopes = scopes
         self._layer = layer
 
@@ -217,21 +218,22 @@ class OffloadedCall:
         # A part may read any parameter or buffer of the layer. All of them stay on the device, so
         # the scope must not offload them.
         with self._scopes.scope(self._layer):
-            return self._forward(*args, **options)
+            return self.wrapped_forward(*args, **options)
 
 
 class RecomputedCall:
-    """Forward of a part that the backward pass runs again from the saved inputs."""
+    """Forward of a part that the backward pass runs again from the saved inputs.
 
-    PASSES_ARGUMENTS = True
-    """See `layers.joined.is_observed`."""
+    Attributes:
+        wrapped_forward: as in `OffloadedCall`.
+    """
 
     def __init__(self, forward: Callable[..., Any], rewind: bool = False) -> None:
-        self._forward = forward
+        self.wrapped_forward = forward
         self._rewind = rewind
 
     def __call__(self, *args: Any) -> Any:
-        return checkpoint(self._forward, *args, rewind=self._rewind)
+        return checkpoint(self.wrapped_forward, *args, rewind=self._rewind)
 
 
 class RecomputedLayer:
@@ -291,14 +293,14 @@ class RecomputedBetween:
 
     Between the two calls this object holds the arguments of the first module, which autograd holds
     too.
-    """
 
-    PASSES_ARGUMENTS = True
-    """See `layers.joined.is_observed`."""
+    Attributes:
+        wrapped_forward: as in `OffloadedCall`, for the second module.
+    """
 
     def __init__(self, first: Callable[..., Any], second: Callable[..., Any]) -> None:
         self._first = first
-        self._second = second
+        self.wrapped_forward = second
         self._args: tuple[Any, ...] = ()
 
     def first(self, *args: Any) -> Any:
@@ -311,7 +313,7 @@ class RecomputedBetween:
         self._args = ()
         output = next(arg for arg in args if isinstance(arg, Tensor))
         with recomputed_output(output, self._output, *first_args):
-            return self._second(*args)
+            return self.wrapped_forward(*args)
 
     def _output(self, *args: Any) -> Tensor:
         """Compute the tensor that the second module reads, without the residual of a norm."""

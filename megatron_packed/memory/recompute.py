@@ -56,7 +56,7 @@ def checkpoint(
             ``rewind``, the default random generators. None of these may change before the backward
             pass has ended.
         args: arguments; ``save`` saves the tensors among them. The other arguments are held by
-            reference.
+            reference, or replaced by the result of their method ``for_second_run``.
         rewind: ``function`` draws random numbers from the generator of the host or of the first
             tensor's device. The second run draws the same numbers, and restores the generators
             afterwards. ``rewind`` does not work inside a CUDA graph.
@@ -73,13 +73,18 @@ def checkpoint(
         return function(*args)
 
 
+def _kept(arg: Any) -> Any:
+    """Return an argument, or its own substitute if it contains tensors that must not be held."""
+    return arg.for_second_run() if hasattr(arg, "for_second_run") else arg
+
+
 class RerunArguments:
     """Arguments of a recomputed call; ``save`` saves the tensors among them."""
 
     def __init__(self, args: tuple[Any, ...], save: SaveTensors) -> None:
         tensors = {n: arg for n, arg in enumerate(args) if isinstance(arg, Tensor)}
         self._requires_grad = {n: tensor.requires_grad for n, tensor in tensors.items()}
-        self._others = [None if n in tensors else arg for n, arg in enumerate(args)]
+        self._others = [None if n in tensors else _kept(arg) for n, arg in enumerate(args)]
         self._stored: SavedTensors | None = save([tensor.detach() for tensor in tensors.values()])
 
     def take(self) -> list[Any]:

@@ -73,8 +73,11 @@ def capabilities(
     """Yield all capabilities of the configuration on ``device`` with ``world_size`` processes."""
     yield from _machine(config, device)
     yield _layers(config, device)
-    for op, inputs in op_inputs(config, device):
-        yield kernel(op, inputs, asked_of(config, op, device), device)
+    # Several layers may have equal rows.
+    yield from dict.fromkeys(
+        kernel(op, inputs, asked_of(config, op, device), device)
+        for op, inputs in op_inputs(config, device)
+    )
     yield from graph_capabilities(config, device)
     yield _recomputation(config)
     yield _offload(config, device)

@@ -1,4 +1,4 @@
-"""Inputs by which ops that join products with what stands around them choose their kernels.
+"""Inputs by which a run chooses products that include an activation or the residual.
 
 They hold the reasons why a run keeps the operations apart. See `kernel_inputs`.
 """
@@ -26,22 +26,18 @@ from megatron_packed.training.build_job import dtype_of
 
 
 def dense_mlp_ops(config: RunConfig, kind: str) -> Iterator[tuple[Op, Hashable]]:
-    """Yield the backward pass of dense MLPs and of shared experts, if it has several backends."""
+    """Yield dense MLPs and shared experts, once for each reason, if they have several backends."""
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     if (model.activation, kind) not in dense_mlp.WITH_CHOICE:
         return
-    apart = TENSOR_PARALLEL if tp > 1 else ""
-    if config.training.transformer_impl == TRANSFORMER_ENGINE_NAME:
-        apart = NOT_LOCAL
-    found = []
-    if MLP in model.hybrid_layer_pattern:
-        offloaded = f"{OFFLOADED} names parts of dense MLPs"
-        own = BIAS if model.add_bias_linear else offloaded
-        separate = model.add_bias_linear or config.memory.offloads_parts_of_mlp
-        found.append((model.ffn_hidden_size, apart or (own if separate else "")))
-    if MOE in model.hybrid_layer_pattern and model.moe_shared_expert_intermediate_size:
-        found.append((model.moe_shared_expert_intermediate_size, apart))
-    for inner, reason in found:
+    found = [
+        (model.ffn_hidden_size, _reason_of_dense_mlp(config, number))
+        for number, symbol in enumerate(model.layer_types)
+        if symbol == MLP
+    ]
+    if MOE in model.layer_types and model.moe_shared_expert_intermediate_size:
+        found.append((model.moe_shared_expert_intermediate_size, _reason_of_layout(config)))
+    for inner, reason in dict.fromkeys(found):
         yield (
             dense_mlp.OP,
             dense_mlp.DenseMLPInputs(
@@ -53,6 +49,25 @@ def dense_mlp_ops(config: RunConfig, kind: str) -> Iterator[tuple[Op, Hashable]]
                 apart=reason,
             ),
         )
+
+
+def _reason_of_layout(config: RunConfig) -> str:
+    """Return why no product of the run is joined; empty if some may be."""
+    if config.training.transformer_impl == TRANSFORMER_ENGINE_NAME:
+        return NOT_LOCAL
+    return TENSOR_PARALLEL if config.parallel.tensor_model_parallel_size > 1 else ""
+
+
+def _reason_of_dense_mlp(config: RunConfig, number: int) -> str:
+    """Return why a dense MLP calls its steps one by one; empty if it does not."""
+    if reason := _reason_of_layout(config):
+        return reason
+    if config.model.add_bias_linear:
+        return BIAS
+    # A norm before the MLP is a part of the layer too, but no step of the MLP.
+    offloaded = offloaded_parts(config.memory, MLP, number)
+    named = any(OFFLOADED_IN[part] == MLP for part in offloaded)
+    return f"{OFFLOADED} names parts of dense MLPs" if named else ""
 
 
 def grouped_mlp_ops(config: RunConfig, kind: str) -> Iterator[tuple[Op, Hashable]]:
@@ -107,7 +122,10 @@ def calls_activation(config: RunConfig, kind: str) -> bool:
 
 
 def residual_projection_ops(config: RunConfig, kind: str) -> Iterator[tuple[Op, Hashable]]:
-    """Yield the end of each kind of layer and of shared experts, if it has several backends."""
+    """Yield the ends of layers and of shared experts, once for each width and reason.
+
+    Nothing is yielded on devices where the op has only one backend.
+    """
     if kind not in residual_projection.WITH_CHOICE:
         return
     model, tp = config.model, config.parallel.tensor_model_parallel_size
@@ -117,37 +135,30 @@ def residual_projection_ops(config: RunConfig, kind: str) -> Iterator[tuple[Op, 
         GATED_DELTA_NET: lambda: model.linear_value_dim,
         MLP: lambda: model.ffn_hidden_size,
     }
-    for symbol, width in widths.items():
-        if symbol in model.layer_types:
-            yield (
-                residual_projection.OP,
-                residual_projection.ResidualProjectionInputs(
-                    inner=width() // tp,
-                    channels=model.hidden_size,
-                    dtype=dtype_of(config),
-                    device_type=kind,
-                    apart=_reason_to_add_apart(config, symbol),
-                ),
-            )
-    if MOE in model.layer_types and model.moe_shared_expert_intermediate_size:
+    found = [
+        (widths[symbol](), _reason_to_add_apart(config, number))
+        for number, symbol in enumerate(model.layer_types)
+        if symbol in widths
+    ]
+    if MOE in model.layer_types and (shared := model.moe_shared_expert_intermediate_size):
+        found.append((shared, _reason_to_add_shared_expert_apart(config)))
+    for inner, reason in dict.fromkeys(found):
         yield (
             residual_projection.OP,
             residual_projection.ResidualProjectionInputs(
-                inner=model.moe_shared_expert_intermediate_size // tp,
+                inner=inner // tp,
                 channels=model.hidden_size,
                 dtype=dtype_of(config),
                 device_type=kind,
-                apart=_reason_to_add_shared_expert_apart(config),
+                apart=reason,
             ),
         )
 
 
 def _reason_to_add_shared_expert_apart(config: RunConfig) -> str:
-    """Return why routed and shared experts' results are added in a kernel of its own; empty if not."""
-    if config.training.transformer_impl == TRANSFORMER_ENGINE_NAME:
-        return NOT_LOCAL
-    if config.parallel.tensor_model_parallel_size > 1:
-        return TENSOR_PARALLEL
+    """Return why a kernel adds the results of routed and shared experts; empty if a product does."""
+    if reason := _reason_of_layout(config):
+        return reason
     if config.model.moe_shared_expert_gate:
         return "the shared expert's output is multiplied by its gate"
     if config.model.moe_shared_expert_overlap:
@@ -155,20 +166,17 @@ def _reason_to_add_shared_expert_apart(config: RunConfig) -> str:
     return ""
 
 
-def _reason_to_add_apart(config: RunConfig, symbol: str) -> str:
-    """Return why all layers of this kind add the residual in a kernel of its own; empty if some do not."""
+def _reason_to_add_apart(config: RunConfig, number: int) -> str:
+    """Return why a layer adds the residual in a kernel of its own; empty if its mixer adds it."""
     model = config.model
-    numbers = [number for number, other in enumerate(model.layer_types) if other == symbol]
-    if config.training.transformer_impl == TRANSFORMER_ENGINE_NAME:
-        return NOT_LOCAL
-    if config.parallel.tensor_model_parallel_size > 1:
-        return TENSOR_PARALLEL
-    if model.add_bias_linear and symbol in (ATTENTION, MLP):
+    if reason := _reason_of_layout(config):
+        return reason
+    if model.add_bias_linear and model.layer_types[number] in (ATTENTION, MLP):
         return BIAS
     if model.hidden_dropout:
         return "the mixer's output has dropout"
     if model.residual_multiplier is not None:
         return "the mixer's output is multiplied before the addition"
-    if all(map(model.norms_output, numbers)):
+    if model.norms_output(number):
         return "the mixer's output is normalised before the addition"
     return ""

@@ -49,7 +49,7 @@ LABELS = {
     "router_logits": "router",
     "activation": "activation",
     "dense_mlp": "dense MLP",
-    "residual_projection": "residual",
+    "residual_projection": "residual product",
     "cross_entropy": "loss",
     "adamw": "optimizer",
 }

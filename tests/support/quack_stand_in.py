@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from types import ModuleType
 
@@ -15,6 +16,10 @@ import pytest
 import torch
 
 from megatron_packed.ops import quack_tiles
+from megatron_packed.ops.backend_dispatch import Op
+from megatron_packed.ops.dense_mlp import api as dense_mlp
+from megatron_packed.ops.grouped_mlp import api as grouped_mlp
+from megatron_packed.ops.residual_projection import api as residual_projection
 
 OPS = "megatron_packed.ops."
 BACKENDS = (
@@ -22,6 +27,7 @@ BACKENDS = (
     OPS + "grouped_mlp.quack",
     OPS + "grouped_mlp.quack_joined",
     OPS + "quack_epilogues",
+    OPS + "residual_projection.quack",
 )
 """Modules of this package that import quack or cutlass."""
 
@@ -146,6 +152,10 @@ def quack_stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Quack]:
         quack.threads.add(threading.get_ident())
         return zeros(*arguments, **options)
 
+    for api in (dense_mlp, grouped_mlp, residual_projection):
+        # Backends and choices are cached, and must not outlive the stand-in.
+        backends = tuple(map(replace, api.OP.backends))
+        monkeypatch.setattr(api, "OP", Op(api.OP.name, backends))
     monkeypatch.setattr(torch, "zeros", launch)
     monkeypatch.setattr(quack_tiles, "_THREAD", threading.local())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

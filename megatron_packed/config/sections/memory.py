@@ -182,11 +182,6 @@ class MemoryConfig(Section, title="memory"):
             else ()
         )
 
-    @property
-    def offloads_parts_of_mlp(self) -> bool:
-        """Return whether what parts of dense MLPs save is offloaded, so that they are separate calls."""
-        return any(OFFLOADED_IN[name] == MLP for name in self.offloaded_modules)
-
     def offloads_input(self, number: int) -> bool:
         """Return whether the saved input of layer ``number``, or of the group that starts with it,
         is offloaded. Layers are counted from 0.

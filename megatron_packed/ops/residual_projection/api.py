@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ OP = Op(
 )
 WITH_CHOICE = {"cuda"}
 """Types of devices with several backends; on all others product and addition are separate."""
-AddedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
+AddedProduct = Callable[[Any, Tensor, Tensor], Tensor]
 """``(residual_TO, x_TI, weight_OI) -> y_TO``; the sum is rounded once."""
 
 

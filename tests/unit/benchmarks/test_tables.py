@@ -92,7 +92,8 @@ def run(monkeypatch, tmp_path, *options):
 def folders(tmp_path):
     for name in ("docs", "templates", "results"):
         (tmp_path / name).mkdir()
-    write(tmp_path / "results", "model_step", MODEL_STEP)
+    write(tmp_path / "results", "model_step_shard8b", MODEL_STEP)
+    write(tmp_path / "results", "model_step_hybrid1b", {})
     (tmp_path / "templates" / "one_step.md").write_text(HEAD + PAGE)
     return tmp_path
 
@@ -117,7 +118,7 @@ def test_pages_follow_the_results(folders, monkeypatch):
     assert "| [One step](one_step.md) | One micro-batch. | 6 ms. |" in index.read_text()
     run(monkeypatch, folders, "--check")
     MODEL_STEP["one"]["graph"]["busy_ms"] = [2.9, 2.9, 2.9]
-    write(folders / "results", "model_step", MODEL_STEP)
+    write(folders / "results", "model_step_shard8b", MODEL_STEP)
     with pytest.raises(SystemExit):
         run(monkeypatch, folders, "--check")
 

@@ -14,7 +14,7 @@ from megatron_packed.models.estimate.activations import footprints
 from megatron_packed.models.estimate.footprint import Purpose, Work
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.ops.activation import api as activation
-from megatron_packed.ops.backend_dispatch import NoBackendError, Op
+from megatron_packed.ops.backend_dispatch import NoBackendError
 from megatron_packed.ops.grouped_mlp import api, grouped_linear
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_job import build_model
@@ -35,7 +35,6 @@ ENDS = [[20, 20, 61, 84], [0, 0, 0, 0], [1, 90, 90, 90], [0, 0, 1, 1], [30, 60, 
 def package(monkeypatch):
     """Stand-in for quack, on a GPU that is a Hopper."""
     with quack_stand_in(monkeypatch) as stand_in:
-        monkeypatch.setattr(api, "OP", Op("grouped_mlp", tuple(map(replace, api.OP.backends))))
         yield stand_in
 
 

@@ -15,7 +15,7 @@ from megatron_packed.layers.tensor_parallel import TensorParallel
 from megatron_packed.models.estimate.activations import footprints
 from megatron_packed.models.estimate.footprint import Purpose, Work
 from megatron_packed.models.hybrid_model import HybridModel
-from megatron_packed.ops.backend_dispatch import NoBackendError, Op
+from megatron_packed.ops.backend_dispatch import NoBackendError
 from megatron_packed.ops.dense_mlp import api
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_job import build_model
@@ -33,7 +33,6 @@ BF16 = torch.bfloat16
 def package(monkeypatch):
     """Stand-in for quack, on a GPU that is a Hopper."""
     with quack_stand_in(monkeypatch) as stand_in:
-        monkeypatch.setattr(api, "OP", Op("dense_mlp", tuple(map(replace, api.OP.backends))))
         yield stand_in
 
 
@@ -255,6 +254,19 @@ def test_a_run_lists_the_choice_with_its_reason(quack, pattern, changes, reason)
     reasons = quack.not_supported_reasons(inputs)
     assert (len(reasons) == 1 and reason in reasons[0]) if reason else not reasons
     assert api.OP.select(inputs).name == ("torch" if reason else "quack")
+
+
+def test_a_run_lists_both_kernels_if_only_some_layers_are_apart(quack):
+    memory = MemoryConfig(
+        recompute_granularity="full",
+        recompute_method="block",
+        recompute_num_layers=1,
+        fine_grained_activation_offloading=True,
+        offload_modules=("mlp_fc1",),
+    )
+    config = replace(config_of("--", bf16=True, device="auto"), memory=memory)
+    listed = [inputs for op, inputs in op_inputs(config, torch.device("cuda")) if op is api.OP]
+    assert [api.OP.select(inputs).name for inputs in listed] == ["quack", "torch"]
 
 
 @pytest.mark.parametrize("pattern", ["-", "E"])

@@ -14,8 +14,11 @@ import torch
 
 from megatron_packed.config.sections.memory import MemoryConfig
 from megatron_packed.layers import hybrid_layer
+from megatron_packed.layers.joined import JoinedResidual
 from megatron_packed.layers.moe import layer
 from megatron_packed.memory import apply
+from megatron_packed.memory.recompute import RerunArguments
+from megatron_packed.memory.saved_tensors import SavedByAutograd
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.ops import quack_tiles
 from megatron_packed.ops.backend_dispatch import NoBackendError, Op
@@ -165,7 +168,25 @@ def hooked(one):
 
 
 def replaced(one):
-    one.mixer.forward = one.mixer.forward
+    forward = one.mixer.forward
+    one.mixer.forward = lambda x, packed: forward(x, packed)
+
+
+def replaced_and_wrapped(one):
+    replaced(one)
+    apply.replace(one.mixer, "forward", apply.RecomputedCall(one.mixer.forward))
+
+
+def subclassed(one):
+    class Mixer(type(one.mixer)):
+        def forward(self, x, packed):
+            return super().forward(x, packed)
+
+    one.mixer.__class__ = Mixer
+
+
+def with_dropout(one):
+    one.dropout.p = 1e-9
 
 
 def adapted(one):
@@ -177,12 +198,15 @@ def adapted(one):
     projection.__class__ = Adapter
 
 
-@pytest.mark.parametrize("change", [hooked, replaced, adapted])
+@pytest.mark.parametrize(
+    "change", [hooked, replaced, replaced_and_wrapped, subclassed, adapted, with_dropout]
+)
 def test_mixers_that_are_observed_or_replaced_add_nothing(on_cpu, change):
-    model = model_of(pattern="M*-")
-    for each in model.layers:
-        change(each)
-    got, want = run(model), run(model_of("torch", pattern="M*-"))
+    models = [model_of(backend, pattern="M*-") for backend in ("auto", "torch")]
+    for model in models:
+        for each in model.layers:
+            change(each)
+    got, want = map(run, models)
     assert not on_cpu._quack.calls
     assert all(torch.equal(got[name], value) for name, value in want.items())
 
@@ -200,8 +224,17 @@ def test_recomputed_mixers_and_projections_add_the_residual_too(on_cpu, modules)
             apply.replace(projection, "forward", apply.RecomputedCall(projection.forward))
     before = len(on_cpu._quack.calls)
     got = run(model)
-    assert len(on_cpu._quack.calls) >= before + 4
+    # A second run does not repeat the product, and so needs no residual.
+    assert len(on_cpu._quack.calls) == before + 4
     assert all(torch.equal(got[name], value) for name, value in want.items())
+
+
+def test_a_recomputed_call_does_not_hold_the_residual(on_cpu):
+    x, residual = torch.randn(2, 8, 16)
+    joined = JoinedResidual(residual, on_cpu.added_product)
+    again, substitute = RerunArguments((x, joined), SavedByAutograd).take()
+    assert torch.equal(again, x) and substitute.residual_TO is None
+    assert substitute.add_product(x, torch.randn(24, 16)).shape == (8, 24)
 
 
 @pytest.mark.parametrize(
