@@ -58,6 +58,7 @@ for name in "${@:?which steps?}"; do
     step_edge) step step_edge 240 python3 benchmarks/step_edge.py runs/real.zip docs_longtail ;;
     gated_delta_rule) step gated_delta_rule 200 python3 benchmarks/gated_delta_rule.py ;;
     ssd) step ssd 300 python3 benchmarks/ssd.py ;;
+    joined) step joined 120 python3 benchmarks/joined_products.py ;;
     recipe_mfu) step recipe_mfu 240 python3 benchmarks/recipe_mfu.py runs/real.zip docs_longtail --graphs full_iteration local ;;
     beside_megatron) step beside_megatron 240 python3 benchmarks/beside_megatron.py runs/beside.zip ;;
     rope) step rope 100 python3 benchmarks/rope_bench.py ;;
