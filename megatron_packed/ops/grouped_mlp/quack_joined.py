@@ -4,6 +4,7 @@
 In forward, the kernel of the first product writes ``hidden`` and its activation. In backward, the
 kernel of ``dy W2`` applies the derivative at ``hidden`` and writes the activation again. So forward
 does not save the activation. The other four products are those of `quack`.
+
 All outputs and gradients have the bits of `quack`. They do not depend on options that make the steps
 separate, for example offload.
 """

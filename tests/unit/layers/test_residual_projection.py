@@ -1,13 +1,7 @@
-"""Layers whose last projection adds the residual, with a stand-in for quack's product in plain torch.
+"""Layers whose last projection adds the residual, with a stand-in for quack (`quack_stand_in`)."""
 
-The package needs a GPU. The stand-in takes the tensors and arguments that quack takes.
-"""
-
-import sys
-import threading
 from dataclasses import replace
 from importlib import import_module
-from types import ModuleType
 
 import pytest
 import torch
@@ -20,8 +14,7 @@ from megatron_packed.memory import apply
 from megatron_packed.memory.recompute import RerunArguments
 from megatron_packed.memory.saved_tensors import SavedByAutograd
 from megatron_packed.models.hybrid_model import HybridModel
-from megatron_packed.ops import quack_tiles
-from megatron_packed.ops.backend_dispatch import NoBackendError, Op
+from megatron_packed.ops.backend_dispatch import NoBackendError
 from megatron_packed.ops.residual_projection import api
 from megatron_packed.ops.varlen_attention import backends as varlen_attention
 from megatron_packed.packed.micro_batch import MicroBatch
@@ -29,48 +22,24 @@ from megatron_packed.training.build_job import build_model
 from megatron_packed.training.kernel_inputs import op_inputs
 from support.hybrid_cases import VOCAB, tiny_config
 from support.kernel_calls import config_of
+from support.quack_stand_in import quack_stand_in
 
 NAME = "megatron_packed.ops.residual_projection.quack"
 BF16 = torch.bfloat16
 PATTERN = "GM*-E"
 
 
-class Quack(ModuleType):
-    """Module ``quack.gemm``."""
-
-    def __init__(self):
-        super().__init__("quack.gemm")
-        self._gemm_plan_cache = {}
-        self.calls = []
-        """Tile and shape of x of each call."""
-
-    def gemm(
-        self, A, B, D, C, tile_count_semaphore, tile_M, tile_N, cluster_M, cluster_N, pingpong
-    ):
-        assert tile_count_semaphore is None and (cluster_M, cluster_N, pingpong) == (1, 2, True)
-        for each in (A, B, C, D):
-            assert each.is_contiguous() and each.data_ptr() % 16 == 0
-        self._gemm_plan_cache[A.shape] = object()
-        self.calls.append(((tile_M, tile_N), tuple(A.shape)))
-        wide = torch.promote_types(A.dtype, torch.float32)
-        D.copy_(C.to(wide) + A.to(wide) @ B.to(wide).t())
+@pytest.fixture
+def package(monkeypatch):
+    """Stand-in for quack, on a GPU that is a Hopper."""
+    with quack_stand_in(monkeypatch) as stand_in:
+        yield stand_in
 
 
 @pytest.fixture
-def quack(monkeypatch):
-    """Module of the backend, on a GPU that is a Hopper, with the stand-in."""
-    package, gemm = ModuleType("quack"), Quack()
-    package.gemm = gemm
-    monkeypatch.setitem(sys.modules, "quack", package)
-    monkeypatch.setitem(sys.modules, "quack.gemm", gemm)
-    monkeypatch.delitem(sys.modules, NAME, raising=False)
-    backend = import_module(NAME)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(quack_tiles, "_THREAD", threading.local())
-    monkeypatch.setattr(api, "OP", Op("residual_projection", tuple(map(replace, api.OP.backends))))
-    yield backend
-    monkeypatch.delitem(sys.modules, NAME)  # It must not outlive the stand-in.
+def quack(package):
+    """Module of the backend, with the stand-in."""
+    return import_module(NAME)
 
 
 @pytest.fixture
@@ -127,15 +96,15 @@ def run(model, accumulate=False):
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_loss_and_gradients_are_those_of_separate_operations(on_cpu, accumulate):
+def test_loss_and_gradients_are_those_of_separate_operations(on_cpu, package, accumulate):
     got, want = run(model_of(), accumulate), run(model_of("torch"), accumulate)
-    assert len(on_cpu._quack.calls) == 5  # four layers and a shared expert
+    assert len(package.tiles) == 5  # four layers and a shared expert
     for name, value in want.items():
         torch.testing.assert_close(got[name], value, rtol=1e-9, atol=1e-12, msg=name)
         assert value.any(), name
 
 
-def test_the_sum_is_rounded_once(on_cpu):
+def test_the_sum_is_rounded_once(on_cpu, package):
     generator = torch.Generator().manual_seed(0)
     residual, x = torch.randn(2, 40, 16, generator=generator).to(BF16)
     weight = torch.randn(16, 16, generator=generator).to(BF16)
@@ -146,16 +115,16 @@ def test_the_sum_is_rounded_once(on_cpu):
     shifted = torch.empty(40 * 16 + 1, dtype=BF16)[1:].view(40, 16).copy_(residual)
     assert torch.equal(on_cpu.added_product(shifted, strided, weight), exact.bfloat16())
     assert on_cpu.added_product(residual[:0], x[:0], weight).shape == (0, 16)
-    assert len(on_cpu._quack.calls) == 2
+    assert len(package.tiles) == 2
 
 
-def test_frozen_weights_get_no_gradient_and_pass_on_those_of_rows(on_cpu):
+def test_frozen_weights_get_no_gradient_and_pass_on_those_of_rows(on_cpu, package):
     joined, apart = model_of(pattern="M*-"), model_of("torch", pattern="M*-")
     for model in (joined, apart):
         for each in model.layers:
             each.mixer.output_projection.weight.requires_grad_(False)
     got, want = run(joined), run(apart)
-    assert on_cpu._quack.calls
+    assert package.tiles
     for name, value in want.items():
         if value is None:
             assert got[name] is None
@@ -201,20 +170,20 @@ def adapted(one):
 @pytest.mark.parametrize(
     "change", [hooked, replaced, replaced_and_wrapped, subclassed, adapted, with_dropout]
 )
-def test_mixers_that_are_observed_or_replaced_add_nothing(on_cpu, change):
+def test_mixers_that_are_observed_or_replaced_add_nothing(on_cpu, package, change):
     models = [model_of(backend, pattern="M*-") for backend in ("auto", "torch")]
     for model in models:
         for each in model.layers:
             change(each)
     got, want = map(run, models)
-    assert not on_cpu._quack.calls
+    assert not package.tiles
     assert all(torch.equal(got[name], value) for name, value in want.items())
 
 
 @pytest.mark.parametrize(
     "modules", [("mamba", "gdn", "mlp", "layernorm"), ("layernorm", "core_attn"), ()]
 )
-def test_recomputed_mixers_and_projections_add_the_residual_too(on_cpu, modules):
+def test_recomputed_mixers_and_projections_add_the_residual_too(on_cpu, package, modules):
     want = run(model_of(pattern="GM*-"))
     memory = MemoryConfig(recompute_granularity="selective", recompute_modules=modules)
     model = model_of(pattern="GM*-", memory=memory if modules else None)
@@ -222,10 +191,10 @@ def test_recomputed_mixers_and_projections_add_the_residual_too(on_cpu, modules)
         for each in model.layers:
             projection = each.mixer.output_projection
             apply.replace(projection, "forward", apply.RecomputedCall(projection.forward))
-    before = len(on_cpu._quack.calls)
+    before = len(package.tiles)
     got = run(model)
     # A second run does not repeat the product, and so needs no residual.
-    assert len(on_cpu._quack.calls) == before + 4
+    assert len(package.tiles) == before + 4
     assert all(torch.equal(got[name], value) for name, value in want.items())
 
 
@@ -257,7 +226,7 @@ def test_a_recomputed_call_does_not_hold_the_residual(on_cpu):
         ),
     ],
 )
-def test_a_run_lists_what_layers_do(on_cpu, monkeypatch, pattern, changes, reason):
+def test_a_run_lists_what_layers_do(on_cpu, package, monkeypatch, pattern, changes, reason):
     config = config_of(pattern, device="auto", bf16=True)
     config = replace(config, model=replace(config.model, **changes))
     monkeypatch.setattr(varlen_attention, "_capability", lambda device: (9, 0))
@@ -266,7 +235,7 @@ def test_a_run_lists_what_layers_do(on_cpu, monkeypatch, pattern, changes, reaso
         assert reason in inputs.apart and bool(reason) == bool(inputs.apart)
         assert api.OP.select(inputs).name == ("torch" if reason else "quack")
     run(model_of(pattern=pattern, **changes))
-    assert bool(on_cpu._quack.calls) == (not reason)
+    assert bool(package.tiles) == (not reason)
 
 
 def test_layers_ask_for_what_a_run_lists(on_cpu, monkeypatch):
@@ -286,11 +255,11 @@ def test_layers_ask_for_what_a_run_lists(on_cpu, monkeypatch):
 @pytest.mark.parametrize(
     "columns, tile", [(2688, (128, 192)), (384, (128, 192)), (2048, (128, 128)), (4096, (128, 128))]
 )
-def test_the_tile_depends_on_widths_only(on_cpu, columns, tile):
+def test_the_tile_depends_on_widths_only(on_cpu, package, columns, tile):
     for rows in (8, 200):
         x, weight = torch.ones(rows, 16).to(BF16), torch.ones(columns, 16).to(BF16)
         on_cpu.added_product(torch.ones(rows, columns).to(BF16), x, weight)
-    assert [each for each, _ in on_cpu._quack.calls] == [tile, tile]
+    assert package.tiles == [tile, tile]
 
 
 def test_plans_of_other_row_counts_do_not_pile_up(on_cpu, monkeypatch):
