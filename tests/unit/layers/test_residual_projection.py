@@ -18,6 +18,7 @@ from megatron_packed.ops.backend_dispatch import NoBackendError
 from megatron_packed.ops.residual_projection import api
 from megatron_packed.ops.varlen_attention import backends as varlen_attention
 from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.training import explain
 from megatron_packed.training.build_job import build_model
 from megatron_packed.training.kernel_inputs import op_inputs
 from support.hybrid_cases import VOCAB, tiny_config
@@ -236,6 +237,17 @@ def test_a_run_lists_what_layers_do(on_cpu, package, monkeypatch, pattern, chang
         assert api.OP.select(inputs).name == ("torch" if reason else "quack")
     run(model_of(pattern=pattern, **changes))
     assert bool(package.tiles) == (not reason)
+
+
+def test_explain_has_one_row_for_layers_with_the_same_kernel_and_reason(quack, monkeypatch):
+    monkeypatch.setattr(explain, "_machine", lambda config, device: iter(()))
+    monkeypatch.setattr(varlen_attention, "_capability", lambda device: (9, 0))
+    config = config_of("M*-M", device="auto", bf16=True)
+    config = replace(config, model=replace(config.model, attention_norm_placement="output"))
+    rows = explain.capabilities(config, torch.device("cuda"))
+    found = [row for row in rows if row.name == "kernel residual_projection"]
+    assert len(found) == 2 == len(set(found))
+    assert any("is normalised before the addition" in row.reason for row in found)
 
 
 def test_layers_ask_for_what_a_run_lists(on_cpu, monkeypatch):
