@@ -75,11 +75,11 @@ class VarlenAttentionInputs:
     """
 
 
-def head_dim_reasons(head_dim: int, widest: int) -> list[str]:
-    """Return the reason against a head dimension that is no multiple of 8 or exceeds ``widest``."""
-    if head_dim % 8 == 0 and 8 <= head_dim <= widest:
+def head_dim_reasons(head_dim: int, widest: int, multiple: int = 8) -> list[str]:
+    """Return the reason against a head dimension that is no ``multiple`` or exceeds ``widest``."""
+    if head_dim % multiple == 0 and 0 < head_dim <= widest:
         return []
-    return [f"the head dimension ({head_dim}) must be a multiple of 8 up to {widest}"]
+    return [f"the head dimension ({head_dim}) must be a multiple of {multiple} up to {widest}"]
 
 
 def padded_gradient_elements(tokens: int, num_sequences: int, num_heads: int, head_dim: int) -> int:

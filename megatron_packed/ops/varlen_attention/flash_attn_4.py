@@ -20,6 +20,13 @@ from megatron_packed.ops.varlen_attention.backends import (
 )
 from megatron_packed.ops.varlen_attention.tables import KernelTables
 
+HEAD_MULTIPLE = 32
+"""For other head dimensions the gradients can be wrong.
+
+On Hopper the backward kernel pads the head dimension to a multiple of 16, but other kernels read and
+clear its dQ with a multiple of 32. Source: flash-attention #2896; for later GPUs #2698.
+"""
+
 
 def not_supported_reasons(inputs: VarlenAttentionInputs) -> list[str]:
     reasons = []
@@ -33,7 +40,7 @@ def not_supported_reasons(inputs: VarlenAttentionInputs) -> list[str]:
         reasons.append(f"the kernel supports bfloat16 and float16, not {inputs.dtype}")
     hopper = inputs.capability is not None and inputs.capability[0] == 9
     widest = WIDEST_HEAD["flash_attn_4"] if hopper else WIDEST_HEAD_OF_FLASH_ATTN_4_AFTER_HOPPER
-    reasons += head_dim_reasons(inputs.head_dim, widest)
+    reasons += head_dim_reasons(inputs.head_dim, widest, HEAD_MULTIPLE)
     if inputs.oversized_backward:
         reasons.append(
             f"the padded gradient buffer would have {inputs.oversized_backward} elements, too many for 32-bit offsets; "
