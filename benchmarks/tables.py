@@ -38,6 +38,7 @@ import graph_runs
 import graph_step
 import grouped_products
 import harness
+import joined_products
 import layouts
 import memory_peaks
 import metadata_sync
@@ -329,6 +330,7 @@ TABLES = {
     ),
     "recipe_gated_delta_1b": Table("recipe_mfu.py", "recipe_gated_delta_1b", recipe_mfu.rows_of),
     "grouped_products": Table("grouped_products.py", "grouped_products", grouped_products.rows_of),
+    "joined_products": Table("joined_products.py", "joined_products", joined_products.rows_of),
     "ssd": Table("ssd.py", "ssd", ssd.rows_of),
     "ssd_errors": Table("ssd.py", "ssd", ssd.error_rows_of),
     "ssd_two_tiles": Table("ssd.py", "ssd_two_tiles", ssd.rows_of),
