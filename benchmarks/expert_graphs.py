@@ -1,13 +1,16 @@
 """Compares steps with whole E layers in graphs, with captured routers alone, and without graphs.
 
     torchrun --nproc_per_node 2 benchmarks/expert_graphs.py [--quick] [--shared-expert-overlap]
-        [--dispatchers alltoall] [--captured eager whole] [--all-to-all-backends NAME ...]
+        [--tokens N] [--dispatchers alltoall] [--captured eager whole] [--all-to-all-backends NAME ...]
     python benchmarks/expert_graphs.py [--quick]
 
 The share is that of one rank of a model like Nemotron-3-Nano (`moe_bench.py`), with 16 experts on each
 rank. Both dispatchers run, `alltoall` in graphs once with each backend of `--all-to-all-backends`.
 Bounds of expert buffers follow the routing of the first step. The peak is
 that of the timed steps plus the graph pool, next to the estimate of `megatron-packed plan`.
+
+`busy` is the share of a step in which a kernel or a copy runs on the first GPU. Kernels of collectives
+that wait for the other GPU count. A graph removes the rest at best, if it runs the same kernels.
 
 With one process, the expert-parallel group has one rank: the dispatchers run all their kernels and
 copies, and a rank sends rows to itself. No step can overflow there.
@@ -158,11 +161,17 @@ def run(
                 bounds.make_room()
                 job.step.redo(packs, config.optim.lr)
                 bounds.raise_for(job.step.layout.counts_of(job.step.numbers.tolist()))
+        busy = (
+            harness.gpu_busy(lambda: job.step(mine[-1], config.optim.lr)).milliseconds
+            if cuda
+            else 0.0
+        )
         job.step.graphs = None
     job.close()
     tokens = sum(pack.num_real_tokens for pack in steps[-1])
     return {
         "tokens_per_second": tokens / statistics.median(seconds),
+        "busy_share": busy / 1e3 / statistics.median(seconds),
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 + pool if cuda else 0.0,
         "pool_gib": pool,
         "plan_gib": planned_gib(config, groups, c["vocab"]),
@@ -184,6 +193,7 @@ def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
                     "tokens/s": round(speeds[kind]),
                     "of eager": _ratio(speeds, kind, EAGER),
                     "of router": _ratio(speeds, kind, ROUTER),
+                    "busy": f"{found['busy_share']:.2f}" if "busy_share" in found else "",
                     "peak GiB": f"{found['peak_gib']:.2f}",
                     "plan GiB": f"{found['plan_gib']:.2f}",
                     "repeated steps": found["repeats"],
@@ -220,6 +230,11 @@ def main() -> None:
         action="store_true",
         help="run the shared expert beside the dispatch, in all steps; in a result file of its own",
     )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        help=f"tokens of a pack, for a result file of their own (default: {moe_bench.CONFIG['T']:,})",
+    )
     harness.common_arguments(parser)
     arguments = parser.parse_args()
     device = torch.device(device_from(arguments.device).type)
@@ -232,6 +247,8 @@ def main() -> None:
     name += "_shared_overlap" if arguments.shared_expert_overlap else ""
     c = model_of(world)
     c = {**quick(c), "experts": 8} if arguments.quick else c
+    if arguments.tokens:
+        name, c = f"{name}_{arguments.tokens}", {**c, "T": arguments.tokens}
     packs, count = world * PACKS_OF_RANK, QUICK_STEPS if arguments.quick else STEPS
     results: dict[str, Any] = {}
     for dispatcher in arguments.dispatchers:
