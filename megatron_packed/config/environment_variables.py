@@ -30,6 +30,9 @@ ALWAYS: dict[str, str] = {
     # Fused products of --tp-comm-overlap use no multicast. torch would set it up with the symmetric
     # memory, and some machines refuse that.
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    # flash-attn 4 has wrong gradients for some head dimensions (ops/varlen_attention/flash_attn_4.py).
+    # TransformerEngine would choose it for them where cuDNN has no kernel.
+    "NVTE_FLASH_ATTN_V4": "0",
     # quack loads compiled kernels from a folder. Its default is in /tmp, which other users can write.
     "QUACK_CACHE_DIR": os.path.expanduser("~/.cache/quack"),
 }

@@ -25,6 +25,7 @@ def test_the_variables_of_both_kinds_of_run() -> None:
         "TRITON_CACHE_AUTOTUNING": "1",
         "NCCL_GRAPH_REGISTER": "0",
         "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+        "NVTE_FLASH_ATTN_V4": "0",
         "QUACK_CACHE_DIR": str(Path.home() / ".cache/quack"),
     }
     assert environment(ON) == {
@@ -36,6 +37,7 @@ def test_the_variables_of_both_kinds_of_run() -> None:
         "NCCL_ALGO": "Ring",
         "NCCL_GRAPH_REGISTER": "0",
         "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+        "NVTE_FLASH_ATTN_V4": "0",
         "QUACK_CACHE_DIR": str(Path.home() / ".cache/quack"),
     }
 
@@ -81,6 +83,7 @@ def test_what_the_user_set_stays_without_deterministic_mode() -> None:
         "TRITON_CACHE_AUTOTUNING": "0",
         "NCCL_GRAPH_REGISTER": "1",
         "TORCH_SYMM_MEM_DISABLE_MULTICAST": "0",
+        "NVTE_FLASH_ATTN_V4": "1",
         "QUACK_CACHE_DIR": "/fast/quack",
     }
     assert apply_environment(OFF, environ := dict(given)) == {}
