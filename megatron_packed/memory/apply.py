@@ -16,7 +16,7 @@ From inside to outside:
 
 Hooks for saved tensors nest in the same order. An inner scope handles the tensors that it supports,
 and passes the other tensors to the outer hooks. Wrappers are objects that hold references to
-modules. A copy of a model has copies of its wrappers.
+modules. A copy of a model, or a pickle, has copies of its wrappers.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def offload_parts(layer: nn.Module, parts: Sequence[str], offload: Offload) -> N
         module = attrgetter(PARTS[part])(layer)
         before_mixer = PARTS[part] == "norm" and not norms_output(layer)
         method = NORM_FORWARD if before_mixer else "forward"
-        replace(module, method, OffloadedCall(getattr(module, method), scopes, layer))
+        replace(module, method, OffloadedCall(method_of(module, method), scopes, layer))
 
 
 def offload_module(module: nn.Module, offload: Offload) -> None:
@@ -152,7 +152,7 @@ def offload_module(module: nn.Module, offload: Offload) -> None:
         offload: offloader; one object for all modules of a model.
     """
     scopes = SavedTensorScopes(offload.save, offload.min_elements)
-    replace(module, "forward", OffloadedCall(module.forward, scopes, module))
+    replace(module, "forward", OffloadedCall(method_of(module, "forward"), scopes, module))
 
 
 def recompute_parts(layer: nn.Module, parts: Sequence[str]) -> None:
@@ -163,14 +163,14 @@ def recompute_parts(layer: nn.Module, parts: Sequence[str]) -> None:
         # they run again, dropout elsewhere in the layer would draw other numbers. So rewind the
         # generator if the layer has dropout.
         rewind = any(dropout.p > 0 for dropout in dropouts_of(layer))
-        replace(core, "forward", RecomputedCall(core.forward, rewind))
+        replace(core, "forward", RecomputedCall(method_of(core, "forward"), rewind))
     if EXPERT_ACTIVATION in parts:
         first = attrgetter(PARTS[EXPERT_ACTIVATION])(layer)
         second = attrgetter(PARTS["expert_fc2"])(layer)
         recompute_between(first, "forward", second)
     if any(part in MIXERS for part in parts):
         mixer = attrgetter("mixer")(layer)
-        replace(mixer, "forward", RecomputedCall(mixer.forward))
+        replace(mixer, "forward", RecomputedCall(method_of(mixer, "forward")))
     # Apply this wrapper after the wrapper of the mixer. A recomputed mixer saves its input, which
     # is the norm's output, and the hook of this wrapper must receive that tensor.
     # The mixer does not read the output of a norm after it.
@@ -185,9 +185,15 @@ def norms_output(layer: nn.Module) -> bool:
 
 def recompute_between(first: nn.Module, method: str, second: nn.Module) -> None:
     """Make ``second`` save a function that computes the output of ``first``, instead of that output."""
-    hook = RecomputedBetween(getattr(first, method), second.forward)
+    hook = RecomputedBetween(method_of(first, method), method_of(second, "forward"))
     replace(first, method, hook.first)
     replace(second, "forward", hook.second)
+
+
+def method_of(module: nn.Module, name: str) -> Callable[..., Any]:
+    """Return a method for a wrapper of it, which may replace it. The wrapper can be pickled."""
+    replaced: Callable[..., Any] | None = vars(module).get(name)
+    return OwnMethod(module, name) if replaced is None else replaced
 
 
 def replace(module: nn.Module, method: str, function: Callable[..., Any]) -> None:
@@ -198,6 +204,27 @@ def replace(module: nn.Module, method: str, function: Callable[..., Any]) -> Non
 def dropouts_of(module: nn.Module) -> list[nn.Dropout]:
     """Return the dropout submodules, which draw random numbers in training."""
     return [part for part in module.modules() if isinstance(part, nn.Dropout)]
+
+
+class OwnMethod:
+    """Method of a module's class, bound to the module, also if an attribute of the module replaces it.
+
+    A bound method is pickled as module and name. When the pickle is loaded, this name may already
+    stand for a wrapper of the method, and the wrapper would then call itself without end.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.__self__ = module
+        self._name = name
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        """Function of the class, as of a bound method; see `layers.joined.is_observed`."""
+        function: Callable[..., Any] = getattr(type(self.__self__), self._name)
+        return function
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self.__func__(self.__self__, *args, **options)
 
 
 class OffloadedCall:
@@ -240,7 +267,7 @@ class RecomputedLayer:
     """Forward of a layer that the backward pass runs again from the saved input."""
 
     def __init__(self, layer: nn.Module, save: SaveTensors) -> None:
-        self._forward = layer.forward
+        self._forward = method_of(layer, "forward")
         self._save = save
         self._dropouts = dropouts_of(layer)
 
@@ -262,7 +289,7 @@ class RecomputedUnits:
     """
 
     def __init__(self, layers: nn.ModuleList, size: int, save: SaveTensors) -> None:
-        self._forward = layers.forward
+        self._forward = method_of(layers, "forward")
         self._save = save
         self._dropouts = dropouts_of(layers)
         self._size = size

@@ -1,6 +1,7 @@
 """Modes of recomputation: gradients are the same bits, and saved bytes follow from tensor sizes."""
 
 import copy
+import pickle
 from functools import partial
 
 import pytest
@@ -163,12 +164,38 @@ def test_a_layer_is_recomputed_once_and_only_where_it_was_asked_for():
         assert calls == expected
 
 
-def test_wrapping_changes_no_name_and_a_copy_runs_its_own_modules():
+def pickled(module):
+    return pickle.loads(pickle.dumps(module))
+
+
+WRAPPED = [full("uniform", 2), full("block", 2), selective("layernorm"), selective("moe_act")]
+WRAPPED.append(selective("layernorm", *RECOMPUTED_IN))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+@pytest.mark.parametrize("memory", WRAPPED, ids=mode_id)
+def test_wrapping_changes_no_name_and_a_copy_runs_its_own_modules(memory, copied):
     pack, names = cases.make_pack(DOCUMENTS), list(model_of().state_dict())
-    for memory in (full("uniform", 2), selective("layernorm", *RECOMPUTED_IN)):
-        model = model_of(memory)
-        assert list(model.state_dict()) == names
-        twin = copy.deepcopy(model)
-        twin(pack).loss.backward()
-        assert all(parameter.grad is None for parameter in model.parameters())
-        assert all(parameter.grad is not None for parameter in twin.parameters())
+    model = model_of(memory)
+    assert list(model.state_dict()) == names
+    twin = copied(copied(model))
+    twin(pack).loss.backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    model(pack).loss.backward()
+    for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(parameter.grad, other.grad)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+def test_a_mixer_is_copied_before_the_norm_that_shares_its_wrapper(copied):
+    """A pickle then loads the norm, with its wrapper, while it loads the wrapper of the mixer."""
+    model, pack = model_of(selective("layernorm", "mamba")), cases.make_pack(DOCUMENTS, tail=TAIL)
+    layer, packed = model.layers[PATTERN.index("M")], model.prepare(pack.packed)
+    found = []
+    for mixer, norm in ((layer.mixer, layer.norm), copied((layer.mixer, layer.norm))):
+        x = torch.randn(T, D, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        y, residual = norm.with_residual(x)
+        (mixer(y, packed) + residual).sum().backward()
+        found.append([x.grad, norm.weight.grad, *(weight.grad for weight in mixer.parameters())])
+    for tensor, other in zip(*found, strict=True):
+        assert tensor is not other and torch.equal(tensor, other)
