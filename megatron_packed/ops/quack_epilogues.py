@@ -32,14 +32,13 @@ from megatron_packed.ops.quack_tiles import (
     TILES,
     TOKEN_TILES,
     aligned,
+    bound_plans,
     join_context,
     least_padded_tile,
     version_reasons,
 )
 
 _NEEDED = {"cu_seqlens_m", "dynamic_scheduler", "tuned", "config"}
-"""Arguments of quack's products that this module gives by name; later versions may change them."""
-_PLANS_KEPT = 1024
 
 
 @gemm_epilogue(outputs=("activated",))
@@ -115,7 +114,7 @@ def _launch(
     rows, columns = left_RI.shape[0], weight.shape[-1]
     if not rows:
         return left_RI.new_empty(rows, columns), left_RI.new_empty(rows, columns)
-    _bound_plans(product)
+    bound_plans(product._call_cache, product._plan_cache)
     join_context(left_RI.device)
     found = product(
         aligned(left_RI),
@@ -140,13 +139,3 @@ def _config(tile: tuple[int, int]) -> Any:
         cluster_n=CLUSTER_N,
         is_dynamic_persistent=False,
     )
-
-
-def _bound_plans(product: Any) -> None:
-    """Drop quack's launch plans of a product if there are many: one for each number of rows.
-
-    quack has no public way to bound them.
-    """
-    for plans in (product._call_cache, product._plan_cache):
-        if len(plans) >= _PLANS_KEPT:
-            plans.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from math import ceil
 from typing import Any
 
@@ -24,8 +24,11 @@ For six such products of three sizes on an H100, the tile of `least_padded_tile`
 seven or up to 1 % slower.
 """
 CLUSTER_N = 2
+SCHEDULE = {"cluster_M": 1, "cluster_N": CLUSTER_N, "pingpong": True}
+"""Arguments of ``quack.gemm.gemm`` that go with every tile."""
 ALIGNMENT = 8
 """Required divisor of row lengths: each row must start at a multiple of 16 bytes (8 bfloat16)."""
+_PLANS_KEPT = 1024
 _THREAD = threading.local()
 
 
@@ -34,7 +37,7 @@ def version_reasons(product: Callable[..., Any], needed: set[str]) -> list[str]:
 
     Args:
         product: function of quack.
-        needed: names of arguments that it must have.
+        needed: arguments that callers give by name; later versions may change them.
     """
     missing = needed - set(inspect.signature(product).parameters)
     works = "this version of quack-kernels has no {}; 0.6.5 works"
@@ -51,6 +54,16 @@ def device_reasons(device_type: str) -> list[str]:
     if capability[0] != 9:
         return [f"the tiles are those of compute capability 9.x, found {capability}"]
     return []
+
+
+def bound_plans(*caches: MutableMapping[Any, Any]) -> None:
+    """Empty quack's caches of launch plans that are large: they get a plan for each number of rows.
+
+    The number of rows may differ in each step, and quack has no public way to bound its caches.
+    """
+    for plans in caches:
+        if len(plans) >= _PLANS_KEPT:
+            plans.clear()
 
 
 def join_context(device: torch.device) -> None:

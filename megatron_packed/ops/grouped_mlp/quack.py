@@ -28,7 +28,8 @@ from megatron_packed.ops.grouped_mlp.grouped_linear import (
     shape_and_dtype_reasons,
 )
 from megatron_packed.ops.quack_tiles import (
-    CLUSTER_N,
+    SCHEDULE,
+    bound_plans,
     device_reasons,
     least_padded_tile,
     version_reasons,
@@ -39,16 +40,10 @@ if TYPE_CHECKING:
 
 __all__ = ["PRODUCTS", "activate", "fc1", "fc2", "not_supported_reasons"]
 
-_SCHEDULE = {"cluster_M": 1, "cluster_N": CLUSTER_N, "pingpong": True}
 _ALIGNMENT = 16
 """Bytes that divide the addresses and row lengths of the tensors that the TMA reads or writes."""
-_PLANS = _quack._gemm_plan_cache
-"""Launch plans of quack: one for each number of rows, which may differ in each step. quack has no public
-way to bound them.
-"""
-_PLANS_KEPT = 1024
-_NEEDED = {"tile_M", "tile_N", *_SCHEDULE, "cu_seqlens_m", "cu_seqlens_k", "add_to_output"}
-"""Arguments of quack's product that this module gives by name; later versions may change them."""
+_NEEDED = {"tile_M", "tile_N", *SCHEDULE, "cu_seqlens_m", "cu_seqlens_k", "add_to_output"}
+_PLANS = _quack._gemm_plan_cache  # read at import, so that a quack without it is refused
 
 
 def not_supported_reasons(inputs: GroupedMLPInputs) -> list[str]:
@@ -95,10 +90,9 @@ def _add_weight_gradient(
 
 def _launch(left: Tensor, right: Tensor, out: Tensor, **options: object) -> None:
     """Compute ``out = left @ right^T`` for each expert."""
-    if len(_PLANS) >= _PLANS_KEPT:
-        _PLANS.clear()
+    bound_plans(_PLANS)
     tile_m, tile_n = least_padded_tile(out.shape[-1], out.shape[-2] if out.ndim == 3 else None)
-    _quack.gemm(left, right, out, None, None, tile_M=tile_m, tile_N=tile_n, **_SCHEDULE, **options)
+    _quack.gemm(left, right, out, None, None, tile_M=tile_m, tile_N=tile_n, **SCHEDULE, **options)
 
 
 PRODUCTS = Products(_rows, _weight_gradient, _can_add, _add_weight_gradient)

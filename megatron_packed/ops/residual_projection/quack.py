@@ -18,9 +18,10 @@ from torch import Tensor
 
 from megatron_packed.ops.quack_tiles import (
     ALIGNMENT,
-    CLUSTER_N,
+    SCHEDULE,
     TOKEN_TILES,
     aligned,
+    bound_plans,
     device_reasons,
     join_context,
     least_padded_tile,
@@ -30,12 +31,8 @@ from megatron_packed.ops.quack_tiles import (
 if TYPE_CHECKING:
     from megatron_packed.ops.residual_projection.api import ResidualProjectionInputs
 
-_SCHEDULE = {"cluster_M": 1, "cluster_N": CLUSTER_N, "pingpong": True}
-_NEEDED = {"tile_M", "tile_N", *_SCHEDULE}
-"""Arguments of quack's product that this module gives by name; later versions may change them."""
-_PLANS = _quack._gemm_plan_cache
-"""Launch plans of quack: one for each number of rows. quack has no public way to bound them."""
-_PLANS_KEPT = 1024
+_NEEDED = {"tile_M", "tile_N", *SCHEDULE}
+_PLANS = _quack._gemm_plan_cache  # read at import, so that a quack without it is refused
 
 
 def not_supported_reasons(inputs: ResidualProjectionInputs) -> list[str]:
@@ -55,12 +52,11 @@ def added_product(residual_TO: Tensor, x_TI: Tensor, weight_OI: Tensor) -> Tenso
     """Return ``residual + x W^T``. See `api.AddedProduct`."""
     y_TO = torch.empty(residual_TO.shape, dtype=residual_TO.dtype, device=residual_TO.device)
     if y_TO.shape[0]:
-        if len(_PLANS) >= _PLANS_KEPT:
-            _PLANS.clear()
+        bound_plans(_PLANS)
         join_context(y_TO.device)
         tile_m, tile_n = least_padded_tile(y_TO.shape[1], tiles=TOKEN_TILES)
         operands = map(aligned, (x_TI, weight_OI))
         _quack.gemm(
-            *operands, y_TO, aligned(residual_TO), None, tile_M=tile_m, tile_N=tile_n, **_SCHEDULE
+            *operands, y_TO, aligned(residual_TO), None, tile_M=tile_m, tile_N=tile_n, **SCHEDULE
         )
     return y_TO

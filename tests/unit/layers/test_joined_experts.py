@@ -13,6 +13,7 @@ from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.models.estimate.activations import footprints
 from megatron_packed.models.estimate.footprint import Purpose, Work
 from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.ops import quack_tiles
 from megatron_packed.ops.activation import api as activation
 from megatron_packed.ops.backend_dispatch import NoBackendError
 from megatron_packed.ops.grouped_mlp import api, grouped_linear
@@ -209,7 +210,7 @@ def test_the_activation_is_not_saved(on_cpu):
 
 def test_plans_of_other_row_counts_do_not_pile_up(on_cpu, monkeypatch):
     epilogues = import_module("megatron_packed.ops.quack_epilogues")
-    monkeypatch.setattr(epilogues, "_PLANS_KEPT", 3)
+    monkeypatch.setattr(quack_tiles, "_PLANS_KEPT", 3)
     for rows in range(84, 94):
         run(experts(), offsets_of(ENDS[0]), values(rows=rows))
         for product in (epilogues._squared_relu, epilogues._squared_relu_gradient):

@@ -15,6 +15,7 @@ from megatron_packed.layers.tensor_parallel import TensorParallel
 from megatron_packed.models.estimate.activations import footprints
 from megatron_packed.models.estimate.footprint import Purpose, Work
 from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.ops import quack_tiles
 from megatron_packed.ops.backend_dispatch import NoBackendError
 from megatron_packed.ops.dense_mlp import api
 from megatron_packed.packed.micro_batch import MicroBatch
@@ -307,7 +308,7 @@ def test_what_cannot_be_is_refused_with_its_reason(quack, monkeypatch):
 
 def test_plans_of_other_row_counts_do_not_pile_up(on_cpu, monkeypatch):
     epilogues = import_module("megatron_packed.ops.quack_epilogues")
-    monkeypatch.setattr(epilogues, "_PLANS_KEPT", 3)
+    monkeypatch.setattr(quack_tiles, "_PLANS_KEPT", 3)
     for rows in range(1, 9):
         run(mlp(), *values(rows))
         for product in (epilogues._squared_relu, epilogues._squared_relu_gradient):

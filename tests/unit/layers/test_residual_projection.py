@@ -14,6 +14,7 @@ from megatron_packed.memory import apply
 from megatron_packed.memory.recompute import RerunArguments
 from megatron_packed.memory.saved_tensors import SavedByAutograd
 from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.ops import quack_tiles
 from megatron_packed.ops.backend_dispatch import NoBackendError
 from megatron_packed.ops.residual_projection import api
 from megatron_packed.ops.varlen_attention import backends as varlen_attention
@@ -274,12 +275,12 @@ def test_the_tile_depends_on_widths_only(on_cpu, package, columns, tile):
     assert package.tiles == [tile, tile]
 
 
-def test_plans_of_other_row_counts_do_not_pile_up(on_cpu, monkeypatch):
-    monkeypatch.setattr(on_cpu, "_PLANS_KEPT", 3)
+def test_plans_of_other_row_counts_do_not_pile_up(on_cpu, package, monkeypatch):
+    monkeypatch.setattr(quack_tiles, "_PLANS_KEPT", 3)
     for rows in range(1, 9):
         ones = torch.ones(rows, 16).to(BF16)
         on_cpu.added_product(ones, ones, torch.ones(16, 16).to(BF16))
-        assert 0 < len(on_cpu._PLANS) <= 3
+        assert 0 < len(package.gemm_module._gemm_plan_cache) <= 3
 
 
 def test_what_cannot_be_is_refused_with_its_reason(quack, monkeypatch):

@@ -5,6 +5,7 @@ from importlib import import_module
 import pytest
 import torch
 
+from megatron_packed.ops import quack_tiles
 from megatron_packed.ops.grouped_mlp import grouped_linear
 from megatron_packed.ops.grouped_mlp.api import GroupedMLPInputs, grouped_mlp
 from megatron_packed.ops.quack_tiles import least_padded_tile
@@ -80,11 +81,11 @@ def test_a_pack_without_rows_launches_nothing(backend, quack):
     assert quack.launched == 0
 
 
-def test_plans_of_other_row_counts_do_not_pile_up(backend, monkeypatch):
-    monkeypatch.setattr(backend, "_PLANS_KEPT", 7)
+def test_plans_of_other_row_counts_do_not_pile_up(backend, quack, monkeypatch):
+    monkeypatch.setattr(quack_tiles, "_PLANS_KEPT", 7)
     for rows in range(84, 104):
         run(backend, torch.tensor([20, 20, 61, 84], dtype=torch.int32), True, rows=rows)
-        assert len(backend._PLANS) <= 7
+        assert 0 < len(quack.gemm_module._gemm_plan_cache) <= 7
 
 
 @pytest.mark.parametrize(
