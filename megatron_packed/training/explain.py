@@ -16,7 +16,12 @@ import torch
 from megatron_packed.config.launch_checks import environment_number
 from megatron_packed.config.optional_packages import is_installed
 from megatron_packed.config.run import RunConfig
-from megatron_packed.config.sections.memory import OFFLOADED_IN, RECOMPUTED_IN
+from megatron_packed.config.sections.memory import (
+    EXPERT_ACTIVATION,
+    MODULES,
+    OFFLOADED_IN,
+    RECOMPUTED_IN,
+)
 from megatron_packed.layers.transformer_impl import LOCAL_NAME
 from megatron_packed.models.convert.trained_config import nearest_families
 from megatron_packed.ops.backend_dispatch import NoBackendError, Op
@@ -26,6 +31,7 @@ from megatron_packed.training.explain_capability import OFF, ON, PARTIAL, Capabi
 from megatron_packed.training.explain_graphs import graph_capabilities
 from megatron_packed.training.explain_parallelism import parallel_capabilities
 from megatron_packed.training.explain_run import PlannedRun
+from megatron_packed.training.joined_inputs import useless_recomputation
 from megatron_packed.training.kernel_inputs import asked_of, op_inputs
 from megatron_packed.training.kernels import choose, layer_reasons
 from megatron_packed.training.metrics import peak_flops
@@ -79,7 +85,7 @@ def capabilities(
         for op, inputs in op_inputs(config, device)
     )
     yield from graph_capabilities(config, device)
-    yield _recomputation(config)
+    yield _recomputation(config, device)
     yield _offload(config, device)
     yield from parallel_capabilities(config, world_size, device)
     if config.model.mtp_depths:
@@ -177,7 +183,7 @@ def kernel(op: Op, inputs: Hashable, asked: str, device: torch.device) -> Capabi
     )
 
 
-def _recomputation(config: RunConfig) -> Capability:
+def _recomputation(config: RunConfig, device: torch.device) -> Capability:
     """Return which activations the backward pass recomputes."""
     name, memory, layers = "recomputation", config.memory, len(config.model.layer_types)
     if memory.recomputes_layers:
@@ -207,7 +213,11 @@ def _recomputation(config: RunConfig) -> Capability:
             else layers
         )
         found.append(f"{module} of {count} layer{'s' if count > 1 else ''}")
-    return Capability(name, ON, f"{', '.join(found)}; MFU does not count recomputed operations")
+    text = f"{', '.join(found)}; MFU does not count recomputed operations"
+    if useless := useless_recomputation(config, device.type):
+        advice = f"leave {EXPERT_ACTIVATION} out of {MODULES}"
+        return Capability(name, PARTIAL, f"{text}; {useless}", advice)
+    return Capability(name, ON, text)
 
 
 def _offload(config: RunConfig, device: torch.device) -> Capability:

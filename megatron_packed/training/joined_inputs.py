@@ -6,6 +6,7 @@ They hold the reasons why a run keeps the operations apart. See `kernel_inputs`.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from dataclasses import replace
 
 from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, MAMBA, MLP, MOE
 from megatron_packed.config.run import RunConfig
@@ -105,6 +106,26 @@ def _reasons_of_experts(config: RunConfig) -> Iterator[str]:
             yield f"{MODULES} names {EXPERT_ACTIVATION}"
         else:
             yield ""
+
+
+def useless_recomputation(config: RunConfig, kind: str) -> str:
+    """Return why ``--recompute-modules moe_act`` saves no memory; empty if it is not given or does.
+
+    A recomputed activation is a call of its own. If all experts would join it with their products
+    without this option, it is not saved in either case.
+    """
+    if MOE not in config.model.layer_types:
+        return ""
+    if EXPERT_ACTIVATION not in recomputed_parts(config.memory, MOE):
+        return ""
+    without = replace(config, memory=replace(config.memory, recompute_granularity=None))
+    joined = grouped_mlp.JOINED
+    if any(joined.reasons(inputs) for _, inputs in grouped_mlp_ops(without, kind)):
+        return ""
+    return (
+        f"{EXPERT_ACTIVATION} saves no memory: without it the experts run {joined.name}, which does "
+        "not save the activation either and takes less time"
+    )
 
 
 def calls_activation(config: RunConfig, kind: str) -> bool:

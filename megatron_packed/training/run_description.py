@@ -6,10 +6,12 @@ from collections.abc import Iterator
 
 from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, MAMBA, MOE
 from megatron_packed.config.run import RunConfig
+from megatron_packed.config.sections.memory import MODULES
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.training.build_job import Job
 from megatron_packed.training.console import Console
 from megatron_packed.training.equal_exchanges import exchange_line
+from megatron_packed.training.joined_inputs import useless_recomputation
 from megatron_packed.training.kernels import (
     check_kernels,
     kernel_block,
@@ -93,6 +95,8 @@ def name_kernels(
         console.warn(sentence)
     for sentence in _model_warnings(config):
         console.warn(sentence)
+    if useless := useless_recomputation(config, groups.device.type):
+        console.warn(f"{MODULES} {useless}; leave it out")
     return names
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ from megatron_packed.ops.activation import api as activation
 from megatron_packed.ops.backend_dispatch import NoBackendError
 from megatron_packed.ops.grouped_mlp import api, grouped_linear
 from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.training import explain, run_description
 from megatron_packed.training.build_job import build_model
+from megatron_packed.training.joined_inputs import useless_recomputation
 from megatron_packed.training.kernel_inputs import op_inputs
 from megatron_packed.training.kernels import chosen_kernels
 from support.hybrid_cases import VOCAB, tiny_config
@@ -284,6 +287,44 @@ def test_a_run_lists_the_choice_with_its_reason(joined, memory, reason):
     reasons = joined.not_supported_reasons(inputs)
     assert (len(reasons) == 1 and reason in reasons[0]) if reason else not reasons
     assert api.OP.select(inputs).name == ("quack" if reason else "quack_joined")
+
+
+@pytest.mark.parametrize(
+    "device, memory, useless",
+    [
+        ("cuda", recomputed("moe_act"), True),
+        ("cuda", recomputed("core_attn", "moe_act"), True),
+        ("cuda", recomputed("moe", "moe_act"), False),
+        ("cuda", recomputed("core_attn"), False),
+        ("cpu", recomputed("moe_act"), False),
+        # Without moe_act the products would be separate calls, which save the activation.
+        ("cuda", recomputed("moe_act") | OFFLOADED, False),
+    ],
+)
+def test_a_useless_recomputation_is_reported(joined, device, memory, useless):
+    config = config_of("*E", bf16=True, device="auto")
+    config = replace(config, memory=replace(config.memory, **memory))
+    device, warnings = torch.device(device), []
+    run_description.name_kernels(
+        config,
+        SimpleNamespace(device=device),
+        SimpleNamespace(capture_sizes=None, packing=SimpleNamespace(documents_max=2)),
+        SimpleNamespace(detail=lambda text: None, warn=warnings.append),
+    )
+    start = "--recompute-modules moe_act saves no memory: without it the experts run quack_joined"
+    assert [text for text in warnings if text.startswith(start)] == warnings[-1:] * useless
+    row = explain._recomputation(config, device)
+    assert (row.state, bool(row.advice)) == (("partial", True) if useless else ("on", False))
+    assert ("moe_act saves no memory" in row.reason) == useless
+
+
+@pytest.mark.parametrize("pattern, changes", [("E", {"swiglu": True}), ("M", {})])
+def test_other_recomputations_are_not_reported(joined, pattern, changes):
+    config = config_of(pattern, bf16=True, device="auto")
+    model = replace(config.model, **({"squared_relu": False, **changes} if changes else {}))
+    memory = replace(config.memory, **recomputed("moe_act" if pattern == "E" else "mamba"))
+    config = replace(config, model=model, memory=memory)
+    assert useless_recomputation(config, "cuda") == ""
 
 
 def test_both_are_listed_if_parts_of_some_layers_are_offloaded(joined):
