@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor, autograd, nn
 from torch.autograd.function import once_differentiable
 
@@ -118,22 +119,36 @@ def joined_residual(mixer: nn.Module, residual_TD: Tensor, backend: str) -> Join
     Raises:
         NoBackendError: the requested backend does not support the sizes and dtype.
     """
-    if residual_TD.dim() != 2 or not getattr(type(mixer).forward, "adds_residual", False):
+    if residual_TD.dim() != 2:
+        return None
+    product = added_product(mixer, residual_TD.dtype, residual_TD.device.type, backend)
+    return None if product is None else JoinedResidual(residual_TD, product)
+
+
+def added_product(
+    mixer: nn.Module, dtype: torch.dtype, device_type: str, backend: str
+) -> AddedProduct | None:
+    """Return the product with which the mixer adds a residual of ``dtype``; None if it adds none.
+
+    Raises:
+        NoBackendError: as `joined_residual`.
+    """
+    if not getattr(type(mixer).forward, "adds_residual", False):
         return None
     projection: Any = mixer.output_projection
-    if reason_apart(projection) or projection.weight.dtype != residual_TD.dtype:
+    if reason_apart(projection) or projection.weight.dtype != dtype:
         return None
     channels, inner = projection.weight.shape
     inputs = residual_projection.ResidualProjectionInputs(
         inner=inner,
         channels=channels,
-        dtype=residual_TD.dtype,
-        device_type=residual_TD.device.type,
+        dtype=dtype,
+        device_type=device_type,
     )
+    product: AddedProduct | None
     product = residual_projection.OP.chosen[backend, inputs].loaded.added_product
-    if product is None or any(is_observed(each, wrapped=False) for each in (mixer, projection)):
-        return None
-    return JoinedResidual(residual_TD, product)
+    observed = any(is_observed(each, wrapped=False) for each in (mixer, projection))
+    return None if observed else product
 
 
 class _AddedLinear(autograd.Function):

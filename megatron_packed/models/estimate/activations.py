@@ -126,10 +126,10 @@ def mlp_footprint(rank: RankSizes, name: str, layer: nn.Module) -> Footprint:
         }
     )
     if rank.joins(mixer):
-        return _joined_mlp_footprint(rank, name, saved)
+        return _joined_mlp_footprint(rank, name, layer, saved)
     done = frozenset({"activation"})
     moments = (
-        rank.forward_end(),
+        rank.forward_end(layer),
         Moment("backward of fc2", rank.backward_start(activation=inner)),
         Moment(
             "backward of the activation", rank.backward_start(activation=inner, fc1=first), done
@@ -144,13 +144,15 @@ def mlp_footprint(rank: RankSizes, name: str, layer: nn.Module) -> Footprint:
     return Footprint(name, MLP, saved, moments)
 
 
-def _joined_mlp_footprint(rank: RankSizes, name: str, saved: dict[str, Term]) -> Footprint:
+def _joined_mlp_footprint(
+    rank: RankSizes, name: str, layer: nn.Module, saved: dict[str, Term]
+) -> Footprint:
     """Return the footprint of an MLP whose backward computes the activation again."""
     inner = saved.pop("activation").bytes
     forward = {Purpose.ACTIVATIONS: inner + rank.rows_bytes}
     moments = (
         Moment("forward of fc2", forward),
-        rank.forward_end(),
+        rank.forward_end(layer),
         Moment("backward of fc2", rank.backward_start(activation=inner, fc1=inner)),
         Moment("backward of fc1", rank.backward_start(fc1=inner, x=rank.inside_bytes)),
         rank.norm_end(saved),

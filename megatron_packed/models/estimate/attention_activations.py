@@ -67,7 +67,7 @@ def attention_footprint(rank: RankSizes, name: str, layer: nn.Module) -> Footpri
     """Return the saved tensors and the moments of an attention layer."""
     sizes = _AttentionSizes(rank, layer.mixer)
     saved = _saved(rank, sizes)
-    return Footprint(name, ATTENTION, saved, _moments(rank, sizes, saved))
+    return Footprint(name, ATTENTION, saved, _moments(rank, sizes, layer, saved))
 
 
 def _saved(rank: RankSizes, sizes: _AttentionSizes) -> dict[str, Term]:
@@ -118,7 +118,9 @@ def _norm_terms(rank: RankSizes, sizes: _AttentionSizes) -> dict[str, Term]:
     }
 
 
-def _moments(rank: RankSizes, sizes: _AttentionSizes, saved: dict[str, Term]) -> tuple[Moment, ...]:
+def _moments(
+    rank: RankSizes, sizes: _AttentionSizes, layer: nn.Module, saved: dict[str, Term]
+) -> tuple[Moment, ...]:
     inside = rank.backward_start(
         output=sizes.attended,
         qkv=sizes.attended + 2 * sizes.keys,
@@ -137,7 +139,7 @@ def _moments(rank: RankSizes, sizes: _AttentionSizes, saved: dict[str, Term]) ->
         key for key in saved if key.startswith("attention.") or key in ("proj.input", "gate.input")
     )
     moving = max(sizes.exchanged, sizes.travelling)
-    rotating = rank.forward_end().extra | {Purpose.COMMUNICATION: rank.moved + moving}
+    rotating = rank.forward_end(layer).extra | {Purpose.COMMUNICATION: rank.moved + moving}
     return (
         Moment("forward", rotating),
         Moment("backward of attention", inside, done & {"proj.input"}),

@@ -15,6 +15,7 @@ from enum import Enum
 from typing import Any
 
 from megatron_packed.distributed.sequence_parallel_products import NO_OVERLAP
+from megatron_packed.layers.joined import added_product
 from megatron_packed.models.hybrid_model import HybridModel
 
 FP32 = 4
@@ -126,11 +127,15 @@ class RankSizes:
     def norm(self) -> dict[str, Term]:
         return {"norm.input": Term(self.rows_bytes), "norm.statistics": Term(self.statistics)}
 
-    def forward_end(self) -> Moment:
-        """Return the moment at which the mixer's result and the new residual stream both exist."""
+    def forward_end(self, layer: Any) -> Moment:
+        """Return the moment at which the mixer's result and the new residual stream both exist.
+
+        If the mixer adds the residual, its result is the new residual stream.
+        """
+        results = 1 if self.joins_residual(layer) else 2
         extra = {
             Purpose.GRADIENTS: 0,
-            Purpose.ACTIVATIONS: 2 * self.rows_bytes,
+            Purpose.ACTIVATIONS: results * self.rows_bytes,
             Purpose.COMMUNICATION: self.moved,
         }
         return Moment("forward", extra)
@@ -157,6 +162,13 @@ class RankSizes:
     def joins(self, mlp: Any) -> bool:
         """Return whether a GPU of this machine joins products with the activation and its gradient."""
         return mlp.joined_products("cuda", mlp.fc1.weight.dtype) is not None
+
+    def joins_residual(self, layer: Any) -> bool:
+        """Return whether a GPU of this machine adds the residual in the mixer's last product."""
+        dtype = layer.norm.weight.dtype
+        return layer.adds_unchanged and (
+            added_product(layer.mixer, dtype, "cuda", layer.backend) is not None
+        )
 
     def dropped(self, saved: dict[str, Term]) -> dict[str, Term]:
         """Add the dropout mask to ``saved``: one byte for each element of the result."""

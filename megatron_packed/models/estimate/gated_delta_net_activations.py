@@ -55,4 +55,4 @@ def gated_delta_net_footprint(rank: RankSizes, name: str, layer: nn.Module) -> F
         forward={Purpose.ACTIVATIONS: sizes.y},
         backward={**backward, Purpose.STATES: 2 * states},
     )
-    return recurrent_footprint(rank, name, GATED_DELTA_NET, sizes, rule)
+    return recurrent_footprint(rank, name, GATED_DELTA_NET, layer, sizes, rule)

@@ -93,7 +93,7 @@ def mamba_footprint(rank: RankSizes, name: str, layer: nn.Module) -> Footprint:
         forward=forward,
         backward=backward,
     )
-    return recurrent_footprint(rank, name, MAMBA, sizes, scan)
+    return recurrent_footprint(rank, name, MAMBA, layer, sizes, scan)
 
 
 def _own_scan(rank: RankSizes, sizes: _MambaSizes) -> tuple[Amounts, Amounts]:

@@ -78,7 +78,11 @@ def moe_footprint(rank: RankSizes, name: str, layer: nn.Module) -> Footprint:
     """Return the saved tensors and the moments of an expert layer."""
     sizes = _MoESizes(rank, layer.mixer)
     saved = _saved(rank, sizes)
-    moments = (*_forward(rank, sizes, saved), *_backward(rank, sizes, saved), rank.norm_end(saved))
+    moments = (
+        *_forward(rank, sizes, layer, saved),
+        *_backward(rank, sizes, saved),
+        rank.norm_end(saved),
+    )
     return Footprint(name, MOE, saved, moments)
 
 
@@ -120,7 +124,9 @@ def _of_shared(saved: dict[str, Term]) -> frozenset[str]:
     return frozenset(name for name in saved if name.startswith("shared."))
 
 
-def _forward(rank: RankSizes, sizes: _MoESizes, saved: dict[str, Term]) -> tuple[Moment, ...]:
+def _forward(
+    rank: RankSizes, sizes: _MoESizes, layer: nn.Module, saved: dict[str, Term]
+) -> tuple[Moment, ...]:
     # The exchange holds rows as sent, rows as received, and rows on their way back.
     exchanged = (sizes.returned + 2 * sizes.received) * sizes.row if sizes.exchanges else 0
     beside = sizes.shared_beside * sizes.shared_rows  # output of the shared expert
@@ -132,7 +138,7 @@ def _forward(rank: RankSizes, sizes: _MoESizes, saved: dict[str, Term]) -> tuple
     absent = frozenset() if sizes.shared_beside else _of_shared(saved)
     moments = [
         Moment("forward of the experts", experts, absent),
-        Moment("forward", rank.forward_end().extra),
+        Moment("forward", rank.forward_end(layer).extra),
     ]
     if sizes.joined:
         # The activation exists until the second product ends.

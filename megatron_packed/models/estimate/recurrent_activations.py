@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from megatron_packed.models.estimate.footprint import (
     FP32,
     Amounts,
@@ -62,7 +64,12 @@ class Recurrence:
 
 
 def recurrent_footprint(
-    rank: RankSizes, name: str, symbol: str, sizes: RecurrentSizes, recurrence: Recurrence
+    rank: RankSizes,
+    name: str,
+    symbol: str,
+    layer: nn.Module,
+    sizes: RecurrentSizes,
+    recurrence: Recurrence,
 ) -> Footprint:
     """Return the saved tensors and the moments of a layer with a recurrent mixer."""
     exchanged = {"conv1d.input": Term(sizes.copied)} if sizes.copied else {}
@@ -79,12 +86,17 @@ def recurrent_footprint(
             "out_proj.input": Term(sizes.y),
         }
     )
-    moments = (*_forward(rank, sizes, recurrence), *_backward(rank, sizes, recurrence, saved))
+    moments = (
+        *_forward(rank, layer, sizes, recurrence),
+        *_backward(rank, sizes, recurrence, saved),
+    )
     return Footprint(name, symbol, saved, moments)
 
 
-def _forward(rank: RankSizes, sizes: RecurrentSizes, recurrence: Recurrence) -> tuple[Moment, ...]:
-    end = rank.forward_end().extra
+def _forward(
+    rank: RankSizes, layer: nn.Module, sizes: RecurrentSizes, recurrence: Recurrence
+) -> tuple[Moment, ...]:
+    end = rank.forward_end(layer).extra
     end[Purpose.COMMUNICATION] += sizes.y if sizes.exchange else 0
     inside = {**recurrence.forward, Purpose.COMMUNICATION: sizes.exchange}
     return Moment(f"forward of the {recurrence.noun}", inside, _LATE), Moment("forward", end)

@@ -13,6 +13,8 @@ from megatron_packed.layers.moe import layer
 from megatron_packed.memory import apply
 from megatron_packed.memory.recompute import RerunArguments
 from megatron_packed.memory.saved_tensors import SavedByAutograd
+from megatron_packed.models.estimate.activations import footprints
+from megatron_packed.models.estimate.footprint import Purpose, Work
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.ops import quack_tiles
 from megatron_packed.ops.backend_dispatch import NoBackendError
@@ -263,6 +265,20 @@ def test_layers_ask_for_what_a_run_lists(on_cpu, monkeypatch):
     build_model(config, 256, "cpu")(MicroBatch.build(tokens, 128)).loss.backward()
     told = {inputs for op, inputs in op_inputs(config, torch.device("cpu")) if op is api.OP}
     assert set(asked) == told and len(told) == 4, told
+
+
+def hidden_states_at_the_end(**changes):
+    """Return how many hidden states the estimate counts at the end of each layer's forward pass."""
+    model = model_of(dtype=BF16, **changes)
+    parts = footprints(model, Work(tokens=64, documents=2, element=2))
+    extra = [next(m.extra for m in part.moments if m.name == "forward") for part in parts]
+    return [found[Purpose.ACTIVATIONS] / (64 * model.config.hidden_size * 2) for found in extra]
+
+
+def test_the_estimate_counts_no_result_apart_from_the_sum(quack):
+    assert hidden_states_at_the_end() == [1, 1, 1, 1, 2]
+    assert hidden_states_at_the_end(backend="torch") == [2] * 5
+    assert hidden_states_at_the_end(hidden_dropout=0.1) == [2] * 5
 
 
 @pytest.mark.parametrize(
