@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -71,6 +72,7 @@ def build_model(
     groups: ParallelGroups | None = None,
     *,
     dtype: torch.dtype | None = None,
+    backends: Mapping[str, str] | None = None,
 ) -> HybridModel:
     """Build the model with initial weights, which depend only on the seed.
 
@@ -80,6 +82,7 @@ def build_model(
         device: device of the weights.
         groups: process groups; None for a single process.
         dtype: dtype of the weights; by default that of ``--bf16``.
+        backends: backends of ops that no option names.
     """
     factor = config.expert_rank_capacity_factor
     model = HybridModel(
@@ -95,7 +98,7 @@ def build_model(
         device=device,
         dtype=dtype or dtype_of(config),
         seed=config.training.seed,
-        backends=backends_of(config),
+        backends={**backends_of(config), **(backends or {})},
         memory=config.memory,
         offload=offload_of(config, device),
     )

@@ -21,6 +21,7 @@ from megatron_packed.ops.dense_mlp import api
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_job import build_model
 from megatron_packed.training.kernel_inputs import op_inputs
+from megatron_packed.training.run_estimate import Imagined
 from support.hybrid_cases import VOCAB, tiny_config
 from support.kernel_calls import config_of
 from support.quack_stand_in import quack_stand_in
@@ -335,6 +336,18 @@ def test_the_estimate_counts_no_saved_activation(quack, pattern, name):
     assert activation > 0 and joined.saved_bytes == apart.saved_bytes - activation
     added = next(moment for moment in joined.moments if moment.name.startswith("forward of"))
     assert added.extra[Purpose.ACTIVATIONS] > activation and not added.absent
+
+
+def test_the_estimate_counts_what_layers_of_transformer_engine_save(quack):
+    """It builds local layers in their place, whose products would include the activation."""
+    found = {}
+    for name in ("local", "transformer_engine"):
+        config = config_of("-E", bf16=True, device="auto", transformer_impl=name)
+        model = replace(config.model, moe_shared_expert_intermediate_size=40)
+        model, _ = Imagined.of(replace(config, model=model), 1, 256)
+        dense, experts = footprints(model, Work(tokens=128, documents=2, element=2))
+        found[name] = "activation" in dense.saved, experts.saved["shared.activation"].bytes
+    assert found == {"local": (False, 0), "transformer_engine": (True, 128 * 40 * 2)}
 
 
 def test_the_estimate_counts_separate_layers_if_their_parts_are_offloaded(quack):
