@@ -212,13 +212,25 @@ def _lines(
             "Nothing would be offloaded: no selected tensor has "
             f"{config.memory.min_offloaded_tensor_size:,} elements (--min-offloaded-tensor-size)."
         )
+    lines += [*_kernel_lines(config), *_verdict(ranks, limit, cures), "", f"Lengths: {source}."]
+    return lines + _step_lines(work, world_size)
+
+
+def _kernel_lines(config: RunConfig) -> list[str]:
+    """Return the lines about kernels that need more or less memory than is counted."""
+    from megatron_packed.training.joined_inputs import lacks_joined_kernels
+
     if not config.training.bf16:
-        lines.append(
+        return [
             "Without --bf16 other attention kernels run, which may need more memory than is "
             "counted."
-        )
-    lines += [*_verdict(ranks, limit, cures), "", f"Lengths: {source}."]
-    return lines + _step_lines(work, world_size)
+        ]
+    if lacks_joined_kernels(config):
+        return [
+            "Activations of squared ReLU are counted as saved, because this machine has no Hopper "
+            "GPU with quack-kernels. A run with these kernels may need less memory."
+        ]
+    return []
 
 
 def _communicators(number: int) -> str:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, MAMBA, MLP, MOE
+from megatron_packed.config.optional_packages import is_installed
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.memory import (
     EXPERT_ACTIVATION,
@@ -22,6 +24,7 @@ from megatron_packed.memory.apply import offloaded_parts, recomputed_parts
 from megatron_packed.ops.backend_dispatch import Op
 from megatron_packed.ops.dense_mlp import api as dense_mlp
 from megatron_packed.ops.grouped_mlp import api as grouped_mlp
+from megatron_packed.ops.quack_tiles import device_reasons
 from megatron_packed.ops.residual_projection import api as residual_projection
 from megatron_packed.training.build_job import dtype_of
 
@@ -126,6 +129,17 @@ def useless_recomputation(config: RunConfig, kind: str) -> str:
         f"{EXPERT_ACTIVATION} saves no memory: without it the experts run {joined.name}, which does "
         "not save the activation either and takes less time"
     )
+
+
+def lacks_joined_kernels(config: RunConfig) -> bool:
+    """Return whether layers might save fewer activations with kernels that this machine lacks."""
+    if not device_reasons("cuda") and is_installed("quack.gemm"):
+        return False
+    model = config.model
+    found: list[tuple[Op, Any]] = [*dense_mlp_ops(config, "cuda")]
+    if MOE in model.layer_types and (model.activation, "cuda") in grouped_mlp.WITH_JOINED:
+        found += grouped_mlp_ops(config, "cuda")
+    return config.training.bf16 and any(not inputs.apart for _, inputs in found)
 
 
 def calls_activation(config: RunConfig, kind: str) -> bool:

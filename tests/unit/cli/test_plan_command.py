@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron_packed.cli.main import main
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.models.flops import FlopCounter
+from megatron_packed.training import joined_inputs
 
 SEED = shlex.split("""--sft --bf16 --sequence-parallel --cp-comm-type p2p --use-distributed-optimizer
     --cuda-graph-impl transformer_engine --cuda-graph-scope mamba attn --cuda-graph-max-packed-seqs 64
@@ -175,6 +176,38 @@ def test_table_for_people(capsys):
     )
     rows = {line.split("  ")[0] for line in text.splitlines()}
     assert rows >= {"parameters", "gradients", "optimizer state", "total"}
+
+
+SQUARED = [*SMALL, "--squared-relu", "--vocab-size", "1024"]
+EXPERTS = ["--hybrid-layer-pattern", "ME", "--num-experts", "4"]
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (SQUARED, True),
+        ([*SQUARED, *EXPERTS, "--tensor-model-parallel-size", "2"], True),
+        # Kernels of other layers are the same without a Hopper GPU.
+        ([*SQUARED, "--tensor-model-parallel-size", "2"], False),
+        ([*SQUARED, "--transformer-impl", "transformer_engine"], False),
+        ([*SQUARED, "--hybrid-layer-pattern", "M*"], False),
+        ([flag for flag in SQUARED if flag != "--bf16"], False),
+        ([flag for flag in SQUARED if flag != "--squared-relu"], False),
+        ([flag for flag in [*SQUARED, *EXPERTS] if flag != "--squared-relu"], False),
+    ],
+)
+def test_activations_that_other_kernels_do_not_save_are_named(capsys, monkeypatch, flags, said):
+    line = (
+        "Activations of squared ReLU are counted as saved, because this machine has no Hopper GPU"
+    )
+    monkeypatch.setattr(joined_inputs, "is_installed", lambda module: False)
+    assert main(["plan", *flags]) == 0
+    assert (line in capsys.readouterr().out) == said
+    monkeypatch.setattr(joined_inputs, "is_installed", lambda module: True)
+    for reasons in ([], ["found (10, 0)"]):
+        monkeypatch.setattr(joined_inputs, "device_reasons", lambda kind, found=reasons: found)
+        assert main(["plan", *flags]) == 0
+        assert (line in capsys.readouterr().out) == (said and bool(reasons))
 
 
 def test_a_growing_batch_is_described(capsys):
