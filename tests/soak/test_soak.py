@@ -1,5 +1,6 @@
 """A few cases of each long check; README.md lists commands for more cases."""
 
+import random
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,50 @@ def test_models_of_transformers():
         )
         == 0
     )
+
+
+def test_random_models():
+    import random_models_gpu
+
+    assert random_models_gpu.main(3, 4, "cpu") == 0
+
+
+def scaled_dq(attend, q_TNH, k_TKH, v_TKH, **options):
+    if q_TNH.requires_grad:
+        q_TNH.register_hook(lambda gradient: 0.8 * gradient)
+    return attend(q_TNH, k_TKH, v_TKH, **options)
+
+
+def faint_leak(attend, *tensors, **options):
+    out_TNH = attend(*tensors, **options)
+    return out_TNH + 2e-3 * out_TNH.mean(dim=0)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [(scaled_dq, "layers.0.mixer.qkv.weight q: error 0.2"), (faint_leak, "of other documents")],
+)
+def test_random_models_detect_a_fault_of_a_kernel(fault, words, monkeypatch):
+    import random_models_gpu
+    from _random_models import draw_case
+
+    from megatron_packed.layers import attention
+
+    def attend(*tensors, **options):
+        kernel = options["backend"] == "auto"
+        return fault(original, *tensors, **options) if kernel else original(*tensors, **options)
+
+    original = attention.varlen_attention
+    monkeypatch.setattr(attention, "varlen_attention", attend)
+    drawn = ((number, draw_case(random.Random(f"1 {number}"))) for number in range(1000))
+    number = next(
+        number
+        for number, case in drawn
+        if case.model["hybrid_layer_pattern"] == "*" and len(case.lengths) > 2 and case.slots < 300
+    )
+    result = random_models_gpu.check(number, 1, "cpu")
+    assert result.status == "failed" and words in result.text
+    assert "varlen_attention reference" in result.kernels
 
 
 def test_numbers_of_two_checkouts(tmp_path: Path) -> None:
