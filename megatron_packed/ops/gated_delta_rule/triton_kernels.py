@@ -37,6 +37,13 @@ if TYPE_CHECKING:
     from megatron_packed.ops.gated_delta_rule.api import GatedDeltaRuleInputs
 
 _LARGEST_KEY_DIM = 128
+_LEAST_KEY_DIM, _LEAST_VALUE_DIM, _MULTIPLE = 40, 24, 8
+"""Head dimensions on a GPU. Random models had right gradients within these bounds on an H200.
+
+With key heads of 32 and value heads of 64 or 241 the gradients of the gates were wrong, or a kernel
+read outside of its memory. The cause is not known: the interpreter gives right results, and no product
+of the compiled kernels has an operand that is overwritten.
+"""
 _DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -48,6 +55,17 @@ def not_supported_reasons(inputs: GatedDeltaRuleInputs) -> list[str]:
     if inputs.key_dim > _LARGEST_KEY_DIM:
         reasons.append(
             f"key_dim ({inputs.key_dim}) is above {_LARGEST_KEY_DIM}, the largest whose state fits in registers"
+        )
+    if inputs.device_type == "cuda" and (
+        inputs.key_dim < _LEAST_KEY_DIM
+        or inputs.value_dim < _LEAST_VALUE_DIM
+        or inputs.key_dim % _MULTIPLE
+        or inputs.value_dim % _MULTIPLE
+    ):
+        reasons.append(
+            f"key_dim ({inputs.key_dim}) and value_dim ({inputs.value_dim}) must be multiples of "
+            f"{_MULTIPLE} from {_LEAST_KEY_DIM} and {_LEAST_VALUE_DIM}: outside of them gradients "
+            "were wrong on a GPU"
         )
     return reasons
 

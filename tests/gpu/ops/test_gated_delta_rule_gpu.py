@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron_packed.ops.backend_dispatch import NoBackendError
 from megatron_packed.ops.gated_delta_rule.api import gated_delta_rule
 from megatron_packed.ops.gated_delta_rule.tables import build_tables
 from support.delta_rule_cases import (
@@ -55,7 +56,11 @@ def test_bfloat16_errs_at_most_twice_as_much_as_pytorch(lengths, strength):
         assert found < 2 * max(of_plain, 2**-9), (name, found, of_plain)
 
 
-@pytest.mark.parametrize("sizes", [(1, 2, 16, 16), (1, 3, 96, 192), (2, 2, 40, 24)], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [(1, 3, 96, 192), (2, 2, 40, 24), (3, 6, 48, 64), (3, 3, 64, 64), (1, 2, 104, 40)],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_sizes_of_heads(sizes, dtype):
     lengths = PACKS["around a chunk"]
@@ -75,6 +80,13 @@ def test_float32_is_the_recurrence(strength):
     got = triton_rule(cast(values, torch.float32), lengths)
     for name in RESULTS:
         assert relative_error(got[name], want[name]) < 5e-5, name
+
+
+@pytest.mark.parametrize("key_dim, value_dim", [(32, 64), (64, 241), (36, 64), (64, 16)])
+def test_head_dimensions_with_wrong_or_unknown_gradients_are_refused(key_dim, value_dim):
+    values = cast(inputs(8, (1, 1, key_dim, value_dim), device="cuda"), torch.bfloat16)
+    with pytest.raises(NoBackendError, match="gradients were wrong on a GPU"):
+        triton_rule(values, [8])
 
 
 def test_documents_do_not_touch_each_other_by_a_bit():
