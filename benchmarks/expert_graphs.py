@@ -193,7 +193,8 @@ def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
                     "tokens/s": round(speeds[kind]),
                     "of eager": _ratio(speeds, kind, EAGER),
                     "of router": _ratio(speeds, kind, ROUTER),
-                    "busy": f"{found['busy_share']:.2f}" if "busy_share" in found else "",
+                    # Results of 28 November 2026 and before have no share.
+                    **({"busy": f"{found['busy_share']:.2f}"} if "busy_share" in found else {}),
                     "peak GiB": f"{found['peak_gib']:.2f}",
                     "plan GiB": f"{found['plan_gib']:.2f}",
                     "repeated steps": found["repeats"],
