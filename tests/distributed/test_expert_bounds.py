@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_packed.cuda_graphs.layer_graphs import LayerGraphs
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPools
-from megatron_packed.layers.moe.expert_room import Load
+from megatron_packed.layers.moe.expert_room import HEAD_ROOM, Load
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_graphs import capture_graphs, released
 from megatron_packed.training.build_job import Job, build_job
@@ -23,15 +23,23 @@ from support.whole_state import everything, same_bits
 FACTOR = "moe_expert_rank_capacity_factor"
 BYPASSED = "it needs an expert buffer for all rows, and its graphs have a smaller buffer"
 
+PACKS = LENGTHS[:2]
+"""Documents of two packs, so that each data-parallel rank has one."""
+
+
+def job_of(groups: ParallelGroups, way: Way, factor: str | None) -> Job:
+    pattern = {"hybrid_layer_pattern": "E*E/E"}
+    return build_job(config_of(way, **{FACTOR: factor, **pattern}), groups, VOCAB)
+
 
 def results_of(
-    groups: ParallelGroups, way: Way, factor: float | str | None, exact: bool = False
+    groups: ParallelGroups, way: Way, job: Job, bounds: Load | None, exact: bool = False
 ) -> tuple[list[Tensor], float]:
     """Return losses, counts and all gradients of some packs, and the number of overflows."""
-    config = config_of(way, **{FACTOR: factor, "hybrid_layer_pattern": "E*E/E"})
-    job, found, overflow = build_job(config, groups, VOCAB), [], 0.0
-    job.model.expert_room.exact = exact
-    for micro_batch in step_of(way, groups, 0, LENGTHS):
+    found, overflow, room = [], 0.0, job.model.expert_room
+    room.bounds, room.exact = bounds, exact
+    job.buffers.zero_grad()
+    for micro_batch in step_of(way, groups, 0, PACKS):
         output = job.model.forward_backward(micro_batch)
         found += [output.loss, output.per_token_loss_T.clone(), output.tokens_per_expert]
         overflow += float(output.expert_overflow)
@@ -40,17 +48,41 @@ def results_of(
     return [*found, *(gradient.clone() for gradient in gradients)], overflow
 
 
-def compared_bounds(
-    groups: ParallelGroups, way: Way, factors: list[Any]
-) -> tuple[list[bool], list[float]]:
-    """Compare runs with bounds with the run without bounds, bit for bit."""
-    wanted, _ = results_of(groups, way, None)
-    found = [results_of(groups, way, factor) for factor in factors]
-    found.append(results_of(groups, way, 0.1, exact=True))
-    equal = [
-        all(torch.equal(x, y) for x, y in zip(results, wanted, strict=True)) for results, _ in found
-    ]
-    return equal, [overflow for _, overflow in found]
+def needed_by(groups: ParallelGroups, way: Way, job: Job) -> Load:
+    """Let all ranks observe the packs, and return the smallest bounds that fit them."""
+    observed = ExpertBounds(job.step, groups, packs_per_step=4, say=lambda line: None)
+    observed.observe(step_of(way, groups, 0, PACKS))
+    assert observed.room.bounds is not None
+    return Load(*(factor / HEAD_ROOM for factor in observed.room.bounds))
+
+
+def compared_bounds(groups: ParallelGroups, way: Way) -> tuple[Load, dict[str, tuple[bool, bool]]]:
+    """Compare runs with bounds with the run without bounds, bit for bit.
+
+    Returns:
+        The smallest bounds that fit, and for each run: it has the same bits, and its rows fit.
+    """
+    wanted, _ = results_of(groups, way, job_of(groups, way, None), None)
+    job = job_of(groups, way, "auto")
+    needed, even = needed_by(groups, way, job), job.model.expert_room.even
+
+    def less(of_rank: float, of_peer: float) -> Load:
+        return Load(needed.rank - of_rank / even.rank, needed.peer - of_peer / even.peer)
+
+    size = float(way.ep_size)
+    runs = {
+        # Bounds are rounded up to whole rows.
+        "enough": results_of(groups, way, job, less(0.5, 0.5)),
+        "a row of a rank less": results_of(groups, way, job, less(1.5, 0.5)),
+        "a row of a peer less": results_of(groups, way, job, less(0.5, 1.5)),
+        "half": results_of(groups, way, job, Load(0.5, 0.5)),
+        "worst case": results_of(groups, way, job, Load(size, size)),
+        "exact": results_of(groups, way, job, Load(0.1, 0.1), exact=True),
+    }
+    return needed, {
+        name: (all(map(torch.equal, results, wanted)), overflow == 0)
+        for name, (results, overflow) in runs.items()
+    }
 
 
 @pytest.mark.shows("eager", "EP alltoall", of=lambda way: (way.world_size, config_of(way)))
@@ -64,19 +96,29 @@ def compared_bounds(
     ids=str,
 )
 def test_no_bound_changes_a_bit(way: Way, pools: WorkerPools) -> None:
+    """Check that a bound changes no bit, and that one row too few is reported.
+
+    Only `alltoall` bounds the rows of a peer.
+    """
     for dispatcher in ("alltoall", "allgather"):
         way = way._replace(dispatcher=dispatcher)
-        factors = [0.5, "auto", float(way.ep_size)]
-        for equal, overflows in pools.run(
-            compared_bounds, way.world_size, way, factors, layout=way.layout
-        ):
-            fits = [overflow == 0 for overflow in overflows]
-            assert equal == fits and not fits[0] and all(fits[-2:]), (dispatcher, overflows)
+        ranks = pools.run(compared_bounds, way.world_size, way, layout=way.layout)
+        assert all(needed == ranks[0][0] for needed, _ in ranks), "all ranks set the same bounds"
+        short = {"a row of a rank less", "half"}
+        short |= {"a row of a peer less"} if dispatcher == "alltoall" else set()
+        for name in ranks[0][1]:
+            equal, fits = zip(*(runs[name] for _, runs in ranks))
+            assert all(fits) == (name not in short), (dispatcher, name, fits)
+            # Without an overflow a rank has correct results.
+            assert all(same or not fit for same, fit in zip(equal, fits)), (dispatcher, name)
+            assert name != "half" or not any(equal), (dispatcher, equal)
+            for first in range(0, way.world_size, way.ep_size):
+                assert len(set(fits[first : first + way.ep_size])) == 1, (dispatcher, name, fits)
 
 
 def overflowing(groups: ParallelGroups, way: Way, impl: str) -> dict[str, Any]:
     """Run a step whose routing exceeds the bounds, then steps after the bounds were raised."""
-    job, graphs, _ = graphed(way, groups, {}, impl)
+    job, graphs, backend = graphed(way, groups, {}, impl)
     eager = build_job(config_of(way), groups, VOCAB)
     said: list[str] = []
     bounds = ExpertBounds(job.step, groups, packs_per_step=4, say=said.append)
@@ -92,6 +134,7 @@ def overflowing(groups: ParallelGroups, way: Way, impl: str) -> dict[str, Any]:
             found["held"].append(step_values(values.tolist()).held)
             if found["held"][-1]:
                 bounds.make_room()
+                found["freed"] = all(graph.gone for graph in backend.graphs)
                 values = job.step.redo(micro_batches, 1e-2).clone()
                 bounds.raise_for(job.step.layout.counts_of(job.step.numbers.tolist()))
             found["equal"].append(torch.equal(values, wanted))
@@ -133,4 +176,5 @@ def test_an_overflow_is_repeated_and_raises_the_bounds(impl: str, pools: WorkerP
             assert found["fallbacks"] == [{BYPASSED: 2}] * 3 and found["replays"] == (
                 8 if impl == "local" else 6
             )
+            assert found["freed"], "the repeated step needs the memory of the graphs"
             assert found["raised"] and "captured again" in found["said"][-1], found
