@@ -168,9 +168,14 @@ def test_one_process_compares_bf16_weights_with_their_masters() -> None:
 
 
 def test_flips_under_tensor_parallelism_and_in_experts_of_other_ranks(pools: WorkerPools) -> None:
-    cases = [Case(Way(4, 2, True, True), True), Case(Way(4, ep_size=2), True)]
-    for case in cases:
-        flips = [flip._replace(rank=3) for flip in FLIPS[1:6:2]]
+    flips = [flip._replace(rank=3) for flip in FLIPS[1:6:2]]
+    cases = {
+        Case(Way(4, 2, True, True), True): flips,
+        Case(Way(4, ep_size=2), True): flips,
+        # The owners of experts are other ranks than those of other weights.
+        Case(Way(4, ep_size=2, distributed_optimizer=True), True): flips[2:],
+    }
+    for case, flips in cases.items():
         for [result] in pools.run(flipped, 4, [case], flips, layout=case.way.layout):
             assert not any(result["sound"])
             for flip, sentence in zip(flips, result["found"]):
@@ -181,37 +186,48 @@ def test_flips_under_tensor_parallelism_and_in_experts_of_other_ranks(pools: Wor
                 )
 
 
+STATE = [
+    ("master/embedding.weight", 0),
+    ("master/embedding.weight", 30),
+    ("exp_avg/embedding.weight", 20),
+    ("exp_avg_sq/layers.3.mixer.experts.fc2", 3),
+    ("the number of steps", 1),
+    ("layers.3.mixer.router.expert_bias", 0),
+]
+"""Tensors besides weights, each with the bit of its first element that is flipped."""
+
+
 def state_flipped(groups: ParallelGroups) -> list[list[str]]:
-    """Flip bits in masters and moments, with replicated state and with one owner per element."""
+    """Flip bits of other tensors than weights, with replicated state and with one owner each."""
     found = []
     for case in (LAYOUTS["bf16 with masters"], LAYOUTS["ZeRO-1"]):
         job, sentences = job_of(case, groups), []
         job.step(mine(groups, case.way, 0, 2), 1e-2)
         check = ReplicaCheck(job.model, job.optimizer, groups).weights
-        for kind, bit in (("master", 0), ("master", 30), ("exp_avg", 20)):
-            state = job.optimizer.state_shards()[f"{kind}/embedding.weight"]
-            if groups.rank == 0:
-                state.view(torch.int32)[0] ^= 1 << bit
+        state = job.optimizer.state_shards() | dict(job.model.named_buffers())
+        state["the number of steps"] = state["step"]
+        for name, bit in STATE:
+            if groups.rank == 0 and name in state:
+                state[name].view(-1).view(torch.int32)[0] ^= 1 << bit
             sentences.append(said(check))
-            if groups.rank == 0:
-                state.view(torch.int32)[0] ^= 1 << bit
+            if groups.rank == 0 and name in state:
+                state[name].view(-1).view(torch.int32)[0] ^= 1 << bit
         found.append([*sentences, said(check)])
     return found
 
 
-def test_masters_and_moments_are_compared_where_they_have_replicas(pools: WorkerPools) -> None:
+def test_state_is_compared_where_it_has_replicas(pools: WorkerPools) -> None:
     [replicas, owned], _ = pools.run(state_flipped, 2)
-    assert (
-        "master/embedding.weight: different bits on ranks 0, 1, without a majority" in replicas[0]
-        and "rounded" not in replicas[0]
-    )
-    assert "other bits on rank 0 than its own rounded masters" in replicas[1]
-    assert (
-        "exp_avg/embedding.weight: different bits on ranks 0, 1, without a majority" in replicas[2]
-        and not replicas[3]
-    )
+    differ = "different bits on ranks 0, 1, without a majority"
+    for number, (name, _) in enumerate(STATE):
+        # The other bit of the master changes the rounded weight.
+        wanted = f"{name}: {differ}" if number != 1 else "rank 0 than its own rounded masters"
+        assert wanted in replicas[number] and (number == 1 or "rounded" not in replicas[number])
+        if number > 3:  # Every rank has these, whichever rank owns a weight.
+            assert wanted in owned[number]
     assert "other bits on ranks 0, 1 than the rounded masters of rank 0" in owned[1]
-    assert [bool(sentence) for sentence in owned] == [False, True, False, False]
+    assert [bool(sentence) for sentence in owned] == [False, True, False, False, True, True, False]
+    assert not replicas[-1]
 
 
 def in_whole_steps(groups: ParallelGroups) -> dict[str, Any]:
@@ -249,15 +265,18 @@ def test_with_whole_steps_in_graphs(pools: WorkerPools) -> None:
 GRADIENTS = [
     *LAYOUTS.values(),
     Case(Way(4, ep_size=2, distributed_optimizer=True), True, overlap=True),
-    Case(Way(4, 2, True), False),
+    Case(Way(4, 2, True, ep_size=2, expert_tp_size=1), False),
     Case(Way(2, cp_size=2), True),
 ]
+
+SMALL = 13
+"""Bit that changes a float32 by at least 1/2,048, a few times the rounding of a sum of a row."""
 
 
 def sums_checked(groups: ParallelGroups, case: Case) -> dict[str, Any]:
     """Run a step with and without the check; return the reports for bits flipped around a sum.
 
-    One bit is flipped before the reduction and one after it.
+    Bits of a gradient are flipped before and after the reduction, and one of the loss after it.
     """
     job, other = (job_of(case, groups) for _ in range(2))
     check, packs = (
@@ -279,21 +298,21 @@ def sums_checked(groups: ParallelGroups, case: Case) -> dict[str, Any]:
         if last:
             words[int(gradient.view(-1).abs().argmax())] ^= 1 << bit
 
-    def with_flip(when: str, bit: int) -> str:
-        weight = job.buffers.parameters["layers.3.mixer.experts.fc1"].main_grad
-
+    def with_flip(when: str, bit: int, summed: Tensor) -> str:
         def spoiled() -> None:
-            spoil(weight, bit) if when == "before" else None
+            spoil(summed, bit) if when == "before" else None
             reduce()
-            spoil(weight, bit) if when == "after" else None
+            spoil(summed, bit) if when == "after" else None
 
         job.step._reduce_over_replicas = spoiled  # type: ignore[method-assign]
         return said(lambda: job.step(packs, 1e-2, checks=checks))
 
+    gradient = job.buffers.parameters["layers.3.mixer.experts.fc1"].main_grad
     found = {
-        f"{when} {bit}": with_flip(when, bit)
-        for when, bit in (("before", 27), ("before", 21), ("after", 0))
+        f"{when} {bit}": with_flip(when, bit, gradient)
+        for when, bit in (("before", 27), ("before", SMALL), ("after", 0))
     }
+    found["loss"] = with_flip("after", 0, job.buffers.extras["loss"])
     job.step._reduce_over_replicas = reduce  # type: ignore[method-assign]
     before = job.step._reduce_over_tp
 
@@ -315,8 +334,9 @@ def test_a_sum_of_gradients_that_is_wrong_is_found(case: Case, pools: WorkerPool
     results = pools.run(sums_checked, case.way.world_size, case, layout=case.way.layout)
     for result in results:
         assert result == results[0] and result["equal"]
-        for name in ("before 27", "before 21"):
+        for name in ("before 27", f"before {SMALL}"):
             assert "gradient of layers.3.mixer.experts.fc1" in result[name], name
             assert "than the sum of the ranks' gradients" in result[name]
         assert result["nan"] == "", "a step that is not finite is named and skipped elsewhere"
         assert bool(result["after 0"]) == (not case.way.distributed_optimizer)
+        assert "losses and counts of the step" in result["loss"]
