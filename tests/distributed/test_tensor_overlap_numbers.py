@@ -71,15 +71,24 @@ def tensor_parallel(groups: ParallelGroups, overlap: TensorOverlap, rows: int) -
     return tp
 
 
+EVERYTHING = ("x", "column", "row")
+TRAINED = {"all": EVERYTHING, "frozen": ("x",), "last": ("row",)}
+"""Trained parts of the two layers: all, the input alone, or the last layer alone."""
+
+
 def run_layers(
     groups: ParallelGroups,
     overlap: TensorOverlap,
     *,
     bias: bool = False,
     flat: bool = True,
-    frozen: bool = False,
+    trained: tuple[str, ...] = EVERYTHING,
 ) -> dict[str, Any]:
-    """Run a column- and a row-parallel layer; return the output, all gradients, and counts."""
+    """Run a column- and a row-parallel layer; return the output, all gradients, and counts.
+
+    Args:
+        trained: the layers whose weights get a gradient, and ``x`` if the input gets one.
+    """
     tp = tensor_parallel(groups, overlap, ROWS)
     segment = SplitSegment(noun="channels", count=INNER, width=1)
     options: dict[str, Any] = {"bias": bias, "tp": tp, "device": "cpu", "dtype": torch.float64}
@@ -95,12 +104,12 @@ def run_layers(
         for name, layer in (("column", column), ("row", row))
         for part, parameter in layer.named_parameters()
     }
-    for parameter in parameters.values():
+    for name, parameter in parameters.items():
         parameter.data.copy_(drawn(*parameter.shape))
-        parameter.requires_grad_(not frozen)
+        parameter.requires_grad_(name.split(".")[0] in trained)
         if flat:
             parameter.main_grad = torch.ones_like(parameter)
-    x = drawn(ROWS, WIDTH).requires_grad_()
+    x = drawn(ROWS, WIDTH).requires_grad_("x" in trained)
     with torch.no_grad():
         evaluated = row(torch.relu(column(x)))
     before = dict(getattr(tp.products.memory, "calls", {}))
@@ -110,9 +119,11 @@ def run_layers(
     grads = {
         name: parameter.main_grad if flat and parameter.grad is None else parameter.grad
         for name, parameter in parameters.items()
-        if not frozen
+        if parameter.requires_grad
     }
-    tensors = {"evaluated": evaluated, "y": y.detach(), "x.grad": x.grad, **grads}
+    tensors = {"evaluated": evaluated, "y": y.detach(), **grads}
+    if x.grad is not None:
+        tensors["x.grad"] = x.grad
     return {
         "tensors": tensors,
         "calls": {name: count - before.get(name, 0) for name, count in calls.items()},
@@ -123,28 +134,47 @@ def run_layers(
 def run_all(groups: ParallelGroups) -> dict[str, Any]:
     """Run every case; the first entry of each list is the one without overlap."""
     found = {}
-    for name, (overlap, _) in CASES.items():
-        for options in ({}, {"flat": False}, {"bias": True}, {"frozen": True}):
-            found[name, str(options)] = [
-                run_layers(groups, chosen, **options) for chosen in (NO_OVERLAP, overlap)
-            ]
+    variants = [(trained, {}) for trained in TRAINED]
+    variants += [("all", {"flat": False}), ("all", {"bias": True})]
+    for trained, options in variants:
+        plain = run_layers(groups, NO_OVERLAP, trained=TRAINED[trained], **options)
+        for name, (overlap, _) in CASES.items():
+            overlapped = run_layers(groups, overlap, trained=TRAINED[trained], **options)
+            found[name, trained, str(options)] = [plain, overlapped]
     return found
+
+
+def calls_of(name: str, trained: str) -> dict[str, int]:
+    """Return the fused products of a case with these trained parts."""
+    overlap, calls = CASES[name]
+    if trained == "frozen" and overlap.reduce_scatter:
+        # No product dW could hide the reduce-scatter of dX, so it is fused with its own product.
+        return {**calls, SCATTER: 2}
+    if trained == "last":  # The backward pass has no product dX.
+        return dict.fromkeys(
+            [call for call in calls if call != SCATTER or overlap.reduce_scatter], 1
+        )
+    return calls
 
 
 def test_outputs_and_gradients_are_those_without_overlap(pools: WorkerPools) -> None:
     """Check all combinations; collectives in bulk change no bit, and no layer fuses twice."""
     for found in pools.run(run_all, 2, layout={"tp_size": 2}):
-        for (name, options), (plain, overlapped) in found.items():
-            overlap, calls = CASES[name]
+        for (name, trained, options), (plain, overlapped) in found.items():
+            overlap = CASES[name][0]
             assert plain["calls"] == {} and overlapped["unfused"] == {}
-            if "frozen" not in options:
-                assert overlapped["calls"] == calls, name
+            calls = {call: count for call, count in overlapped["calls"].items() if count}
+            assert calls == calls_of(name, trained), (name, trained)
+            assert plain["tensors"].keys() == overlapped["tensors"].keys()
+            if options == "{}":  # A frozen part changes no gradient of the other parts.
+                complete = found[name, "all", options][0]["tensors"]
+                assert all(torch.equal(x, complete[what]) for what, x in plain["tensors"].items())
             for what, wanted in plain["tensors"].items():
                 got = overlapped["tensors"][what]
                 if overlap.fuses:
                     torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
                 else:
-                    assert torch.equal(got, wanted), (name, options, what)
+                    assert torch.equal(got, wanted), (name, trained, options, what)
 
 
 class Order(Recorder):
@@ -194,8 +224,22 @@ def order_of_work(groups: ParallelGroups, overlap: TensorOverlap) -> list[str]:
                 "wait reduce_scatter",
             ],
         ),
+        (
+            CASES["bulk all-gather"][0],
+            ["_allgather_base_", "product", "_reduce_scatter_base_", "wait all_gather", "product"],
+        ),
+        (
+            CASES["bulk reduce-scatter"][0],
+            [
+                "product",
+                "_reduce_scatter_base_",
+                "_allgather_base_",
+                "product",
+                "wait reduce_scatter",
+            ],
+        ),
     ],
-    ids=["plain", "in bulk"],
+    ids=["plain", "in bulk", "bulk all-gather", "bulk reduce-scatter"],
 )
 def test_each_collective_starts_before_the_product_that_hides_it(
     overlap: TensorOverlap, wanted: list[str], pools: WorkerPools
