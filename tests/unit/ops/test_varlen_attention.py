@@ -3,7 +3,10 @@
 The block tables are compared with those of FlexAttention's mask builder.
 """
 
+import sys
+from importlib import import_module
 from itertools import pairwise
+from types import ModuleType
 
 import pytest
 import torch
@@ -317,6 +320,28 @@ def test_limits_of_kernels_are_reasons():
     assert "3000000000 elements" in reasons(torch_varlen, oversized_backward=3_000_000_000)
     assert "capability 8" in reasons(flex, capability=(7, 5))
     assert "changing order" in reasons(sdpa, deterministic=True)
+
+
+@pytest.fixture
+def flash_attn_4(monkeypatch):
+    """Provide the backend, with a stand-in for the package, which CPU machines lack."""
+    name = "megatron_packed.ops.varlen_attention.flash_attn_4"
+    interface = ModuleType("flash_attn.cute.interface")
+    interface.flash_attn_varlen_func = None
+    for module in (ModuleType("flash_attn"), ModuleType("flash_attn.cute"), interface):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    yield import_module(name)
+    sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
+def test_flash_attn_4_takes_no_head_whose_gradients_are_wrong(flash_attn_4, capability):
+    def refused(head_dim):
+        return "multiple of 32" in reasons(flash_attn_4, head_dim=head_dim, capability=capability)
+
+    assert [size for size in range(8, 136, 8) if not refused(size)] == [32, 64, 96, 128]
+    assert refused(256) == (capability == (10, 0))
 
 
 def test_auto_prefers_other_kernels_to_flex_for_wide_heads():
