@@ -238,6 +238,8 @@ def main() -> None:
     )
     harness.common_arguments(parser)
     arguments = parser.parse_args()
+    if arguments.tokens is not None and arguments.tokens < 1:
+        parser.error("--tokens must be at least 1.")
     device = torch.device(device_from(arguments.device).type)
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     if world > 2:

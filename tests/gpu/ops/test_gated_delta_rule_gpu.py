@@ -85,7 +85,7 @@ def test_float32_is_the_recurrence(strength):
 @pytest.mark.parametrize("key_dim, value_dim", [(32, 64), (64, 241), (36, 64), (64, 16)])
 def test_head_dimensions_with_wrong_or_unknown_gradients_are_refused(key_dim, value_dim):
     values = cast(inputs(8, (1, 1, key_dim, value_dim), device="cuda"), torch.bfloat16)
-    with pytest.raises(NoBackendError, match="gradients were wrong on a GPU"):
+    with pytest.raises(NoBackendError, match="some had wrong gradients"):
         triton_rule(values, [8])
 
 
