@@ -10,6 +10,7 @@ from collections.abc import MutableMapping
 
 from megatron_packed.config.errors import ConfigError, Problem
 from megatron_packed.config.sections.training import TrainingConfig
+from megatron_packed.config.triton_assembler import assembler_variables
 
 FASTEST: dict[str, str] = {
     # Without a workspace, cuBLAS uses kernels with a static schedule. With a workspace, it uses
@@ -60,7 +61,8 @@ _ALSO_DETERMINISTIC: dict[str, frozenset[str]] = {
 
 def environment(training: TrainingConfig) -> dict[str, str]:
     """Return the environment variables of a run."""
-    return ALWAYS | (DETERMINISTIC if training.deterministic_mode else FASTEST)
+    mode = DETERMINISTIC if training.deterministic_mode else FASTEST
+    return ALWAYS | assembler_variables() | mode
 
 
 def environment_problems(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
+from functools import cache
 
 import torch
 
@@ -27,3 +30,18 @@ def fp32_reasons(device_type: str, dtype: torch.dtype) -> list[str]:
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         reasons.append(f"the kernel computes in fp32, which is not precise enough for {dtype}")
     return reasons
+
+
+@cache
+def ptxas_version() -> tuple[int, int]:
+    """Return the version of the ptxas that makes Triton's machine code for this GPU, such as (12, 8).
+
+    It is (0, 0) if ptxas does not say it.
+    """
+    from triton.backends.nvidia.compiler import get_ptxas_version
+
+    major, minor = torch.cuda.get_device_capability()
+    # Triton 3.4 and 3.5 have one ptxas for all GPUs.
+    arch = (10 * major + minor,) if inspect.signature(get_ptxas_version).parameters else ()
+    release = re.search(r"release (\d+)\.(\d+)", get_ptxas_version(*arch))
+    return (int(release[1]), int(release[2])) if release else (0, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from megatron_packed.config.triton_assembler import assembler_variables
+
 if TYPE_CHECKING:
     from megatron_packed.distributed.testing import WorkerPools
 
@@ -18,6 +21,10 @@ if TYPE_CHECKING:
 # loads with its first convolution or attention; a run that needs it imports it before.
 if torch.cuda.is_available() and find_spec("transformer_engine"):
     importlib.import_module("transformer_engine.pytorch")
+
+# Kernels are compiled as in a run.
+for name, value in assembler_variables().items():
+    os.environ.setdefault(name, value)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -64,16 +64,25 @@ def errors(found: Tensor, exact: Tensor, least: float) -> tuple[float, float]:
 
 
 def compare(
-    exact: dict[str, Tensor], plain: dict[str, Tensor], kernels: dict[str, Tensor]
+    draws: list[tuple[dict[str, Tensor], dict[str, Tensor]]], kernels: dict[str, Tensor]
 ) -> list[tuple[float, str]]:
-    """Return the errors of the kernels as a share of the allowed error, largest first."""
+    """Return the errors of the kernels as a share of the allowed error, largest first.
+
+    Args:
+        draws: results in float32 and of plain bf16, first with the weights of ``kernels``, then with
+            similar weights, for other errors of rounding. The largest error of plain bf16 counts.
+    """
+    exact = draws[0][0]
     layers: dict[str, list[str]] = {}
     for name in exact:
         layers.setdefault(".".join(name.split(".")[:2]), []).append(name)
     shares = []
     for names in layers.values():
         least = SMALL * max(float(exact[name].square().mean().sqrt()) for name in names)
-        ordinary = {name: errors(plain[name], exact[name], least) for name in names}
+        ordinary = {
+            name: tuple(map(max, zip(*(errors(b[name], a[name], least) for a, b in draws))))
+            for name in names
+        }
         middle = sorted(whole for whole, _ in ordinary.values())[len(names) // 2]
         few = [name for name in names if exact[name].numel() <= FEW]
         for name in names:

@@ -2,8 +2,10 @@
 
 Each model runs three times with the same weights: with the kernels that ``auto`` chooses in bf16, and
 with plain PyTorch in bf16 and in float32. Errors are differences from float32. The error of the
-kernels may be a small multiple of the error of plain bf16. Then one document gets other tokens, and
-the results of the other documents must stay the same.
+kernels may be a small multiple of the error of plain bf16, whose attention rounds where flash attention
+does. A sum whose terms cancel has by chance a small error. So a model that exceeds the bound is compared
+with the largest error of plain bf16 for several similar weights. Then one document gets other tokens,
+and the results of the other documents must stay the same.
 
 All runs of a model use the experts that the float32 run chooses, because rounding would change
 some choices. Captured graphs, several ranks, multi-token prediction, recomputation and offload are
@@ -28,11 +30,14 @@ import _paths  # noqa: F401  helpers of the tests
 import torch
 from _kernel_errors import compare, parts_of
 from _random_models import Case, draw_case
+from _rounded_attention import rounded_attention
 from _worker_processes import run_in_processes
 from torch import Tensor, nn
 
+from megatron_packed.config.environment_variables import apply_environment
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.layers.backends import Backends
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.isolation import observe
@@ -43,6 +48,9 @@ ULPS_OF_UNORDERED_SUMS = 4
 """Difference of input gradients that attention kernels on a GPU may have between equal runs."""
 NOISE_FACTOR = 4
 """The same difference as a multiple of the one observed."""
+
+DRAWS, NUDGE = 6, 2**-7
+"""Number of similar weights, and the largest relative difference of a weight (1 ulp of bf16)."""
 
 PATIENCE = 240.0
 """Longest time of one model, most of which compiles kernels, in seconds."""
@@ -166,6 +174,26 @@ def run(model: HybridModel, batch: MicroBatch, main_grad: bool) -> dict[str, Ten
     return {name: value.float() for name, value in found.items()}
 
 
+def plain_results(
+    models: tuple[HybridModel, ...], batch: MicroBatch, main_grad: bool
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the results of the float32 model and of the plain bf16 model."""
+    for model in models[:2]:
+        model.zero_grad(set_to_none=True)
+    exact = run(models[0], batch, False)
+    with rounded_attention():
+        return exact, run(models[1], batch, main_grad)
+
+
+@torch.no_grad()
+def nudge(models: tuple[HybridModel, ...], generator: torch.Generator) -> None:
+    """Give the float32 and the plain bf16 model weights similar to those of the last model."""
+    for name, parameter in models[-1].named_parameters():
+        noise = 2 * torch.rand(parameter.shape, generator=generator) - 1
+        for model in models[:2]:
+            model.get_parameter(name).copy_(parameter * (1 + NUDGE * noise.to(parameter)))
+
+
 def leaks(model: HybridModel, case: Case, seed: int, device: str, changed: int) -> list[str]:
     """Give one document other tokens; return the quantities of other documents that change."""
     before, again, after = (
@@ -208,8 +236,15 @@ def check(number: int, seed: int, device: str) -> Result:
     try:
         models = three_models(case, seed, device)
         batch = case.batch(seed).to(device)
-        results = [run(model, batch, case.main_grad and model is not models[0]) for model in models]
-        shares = compare(*results)
+        draws = [plain_results(models, batch, case.main_grad)]
+        kernels = run(models[2], batch, case.main_grad)
+        shares = compare(draws, kernels)
+        if not shares[0][0] <= 1:
+            generator = torch.Generator().manual_seed(seed)
+            for _ in range(DRAWS):
+                nudge(models, generator)
+                draws.append(plain_results(models, batch, case.main_grad))
+            shares = compare(draws, kernels)
         found += [text for share, text in shares if not share <= 1]
         best = f"{shares[0][0]:.2f} of the allowed error, {shares[0][1]}; {len(shares)} compared"
         changed = random.Random(number).randrange(len(case.lengths))
@@ -229,12 +264,12 @@ def check(number: int, seed: int, device: str) -> Result:
         for (requested, _), backend in op.chosen.items()
         if requested == "auto"
     }
-    kernels = tuple(sorted(used))
+    chosen = tuple(sorted(used))
     if not found:
-        return Result(number, "good", f"{case.model['hybrid_layer_pattern']}: {best}", kernels)
+        return Result(number, "good", f"{case.model['hybrid_layer_pattern']}: {best}", chosen)
     more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
-    text = f"{'; '.join(found[:3])}{more} | kernels {', '.join(kernels)} | {case}"
-    return Result(number, "failed", text, kernels)
+    text = f"{'; '.join(found[:3])}{more} | kernels {', '.join(chosen)} | {case}"
+    return Result(number, "failed", text, chosen)
 
 
 def lost(seed: int, number: int, why: str) -> Result:
@@ -253,6 +288,8 @@ def main(
     seconds: float = float("inf"),
 ) -> int:
     """Return the exit code."""
+    if device == "cuda":
+        apply_environment(TrainingConfig(train_iters=1))
     until = time.monotonic() + seconds
     numbers = itertools.takewhile(lambda _: time.monotonic() < until, range(first, first + models))
     task = partial(check, seed=seed, device=device)

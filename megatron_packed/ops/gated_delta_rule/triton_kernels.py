@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_packed.config.triton_assembler import RIGHT_PTXAS
 from megatron_packed.ops.column_slices import GradientSlot, gradient_like, gradient_slot
 from megatron_packed.ops.gated_delta_rule.tables import DeltaRuleTables, build_tables
 from megatron_packed.ops.gated_delta_rule.triton_gates import gate_gradients
@@ -31,18 +32,18 @@ from megatron_packed.ops.gated_delta_rule.triton_states import (
     outputs,
     states_and_writes,
 )
-from megatron_packed.ops.triton_mode import device_reasons
+from megatron_packed.ops.triton_mode import device_reasons, ptxas_version
 
 if TYPE_CHECKING:
     from megatron_packed.ops.gated_delta_rule.api import GatedDeltaRuleInputs
 
 _LARGEST_KEY_DIM = 128
 _LEAST_KEY_DIM, _LEAST_VALUE_DIM, _MULTIPLE = 40, 24, 8
-"""Head dimensions on a GPU. In random models on an H200 no fault was seen within these bounds.
+"""Head dimensions for an older ptxas, for which no fault was seen in random models on an H200.
 
-With key heads of 32 and value heads of 64 or 241 the gradients of the gates were wrong, or a kernel
-read outside of its memory. The cause is not known. The interpreter gives right results, and so does the
-compiled PTX, executed instruction by instruction. It has no race between barriers.
+ptxas 12.8, which Triton 3.4 to 3.7 use on Hopper, takes a wrong register for an address of a product in
+`_key_kernel` if keys have 32 channels. So gradients are wrong, or the product reads outside of the
+shared memory.
 """
 _DTYPES = (torch.bfloat16, torch.float32)
 
@@ -56,16 +57,21 @@ def not_supported_reasons(inputs: GatedDeltaRuleInputs) -> list[str]:
         reasons.append(
             f"key_dim ({inputs.key_dim}) is above {_LARGEST_KEY_DIM}, the largest whose state fits in registers"
         )
-    if inputs.device_type == "cuda" and (
-        inputs.key_dim < _LEAST_KEY_DIM
-        or inputs.value_dim < _LEAST_VALUE_DIM
-        or inputs.key_dim % _MULTIPLE
-        or inputs.value_dim % _MULTIPLE
+    if (
+        inputs.device_type == "cuda"
+        and (
+            inputs.key_dim < _LEAST_KEY_DIM
+            or inputs.value_dim < _LEAST_VALUE_DIM
+            or inputs.key_dim % _MULTIPLE
+            or inputs.value_dim % _MULTIPLE
+        )
+        and ptxas_version() < RIGHT_PTXAS
     ):
+        version, right = (".".join(map(str, each)) for each in (ptxas_version(), RIGHT_PTXAS))
         reasons.append(
             f"key_dim ({inputs.key_dim}) and value_dim ({inputs.value_dim}) must be multiples of "
-            f"{_MULTIPLE}, at least {_LEAST_KEY_DIM} and {_LEAST_VALUE_DIM}, on a GPU: others are "
-            "not verified, and some had wrong gradients"
+            f"{_MULTIPLE}, at least {_LEAST_KEY_DIM} and {_LEAST_VALUE_DIM}, with ptxas {version} of "
+            f"Triton, which makes wrong gradients of others; set TRITON_PTXAS_PATH to ptxas {right} or later"
         )
     return reasons
 

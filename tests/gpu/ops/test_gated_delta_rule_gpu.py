@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from megatron_packed.ops.backend_dispatch import NoBackendError
 from megatron_packed.ops.gated_delta_rule.api import gated_delta_rule
 from megatron_packed.ops.gated_delta_rule.tables import build_tables
 from support.delta_rule_cases import (
@@ -58,7 +57,17 @@ def test_bfloat16_errs_at_most_twice_as_much_as_pytorch(lengths, strength):
 
 @pytest.mark.parametrize(
     "sizes",
-    [(1, 3, 96, 192), (2, 2, 40, 24), (3, 6, 48, 64), (3, 3, 64, 64), (1, 2, 104, 40)],
+    [
+        (1, 3, 96, 192),
+        (2, 2, 40, 24),
+        (3, 6, 48, 64),
+        (1, 2, 104, 40),
+        (3, 3, 32, 64),
+        (1, 1, 32, 241),
+        (1, 2, 24, 40),
+        (3, 3, 9, 64),
+        (1, 4, 8, 8),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -80,13 +89,6 @@ def test_float32_is_the_recurrence(strength):
     got = triton_rule(cast(values, torch.float32), lengths)
     for name in RESULTS:
         assert relative_error(got[name], want[name]) < 5e-5, name
-
-
-@pytest.mark.parametrize("key_dim, value_dim", [(32, 64), (64, 241), (36, 64), (64, 16)])
-def test_head_dimensions_with_wrong_or_unknown_gradients_are_refused(key_dim, value_dim):
-    values = cast(inputs(8, (1, 1, key_dim, value_dim), device="cuda"), torch.bfloat16)
-    with pytest.raises(NoBackendError, match="some had wrong gradients"):
-        triton_rule(values, [8])
 
 
 def test_documents_do_not_touch_each_other_by_a_bit():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_packed.config import environment_variables
 from megatron_packed.config.environment_variables import (
     apply_environment,
     environment,
@@ -14,6 +15,13 @@ from megatron_packed.config.environment_variables import (
 )
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.sections.training import TrainingConfig
+
+
+@pytest.fixture(autouse=True)
+def usual_assembler(monkeypatch):
+    """Leave Triton's ptxas out, which depends on the machine."""
+    monkeypatch.setattr(environment_variables, "assembler_variables", dict)
+
 
 ON = TrainingConfig(train_iters=1, deterministic_mode=True)
 OFF = TrainingConfig(train_iters=1)

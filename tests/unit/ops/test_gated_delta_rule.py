@@ -6,9 +6,15 @@ import pytest
 import torch
 from torch.nn.functional import pad, softplus
 
+from megatron_packed.ops import triton_mode
 from megatron_packed.ops.backend_dispatch import NoBackendError
 from megatron_packed.ops.gated_delta_rule import reference
-from megatron_packed.ops.gated_delta_rule.api import gated_delta_rule, inputs_of, tune
+from megatron_packed.ops.gated_delta_rule.api import (
+    GatedDeltaRuleInputs,
+    gated_delta_rule,
+    inputs_of,
+    tune,
+)
 from megatron_packed.ops.gated_delta_rule.tables import CHUNK, build_tables, max_chunks
 from support.op_packs import leaks, relative_error, run_without_values
 
@@ -314,3 +320,46 @@ def test_boundaries_and_unknown_backends_are_refused():
         gated_delta_rule(*values, seq_idx, cu_seqlens.long())
     with pytest.raises(NoBackendError, match="no backend 'fast'"):
         gated_delta_rule(*values, seq_idx, cu_seqlens, backend="fast")
+
+
+@pytest.mark.parametrize(
+    ("key_dim", "value_dim", "refused"),
+    [(32, 64, True), (64, 241, True), (36, 64, True), (64, 16, True), (40, 24, False)],
+)
+def test_kernels_refuse_head_dimensions_that_an_old_ptxas_compiles_wrongly(
+    monkeypatch, key_dim, value_dim, refused
+):
+    kernels = pytest.importorskip("megatron_packed.ops.gated_delta_rule.triton_kernels")
+    inputs = GatedDeltaRuleInputs(
+        tokens=8,
+        key_heads=1,
+        value_heads=1,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        allow_neg_eigval=False,
+        deterministic=False,
+        dtype=torch.bfloat16,
+        device_type="cuda",
+    )
+    monkeypatch.setattr(kernels, "ptxas_version", lambda: (12, 9))
+    assert kernels.not_supported_reasons(inputs) == []
+    monkeypatch.setattr(kernels, "ptxas_version", lambda: (12, 8))
+    found = kernels.not_supported_reasons(inputs)
+    assert len(found) == refused
+    assert all("with ptxas 12.8" in each and "set TRITON_PTXAS_PATH" in each for each in found)
+
+
+@pytest.mark.parametrize(
+    ("get_version", "version"),
+    [
+        (lambda: "ptxas: assembler\nrelease 12.8, V12.8.93", (12, 8)),
+        (lambda arch=80: f"release {arch // 10}.{arch % 10}, V1", (9, 0)),
+        (lambda arch: "none", (0, 0)),
+    ],
+    ids=["one ptxas", "by GPU", "unknown"],
+)
+def test_version_of_ptxas(monkeypatch, get_version, version):
+    compiler = pytest.importorskip("triton.backends.nvidia.compiler")
+    monkeypatch.setattr(compiler, "get_ptxas_version", get_version)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert triton_mode.ptxas_version.__wrapped__() == version
