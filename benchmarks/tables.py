@@ -269,7 +269,12 @@ TABLES = {
     "moe_bench": Table("moe_bench.py", "moe_bench", moe_rows),
     **{
         name: Table("expert_graphs.py", name, expert_graphs.rows_of)
-        for name in ("expert_graphs", "expert_graphs_shared_overlap")
+        for name in (
+            "expert_graphs",
+            "expert_graphs_2048",
+            "expert_graphs_h100",
+            "expert_graphs_shared_overlap",
+        )
     },
     "exchanges": Table("exchanges.py", "exchanges", exchanges.rows_of),
     "graph_step": Table("graph_step.py", "graph_step", graph_step.rows_of),
