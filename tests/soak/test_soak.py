@@ -30,6 +30,36 @@ def test_random_models():
     assert random_models_gpu.main(3, 4, "cpu") == 0
 
 
+def test_random_layouts(monkeypatch):
+    """Layouts equal one process, and errors of a loss, a weight or a copy are detected."""
+    import random_layouts
+    from _layout_cases import Found
+
+    kept = []
+    real = random_layouts.differences
+    monkeypatch.setattr(
+        random_layouts, "differences", lambda *found: kept.append(found) or real(*found)
+    )
+    assert random_layouts.main(6, 1) == 0
+
+    def changed(rank, loss, weight):
+        losses, (shards,) = rank.losses.clone(), rank.states
+        losses[0] *= 1 + loss
+        (name, shape, extent, tensor), *rest = shards
+        return Found(losses, [[(name, shape, extent, tensor * (1 + weight)), *rest]])
+
+    steps, alone = kept[0]
+    for loss, weight, all_ranks, words in (
+        (1e-7, 0, True, "losses of step 1 differ by 1.0e-07"),
+        (1e-7, 0, False, "ranks report different losses of step 1"),
+        (0, 1e-7, True, "differs by 1.0e-07 of step 1"),
+    ):
+        first = [
+            changed(r, loss, weight) if all_ranks or not n else r for n, r in enumerate(steps[0])
+        ]
+        assert words in " ".join(real([first, *steps[1:]], alone)), words
+
+
 def scaled_dq(attend, q_TNH, k_TKH, v_TKH, **options):
     if q_TNH.requires_grad:
         q_TNH.register_hook(lambda gradient: 0.8 * gradient)
