@@ -12,6 +12,7 @@ import datetime
 import gc
 import importlib.metadata
 import json
+import os
 import pkgutil
 import platform
 import statistics
@@ -29,6 +30,11 @@ import torch
 
 # lets the scripts run from a checkout that is not installed
 sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from megatron_packed.config.triton_assembler import assembler_variables
+
+for _name, _value in assembler_variables().items():  # kernels are compiled as in a run
+    os.environ.setdefault(_name, _value)
 
 RESULTS = Path(__file__).parent / "results"
 _LIBRARIES = (

@@ -96,10 +96,18 @@ def apply_environment(
 
     Raises:
         ConfigError: a variable is set to a value that is not deterministic.
-        RuntimeError: torch is already imported with ``deterministic_mode``, so libraries may have
-            read the variables.
+        RuntimeError: a variable of ``deterministic_mode`` is not set and torch is already imported,
+            so libraries may have read it.
     """
-    if training.deterministic_mode and "torch" in sys.modules:
+    current = os.environ if environ is None else environ
+    missing = {
+        name: value for name, value in environment(training).items() if not current.get(name)
+    }
+    if (
+        missing.keys() & DETERMINISTIC.keys()
+        and training.deterministic_mode
+        and "torch" in sys.modules
+    ):
         raise RuntimeError(
             "--deterministic-mode sets environment variables that libraries read when they are "
             "imported, but torch is already imported; parse the configuration and call "
@@ -108,9 +116,5 @@ def apply_environment(
     problems = environment_problems(training, environ)
     if problems:
         raise ConfigError(problems)
-    current = os.environ if environ is None else environ
-    missing = {
-        name: value for name, value in environment(training).items() if not current.get(name)
-    }
     current.update(missing)
     return missing

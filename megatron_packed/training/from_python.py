@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from megatron_packed.config.environment_variables import apply_environment, environment
+from megatron_packed.config.environment_variables import apply_environment
 from megatron_packed.config.run import RunConfig
 from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.pretrain import run_job
@@ -43,8 +43,6 @@ def train(config: RunConfig, callback: Callback | None = None) -> ExitCode:
         )
     if callback is not None and not callable(callback):
         raise TypeError(f"callback is {callback!r}; pass a function that takes the metrics.")
-    missing = [name for name in environment(config.training) if not os.environ.get(name)]
-    if missing:
-        apply_environment(config.training)
+    apply_environment(config.training)
     with SignalFlag(speaks=os.environ.get("RANK", "0") == "0") as signal_flag:
         return ExitCode(run_job(config, signal_flag, callback, raises=True))

@@ -73,7 +73,7 @@ class LayoutCase:
     vocab: int
     masked: bool
     """True trains on a part of the tokens."""
-    seed: int
+    seed: str
 
     def __str__(self) -> str:
         sizes = (
@@ -174,7 +174,7 @@ class LayoutCase:
             documents = max(map(len, together))
             # Micro-batches that run together have the same capture size, or none has one.
             size = sizes.smallest_for(documents, self.slots) if self.graphs else None
-            room = (None, None) if size is None else (size.capacity, size.max_seqlen)
+            room = (documents, None) if size is None else (size.capacity, size.max_seqlen)
             built += [
                 MicroBatch.build(pack, self.slots, room[0], scales, room[1], alignment)
                 for pack in together
@@ -269,7 +269,7 @@ def captured(
         yield bounds
 
 
-def draw_case(draw: random.Random, seed: int) -> LayoutCase:
+def draw_case(draw: random.Random, seed: str) -> LayoutCase:
     """Return a random case. `RunConfig` may refuse its options."""
     pattern = draw_pattern(draw)
     processes, parallel = draw_parallel(draw, pattern)
@@ -278,7 +278,7 @@ def draw_case(draw: random.Random, seed: int) -> LayoutCase:
         model=draw_model(draw, pattern, parts, single=processes == parts),
         parallel=parallel,
         memory=draw_memory(draw, pattern),
-        graphs=draw_graphs(draw),
+        graphs=draw_graphs(draw, pattern),
         capacities=tuple(sorted({draw.randint(1, 6), draw.choice([6, 20])})),
         processes=processes,
         slots=draw.choice([2 * parts * draw.randint(4, 12), 24, 48, 96, 16 * parts]),
@@ -293,6 +293,9 @@ def draw_other_layout(draw: random.Random, case: LayoutCase) -> LayoutCase | Non
     """Return the case in another random layout that has the same packs; None if it cannot."""
     pattern = case.model["hybrid_layer_pattern"]
     processes, parallel = draw_parallel(draw, pattern)
+    parts = parallel["tensor_model_parallel_size"] * parallel["context_parallel_size"]
+    if case.model.get("moe_router_load_balancing_type") == "global_aux_loss" and processes > parts:
+        return None
     other = replace(case, parallel=parallel, memory=draw_memory(draw, pattern), processes=processes)
     other = replace(other, accumulate=1)
     if case.packs % other.packs:
@@ -336,12 +339,13 @@ def draw_parallel(draw: random.Random, pattern: str) -> tuple[int, dict[str, Any
     }
 
 
-def draw_graphs(draw: random.Random) -> dict[str, Any]:
+def draw_graphs(draw: random.Random, pattern: str) -> dict[str, Any]:
     if draw.random() < 0.4:
         return {}
     values: dict[str, Any] = {"cuda_graph_impl": draw.choice(["local", "full_iteration"])}
     if values["cuda_graph_impl"] == "local" and draw.random() < 0.4:
-        modules = [name for name in sorted(MODULE_LAYERS) if draw.random() < 0.5]
+        captured = [name for name, layer in MODULE_LAYERS.items() if layer in pattern]
+        modules = [name for name in captured if draw.random() < 0.5]
         values["cuda_graph_modules"] = tuple(modules)
     return values
 

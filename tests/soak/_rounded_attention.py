@@ -3,7 +3,7 @@
 Backward of flash attention subtracts the row sums of dO O from dP. It uses the rounded O, so dS has an
 error wherever both terms are similar. That is the case if the values of a document have a large
 common part, and for short documents. Then the gradients of queries and keys can have many times the
-error of attention whose softmax is not split into blocks.
+error that they have with the unrounded O.
 """
 
 from __future__ import annotations

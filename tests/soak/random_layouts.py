@@ -47,7 +47,7 @@ class Drawn(NamedTuple):
     """Number of cases that were drawn before and refused."""
 
 
-def draw_accepted(draw: random.Random, seed: int) -> Drawn:
+def draw_accepted(draw: random.Random, seed: str) -> Drawn:
     refused = 0
     while True:
         case = draw_case(draw, seed)
@@ -148,14 +148,14 @@ def main(cases: int, seed: int, first: int = 0) -> int:
     equal = refused = 0
     with WorkerPools() as pools:
         for number in range(first, first + cases):
-            drawn = draw_accepted(random.Random(f"{seed} {number}"), number)
+            drawn = draw_accepted(random.Random(f"{seed} {number}"), f"{seed} {number}")
             case, refused = drawn.case, refused + drawn.refused
             seed_all(0)  # processes of a pool have the same seed
             try:
                 alone = train(ParallelGroups.single(), case.alone(), drawn.alignment)
                 found = differences(steps_in_layouts(pools, drawn), alone)
             except Exception as error:
-                found = [f"{type(error).__name__}: {str(error)[-2500:]}"]
+                found = [f"{type(error).__name__}: {str(error)[:3000]}"]
             equal += not found
             layouts = ", then ".join(str(each) for each in (case, drawn.other) if each)
             words = f"{case.model['hybrid_layer_pattern']} by {layouts}"

@@ -4,6 +4,7 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 
 
 def test_damaged_files():
@@ -31,33 +32,94 @@ def test_random_models():
 
 
 def test_random_layouts(monkeypatch):
-    """Layouts equal one process, and errors of a loss, a weight or a copy are detected."""
+    """Layouts equal one process, and errors of losses, norms, weights and copies are detected."""
     import random_layouts
-    from _layout_cases import Found
 
-    kept = []
-    real = random_layouts.differences
+    kept, drawn = [], []
+    draw, compare = random_layouts.draw_accepted, random_layouts.differences
     monkeypatch.setattr(
-        random_layouts, "differences", lambda *found: kept.append(found) or real(*found)
+        random_layouts, "draw_accepted", lambda *case: drawn.append(draw(*case)) or drawn[-1]
     )
-    assert random_layouts.main(6, 1) == 0
+    monkeypatch.setattr(
+        random_layouts, "differences", lambda *found: kept.append(found) or compare(*found)
+    )
+    assert random_layouts.main(8, 1) == 0
+    assert {case.case.graphs.get("cuda_graph_impl") for case in drawn} == {
+        None,
+        "local",
+        "full_iteration",
+    }
+    assert any(case.case.graphs.get("cuda_graph_modules") for case in drawn)
+    assert any(case.other for case in drawn)
+    ranks = [len(steps[0]) for steps, _ in kept]
+    steps, alone = kept[ranks.index(2)]
 
-    def changed(rank, loss, weight):
-        losses, (shards,) = rank.losses.clone(), rank.states
-        losses[0] *= 1 + loss
-        (name, shape, extent, tensor), *rest = shards
-        return Found(losses, [[(name, shape, extent, tensor * (1 + weight)), *rest]])
+    def found(slot=0, loss=0.0, weight=0.0, only=None):
+        """Return the differences after changes of one rank, or of all ranks."""
+        changed = []
+        for number, rank in enumerate(steps[0]):
+            mine = only in (None, number)
+            losses = rank.losses.clone()
+            losses[slot] *= 1 + loss * mine
+            factor = {"model/final_norm.weight": 1 + weight * mine}
+            shards = [
+                (name, shape, extent, tensor * factor.get(name, 1))
+                for name, shape, extent, tensor in rank.states[0]
+            ]
+            changed.append(rank._replace(losses=losses, states=[shards]))
+        return compare([changed, *steps[1:]], alone)
 
-    steps, alone = kept[0]
-    for loss, weight, all_ranks, words in (
-        (1e-7, 0, True, "losses of step 1 differ by 1.0e-07"),
-        (1e-7, 0, False, "ranks report different losses of step 1"),
-        (0, 1e-7, True, "differs by 1.0e-07 of step 1"),
+    assert found() == []
+    for changes, words in (
+        ({"loss": 1e-7}, "losses of step 1 differ by 1.0e-07"),
+        ({"loss": 1e-7, "only": 1}, "ranks report different losses of step 1"),
+        ({"slot": -1, "loss": 1e-4}, "gradient norm of step 1 differ by 1.0e-04"),
+        ({"weight": 1e-7}, "model/final_norm.weight differs by 1.0e-07 of step 1"),
+        ({"weight": 1e-7, "only": 1}, "copies of model/final_norm.weight differ of step 1"),
     ):
-        first = [
-            changed(r, loss, weight) if all_ranks or not n else r for n, r in enumerate(steps[0])
+        assert words in " ".join(found(**changes)), words
+
+
+def test_rounded_attention_is_the_reference_without_rounding(monkeypatch):
+    import _rounded_attention
+
+    from megatron_packed.ops.varlen_attention import reference
+
+    def attend(queries_per_key):
+        generator = torch.Generator().manual_seed(0)
+        heads = (2 * queries_per_key, 2, 2)
+        inputs = [
+            torch.randn(5, head, 4, generator=generator, dtype=torch.float64).requires_grad_()
+            for head in heads
         ]
-        assert words in " ".join(real([first, *steps[1:]], alone)), words
+        out = reference._attend_block(*inputs, torch.ones(5, 5).tril().bool())
+        weights = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+        return [out, *torch.autograd.grad((out * weights).sum(), inputs)]
+
+    exact = [attend(number) for number in (1, 3)]
+    with _rounded_attention.rounded_attention():
+        rounded = [attend(number) for number in (1, 3)]
+        monkeypatch.setattr(_rounded_attention, "rounded", lambda x: x)
+        torch.testing.assert_close([attend(number) for number in (1, 3)], exact)
+    errors = [
+        float((x - y).detach().norm() / y.detach().norm())
+        for found, want in zip(rounded, exact)
+        for x, y in zip(found, want)
+    ]
+    assert min(errors) > 1e-4 and max(errors) < 2e-2
+    torch.testing.assert_close([attend(number) for number in (1, 3)], exact, rtol=0, atol=0)
+
+
+def test_the_largest_error_of_several_draws_counts():
+    from _kernel_errors import FACTOR, FLOOR, compare
+
+    exact = {"loss": torch.full((1, 40), 2.0)}
+    near, far = ({"loss": exact["loss"] * (1 + error)} for error in (0.01, 0.1))
+    allowed = FLOOR + FACTOR * 0.1
+    for draws in ([(exact, near), (exact, far)], [(exact, far), (exact, near)]):
+        share, text = compare(draws, {"loss": exact["loss"] * 1.2})[0]
+        assert share == pytest.approx(0.2 / allowed, rel=1e-3) and "plain bf16 0.1" in text
+    assert compare([(exact, near)], far)[0][0] > 1
 
 
 def scaled_dq(attend, q_TNH, k_TKH, v_TKH, **options):

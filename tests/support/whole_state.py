@@ -37,7 +37,8 @@ def assembled(ranks: list[Shards]) -> dict[str, Tensor]:
             agree = torch.where(known[place], flat[place], part)
             assert same_bits(agree, part), f"copies of {name} differ"
             flat[place], known[place] = part, True
-    assert all(known.all() for known in seen.values())
+    incomplete = [name for name, known in seen.items() if not known.all()]
+    assert not incomplete, f"no rank has all of {incomplete[0]}"
     return whole
 
 

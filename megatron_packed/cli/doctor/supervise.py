@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from megatron_packed.config.triton_assembler import assembler_variables
+
 MODULE = "megatron_packed.cli.doctor.probe"
 
 
@@ -49,7 +51,7 @@ def _one_process(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     # Triton must not store what it tunes on the small packs of probes, because runs have large
     # packs.
-    environ = {**os.environ, "TRITON_CACHE_AUTOTUNING": "0"}
+    environ = {**assembler_variables(), **os.environ, "TRITON_CACHE_AUTOTUNING": "0"}
     process = subprocess.Popen(
         [sys.executable, "-m", module, *names],
         stdout=subprocess.PIPE,

@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
 _LARGEST_KEY_DIM = 128
 _LEAST_KEY_DIM, _LEAST_VALUE_DIM, _MULTIPLE = 40, 24, 8
-"""Head dimensions for an older ptxas, for which no fault was seen in random models on an H200.
+"""Least head dimensions with an older ptxas, and their divisor.
 
-ptxas 12.8, which Triton 3.4 to 3.7 use on Hopper, takes a wrong register for an address of a product in
-`_key_kernel` if keys have 32 channels. So gradients are wrong, or the product reads outside of the
-shared memory.
+Triton 3.4 to 3.7 use ptxas 12.8 on Hopper. For some key heads of up to 32 channels it takes a wrong
+register for the address of a product in `_key_kernel`. Then gradients are wrong, or the product reads
+outside of the shared memory. In random models on an H200 no fault was seen from these sizes on.
 """
 _DTYPES = (torch.bfloat16, torch.float32)
 
@@ -70,8 +70,8 @@ def not_supported_reasons(inputs: GatedDeltaRuleInputs) -> list[str]:
         version, right = (".".join(map(str, each)) for each in (ptxas_version(), RIGHT_PTXAS))
         reasons.append(
             f"key_dim ({inputs.key_dim}) and value_dim ({inputs.value_dim}) must be multiples of "
-            f"{_MULTIPLE}, at least {_LEAST_KEY_DIM} and {_LEAST_VALUE_DIM}, with ptxas {version} of "
-            f"Triton, which makes wrong gradients of others; set TRITON_PTXAS_PATH to ptxas {right} or later"
+            f"{_MULTIPLE} from {_LEAST_KEY_DIM} and {_LEAST_VALUE_DIM} with ptxas {version}, because "
+            f"it compiles some others wrongly; give ptxas {right} by TRITON_PTXAS_PATH"
         )
     return reasons
 

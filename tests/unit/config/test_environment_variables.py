@@ -83,6 +83,8 @@ def test_too_late_once_torch_is_imported() -> None:
     with pytest.raises(RuntimeError, match="before importing torch"):
         apply_environment(ON, {})
     assert apply_environment(OFF, environ := {}) == environ == environment(OFF)
+    given = {name: value for name, value in environment(ON).items() if name != "QUACK_CACHE_DIR"}
+    assert list(apply_environment(ON, given)) == ["QUACK_CACHE_DIR"], "not read at the import"
 
 
 def test_what_the_user_set_stays_without_deterministic_mode() -> None:

@@ -1,6 +1,5 @@
 """Kernels of the gated delta rule in Triton's interpreter; test_triton_interpreter.py runs them."""
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,7 +10,6 @@ from megatron_packed.ops.column_slices import split_columns
 from megatron_packed.ops.gated_delta_rule import triton_states, triton_tiles
 from megatron_packed.ops.gated_delta_rule.api import OP, gated_delta_rule, inputs_of
 from megatron_packed.ops.gated_delta_rule.tables import CHUNK, build_tables
-from megatron_packed.ops.gated_delta_rule.triton_kernels import not_supported_reasons
 from support.delta_rule_cases import (
     ALL,
     PER_TOKEN,
@@ -205,15 +203,3 @@ def test_unsupported_inputs_are_refused_with_reasons():
     assert not reasons(128, torch.bfloat16) and not reasons(3, torch.float32)
     assert "key_dim (129)" in reasons(129, torch.bfloat16)[0]
     assert "float16" in reasons(8, torch.float16)[0]
-
-
-@pytest.mark.parametrize(
-    "key_dim, value_dim, refused",
-    [(32, 64, True), (64, 241, True), (36, 64, True), (64, 16, True), (40, 24, False)],
-)
-def test_head_dimensions_that_are_not_verified_on_a_gpu_are_refused_there(
-    key_dim, value_dim, refused
-):
-    k, v = torch.zeros(5, 1, key_dim), torch.zeros(5, 2, value_dim)
-    found = not_supported_reasons(replace(inputs_of(k, v), device_type="cuda"))
-    assert [f"key_dim ({key_dim})" in reason for reason in found] == [True] * refused

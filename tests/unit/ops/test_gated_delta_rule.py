@@ -324,7 +324,7 @@ def test_boundaries_and_unknown_backends_are_refused():
 
 @pytest.mark.parametrize(
     ("key_dim", "value_dim", "refused"),
-    [(32, 64, True), (64, 241, True), (36, 64, True), (64, 16, True), (40, 24, False)],
+    [(32, 64, True), (64, 241, True), (44, 64, True), (64, 16, True), (40, 24, False)],
 )
 def test_kernels_refuse_head_dimensions_that_an_old_ptxas_compiles_wrongly(
     monkeypatch, key_dim, value_dim, refused
@@ -341,12 +341,15 @@ def test_kernels_refuse_head_dimensions_that_an_old_ptxas_compiles_wrongly(
         dtype=torch.bfloat16,
         device_type="cuda",
     )
-    monkeypatch.setattr(kernels, "ptxas_version", lambda: (12, 9))
-    assert kernels.not_supported_reasons(inputs) == []
+    for right in ((12, 9), (13, 1)):
+        monkeypatch.setattr(kernels, "ptxas_version", lambda right=right: right)
+        assert kernels.not_supported_reasons(inputs) == []
     monkeypatch.setattr(kernels, "ptxas_version", lambda: (12, 8))
     found = kernels.not_supported_reasons(inputs)
     assert len(found) == refused
-    assert all("with ptxas 12.8" in each and "set TRITON_PTXAS_PATH" in each for each in found)
+    assert all(
+        "with ptxas 12.8" in each and "ptxas 12.9 by TRITON_PTXAS_PATH" in each for each in found
+    )
 
 
 @pytest.mark.parametrize(
