@@ -52,6 +52,8 @@ RESULTS = (
     "recipe_gated_delta_1b",
     OVERLAPPED := "layouts_2_hybrid1b_tp_overlap",
     "expert_graphs",
+    SMALL_PACKS := "expert_graphs_2048",
+    ON_H100 := "expert_graphs_h100",
     BESIDE := "expert_graphs_shared_overlap",
     IN_PARTS := "layouts_2_hybrid1b_cp_overlap",
     STATES := "layouts_2_hybrid1b_cp_state",
@@ -237,20 +239,25 @@ def with_states() -> Iterator[tuple[str, float, float]]:
 def experts() -> Iterator[tuple[str, float, float]]:
     """Yield steps of two ranks with 16 experts each, with the memory of graphs."""
     world, device = 2, torch.device("cuda")
-    c = expert_graphs.model_of(world)
-    for result, beside in (("expert_graphs", False), (BESIDE, True)):
+    model = expert_graphs.model_of(world)
+    for result, words in (
+        ("expert_graphs", ""),
+        (SMALL_PACKS, ", 2,048 tokens"),
+        (ON_H100, ", H100"),
+        (BESIDE, ", shared expert beside"),
+    ):
+        c = {**model, "T": 2048} if result == SMALL_PACKS else model
         for dispatcher, kinds in results(result).items():
             for name, found in kinds.items():
                 kind, backend = expert_graphs.Case.named(name)
                 config = expert_graphs.configured(
                     *(c, world, dispatcher, kind, device),
                     backend=backend,
-                    shared_expert_overlap=beside,
+                    shared_expert_overlap=result == BESIDE,
                 )
                 groups = ParallelGroups.unjoined(config.layout(world))
                 estimated = expert_graphs.planned_gib(config, groups, c["vocab"])
-                row = f"experts, {dispatcher}, {name}"
-                yield row + ", shared expert beside" * beside, estimated, found["peak_gib"]
+                yield f"experts, {dispatcher}, {name}{words}", estimated, found["peak_gib"]
 
 
 def offloads() -> Iterator[tuple[str, float, float]]:
