@@ -187,6 +187,24 @@ def failures(results):
     return {(result.symbol, result.quantity) for result in results if not result.passed}
 
 
+@pytest.mark.parametrize("chunk", [1, 2, 4])
+def test_short_chunks_are_checked(chunk, monkeypatch):
+    def results():
+        config = cases.tiny_config("M*", mamba_chunk_size=chunk, position_embedding_type="rope")
+        return check_isolation(config, "cpu", torch.float32)
+
+    assert failures(results()) == set()
+    scan = ssd_reference.run
+    monkeypatch.setattr(
+        ssd_reference,
+        "run",
+        lambda *inputs, **options: scan(
+            *inputs[:7], torch.zeros_like(inputs[7]), *inputs[8:], **options
+        ),
+    )
+    assert ("M", "outputs") in failures(results())
+
+
 def test_a_leaking_convolution_is_found(monkeypatch):
     convolve = short_convolution.causal_conv1d
     monkeypatch.setattr(
