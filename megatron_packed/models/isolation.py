@@ -148,7 +148,8 @@ def check_isolation(
     ep_size = 1 if groups is None else groups.ep_size
     for symbol, window in _kinds_of_layers(model_config):
         small = small_config(symbol, model_config, ranks * cp.overlap_parts, ep_size, window=window)
-        total = -(-(2 * _chunk_tokens(small) + 32) // BLOCK) * BLOCK * ranks
+        chunk = small.mamba_chunk_size * -(-8 // small.mamba_chunk_size)  # several short ones
+        total = -(-(2 * chunk + 32) // BLOCK) * BLOCK * ranks
         # Without an exchange of heads, every document is padded, so the pack needs more slots.
         slots = total if cp.exchanges_heads else total + BLOCK * ranks
         model = HybridModel(
@@ -167,7 +168,7 @@ def check_isolation(
         )
         if symbol == GATED_DELTA_NET:
             _slow_decay(model)
-        results += _check_layer(symbol, model, total, slots, device)
+        results += _check_layer(symbol, model, chunk, total, slots, device)
     return results
 
 
@@ -287,15 +288,9 @@ def coupled_by_design(config: ModelConfig) -> list[str]:
     return found
 
 
-def _chunk_tokens(config: ModelConfig) -> int:
-    """Return the number of tokens of a chunk of the scan, or of several short ones (at least 8)."""
-    return config.mamba_chunk_size * -(-8 // config.mamba_chunk_size)
-
-
 def _check_layer(
-    symbol: str, model: HybridModel, total: int, slots: int, device: torch.device
+    symbol: str, model: HybridModel, chunk: int, total: int, slots: int, device: torch.device
 ) -> list[IsolationResult]:
-    chunk = _chunk_tokens(model.config)
     # The documents: one inside a chunk, one across the boundary to the next chunk, a short one in
     # that chunk, and a long one. The remaining slots are the tail.
     lengths = [chunk // 2 + 1, 3 * chunk // 4, 3, total - 2 * chunk]
