@@ -52,5 +52,10 @@ def _version(ptxas: Path) -> tuple[int, int] | None:
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    release = re.search(r"release (\d+)\.(\d+)", run.stdout)
+    return release_of(run.stdout)
+
+
+def release_of(text: str) -> tuple[int, int] | None:
+    """Return the version in the output of ``ptxas --version``; None if it has none."""
+    release = re.search(r"release (\d+)\.(\d+)", text)
     return (int(release[1]), int(release[2])) if release else None

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import os
-import re
 from functools import cache
 
 import torch
+
+from megatron_packed.config.triton_assembler import release_of
 
 
 def device_reasons(device_type: str) -> list[str]:
@@ -43,5 +44,4 @@ def ptxas_version() -> tuple[int, int]:
     major, minor = torch.cuda.get_device_capability()
     # Triton 3.4 and 3.5 have one ptxas for all GPUs.
     arch = (10 * major + minor,) if inspect.signature(get_ptxas_version).parameters else ()
-    release = re.search(r"release (\d+)\.(\d+)", get_ptxas_version(*arch))
-    return (int(release[1]), int(release[2])) if release else (0, 0)
+    return release_of(get_ptxas_version(*arch)) or (0, 0)

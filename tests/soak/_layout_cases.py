@@ -455,7 +455,7 @@ def expert_options(draw: random.Random, parts: int, single: bool) -> dict[str, A
     sigmoid, limited, hidden = (draw.random() < share for share in (0.5, 0.2, 0.4))
     experts = draw.choice([4, 8, 8, 12, 16])
     chosen = draw.randint(1, min(6, experts // 2))
-    # The others average over micro-batches, or over the samples of a rank.
+    # global_aux_loss averages over the micro-batches so far, so the number of data-parallel ranks matters.
     balancing = ["aux_loss", "seq_aux_loss", "none", *["global_aux_loss"] * single]
     return {
         "num_experts": experts,

@@ -1,7 +1,7 @@
 """Train random models in random parallel layouts, and compare with one process, in float64.
 
-Each case draws a model, its packs, a layout of 2 to 4 processes, recomputation and offload. In half of
-the cases another layout continues from the checkpoint of the first step. Two steps of the optimizer
+Each case draws a model, its packs, a layout of 2 to 4 processes, recomputation, offload and graphs. In half
+of the cases another layout continues from the checkpoint of the first step. Two steps of the optimizer
 must have the losses, gradient norms, weights and moments of one process without any of these.
 """
 
@@ -103,7 +103,7 @@ def differences(steps: list[list[Found]], alone: Found) -> list[str]:
     """Return the quantities that differ from those of one process."""
     found = []
     for number, ranks in enumerate(steps):
-        when = f"of step {number + 1}"
+        when = f"in step {number + 1}"
         if not all(torch.equal(rank.losses, ranks[0].losses) for rank in ranks):
             found.append(f"ranks report different losses {when}")
         got, want = ranks[0].losses, alone.losses[number]

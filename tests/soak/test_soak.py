@@ -71,11 +71,11 @@ def test_random_layouts(monkeypatch):
 
     assert found() == []
     for changes, words in (
-        ({"loss": 1e-7}, "losses of step 1 differ by 1.0e-07"),
-        ({"loss": 1e-7, "only": 1}, "ranks report different losses of step 1"),
-        ({"slot": -1, "loss": 1e-4}, "gradient norm of step 1 differ by 1.0e-04"),
-        ({"weight": 1e-7}, "model/final_norm.weight differs by 1.0e-07 of step 1"),
-        ({"weight": 1e-7, "only": 1}, "copies of model/final_norm.weight differ of step 1"),
+        ({"loss": 1e-7}, "losses in step 1 differ by 1.0e-07"),
+        ({"loss": 1e-7, "only": 1}, "ranks report different losses in step 1"),
+        ({"slot": -1, "loss": 1e-4}, "gradient norm in step 1 differ by 1.0e-04"),
+        ({"weight": 1e-7}, "model/final_norm.weight differs by 1.0e-07 in step 1"),
+        ({"weight": 1e-7, "only": 1}, "copies of model/final_norm.weight differ in step 1"),
     ):
         assert words in " ".join(found(**changes)), words
 
