@@ -189,6 +189,8 @@ class Found(NamedTuple):
     """``(steps, N)``: losses of the tokens, routers and depths, and the gradient norm."""
     states: list[Shards]
     """Weights and moments after each step."""
+    replays: int
+    """Number of micro-batches that replayed a graph."""
 
 
 def train(
@@ -242,7 +244,8 @@ def train(
             states.append(everything(job))
     if save is not None:
         state.save(CheckpointConfig(save=save))
-    return Found(torch.stack(losses), states)
+    graphs = job.step.graphs
+    return Found(torch.stack(losses), states, 0 if graphs is None else graphs.counters.replays)
 
 
 @contextmanager

@@ -90,13 +90,13 @@ def steps_in_layouts(pools: WorkerPools, drawn: Drawn) -> list[list[Found]]:
     if other is None:
         ranks = run(case)
         return [
-            [Found(rank.losses[step], [rank.states[step]]) for rank in ranks]
+            [rank._replace(losses=rank.losses[step], states=[rank.states[step]]) for rank in ranks]
             for step in range(STEPS)
         ]
     with tempfile.TemporaryDirectory() as folder:
         first = run(case, [0], folder)
         second = run(other, [1], None, folder)
-    return [[Found(rank.losses[0], rank.states) for rank in ranks] for ranks in (first, second)]
+    return [[rank._replace(losses=rank.losses[0]) for rank in ranks] for ranks in (first, second)]
 
 
 def differences(steps: list[list[Found]], alone: Found) -> list[str]:

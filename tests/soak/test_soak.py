@@ -51,6 +51,9 @@ def test_random_layouts(monkeypatch):
     }
     assert any(case.case.graphs.get("cuda_graph_modules") for case in drawn)
     assert any(case.other for case in drawn)
+    for (steps, _), case in zip(kept, drawn):
+        replays = sum(rank.replays for ranks in steps for rank in ranks)
+        assert bool(replays) == bool(case.case.graphs) or case.case.graphs.get("cuda_graph_modules")
     ranks = [len(steps[0]) for steps, _ in kept]
     steps, alone = kept[ranks.index(2)]
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_packed.cli.doctor import command, gpu, machine, probe
+from megatron_packed.cli.doctor import command, gpu, machine, probe, supervise
 from megatron_packed.cli.doctor.findings import Finding, State
 from megatron_packed.cli.doctor.supervise import run_probes
 from megatron_packed.cli.main import main
@@ -290,6 +290,23 @@ def test_nvidias_apex_is_no_stranger(tmp_path, monkeypatch):
     install(tmp_path, "apex", "0.1", "apex/__init__.py", "apex/multi_tensor_apply/__init__.py")
     monkeypatch.syspath_prepend(tmp_path)
     assert strangers() == [] and stranger_by_its_name() is None
+
+
+@pytest.mark.parametrize("given", [None, "/own/ptxas"])
+def test_probes_compile_by_the_ptxas_of_a_run(tmp_path, monkeypatch, given):
+    (tmp_path / "environment_probe.py").write_text(
+        "import json, os, sys\n"
+        "for name in sys.argv[1:]:\n"
+        "    print(json.dumps({'path': os.environ['TRITON_PTXAS_PATH']}), flush=True)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
+    if given is not None:
+        monkeypatch.setenv("TRITON_PTXAS_PATH", given)
+    chosen = {"TRITON_PTXAS_PATH": "/new/ptxas"}
+    monkeypatch.setattr(supervise, "assembler_variables", lambda: chosen)
+    found = run_probes(["a"], 30.0, module="environment_probe")
+    assert found == {"a": {"path": given or "/new/ptxas"}}
 
 
 def test_a_probe_that_crashes_or_hangs_costs_its_own_line(tmp_path, monkeypatch):
