@@ -171,6 +171,7 @@ def run(
     tokens = sum(pack.num_real_tokens for pack in steps[-1])
     return {
         "tokens_per_second": tokens / statistics.median(seconds),
+        "step_ms": harness.Spread.of(seconds),
         "busy_share": busy / 1e3 / statistics.median(seconds),
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 + pool if cuda else 0.0,
         "pool_gib": pool,
@@ -193,7 +194,8 @@ def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
                     "tokens/s": round(speeds[kind]),
                     "of eager": _ratio(speeds, kind, EAGER),
                     "of router": _ratio(speeds, kind, ROUTER),
-                    # Results of 28 November 2026 and before have no share.
+                    # Older results have no times of steps, or no share.
+                    **({"step ms": harness.shown(found["step_ms"])} if "step_ms" in found else {}),
                     **({"busy": f"{found['busy_share']:.2f}"} if "busy_share" in found else {}),
                     "peak GiB": f"{found['peak_gib']:.2f}",
                     "plan GiB": f"{found['plan_gib']:.2f}",

@@ -52,8 +52,7 @@ RESULTS = (
     "recipe_gated_delta_1b",
     OVERLAPPED := "layouts_2_hybrid1b_tp_overlap",
     "expert_graphs",
-    SMALL_PACKS := "expert_graphs_2048",
-    ON_H100 := "expert_graphs_h100",
+    *(SMALL_PACKS := {f"expert_graphs_{tokens}": tokens for tokens in (4096, 2048)}),
     BESIDE := "expert_graphs_shared_overlap",
     IN_PARTS := "layouts_2_hybrid1b_cp_overlap",
     STATES := "layouts_2_hybrid1b_cp_state",
@@ -242,11 +241,10 @@ def experts() -> Iterator[tuple[str, float, float]]:
     model = expert_graphs.model_of(world)
     for result, words in (
         ("expert_graphs", ""),
-        (SMALL_PACKS, ", 2,048 tokens"),
-        (ON_H100, ", H100"),
+        *((name, f", {tokens:,} tokens") for name, tokens in SMALL_PACKS.items()),
         (BESIDE, ", shared expert beside"),
     ):
-        c = {**model, "T": 2048} if result == SMALL_PACKS else model
+        c = {**model, "T": SMALL_PACKS.get(result, model["T"])}
         for dispatcher, kinds in results(result).items():
             for name, found in kinds.items():
                 kind, backend = expert_graphs.Case.named(name)

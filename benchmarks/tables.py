@@ -271,8 +271,7 @@ TABLES = {
         name: Table("expert_graphs.py", name, expert_graphs.rows_of)
         for name in (
             "expert_graphs",
-            "expert_graphs_2048",
-            "expert_graphs_h100",
+            *memory_peaks.SMALL_PACKS,
             "expert_graphs_shared_overlap",
         )
     },

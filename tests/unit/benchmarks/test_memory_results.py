@@ -44,7 +44,7 @@ def test_every_result_with_a_peak_is_looked_at(rows):
         if has_peak(results(path.stem))
     }
     assert files <= {*memory_peaks.RESULTS}
-    assert len(rows) == 86
+    assert len(rows) == 87
 
 
 PLANNED = results("plan_peaks") if (ROOT / "benchmarks/results/plan_peaks.json").exists() else {}
