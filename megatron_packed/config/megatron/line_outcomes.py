@@ -73,12 +73,6 @@ class LineOutcome:
     def refused(self) -> list[Use]:
         return [use for use in self.uses if use.outcome is FlagOutcome.REFUSED]
 
-    @property
-    def accepted_words(self) -> list[str]:
-        """Words of the line without the refused flags."""
-        kept = [use for use in self.uses if use.outcome is not FlagOutcome.REFUSED]
-        return [word for use in kept for word in (use.flag, *use.texts)]
-
 
 @cache
 def _differing() -> dict[str, str]:
