@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,18 @@ from coming_from_megatron import markdown
 import layouts
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.run import SECTIONS, RunConfig
-from support.shown import AXES, COLUMNS, GRAPHS, OPTIONS, OTHERS, ROWS, axes_of
+from support.shown import (
+    AXES,
+    COLUMNS,
+    GRAPHS,
+    LAYERS,
+    MODES,
+    OPTIONS,
+    OTHERS,
+    ROWS,
+    axes_of,
+    layers_of,
+)
 
 ROOT = Path(__file__).parents[1]
 PAGE, RECORDS = ROOT / "docs" / "support_matrix.md", ROOT / "docs" / "support"
@@ -75,8 +86,9 @@ def everything() -> Iterator[Seen]:
         yield Seen(entry["outcome"], machine, name.split("::")[0], entry["shows"])
     for path in sorted((ROOT / "benchmarks" / "results").glob("layouts_*.json")):
         file = json.loads(path.read_text())
-        for result in file["results"].values():
-            yield from benchmarked(f"{short(file['device'])} benchmark", result)
+        for model, result in file["results"].items():
+            pattern = {"hybrid_layer_pattern": layouts.MODELS[model]["pattern"]}
+            yield from benchmarked(f"{short(file['device'])} benchmark", result, pattern)
 
 
 def short(machine: str) -> str:
@@ -84,7 +96,7 @@ def short(machine: str) -> str:
     return machine.removeprefix("NVIDIA ").split()[0]
 
 
-def benchmarked(label: str, result: Mapping[str, Any]) -> Iterator[Seen]:
+def benchmarked(label: str, result: Mapping[str, Any], model: Mapping[str, Any]) -> Iterator[Seen]:
     """Yield layouts with the losses of one process; graphs count if they replayed everything."""
     for name, found in result["layouts"].items():
         if layouts.problems_of({"": {"layouts": {name: found}}}):
@@ -94,6 +106,7 @@ def benchmarked(label: str, result: Mapping[str, Any]) -> Iterator[Seen]:
             1 if one else result["processes"],
             {} if one else layouts.LAYOUTS[result["processes"]][name],
         )
+        rows += layers_of(model)
         columns = [
             "eager",
             *(f"graphs: {graphs}" for graphs, by in found["graphs"].items() if not by["fallbacks"]),
@@ -131,12 +144,18 @@ class Cells:
         self.refusals = list[str]()
         self.files = list[str]()
 
-    def __call__(self, column: str, *rows: str) -> str:
+    def __call__(self, columns: str | Sequence[str], *rows: str) -> str:
         """Return the machines that ran ``rows`` together, each once.
 
-        A test that passed is preferred to other tests.
+        A test that passed is preferred to other tests, and the first of several columns.
         """
-        here = [seen for seen in self._seen if {*rows} <= {*seen.shows.get(column, ())}]
+        columns = [columns] if isinstance(columns, str) else columns
+        here = [
+            (column, seen)
+            for column in columns
+            for seen in self._seen
+            if {*rows} <= {*seen.shows.get(column, ())}
+        ]
         texts = {}
         for outcome, text in (
             ("failed", "**{} fails**"),
@@ -144,13 +163,13 @@ class Cells:
             ("skipped", "*{} skipped*"),
             ("not run", "*{} not run*"),
         ):
-            for seen in here:
+            for column, seen in here:
                 stand_in = " stand-in" * (seen.label == "CPU" and column in GRAPHS)
                 if seen.outcome == outcome:
                     machine = seen.label.split()[0]
                     if machine not in texts:
                         texts[machine] = self._link(text.format(seen.label + stand_in), seen.source)
-        refused = refusal(COLUMNS.get(column, {}), *(OPTIONS.get(row, {}) for row in rows))
+        refused = refusal(COLUMNS.get(columns[0], {}), *(OPTIONS.get(row, {}) for row in rows))
         if refused:
             otherwise = "else " * bool(texts)
             texts["refused"] = f"{otherwise}[refused {_number(refused, self.refusals)}](#refused)"
@@ -211,11 +230,24 @@ def tables() -> str:
                         f"**{row}**",
                         *(cell(column, row) if column != row else "" for column in COLUMNS),
                     )
-                    for row in ROWS
+                    for row in (*AXES, *MODES)
                 ),
             ),
             "## Parallelism together",
             markdown(("", *axes), together),
+            "## Layers",
+            markdown(
+                ("", *COLUMNS),
+                ((f"**{row}**", *(cell(column, row) for column in COLUMNS)) for row in LAYERS),
+            ),
+            "## Layers in parallel layouts",
+            markdown(
+                ("", *axes),
+                (
+                    (f"**{row}**", *(cell(["eager", *GRAPHS], row, axis) for axis in axes))
+                    for row in LAYERS
+                ),
+            ),
             "## Data, tokenizers and the rest",
             markdown(
                 ("kind", "feature", "shown on"),

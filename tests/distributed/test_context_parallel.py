@@ -296,7 +296,7 @@ ODD = {"mamba_num_heads": 6, "mamba_num_groups": 2, "mamba_norm_groups": 2}
     "CP all_gather",
     "CP p2p",
     "CP state",
-    of=lambda world_size, layout: (world_size, layout),
+    of=lambda world_size, layout: (world_size, layout, {"hybrid_layer_pattern": "M*-M"}),
 )
 @pytest.mark.parametrize(("world_size", "layout"), LAYOUTS, ids=str)
 def test_ranks_pass_the_states_of_scans(
@@ -378,7 +378,7 @@ EXPERTS = [
     "EP allgather",
     "EP alltoall",
     lambda world_size: "CP all_gather" if world_size == 2 else "CP p2p",
-    of=lambda world_size, layout: (world_size, layout),
+    of=lambda world_size, layout: (world_size, layout, {"hybrid_layer_pattern": "E*E"}),
 )
 @pytest.mark.parametrize(("world_size", "layout"), EXPERTS, ids=str)
 def test_slices_of_a_pack_share_experts(

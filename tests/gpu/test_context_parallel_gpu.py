@@ -105,18 +105,23 @@ def train_rank(groups: ParallelGroups, *arguments: Any) -> dict[str, Tensor]:
     return train(groups, *arguments)
 
 
-@pytest.mark.shows("eager", of=lambda comm_type: (2, {"cp_size": 2, "cp_comm_type": comm_type}))
-@pytest.mark.shows("isolation", of=lambda comm_type: (2, {"cp_size": 2, "cp_comm_type": comm_type}))
+LAYERS = "M*-G*"
+EXCHANGED = {"cp_size": 2, "hybrid_layer_pattern": LAYERS}
+
+
+@pytest.mark.shows("eager", of=lambda comm_type: (2, {**EXCHANGED, "cp_comm_type": comm_type}))
+@pytest.mark.shows("isolation", of=lambda comm_type: (2, {**EXCHANGED, "cp_comm_type": comm_type}))
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("comm_type", ["a2a", "all_gather", "p2p"])
 @pytest.mark.parametrize("zigzag", ["auto", "reference"])
 def test_two_gpus_compute_what_one_does(comm_type: str, zigzag: str) -> None:
     if comm_type == "a2a" and zigzag == "reference":
         pytest.skip("a2a runs the kernel of one GPU")
-    compare_with_one(comm_type, "M*-G*", {"context_parallel_attention": zigzag})
+    compare_with_one(comm_type, LAYERS, {"context_parallel_attention": zigzag})
 
 
-PASSED = {"cp_size": 2, "mamba_cp_comm_type": "state"}
+SCANS = "M*-M"
+PASSED = {"cp_size": 2, "mamba_cp_comm_type": "state", "hybrid_layer_pattern": SCANS}
 
 
 @pytest.mark.shows("eager", of=lambda comm_type: (2, {**PASSED, "cp_comm_type": comm_type}))
@@ -124,7 +129,7 @@ PASSED = {"cp_size": 2, "mamba_cp_comm_type": "state"}
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("comm_type", ["a2a", "p2p"])
 def test_two_gpus_pass_the_states_of_scans(comm_type: str) -> None:
-    compare_with_one(comm_type, "M*-M", {}, "state")
+    compare_with_one(comm_type, SCANS, {}, "state")
 
 
 def compare_with_one(*arguments: Any) -> None:

@@ -76,7 +76,7 @@ def dense():
 # Replay equals eager execution.
 
 
-@pytest.mark.shows("graphs: local", "one process")
+@pytest.mark.shows("graphs: local", of=lambda: (1, {"hybrid_layer_pattern": "M*-EG"}))
 def test_replay_equals_eager_bit_for_bit_over_a_hundred_packings(deterministic):
     """Replay equals eager bit for bit over a hundred packs, with graphs for three capacities.
 
@@ -209,7 +209,7 @@ def test_slots_have_memory_of_their_own(deterministic, two_slots):
 # Isolation.
 
 
-@pytest.mark.shows("isolation", "one process")
+@pytest.mark.shows("isolation", of=lambda: (1, {"hybrid_layer_pattern": "M*-G"}))
 @pytest.mark.parametrize(
     "lengths, victim, replays",
     [([300, 1, 200, 129, 100], 2, True), ([14] * 70, 33, False)],

@@ -126,7 +126,7 @@ def alone() -> Iterator[ParallelGroups]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.shows(lambda impl: f"graphs: {impl}", "one process")
+@pytest.mark.shows(lambda impl: f"graphs: {impl}", of=lambda: (1, with_depths(MODEL)))
 @pytest.mark.parametrize("impl", ["local", "full_iteration"])
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
 def test_replays_and_repeated_steps_are_the_eager_ones_on_one_gpu(
@@ -138,9 +138,14 @@ def test_replays_and_repeated_steps_are_the_eager_ones_on_one_gpu(
 
 @pytest.mark.multi_gpu
 @pytest.mark.shows(
-    lambda impl: f"graphs: {impl}", lambda dispatcher: f"EP {dispatcher}", "ZeRO-1", "DP"
+    lambda impl: f"graphs: {impl}",
+    lambda dispatcher: f"EP {dispatcher}",
+    "ZeRO-1",
+    of=lambda: (2, MODEL),
 )
-@pytest.mark.shows("no host sync", lambda dispatcher: f"EP {dispatcher}")
+@pytest.mark.shows(
+    "no host sync", lambda dispatcher: f"EP {dispatcher}", "ZeRO-1", of=lambda: (2, MODEL)
+)
 @pytest.mark.parametrize("impl", ["local", "full_iteration"])
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
 def test_replays_and_repeated_steps_are_the_eager_ones(
@@ -152,6 +157,13 @@ def test_replays_and_repeated_steps_are_the_eager_ones(
 
 
 @pytest.mark.multi_gpu
+@pytest.mark.shows(
+    lambda impl: f"graphs: {impl}",
+    "copied all-to-alls",
+    "EP alltoall",
+    "ZeRO-1",
+    of=lambda: (2, MODEL),
+)
 @pytest.mark.parametrize("impl", ["local", "full_iteration"])
 def test_rows_that_travel_through_symmetric_memory_change_no_bit(
     impl: str, nccl_pools: WorkerPools

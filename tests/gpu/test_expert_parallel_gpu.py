@@ -128,7 +128,11 @@ def compare_rank(groups: ParallelGroups, changes: dict[str, Any]) -> dict[str, f
     "eager",
     "EP allgather",
     "EP alltoall",
-    of=lambda layout: (2, layout, {"sequence_parallel": True}),
+    of=lambda layout: (
+        2,
+        layout,
+        {"sequence_parallel": True, "hybrid_layer_pattern": "M*-E"},
+    ),
 )
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["ep2", "tp2 ep2, whole experts", "tp2 etp1"])

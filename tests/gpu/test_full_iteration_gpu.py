@@ -104,7 +104,7 @@ def poison_pool(graphs: FullIterationGraphs) -> None:
     assert found > 0, "no memory of the graphs was found"
 
 
-@pytest.mark.shows("graphs: full_iteration", "one process")
+@pytest.mark.shows("graphs: full_iteration", of=lambda: (1, config_of()))
 def test_steps_over_a_hundred_packings_are_the_eager_ones_bit_for_bit(
     jobs: tuple[Job, Job, FullIterationGraphs], groups: ParallelGroups
 ):

@@ -42,7 +42,7 @@ def groups() -> ParallelGroups:
     return ParallelGroups.single(DEVICE)
 
 
-@pytest.mark.shows(lambda impl: f"graphs: {impl}", "one process")
+@pytest.mark.shows(lambda impl: f"graphs: {impl}", of=lambda: (1, CONFIG))
 @pytest.mark.parametrize("impl", ["local", "full_iteration", "transformer_engine"])
 def test_replay_equals_eager_over_a_hundred_packs_and_waits_for_nothing(
     groups: ParallelGroups, impl: str
@@ -71,7 +71,7 @@ def test_replay_equals_eager_over_a_hundred_packs_and_waits_for_nothing(
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.shows("no host sync", "one process")
+@pytest.mark.shows("no host sync", of=lambda: (1, CONFIG))
 def test_steady_eager_steps_wait_for_nothing(groups: ParallelGroups) -> None:
     job = build_job(CONFIG, groups, VOCAB)
     found = waiting(job.step, steps_of(groups, 1, overflow=False)[:10])
@@ -79,7 +79,7 @@ def test_steady_eager_steps_wait_for_nothing(groups: ParallelGroups) -> None:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.shows("isolation", "one process")
+@pytest.mark.shows("isolation", of=lambda: (1, CONFIG))
 def test_shifts_keep_documents_apart() -> None:
     results = check_isolation(CONFIG.model, DEVICE, torch.bfloat16, Backends())
     assert [str(one) for one in results if not one.passed] == []

@@ -31,7 +31,7 @@ def job():
     return TrainStep(model, buffers, Optimizer(buffers, spikes=spikes), groups)
 
 
-@pytest.mark.shows("no host sync", "one process")
+@pytest.mark.shows("no host sync", of=lambda: (1, MODEL))
 def test_ten_steady_steps_wait_for_nothing(job):
     found = waiting(job, host_batches(10))
     assert len(found["values"]) == 18 and found["finite"]

@@ -29,7 +29,7 @@ from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
 from megatron_packed.training.build_job import Job, build_job
 from support.gpu_graph_steps import PACKS, config_of, steps_of
-from support.gpu_layouts import VOCAB
+from support.gpu_layouts import MODEL, VOCAB, with_depths
 from support.gpu_memory_modes import (
     HIDDEN,
     LARGE,
@@ -136,7 +136,7 @@ def run(job: Job, steps: list[list[MicroBatch]]) -> list[Tensor]:
     return found
 
 
-@pytest.mark.shows("offload", "one process")
+@pytest.mark.shows("offload", of=lambda: (1, MODEL))
 @pytest.mark.parametrize("mode", MODES)
 def test_steps_are_those_without(mode: str, groups: ParallelGroups) -> None:
     """The number of buffers grows and packs change, but results equal those without offload."""
@@ -147,12 +147,21 @@ def test_steps_are_those_without(mode: str, groups: ParallelGroups) -> None:
     assert offload.figures.moved_mib > 0 and offload.buffer_count.now == MODES[mode].offload_buffers
 
 
+@pytest.mark.shows("offload", of=lambda: (1, with_depths(MODEL)))
+@pytest.mark.parametrize("mode", ["2 buffers", "all parts"])
+def test_depths_that_share_their_layers(mode: str, groups: ParallelGroups) -> None:
+    job = build_job(config_with(MODES[mode], depths=True), groups, VOCAB)
+    expected = without(0.0, transformer_engine=False, depths=True)
+    compared(job, run(job, packs(groups)), expected)
+    assert job.model.offload is not None and job.model.offload.off_reason is None
+
+
 def test_dropped_numbers_are_drawn_again(groups: ParallelGroups) -> None:
     job = build_job(config_with(MODES["2 buffers"], dropout=0.1), groups, VOCAB)
     compared(job, run(job, packs(groups)), without(0.1, transformer_engine=False))
 
 
-@pytest.mark.shows("no host sync", "offload")
+@pytest.mark.shows("no host sync", "offload", of=lambda: (1, MODEL))
 @pytest.mark.parametrize("mode", ["1 buffer", "4 buffers", "all parts"])
 def test_eager_steps_wait_for_nothing(mode: str, groups: ParallelGroups) -> None:
     job = build_job(config_with(MODES[mode], deterministic=False), groups, VOCAB)
@@ -162,7 +171,7 @@ def test_eager_steps_wait_for_nothing(mode: str, groups: ParallelGroups) -> None
     assert found["to_host"] > 6 * PACKS, found
 
 
-@pytest.mark.shows(lambda impl: f"graphs: {impl}", "offload")
+@pytest.mark.shows(lambda impl: f"graphs: {impl}", "offload", of=lambda: (1, MODEL))
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("mode", ["1 buffer", "2 buffers", "two layers", "all parts", "groups"])
 def test_replayed_steps_are_those_without_and_wait_for_nothing(
@@ -178,7 +187,7 @@ def test_replayed_steps_are_those_without_and_wait_for_nothing(
 
 
 @needs_transformer_engine
-@pytest.mark.shows("offload", "TE layers")
+@pytest.mark.shows("offload", "TE layers", of=lambda: (1, MODEL))
 @pytest.mark.parametrize("mode", ["1 buffer", "groups", "all parts", "beside recomputation"])
 def test_steps_of_transformer_engines_layers_are_those_without(
     mode: str, groups: ParallelGroups

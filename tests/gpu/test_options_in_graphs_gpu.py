@@ -93,7 +93,7 @@ IMPLS = [
 ]
 
 
-@pytest.mark.shows(lambda impl: f"graphs: {impl}", "one process")
+@pytest.mark.shows(lambda impl: f"graphs: {impl}", of=lambda: (1, MODEL))
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_replayed_steps_are_the_eager_ones(option: str, impl: str, groups: ParallelGroups) -> None:

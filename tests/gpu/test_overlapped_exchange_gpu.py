@@ -58,6 +58,7 @@ LAYERS = dataclasses.replace(
     moe_router_enable_expert_bias=False,
 )
 """Layers whose heads travel in 4 parts over one rank, and in 2 parts over two ranks."""
+HEADS = {"cp_size": 2, "cp_comm_type": "a2a"}
 
 
 def parts_of(job: Job) -> list[int]:
@@ -133,14 +134,14 @@ def of_this_process(
     return ContextParallel(group=dist.group.WORLD, overlap_parts=parts)
 
 
-@pytest.mark.shows(lambda impl: f"graphs: {impl}", "one process")
+@pytest.mark.shows(lambda impl: f"graphs: {impl}", of=lambda: (1, LAYERS))
 @pytest.mark.parametrize("impl", ["local", "full_iteration"])
 def test_replays_in_parts_are_the_eager_steps_on_one_gpu(impl: str, alone: ParallelGroups) -> None:
     check(compare(alone, impl), [4, 4, 0])
 
 
 @pytest.mark.multi_gpu
-@pytest.mark.shows(lambda impl: f"graphs: {impl}", "CP a2a")
+@pytest.mark.shows(lambda impl: f"graphs: {impl}", of=lambda: (2, HEADS, LAYERS))
 @pytest.mark.parametrize("impl", ["local", "full_iteration"])
 def test_replays_in_parts_are_the_eager_steps(impl: str, nccl_pools: WorkerPools) -> None:
     for found in nccl_pools.run(compare, 2, impl, layout={"cp_size": 2}, timeout=400):
@@ -148,6 +149,9 @@ def test_replays_in_parts_are_the_eager_steps(impl: str, nccl_pools: WorkerPools
 
 
 @pytest.mark.multi_gpu
+@pytest.mark.shows(
+    lambda impl: f"graphs: {impl}", "copied all-to-alls", of=lambda: (2, HEADS, LAYERS)
+)
 @pytest.mark.parametrize("impl", ["local", "full_iteration"])
 def test_heads_that_travel_through_symmetric_memory_change_no_bit(
     impl: str, nccl_pools: WorkerPools

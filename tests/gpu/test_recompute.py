@@ -26,7 +26,7 @@ from support.gpu_graph_steps import (
     state_of,
     steps_of,
 )
-from support.gpu_layouts import LAYOUTS, VOCAB
+from support.gpu_layouts import LAYOUTS, MODEL, VOCAB, with_depths
 from support.gpu_memory_modes import (
     DEVICE,
     HIDDEN,
@@ -76,7 +76,7 @@ def groups() -> Iterator[ParallelGroups]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.shows("recompute", "one process")
+@pytest.mark.shows("recompute", of=lambda: (1, MODEL))
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("mode", MODES)
 def test_steps_are_those_without(mode: str, dropout: float, groups: ParallelGroups) -> None:
@@ -87,7 +87,15 @@ def test_steps_are_those_without(mode: str, dropout: float, groups: ParallelGrou
     )
 
 
-@pytest.mark.shows("recompute", "TE layers")
+@pytest.mark.shows("recompute", of=lambda: (1, with_depths(MODEL)))
+@pytest.mark.parametrize("mode", ["layers", "parts"])
+def test_depths_that_share_their_layers(mode: str, groups: ParallelGroups) -> None:
+    job = build_job(config_with(MODES[mode], depths=True), groups, VOCAB)
+    expected = without(0.0, transformer_engine=False, depths=True)
+    compared(job, run(job, packs(groups)), expected)
+
+
+@pytest.mark.shows("recompute", "TE layers", of=lambda: (1, MODEL))
 @needs_transformer_engine
 @pytest.mark.parametrize("mode", ["groups", "parts", "small parts"])
 def test_with_transformer_engines_layers(mode: str, groups: ParallelGroups) -> None:
@@ -95,7 +103,7 @@ def test_with_transformer_engines_layers(mode: str, groups: ParallelGroups) -> N
     compared(job, run(job, packs(groups)), without(0.0, transformer_engine=True))
 
 
-@pytest.mark.shows(lambda impl: f"graphs: {impl}", "recompute")
+@pytest.mark.shows(lambda impl: f"graphs: {impl}", "recompute", of=lambda: (1, MODEL))
 @pytest.mark.parametrize(
     ("impl", "mode"),
     [("local", mode) for mode in MODES if mode != "groups"]
@@ -112,7 +120,7 @@ def test_replayed_steps_are_those_without_and_wait_for_nothing(
     replayed(dataclasses.replace(config_with(MODES[mode]), cuda_graph=graphs), groups)
 
 
-@pytest.mark.shows("graphs: transformer_engine", "recompute", "TE layers")
+@pytest.mark.shows("graphs: transformer_engine", "recompute", "TE layers", of=lambda: (1, MODEL))
 @needs_transformer_engine
 @pytest.mark.parametrize("mode", ["parts", "small parts"])
 def test_replays_of_transformer_engines_layers(mode: str, groups: ParallelGroups) -> None:
@@ -121,7 +129,7 @@ def test_replays_of_transformer_engines_layers(mode: str, groups: ParallelGroups
     replayed(dataclasses.replace(config, cuda_graph=graphs), groups, transformer_engine=True)
 
 
-@pytest.mark.shows("no host sync", "recompute")
+@pytest.mark.shows("no host sync", "recompute", of=lambda: (1, MODEL))
 @pytest.mark.parametrize("mode", ["layers", "groups", "parts", "small parts"])
 def test_eager_steps_wait_for_nothing_random_states_included(
     mode: str, groups: ParallelGroups

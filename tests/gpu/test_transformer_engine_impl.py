@@ -62,6 +62,13 @@ CASES: dict[str, dict[str, Any]] = {
         "moe_ffn_hidden_size": 256,
         "moe_shared_expert_intermediate_size": 256,
     },
+    "latent experts, multi-token prediction": {
+        "hybrid_layer_pattern": "M*-E/*E",
+        "num_experts": 4,
+        "moe_router_topk": 4,
+        "moe_ffn_hidden_size": 256,
+        "moe_latent_size": 128,
+    },
 }
 """Model options by case. With experts, every token uses all experts, so rounding cannot change the
 routing.
@@ -175,14 +182,21 @@ def judge(found: dict[str, Any]) -> None:
     assert bad == {}, "(TransformerEngine, local) from float32"
 
 
-@pytest.mark.shows("TE layers", "one process")
+@pytest.mark.shows("TE layers", of=lambda name: (1, config_of(**CASES[name])))
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_one_gpu(name: str) -> None:
     judge(compare(None, False, CASES[name]))
 
 
-@pytest.mark.shows("TE layers", lambda sequence_parallel: "TP + SP" if sequence_parallel else "TP")
+@pytest.mark.shows(
+    "TE layers",
+    of=lambda name, sequence_parallel: (
+        2,
+        {"tp_size": 2, "sequence_parallel": sequence_parallel},
+        config_of(**CASES[name]),
+    ),
+)
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("name", CASES)
@@ -340,7 +354,7 @@ def test_replayed_steps_of_two_tensor_parallel_gpus() -> None:
         assert found == REPLAYED
 
 
-@pytest.mark.shows("isolation", "TE layers")
+@pytest.mark.shows("isolation", "TE layers", of=lambda changes: (1, config_of(**changes)))
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "changes", [CASES["rms norm, squared relu"], CASES["layer norm, biases, gelu"]]

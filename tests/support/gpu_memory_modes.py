@@ -32,7 +32,7 @@ from support.gpu_graph_steps import (
     state_of,
     steps_of,
 )
-from support.gpu_layouts import MODEL, VOCAB
+from support.gpu_layouts import MODEL, VOCAB, with_depths
 from support.host_waits import waiting
 
 DEVICE = torch.device("cuda", 0)
@@ -42,9 +42,15 @@ NONE = MemoryConfig()
 
 
 def config_with(
-    memory: MemoryConfig, *, dropout: float = 0.0, transformer_engine: bool = False, **options: Any
+    memory: MemoryConfig,
+    *,
+    dropout: float = 0.0,
+    transformer_engine: bool = False,
+    depths: bool = False,
+    **options: Any,
 ) -> RunConfig:
-    config = config_of(dataclasses.replace(MODEL, hidden_dropout=dropout), **options)
+    model = with_depths(MODEL) if depths else MODEL
+    config = config_of(dataclasses.replace(model, hidden_dropout=dropout), **options)
     layers = "transformer_engine" if transformer_engine else "local"
     training = dataclasses.replace(config.training, transformer_impl=layers)
     return dataclasses.replace(config, memory=memory, training=training)
@@ -71,12 +77,13 @@ def compared(
 
 @cache
 def without(
-    dropout: float, transformer_engine: bool
+    dropout: float, transformer_engine: bool, depths: bool = False
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     groups = ParallelGroups.single(DEVICE)
-    job = build_job(
-        config_with(NONE, dropout=dropout, transformer_engine=transformer_engine), groups, VOCAB
+    config = config_with(
+        NONE, dropout=dropout, transformer_engine=transformer_engine, depths=depths
     )
+    job = build_job(config, groups, VOCAB)
     return run(job, packs(groups)), state_of(job)
 
 

@@ -44,6 +44,7 @@ AXES: dict[str, dict[str, Any]] = {
     **{f"CP {how}": {CP: 2, "cp_comm_type": how} for how in ("a2a", "all_gather", "p2p")},
     "CP state": {CP: 2, "mamba_cp_comm_type": "state"},
     **{f"EP {how}": {EP: 2, "moe_token_dispatcher_type": how} for how in ("allgather", "alltoall")},
+    "copied all-to-alls": {"all_to_all_backend": "symmetric_memory"},
 }
 """Rows for parallelism, each with its options."""
 GRAPHS = {
@@ -55,7 +56,17 @@ MODES: dict[str, dict[str, Any]] = {
     "offload": {**LAYERS, "offload_layer_inputs": True},
     "TE layers": {"transformer_impl": "transformer_engine"},
 }
-ROWS = {**AXES, **MODES}
+LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Mamba": ("M", {}),
+    "attention": ("*", {}),
+    "MLP": ("-", {}),
+    "experts": ("E", {}),
+    "latent experts": ("E", {"moe_latent_size": 32}),
+    "gated delta net": ("G", {"hybrid_layer_pattern": "M*-EG"}),
+    "MTP": ("/", {"hybrid_layer_pattern": "M*-E/*"}),
+}
+"""Rows for parts of models, each with its symbol in the pattern and the options of a model with it."""
+ROWS = {**AXES, **MODES, **{row: options for row, (_, options) in LAYERS.items()}}
 COLUMNS: dict[str, dict[str, Any]] = {
     "eager": {},
     **GRAPHS,
@@ -121,6 +132,17 @@ def axes_of(processes: int, *configurations: Any) -> list[str]:
     return rows + ["DP"] * replicated + ["one process"] * (processes == 1)
 
 
+def layers_of(*configurations: Any) -> list[str]:
+    """Return the rows for the parts of a model. The arguments are those of `axes_of`."""
+    options = dict(option for one in configurations for option in _options(one))
+    pattern = options.get("hybrid_layer_pattern") or ""
+    return [
+        row
+        for row, (symbol, wanted) in LAYERS.items()
+        if symbol in pattern and all(options.get(name) for name in wanted)
+    ]
+
+
 def _options(of: Any) -> Iterator[tuple[str, Any]]:
     for name, value in (of if isinstance(of, Mapping) else vars(of)).items():
         yield from _options(value) if is_dataclass(value) else [(name, value)]
@@ -140,7 +162,9 @@ def claims_of(item: pytest.Item) -> dict[str, list[str]]:
     claims: dict[str, set[str]] = {}
     for marker in item.iter_markers("shows"):
         column, *rows = (asked(word) if callable(word) else word for word in marker.args)
-        rows += axes_of(*asked(marker.kwargs["of"])) if "of" in marker.kwargs else []
+        if "of" in marker.kwargs:
+            processes, *configurations = asked(marker.kwargs["of"])
+            rows += axes_of(processes, *configurations) + layers_of(*configurations)
         if not rows or not {*rows} <= {*(ROWS if column in COLUMNS else OTHERS.get(column, ()))}:
             raise pytest.UsageError(
                 f"{item.nodeid} shows {rows} of {column}, which the matrix does not have"

@@ -85,7 +85,7 @@ def test_a_benchmark_with_other_losses_or_eager_packs_shows_nothing(script, chan
         "graphs": {"local": {"fallbacks": 0}},
     }
     result = {"processes": 2, "layouts": {"tp2 sp": good | changes}}
-    found = list(script["benchmarked"]("H200 benchmark", result))
+    found = list(script["benchmarked"]("H200 benchmark", result, {}))
     assert [list(seen.shows) for seen in found] == ([columns] if columns else [])
 
 
@@ -169,3 +169,26 @@ def test_axes_are_those_of_what_is_trained():
     assert shown.axes_of(1, {}) == ["one process"] and shown.axes_of(2, {"cp_size": 2}) == []
     assert shown.axes_of(4, {"tp_size": 2}, {"sequence_parallel": True}) == ["TP + SP", "DP"]
     assert shown.axes_of(2, {"cp_size": 2, "cp_comm_type": "p2p", "ep_size": 1}) == ["CP p2p"]
+
+
+def test_layers_are_those_of_what_is_trained():
+    latent = {"hybrid_layer_pattern": "M*E/*", "moe_latent_size": 8}
+    assert shown.layers_of({"tp_size": 2}) == []
+    assert shown.layers_of({"hybrid_layer_pattern": "G-"}) == ["MLP", "gated delta net"]
+    named = ["Mamba", "attention", "experts", "latent experts", "MTP"]
+    assert shown.layers_of({"tp_size": 2}, latent) == named
+    # The latent size of a model without experts has no effect.
+    assert shown.layers_of({"hybrid_layer_pattern": "M", "moe_latent_size": 8}) == ["Mamba"]
+
+
+def test_the_first_column_with_a_passed_test_is_shown(script, monkeypatch):
+    """A cell of several columns takes the first column whose test passed."""
+    seen = [
+        script["Seen"](outcome, "CPU", f"{column}.py", {column: ["MTP", "TP"]})
+        for column, outcome in (("graphs: local", "passed"), ("eager", "not run"))
+    ]
+    cell = script["Cells"]()
+    monkeypatch.setattr(cell, "_seen", seen)
+    assert cell(["eager", "graphs: local"], "MTP", "TP") == "[CPU stand-in 1](#tests)"
+    seen.append(script["Seen"]("passed", "CPU", "eager.py", {"eager": ["MTP", "TP"]}))
+    assert cell(["eager", "graphs: local"], "MTP", "TP") == "[CPU 2](#tests)"

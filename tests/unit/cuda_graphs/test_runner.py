@@ -43,7 +43,7 @@ def eager_steps():
     return [job.step(pack(lengths, seed=i)) for i, lengths in enumerate(random_packs(12))]
 
 
-@pytest.mark.shows("graphs: local", "one process")
+@pytest.mark.shows("graphs: local", of=lambda: (1, {"hybrid_layer_pattern": "M*-EG*"}))
 def test_replay_equals_eager_over_fifty_packings_in_random_order_with_dirty_memory(jobs):
     eager, graphed = jobs
     for number, lengths in enumerate(random_packs(50)):

@@ -25,7 +25,7 @@ def by_transformer_engine(*modules, made=None, kind=Chain, **options):
     return kind(*modules, made_by=made or stand_in()[0], **options).capture()
 
 
-@pytest.mark.shows("graphs: transformer_engine", "one process")
+@pytest.mark.shows("graphs: transformer_engine", of=lambda: (1, {"hybrid_layer_pattern": "M*-EG*"}))
 def test_replay_equals_eager_and_gradients_reach_main_grad_once():
     """Losses and gradients equal eager, with dirty graph memory; ``grad`` stays None.
 

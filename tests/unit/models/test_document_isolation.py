@@ -57,7 +57,10 @@ def visible_changes(model, batch, at) -> dict[str, float]:
     }
 
 
-@pytest.mark.shows("isolation", "one process")
+@pytest.mark.shows(
+    "isolation",
+    of=lambda pattern, variant: (1, {"hybrid_layer_pattern": pattern, **cases.VARIANTS[variant]}),
+)
 @pytest.mark.parametrize(("pattern", "variant"), cases.PATTERNS_AND_VARIANTS)
 def test_other_documents_do_not_change_by_a_bit(pattern, variant):
     model = cases.tiny_model(pattern, **cases.VARIANTS[variant])

@@ -53,7 +53,9 @@ def run(model, batch):
     return losses, cases.gradients(model)
 
 
-@pytest.mark.shows("eager", "one process")
+@pytest.mark.shows(
+    "eager", of=lambda case: (1, {"hybrid_layer_pattern": CASES[case][0], **CASES[case][1]})
+)
 @pytest.mark.parametrize("masks", ["random", "last"])
 @pytest.mark.parametrize("case", CASES)
 def test_losses_and_gradients_equal_a_loop_over_documents(case, masks):
@@ -108,7 +110,7 @@ def test_experts_of_a_depth_see_only_slots_that_reach_their_token():
 
 
 @pytest.mark.parametrize("pattern", ["M*-/*-/*-", "MG/M/M"])
-@pytest.mark.shows("isolation", "one process")
+@pytest.mark.shows("isolation", of=lambda pattern: (1, {"hybrid_layer_pattern": pattern}))
 def test_another_document_changes_no_bit_of_the_losses_of_a_depth(pattern):
     model = cases.tiny_model(pattern)
     batch = pack_of(documents_of())

@@ -97,7 +97,10 @@ def expected(request):
     return changes, train(None, **changes)
 
 
-@pytest.mark.shows("offload", "one process")
+@pytest.mark.shows(
+    "offload",
+    of=lambda expected: (1, {"hybrid_layer_pattern": PATTERN + "/*E/*E" * ("depths" in expected)}),
+)
 @pytest.mark.parametrize("name", MODES)
 def test_gradients_and_outputs_are_those_of_none(name, expected):
     changes, wanted = expected

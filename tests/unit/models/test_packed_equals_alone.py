@@ -39,7 +39,10 @@ def test_packed_equals_alone(pattern, pack):
     check(pattern, "plain", *PACKS[pack])
 
 
-@pytest.mark.shows("eager", "one process")
+@pytest.mark.shows(
+    "eager",
+    of=lambda pattern, variant: (1, {"hybrid_layer_pattern": pattern, **cases.VARIANTS[variant]}),
+)
 @pytest.mark.parametrize(("pattern", "variant"), cases.PATTERNS_AND_VARIANTS)
 def test_packed_equals_the_plain_oracle(pattern, variant):
     model, documents, packed = check(pattern, variant, *PACKS["capacity for more documents"])

@@ -80,7 +80,10 @@ def drawing(core):
     return function
 
 
-@pytest.mark.shows("recompute", "one process")
+@pytest.mark.shows(
+    "recompute",
+    of=lambda expected: (1, {"hybrid_layer_pattern": PATTERN + "/*E/*E" * ("depths" in expected)}),
+)
 @pytest.mark.parametrize("memory", MODES, ids=mode_id)
 def test_gradients_and_outputs_are_those_of_none(memory, expected):
     changes, wanted = expected

@@ -97,7 +97,7 @@ def test_a_capture_changes_nothing_of_the_job():
     assert state_hash(job.job) != before
 
 
-@pytest.mark.shows("graphs: full_iteration", "one process")
+@pytest.mark.shows("graphs: full_iteration", of=lambda: (1, config_of()))
 def test_steps_are_those_without_graphs_and_k_micro_batches_are_k_and_one_replays():
     """A step of k micro-batches takes k + 1 replays; packs that fit no graph run eagerly
     between.

@@ -35,7 +35,11 @@ def mode_of(memory):
     return "offload" if memory.offloads else "recompute"
 
 
-@pytest.mark.shows(lambda impl: "eager" if impl == "none" else f"graphs: {impl}", mode_of)
+@pytest.mark.shows(
+    lambda impl: "eager" if impl == "none" else f"graphs: {impl}",
+    mode_of,
+    of=lambda: (1, config_of()),
+)
 @pytest.mark.parametrize(
     ("impl", "memory"),
     [
