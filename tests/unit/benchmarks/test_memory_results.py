@@ -65,3 +65,12 @@ def test_table_of_the_docs(rows):
         for name, estimated, measured in rows
     ]
     assert [row for row in wanted if row not in page] == []
+
+
+def test_readme_has_the_largest_differences(rows):
+    errors = [100 * (estimated / measured - 1) for _, estimated, measured in rows]
+    sentence = (
+        f"[{min(errors):+.1f} % to {max(errors):+.1f} %](docs/measurements/memory_peaks.md) "
+        f"from {len(rows)} measured peaks."
+    )
+    assert sentence in (ROOT / "README.md").read_text()
