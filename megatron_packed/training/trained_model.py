@@ -28,8 +28,10 @@ from megatron_packed.training.open_documents import build_tokenizer
 from megatron_packed.training.prompts import encode_prompts, texts
 from megatron_packed.training.transformer_engine_checks import check_implementation
 
-_EVALUATED_DATA = ("valid_data_path", "test_data_path", "split", "split_order")
-"""Data options that generation ignores, in addition to the training data."""
+_EVALUATED_DATA = ("valid_data_path", "test_data_path")
+"""Data options that generation ignores."""
+_DIVISION = ("split", "split_order")
+"""Data options that decide, with the training data, which documents train a tokenizer."""
 _KEPT_OF_TRAINING = ("bf16", "seed", "transformer_impl")
 
 
@@ -174,14 +176,16 @@ def stored_run(
         ConfigError: a stored option is unknown to this version.
     """
     data = dict(stored.get("data", {}))
+    ignored = list(_EVALUATED_DATA)
     # The training data may no longer exist. Only a tokenizer that is trained on this data needs the
-    # data.
-    if data.get("tokenizer_type") != TRAINED_BPE:
-        for key in TRAINING_DATA:
-            data.pop(key.removeprefix("data."), None)
-        data["data_path"] = ["(none)"]
-    for name in _EVALUATED_DATA:
+    # data, and the division by which some of it was held out: the cache finds it by both.
+    trains_tokenizer = data.get("tokenizer_type") == TRAINED_BPE
+    if not trains_tokenizer:
+        ignored += [*_DIVISION, *(key.removeprefix("data.") for key in TRAINING_DATA)]
+    for name in ignored:
         data.pop(name, None)
+    if not trains_tokenizer:
+        data["data_path"] = ["(none)"]
     packing = stored.get("packing", {})
     longest = packing.get("max_document_length") or packing.get("seq_length") or 2048
     training = {

@@ -180,6 +180,20 @@ def test_transformers_gives_the_same_answer_and_stops(data, tmp_path, capsys):
         assert (tmp_path / "other" / name).read_bytes() == (hf / name).read_bytes()
 
 
+def test_a_tokenizer_of_the_training_share_is_found_and_exported(data, tmp_path):
+    """With ``--split`` the vocabulary was learned from a share of the data, which finds it again."""
+    more = ["--tokenizer-type", "TrainedBPETokenizer", "--tokenizer-vocab-size", "290"]
+    cache = tmp_path / "cache"
+    more += ["--split", "8,2", "--data-cache-path", str(cache), "--train-iters", "1"]
+    folder = trained(tmp_path / "run", data, f"M*- {MAMBA}", *more)
+    export_trained(folder, tmp_path / "hf")
+    [learned] = cache.glob("tokenizer-*/tokenizer.json")
+    ours, theirs = HuggingFaceTokenizer(learned), HuggingFaceTokenizer(tmp_path / "hf")
+    for text in (*AWKWARD, "What is 23?"):
+        assert np.array_equal(ours.encode(text), theirs.encode(text))
+    assert TrainedModel.load(folder, device="cpu").tokenizer.vocab_size == ours.vocab_size
+
+
 def test_a_model_without_a_family_is_refused_with_each_option():
     """Options that no family has are listed by family, the nearest family first."""
     model = ModelConfig(
