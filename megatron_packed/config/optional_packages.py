@@ -119,7 +119,7 @@ PACKAGES = (
         use="gated delta nets with --gated-delta-rule-backend fla",
         kernels=("gated_delta_rule.fla",),
     ),
-    Package(name="einops", module="einops", use="imported by mamba-ssm and flash-attn"),
+    Package(name="einops", module="einops", use="imports of mamba-ssm and flash-attn"),
     Package(
         name="apex",
         module="apex",

@@ -218,13 +218,13 @@ def _reasons(package: Package, answers: Answers) -> list[str]:
 
 
 def _instead(package: Package, answers: Answers) -> str:
-    """Return the backends that ops choose instead of the package's backend."""
+    """Return the backends that ops choose instead of the package's backends, each op once."""
     chosen = {op: found["chosen"] for op, found in _ops(answers).items()}
     pairs = (name.partition(".")[::2] for name in package.kernels)
     others = [
         f"{op}: {chosen[op]}" for op, backend in pairs if op in chosen and chosen[op] != backend
     ]
-    return ", ".join(others)
+    return ", ".join(dict.fromkeys(others))
 
 
 def _gains(package: Package, answers: Answers) -> bool:

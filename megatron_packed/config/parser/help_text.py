@@ -138,13 +138,15 @@ def _usage(text: str, columns: int) -> str:
 
 
 def _section(title: str, fields: tuple[Field, ...], columns: int) -> Iterator[str]:
-    group = ""
-    if not fields[0].option.group:
-        yield title
-    for described in fields:
+    # Options without a group come first, under the title of the section alone. Parts of a section
+    # that are declared elsewhere may have put options with a group before them.
+    ordered = sorted(fields, key=lambda described: described.option.group != "")
+    group = None
+    for described in ordered:
         if described.option.group != group:
             group = described.option.group
-            yield f"{title}: {group}" if described is fields[0] else f"\n{title}: {group}"
+            heading = f"{title}: {group}" if group else title
+            yield heading if described is ordered[0] else f"\n{heading}"
         yield _option(described, columns)
 
 
@@ -209,6 +211,8 @@ def default_text(described: Field) -> str:
         return "on" if given else "off"
     if default is None or default == ():
         return described.option.empty_word or "not set"
+    if isinstance(default, tuple):
+        return " ".join(map(str, default))
     return f"{default:g}" if isinstance(default, float) else str(default)
 
 

@@ -134,6 +134,15 @@ def test_the_first_line_is_the_verdict(gpu, changes, first, monkeypatch, capsys)
     assert capsys.readouterr().out.splitlines()[0].startswith(first)
 
 
+def test_a_package_with_two_kernels_of_an_op_names_the_replacement_once(examined):
+    experts = {"chosen": "reference", "reasons": {"quack": ["missing"], "reference": []}}
+    made_up = answers(**{"import:quack": {"absent": True}})
+    made_up["kernels"]["ops"]["grouped_mlp"] = experts
+    assert examined(made_up)[1]["quack-kernels"]["instead"].split(", ") == [
+        "grouped_mlp: reference"
+    ]
+
+
 def test_what_is_absent_is_named_with_what_replaces_it(examined):
     made_up = answers(
         **{"import:flash_attn.cute": {"absent": True}, "import:apex": {"absent": True}}

@@ -28,6 +28,17 @@ def test_every_flag_has_its_default_unit_and_choices(columns: int) -> None:
     assert all(flag in entries for flag in META_FLAGS)
 
 
+def test_every_heading_names_its_flags_once() -> None:
+    """A heading is the title of a section, or the title and a group, and has no flags elsewhere."""
+    text = help_text(100, everything=True)
+    headings = re.findall(r"^([A-Z][^.]*)\n  --", text, re.MULTILINE)
+    assert len(headings) == len(set(headings)) > 20
+    assert not [heading for heading in headings if heading.rstrip().endswith(":")]
+    [sizes] = re.findall(r"^Parallelism\n(.*?)\n\n", text, re.MULTILINE | re.DOTALL)
+    assert "--tensor-model-parallel-size N" in sizes and "--tp-comm-overlap " not in sizes
+    assert "Ranks to profile. [0]" in text
+
+
 def test_help_is_the_flags_of_a_first_run(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
