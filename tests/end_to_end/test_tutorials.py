@@ -39,7 +39,12 @@ SAID = {
         "--packing-method balanced --cuda-graph-impl local --cuda-graph-max-packed-seqs 16"
     ],
     "multi_node": ["step 3/3", "turn 0 of job", "2 process(es) on cpu", "runs/cluster/log.html"],
-    "fallback": ["32: 100.0%", "44.8% full", "CUDA graphs need a GPU", "CUDA graph fallback"],
+    "fallback": [
+        "capacity 8 covers all but 11 of 12 packs",
+        "44.8% full",
+        "CUDA graphs need a GPU",
+        "CUDA graph fallback",
+    ],
 }
 """Console output that a tutorial promises and that only its commands can print."""
 SBATCH = """#!/usr/bin/env bash

@@ -162,6 +162,19 @@ def test_commands_of_a_page_can_be_typed(
             check_command(words)
 
 
+@pytest.mark.parametrize("page", ["sft", "pretrain"])
+def test_plans_in_the_text_of_a_tutorial_fit_its_flags(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of processes and the batch of a command outside of blocks go together."""
+    monkeypatch.chdir(tmp_path)
+    tutorial = DOCS / "tutorials" / f"{page}.md"
+    for block in sh_blocks(tutorial):
+        write_heredocs(block)
+    [command] = re.findall(r"`megatron-packed (plan [^`]+)`", tutorial.read_text())
+    assert main(command.split()) == 0
+
+
 @pytest.mark.parametrize(
     "line",
     [
