@@ -1,5 +1,6 @@
 """Estimated memory against peaks that the benchmarks measured on an H200. Nothing runs on a GPU."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,20 @@ def test_every_result_with_a_peak_is_looked_at(rows):
     assert len(rows) == 87
 
 
+def test_pages_quote_the_differences_of_the_measurements():
+    """README and guide have the numbers of the generated list of measurements."""
+    listed = (ROOT / "docs/measurements/README.md").read_text()
+    [(count, low, high)] = re.findall(r"from (\d+) measured peaks by (\S+) % to (\S+) %", listed)
+    assert (
+        f"[{low} % to {high} %](docs/measurements/memory_peaks.md) from {count} measured"
+        in (ROOT / "README.md").read_text()
+    )
+    assert (
+        f"from {count} peaks measured on H200 by {low} to {high} %"
+        in (ROOT / "docs/memory.md").read_text()
+    )
+
+
 PLANNED = results("plan_peaks") if (ROOT / "benchmarks/results/plan_peaks.json").exists() else {}
 
 
@@ -67,10 +82,14 @@ def test_table_of_the_docs(rows):
     assert [row for row in wanted if row not in page] == []
 
 
-def test_readme_has_the_largest_differences(rows):
+def test_readme_and_guide_have_the_largest_differences(rows):
     errors = [100 * (estimated / measured - 1) for _, estimated, measured in rows]
     sentence = (
         f"[{min(errors):+.1f} % to {max(errors):+.1f} %](docs/measurements/memory_peaks.md) "
         f"from {len(rows)} measured peaks."
     )
     assert sentence in (ROOT / "README.md").read_text()
+    range_of_guide = (
+        f"from {len(rows)} peaks measured on H200 by {min(errors):+.1f} to {max(errors):+.1f} %"
+    )
+    assert range_of_guide in (ROOT / "docs/memory.md").read_text()
