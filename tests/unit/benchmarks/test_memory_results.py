@@ -1,6 +1,5 @@
 """Estimated memory against peaks that the benchmarks measured on an H200. Nothing runs on a GPU."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -46,20 +45,6 @@ def test_every_result_with_a_peak_is_looked_at(rows):
     }
     assert files <= {*memory_peaks.RESULTS}
     assert len(rows) == 87
-
-
-def test_pages_quote_the_differences_of_the_measurements():
-    """README and guide have the numbers of the generated list of measurements."""
-    listed = (ROOT / "docs/measurements/README.md").read_text()
-    [(count, low, high)] = re.findall(r"from (\d+) measured peaks by (\S+) % to (\S+) %", listed)
-    assert (
-        f"[{low} % to {high} %](docs/measurements/memory_peaks.md) from {count} measured"
-        in (ROOT / "README.md").read_text()
-    )
-    assert (
-        f"from {count} peaks measured on H200 by {low} to {high} %"
-        in (ROOT / "docs/memory.md").read_text()
-    )
 
 
 PLANNED = results("plan_peaks") if (ROOT / "benchmarks/results/plan_peaks.json").exists() else {}
