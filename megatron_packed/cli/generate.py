@@ -2,8 +2,9 @@
 
 Takes the flags of the run, also from --config and @files; --load gives the checkpoints. Flags of
 the optimizer and the training loop may be left out. The data may also be left out or be in another
-place, except for a TrainedBPETokenizer, which is trained on the data. With --sft a prompt is a
-user's message, formatted with the chat template. Without --sft it is the beginning of a text.
+place, except for a TrainedBPETokenizer, which is trained on the data. --use-checkpoint-args takes
+model, length and tokenizer from the checkpoint. With --sft a prompt is a user's message, formatted
+with the chat template. Without --sft it is the beginning of a text.
 
 The next token is the most likely one. With --temperature it is drawn at random; the run's flag
 --seed is the seed. In a terminal the answer to one prompt is shown token by token. Several answers
@@ -14,15 +15,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from megatron_packed.cli.errors import EXIT_CHECKPOINT, EXIT_DATA, UsageError
 from megatron_packed.cli.plan import NO_DATA, without_data
 from megatron_packed.config.environment_variables import apply_environment
+from megatron_packed.config.errors import ConfigError, Problem
 from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.data_parts.tokenizer import TRAINED_BPE
+from megatron_packed.training.stored_options import stored_options
 
 if TYPE_CHECKING:
     from megatron_packed.cli.answers import Answers
@@ -75,7 +78,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
-    config = parse_or_exit(without_data(run_flags, uses=("model",)), launched=False, here=False)
+    config = parse_or_exit(
+        without_data(run_flags, uses=("model",)),
+        launched=False,
+        here=False,
+        read_stored=_stored,
+    )
     if config.checkpoint.load is None:
         raise UsageError("--load is required: the directory of the run's checkpoints.")
     if config.data.tokenizer_type == TRAINED_BPE and config.data.train_paths == NO_DATA[1:]:
@@ -107,6 +115,20 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     except CheckpointError as error:
         raise UsageError(f"checkpoint error: {error}", EXIT_CHECKPOINT) from None
     return 0
+
+
+def _stored(given: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """Return the configuration in the checkpoint that is loaded.
+
+    Raises:
+        ConfigError: the directory has no checkpoint, or its checkpoint cannot be read.
+    """
+    found = stored_options(given)
+    if found is None:
+        folder = str(given.get("checkpoint.load", ""))
+        cure = "give the directory of a run's checkpoints"
+        raise ConfigError([Problem("--load", folder, "has no checkpoint", cure)])
+    return found
 
 
 def _sampling(arguments: argparse.Namespace, seed: int) -> Sampling:

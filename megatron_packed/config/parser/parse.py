@@ -217,7 +217,8 @@ def _resolve(
     here: bool = True,
     read_stored: ReadStored | None = None,
 ) -> Parsed:
-    taken_options = take_stored(given, read_stored) if here else ""  # else it cannot be read
+    # Programs that never read the checkpoint of another machine ignore its options.
+    taken_options = take_stored(given, read_stored) if here or read_stored is not None else ""
     problems = list(given.problems)
     unsound = set(given.unsound)
     sections = {name: unchecked(kind, _values_of(name, given)) for name, kind in SECTIONS.items()}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_packed.cli.main import main
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.parser.parse import Parsed, parse_with_sources
 from megatron_packed.config.run import RunConfig
@@ -98,6 +99,21 @@ def test_without_a_checkpoint_the_flags_count(run: RunConfig) -> None:
         read_stored=stored_options,
     )
     assert fine_tuned.config.model.hidden_size == 16
+
+
+def test_generate_takes_model_length_and_tokenizer_from_the_checkpoint(
+    run: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--load", "runs", "--device", "cpu", "--prompt", "1 2 3", "--max-new-tokens", "2"]
+    assert main(["generate", *words, *RUN.split(), *MODEL.split()]) == 0
+    expected = capsys.readouterr().out
+    assert main(["generate", "--use-checkpoint-args", *words]) == 0
+    found = capsys.readouterr()
+    assert found.out == expected != ""
+    assert "options of the checkpoint (--use-checkpoint-args): " in found.err
+    with pytest.raises(SystemExit):
+        main(["generate", "--use-checkpoint-args", *words[2:], "--load", "nowhere"])
+    assert "1. --load nowhere\n     rule: has no checkpoint" in capsys.readouterr().err
 
 
 def test_a_damaged_checkpoint_and_other_programs_are_one_problem(run: RunConfig) -> None:
