@@ -3,7 +3,7 @@
 Writes PREFIX_KEY_document.bin and PREFIX_KEY_document.idx for each key, and their checksums to
 PREFIX_KEY_document.crc32c. The output does not depend on the number of workers; a failed run leaves
 no incomplete output. Unusable lines are counted and listed in PREFIX.quarantine.jsonl. Takes the
-tokenizer flags of pretrain_hybrid.py (--tokenizer-type, --tokenizer-model, ...) and
+tokenizer flags of pretrain_hybrid.py (--tokenizer-type, --tokenizer-model, ...), --data-fields and
 --max-bad-fraction.
 """
 
@@ -21,6 +21,7 @@ from megatron_packed.cli.packing import with_unused_flags
 from megatron_packed.config.data_fields import DataFields, pairs_fault, pairs_of
 from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.parser.precedence import gather
+from megatron_packed.config.sections.data_parts.tokenizer import HUGGING_FACE, TRAINED_BPE
 
 NAME = "preprocess"
 HELP = "tokenise JSONL, Parquet and Hugging Face data sets into .bin and .idx"
@@ -32,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         required=True,
         metavar="PATH",
-        help="JSONL files (plain or gzip), Parquet files, directories of such files, quoted "
-        "patterns, or directories written by save_to_disk of Hugging Face's datasets",
+        help="files of JSON lines or JSON arrays (also compressed), Parquet files, directories of such "
+        "files, quoted patterns, or directories written by save_to_disk of Hugging Face's datasets",
     )
     parser.add_argument(
         "--output-prefix", required=True, metavar="PREFIX", help="prefix of the output file names"
@@ -81,6 +82,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     from megatron_packed.data.errors import DataError
     from megatron_packed.data.index.preprocess import PreprocessOptions, preprocess, quarantine_of
     from megatron_packed.data.sources.source_files import expand_paths
+    from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
     from megatron_packed.training.open_documents import build_tokenizer
 
     def say(line: str) -> None:
@@ -103,6 +105,12 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
         raise UsageError(f"data error: {error}", EXIT_DATA) from None
     text = report.lines_of_text(quarantine_of(prefix))
     print("\n".join([*text, *(f"written: {name}.bin, .idx and .crc32c" for name in names)]))
+    if config.data.tokenizer_type == TRAINED_BPE:  # it cannot be trained again on the files written
+        trained = build_tokenizer(config.data, config.model.vocab_size, build_missing=False)
+        assert isinstance(trained, HuggingFaceTokenizer)
+        print(
+            f"Train on these files with --tokenizer-type {HUGGING_FACE} --tokenizer-model {trained.path}"
+        )
     return 0
 
 

@@ -3,6 +3,7 @@
 import base64
 import json
 import os
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -228,6 +229,18 @@ def test_preprocess_makes_what_data_path_takes(data, tmp_path, capsys):
     ):
         assert exit_code([*made, *wrong]) == 2
         assert "preprocess writes text; give --data-fields text=FIELD" in capsys.readouterr().err
+
+
+def test_preprocess_names_the_tokenizer_that_it_trained(data, tmp_path, capsys):
+    """The flags that it prints read the files that it wrote."""
+    prefix = tmp_path / "out" / "d"
+    made = ["preprocess", "--input", data[1], "--output-prefix", prefix, "--append-eod"]
+    trained = ["--tokenizer-type", "TrainedBPETokenizer", "--tokenizer-vocab-size", 270]
+    assert exit_code([*made, "--workers", 1, *trained]) == 0
+    [flags] = re.findall(r"^Train on these files with (.*)$", capsys.readouterr().out, re.MULTILINE)
+    read = ["packing", "--data-path", f"{prefix}_text_document", "--seq-length", 64]
+    assert exit_code([*read, *trained]) == 3
+    assert exit_code([*read, *flags.split()]) == 0
 
 
 @pytest.mark.parametrize("kind", ["NullTokenizer", "TikTokenizer", "SentencePieceTokenizer"])
