@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 NUM_LAYERS = "--num-layers"
+_HYBRID = ("--is-hybrid-model", "--hybrid-attention-ratio", "--hybrid-mlp-ratio")
 MOST_LAYERS = 1000
 
 
@@ -31,12 +32,18 @@ def pattern_of_words(words: Sequence[str]) -> tuple[str, ...]:
     """Return the flag and pattern that replace ``--num-layers N`` of a line without a pattern.
 
     The result is empty if the line has no number of layers, or if ``--moe-layer-freq`` decides
-    which layers have experts.
+    which layers have experts. It is also empty for a hybrid, whose layers are not those of GPT.
     """
-    if NUM_LAYERS not in words or "--moe-layer-freq" in words:
+    if NUM_LAYERS not in words or "--moe-layer-freq" in words or _is_hybrid(words):
         return ()
     at = words.index(NUM_LAYERS) + 1
     layers = number_of_layers(words[at : at + 1])
     if layers is None:
         return ()
     return ("--hybrid-layer-pattern", gpt_pattern(layers, experts="--num-experts" in words))
+
+
+def _is_hybrid(words: Sequence[str]) -> bool:
+    """Return whether a line without a pattern describes a hybrid: by a ratio or by ``--spec``."""
+    spec = words[words.index("--spec") + 1 :][:2] if "--spec" in words else ()
+    return bool({*_HYBRID} & {*words}) or any("mamba" in word or "hybrid" in word for word in spec)

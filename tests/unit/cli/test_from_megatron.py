@@ -1,6 +1,7 @@
 """Command ``from-megatron``: words of a file, outcome of each flag, and a command for a shell."""
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -131,7 +132,7 @@ def test_a_gpt_model_gets_a_pattern_in_place_of_its_number_of_layers(
     case, capsys, more, pattern
 ) -> None:
     text = CASE.replace("--hybrid-layer-pattern: M*-M*-", "--num-layers: 3" + more)
-    text = text.replace("  --mamba-head-dim: 16\n", "")
+    text = re.sub(r"  --(mamba-head-dim|spec): .*\n", "", text)
     assert main(["from-megatron", case(text)]) == 0
     script = capsys.readouterr().out
     assert f"  --hybrid-layer-pattern '{pattern}' \\\n" in script
@@ -146,6 +147,23 @@ def test_a_number_of_layers_is_refused_if_it_gives_no_pattern(case, capsys) -> N
     mixed = "--num-layers: 3\n  --moe-layer-freq: 2"
     assert main(["from-megatron", case(CASE.replace("--hybrid-layer-pattern: M*-M*-", mixed))]) == 2
     assert "In place of" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "hybrid",
+    [
+        "--spec: megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec",
+        "--is-hybrid-model: true",
+        "--hybrid-attention-ratio: 0.1",
+    ],
+)
+def test_a_hybrid_without_a_pattern_gets_no_layers_of_gpt(case, capsys, hybrid) -> None:
+    """Megatron-LM takes its layers from ratios; without any, all of them are Mamba layers."""
+    text = re.sub(r"  --spec: .*\n", "", CASE)
+    text = text.replace("--hybrid-layer-pattern: M*-M*-", f"--num-layers: 3\n  {hybrid}")
+    assert main(["from-megatron", case(text)]) == 2
+    said = capsys.readouterr().out
+    assert "In place of" not in said and "# missing: --hybrid-layer-pattern" in said
 
 
 def test_defaults_of_the_model_that_differ_are_listed_unless_they_are_given(case, capsys) -> None:
