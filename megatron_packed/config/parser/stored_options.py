@@ -37,9 +37,10 @@ def take_stored(given: Given, read: ReadStored | None) -> str:
     expected = [*(about.key for about in section_fields(ModelConfig)), _LENGTH]
     if read is None:
         cure = (
-            "give the model's options, or use it with pretrain_hybrid.py or megatron-packed train"
+            "give the model's options; pretrain_hybrid.py, megatron-packed train and generate take "
+            "this flag"
         )
-        given.problems.append(Problem(_FLAG, "", "only runs read a checkpoint", cure))
+        given.problems.append(Problem(_FLAG, "", "this command reads no checkpoint", cure))
         given.expect(expected)
         return ""
     try:
