@@ -114,9 +114,7 @@ def train_bpe(
     key = _key(files, paths, vocab_size, training_bytes, share, fields)
     directory = Path(cache_root) / f"tokenizer-{key}"
     if not build_missing and not _is_valid(directory):
-        raise NotTokenizedError(
-            f"the tokenizer of {', '.join(map(str, files))} is not trained yet; {cache_root} does not contain it."
-        )
+        raise _untrained(files, cache_root)
 
     def build(temporary: Path) -> None:
         unusable: list[str] = []
@@ -130,6 +128,13 @@ def train_bpe(
 
     get_or_build(directory, is_valid=_is_valid, build=build, log=log)
     return HuggingFaceTokenizer(directory)
+
+
+def _untrained(files: Sequence[Path], cache_root: str | Path) -> NotTokenizedError:
+    return NotTokenizedError(
+        f"the tokenizer of {', '.join(map(str, files))} is not trained yet: {cache_root} does not "
+        "contain it; `megatron-packed packing` with the flags of the run trains it."
+    )
 
 
 def _key(

@@ -10,6 +10,7 @@ from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.cli.main import main
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.data.errors import DataError
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.data.tokenizers.exported_files import files_of_bytes, files_of_gpt2
 from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
@@ -192,6 +193,11 @@ def test_a_tokenizer_of_the_training_share_is_found_and_exported(data, tmp_path)
     for text in (*AWKWARD, "What is 23?"):
         assert np.array_equal(ours.encode(text), theirs.encode(text))
     assert TrainedModel.load(folder, device="cpu").tokenizer.vocab_size == ours.vocab_size
+    cache.rename(tmp_path / "deleted")
+    with pytest.raises(
+        DataError, match="`megatron-packed packing` with the flags of the run trains"
+    ):
+        export_trained(folder, tmp_path / "other")
 
 
 def test_a_model_without_a_family_is_refused_with_each_option():
