@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 _HEIGHT = 3.4
 """Height of a chart on the page, in inches."""
-Drawing = tuple[str, str, Callable[[Any], None]]
-"""Title, remark and function that draws one chart on axes."""
+Drawing = tuple[str, Callable[[Any], None]]
+"""Title and function that draws one chart on axes."""
 
 
 def drawings(
@@ -46,43 +46,46 @@ def drawings(
     """
     found: list[Drawing] = []
     if lengths is not None:
-        found.append(("Documents by length", "log scale", partial(_draw_lengths, lengths)))
+        found.append(("Documents by length", partial(_draw_lengths, lengths)))
     found += [
-        ("Packs by documents", "log scales", partial(_draw_packs, packings)),
-        ("Packs that a capacity covers", "log scale", partial(_draw_covered, packings, choice)),
+        ("Packs by documents", partial(_draw_packs, packings)),
+        ("Packs that a capacity covers", partial(_draw_covered, packings, choice)),
     ]
     priced = [one for one in prices if one.step_ms is not None]
     if priced:
         title = f"Expected step time with one capacity ({priced[0].method})"
-        found.append((title, "", partial(_draw_prices, priced, choice)))
+        found.append((title, partial(_draw_prices, priced, choice)))
     return found
 
 
 def figure(drawn: Sequence[Drawing]) -> Figure:
     """Return all charts as one figure, for an image."""
     made, every = charts.grid(len(drawn), 11, 4)
-    for axis, (title, remark, draw) in zip(every, drawn):
+    for axis, (title, draw) in zip(every, drawn):
         draw(axis)
-        axis.set_title(f"{title} ({remark})" if remark else title)
+        axis.set_title(title)
     return made
 
 
 def _draw_lengths(lengths: NDArray[np.int64], axis: Any) -> None:
     edges = np.unique(np.geomspace(lengths.min(), lengths.max() + 1, 60))
     axis.hist(lengths, bins=edges, color=COLOURS[0])
-    axis.set(xlabel="tokens", ylabel="documents", xscale="log")
-    axis.xaxis.set_major_formatter("{x:,.0f}")
+    axis.set(xlabel="tokens", ylabel="documents")
+    _scale(axis, "x", lengths, 10)
     _finish(axis)
 
 
 def _draw_packs(packings: Sequence[Packing], axis: Any) -> None:
     """Draw the number of packs by documents per pack."""
+    numbers: list[int] = []
     for colour, packing in zip(cycle(COLOURS), packings):
         values, packs = np.unique(packing.documents, return_counts=True)
         axis.step(values, packs, where="mid", label=packing.method, color=colour)
-    axis.set(xlabel="documents in a pack", ylabel="packs", yscale="log")
-    axis.yaxis.set_major_formatter("{x:,.0f}")
-    _finish(axis, powers=True)
+        numbers += packs.tolist()
+    axis.set(xlabel="documents in a pack", ylabel="packs")
+    _scale(axis, "x", _documents(packings), 2)
+    _scale(axis, "y", numbers, 10)
+    _finish(axis)
 
 
 def _draw_covered(packings: Sequence[Packing], choice: Expected, axis: Any) -> None:
@@ -95,7 +98,8 @@ def _draw_covered(packings: Sequence[Packing], choice: Expected, axis: Any) -> N
     for number, capacity in enumerate(choice.capacities):
         label = "" if number else "recommended"
         axis.axvline(capacity, color=charts.INK, linestyle="--", linewidth=1, label=label)
-    _finish(axis, powers=True)
+    _scale(axis, "x", _documents(packings), 2)
+    _finish(axis)
 
 
 def _draw_prices(priced: Sequence[Expected], choice: Expected, axis: Any) -> None:
@@ -108,11 +112,27 @@ def _draw_prices(priced: Sequence[Expected], choice: Expected, axis: Any) -> Non
     _finish(axis)
 
 
-def _finish(axis: Any, *, powers: bool = False) -> None:
-    """Draw grid and legend; with ``powers`` the x axis is at powers of two."""
-    if powers:  # 1, 2, 4, 8 ...
-        axis.set_xscale("log", base=2)
-        axis.xaxis.set_major_formatter("{x:,.0f}")
+def _documents(packings: Sequence[Packing]) -> list[int]:
+    """Return the largest and smallest number of documents of all packs."""
+    return [int(end(packing.documents)) for packing in packings for end in (np.min, np.max)]
+
+
+def _scale(axis: Any, name: str, values: Sequence[int] | NDArray[np.int64], base: int) -> None:
+    """Make the axis ``name`` logarithmic if the values span a power of the base.
+
+    A shorter logarithmic axis would have few labels, or labels in mathtext between the powers.
+    """
+    if max(values) < base * min(values):
+        return
+    getattr(axis, f"set_{name}scale")("log", base=base)
+    which = getattr(axis, f"{name}axis")
+    which.set_major_formatter("{x:,.0f}")
+    which.set_minor_formatter("")
+    which.set_label_text(f"{which.get_label_text()} (log scale)")
+
+
+def _finish(axis: Any) -> None:
+    """Draw grid and legend."""
     axis.grid(color=charts.GRID, alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)
     axis.spines[["left", "bottom"]].set_color(charts.GRID)
@@ -156,9 +176,9 @@ def write_page(
     )
 
 
-def _chart(title: str, remark: str, draw: Callable[[Any], None]) -> str:
+def _chart(title: str, draw: Callable[[Any], None]) -> str:
     made, axis = charts.one_chart(_HEIGHT)
     draw(axis)
     # Labels at the left are wider than those of the charts of a run.
     axis.set_position((0.14, *axis.get_position().bounds[1:2], 0.84, axis.get_position().height))
-    return chart_html(title, remark, charts.as_svg(made, title))
+    return chart_html(title, "", charts.as_svg(made, title))

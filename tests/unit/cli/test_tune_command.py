@@ -186,6 +186,15 @@ def test_pictures_need_nothing_else(tmp_path, lengths, capsys):
     assert not re.search(r"(src|href)=['\"]?(https?:)?//", page) and "<script" not in page
 
 
+def test_pictures_of_documents_of_one_length(tmp_path, capsys):
+    """Charts whose numbers span less than a power have a plain axis."""
+    same = tmp_path / "same.txt"
+    same.write_text("29\n" * 190)
+    found = tmp_path / "t.html"
+    tune(capsys, "--seq-length", 512, "--lengths", same, "--html", found)
+    assert found.read_text().count("<svg") > 1
+
+
 def costs_of(line, tokens=512, update_ms=3.0, eager=None):
     """Return a cost table whose times are exactly linear: ``line(capacity) = (base, slope)``."""
     works = [1000.0, 5000.0, 90000.0]
