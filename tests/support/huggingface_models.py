@@ -13,6 +13,16 @@ from support import hybrid_cases as cases
 
 NO_STEP_LIMIT = 1e-12
 """transformers clamps the step of Mamba from below; Megatron's kernels do not."""
+WRONG_BEFORE = (5, 23)
+"""First version of transformers whose Mamba layers give each head the right one of several groups."""
+
+
+def computes_wrong_groups(model: Any) -> bool:
+    """Return whether the installed transformers computes wrong logits of a model, without mamba-ssm."""
+    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    groups = {"mamba2": "n_groups"}.get(model.config.model_type, "mamba_n_groups")
+    concerned = model.config.model_type in ("bamba", "granitemoehybrid", "mamba2")
+    return concerned and version < WRONG_BEFORE and getattr(model.config, groups) > 1
 
 
 def nemotron_h_super(draw: random.Random, number: int) -> Any:

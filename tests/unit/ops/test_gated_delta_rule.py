@@ -78,7 +78,10 @@ def of_transformers(values, lengths, *, doubled):
     qwen3_next = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     beta = values["b"].sigmoid() * (2 if doubled else 1)
     g = -values["A_log"].exp() * softplus(values["a"] + values["dt_bias"])
-    tensors = (values["q"], values["k"], values["v"], g, beta)
+    # Before transformers 5.23 the form takes one key for each value head.
+    per_key = values["v"].shape[1] // values["k"].shape[1]
+    q, k = (values[name].repeat_interleave(per_key, dim=1) for name in "qk")
+    tensors = (q, k, values["v"], g, beta)
     outputs = []
     for documents in zip(*(x.split(lengths) for x in tensors)):
         if documents[0].shape[0]:

@@ -59,8 +59,10 @@ def test_states_are_those_of_transformers():
     got = final_states(*rows, A_log, dt_bias, LENGTHS)
     for d in range(4):
         g = -A_log.exp() * torch.nn.functional.softplus(a[d] + dt_bias)
+        # Before transformers 5.23 the form takes one key for each value head.
+        queries, keys = (x[d].repeat_interleave(2, dim=1) for x in (q, k))
         _, want = qwen3_next.torch_recurrent_gated_delta_rule(
-            *(x[None] for x in (q[d], k[d], v[d], g, b[d].sigmoid())),
+            *(x[None] for x in (queries, keys, v[d], g, b[d].sigmoid())),
             output_final_state=True,
             use_qk_l2norm_in_kernel=True,
         )

@@ -23,6 +23,7 @@ CLASSES = {
     "signal.Signals",
     "pathlib.Path",
     "pathlib.PosixPath",
+    "pathlib._local.PosixPath",  # by Python 3.13
     "torch.Size",
     "torch.device",
     "torch.serialization._get_layout",

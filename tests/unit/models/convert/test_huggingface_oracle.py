@@ -17,7 +17,7 @@ from megatron_packed.models.hybrid_model import HybridModel
 from support import hybrid_cases as cases
 
 transformers = pytest.importorskip("transformers")
-from support.huggingface_models import FAMILIES, filled  # noqa: E402
+from support.huggingface_models import FAMILIES, computes_wrong_groups, filled  # noqa: E402
 
 TOLERANCE, RELATIVE = 1e-4, 1e-5
 HIDDEN, HEADS, WIDTH = 32, 4, 8
@@ -69,6 +69,8 @@ CASES = [(family, number) for family in FAMILIES for number in (0, OTHER.get(fam
 def test_documents_of_a_pack_have_their_logits(family, number, tmp_path, capsys):
     """A random model has the logits of transformers; its tensors return to the bit."""
     theirs = FAMILIES[family](random.Random(f"{family} {number}"), number)
+    if computes_wrong_groups(theirs):
+        pytest.skip("this version of transformers computes wrong logits of several groups")
     hf, ours, back = tmp_path / "hf", tmp_path / "ours", tmp_path / "back"
     compare(theirs, converted(theirs, hf))
     assert main(["convert", "--from-hf", str(hf), "--save", str(ours)]) == 0

@@ -394,6 +394,15 @@ def test_a_model_that_megatron_does_not_have_is_not_written(tmp_path, capsys):
     assert "--residual-multiplier, which Megatron does not have" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("module", [b"pathlib", b"pathlib._local"])
+def test_paths_as_each_python_writes_them(module):
+    """Python 3.13 writes paths with the name of a private module."""
+    made = load(b"c" + module + b"\nPosixPath\n\x8c\x04runs\x85R.")
+    assert (made.name, made.arguments) == (f"{module.decode()}.PosixPath", ("runs",))
+    with pytest.raises(RefusedPickle, match=r"names pathlib\._local\.os"):
+        load(b"cpathlib._local\nos\n.")
+
+
 def test_members_of_enumerations_as_python_3_11_wrote_them():
     """Python 3.11.0 to 3.11.3 writes ``getattr(enumeration, member)``; other calls are refused."""
     calls = b"cbuiltins\ngetattr\n"

@@ -362,7 +362,7 @@ def test_counters_of_megatron_bridge_run_nothing(tmp_path):
     path = tmp_path / "c" / "train_state.pt"
     torch.save({"step": torch.tensor(3)}, path)
     replace_pickle(path, pickle.dumps(Runs(open, str(tmp_path / "was_run"), "w")))
-    with pytest.raises(CheckpointError, match=r"train_state\.pt: names io\.open"):
+    with pytest.raises(CheckpointError, match=r"train_state\.pt: names _?io\.open"):
         converted(tmp_path / "c")
     assert not (tmp_path / "was_run").exists()
 

@@ -116,6 +116,8 @@ def trained(folder, data, flags, *more):
 def test_transformers_computes_the_logits_of_the_pack(name, data, tmp_path, capsys):
     """Each document alone in transformers has the logits that it has in a pack of the run's model."""
     transformers = pytest.importorskip("transformers")
+    from support.huggingface_models import computes_wrong_groups
+
     folder, hf = tmp_path / "run", tmp_path / "hf"
     more = ["--train-iters", "2", "--init-method-std", "0.2"]
     trained(folder, data, MODELS[name], *more)
@@ -126,6 +128,8 @@ def test_transformers_computes_the_logits_of_the_pack(name, data, tmp_path, caps
     ours = TrainedModel.load(folder, device="cpu").model
     theirs = transformers.AutoModelForCausalLM.from_pretrained(hf).eval()
     assert theirs.dtype == torch.float32 and theirs.config.model_type == family
+    if computes_wrong_groups(theirs):
+        pytest.skip("this version of transformers computes wrong logits of several groups")
     documents = cases.make_documents(cases.AWKWARD)
     batch = cases.make_pack(documents, tail=5, spare=3)
     logits = ours.logits(batch.tokens, batch.packed)
