@@ -125,7 +125,9 @@ def train_bpe(
             log("reading all data, to learn the vocabulary only from the training documents")
         chosen = None if share is None else _lines_of(share, paths, fields)
         texts = _texts(files, training_bytes, unusable, chosen, fields)
-        _train(texts, vocab_size, unusable).save(str(temporary / "tokenizer.json"))
+        # Not `save`: it raises no OSError if the disk is full.
+        trained = _train(texts, vocab_size, unusable).to_str(pretty=True)
+        (temporary / "tokenizer.json").write_text(trained, encoding="utf-8")
         (temporary / "tokenizer_config.json").write_text(json.dumps(_NAMED), encoding="utf-8")
 
     get_or_build(directory, is_valid=_is_valid, build=build, log=log)
