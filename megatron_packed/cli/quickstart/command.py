@@ -130,7 +130,7 @@ def _answers(config: RunConfig) -> list[tuple[str, str, str]]:
     numbers = generator.permutation(len(questions))[:QUESTIONS]
     drawn = [questions[number] for number in numbers]
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)
-    model = load_model(config, tokenizer.vocab_size)
+    model = load_model(config, tokenizer, warn=print)
     prompts, ends = encode_prompts(config, tokenizer, texts([question for question, _ in drawn]))
     answers = generate(model, prompts, 48, ends=ends)
     return [

@@ -289,14 +289,16 @@ class Quarantine:
         if self._file is None:
             self.path.unlink(missing_ok=True)
             return
-        file, self._file = self._file, None
+        file = self._file
+        self._file = None
         with self._writing():
             file.close()
             self._temporary.replace(self.path)
 
     def discard(self) -> None:
         """Delete the lines since the last `close`."""
-        file, self._file = self._file, None
+        file = self._file
+        self._file = None
         if file is not None:
             with self._writing():
                 file.close()
