@@ -8,6 +8,7 @@ from __future__ import annotations
 import html
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from megatron_packed.reporting.charts import COLOURS, DARK_COLOURS
@@ -118,7 +119,8 @@ def write_html(path: str | os.PathLike[str], title: str, body: str, style: str =
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(page)) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
     return page
 
 

@@ -46,7 +46,12 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
         processes = min(2, count_gpus(os.environ) or 2)
     if processes < 1:
         raise UsageError(f"--nproc-per-node {processes}: must be at least 1.")
-    flags_file = _prepare()
+    try:
+        flags_file = _prepare()
+    except OSError as error:
+        raise UsageError(
+            f"{FOLDER} cannot be written: {error.strerror}; change to another directory."
+        ) from None
     if arguments.prepare:
         return 0
     from megatron_packed.training.launch import LaunchOptions, launch
