@@ -181,6 +181,20 @@ class CheckpointRefusals:
             or model_refusal(metadata, self.model.config, new_phase=resumed.begins)
             or (None if resumed.has_new_packs else self._data_refusal(metadata))
             or self._schedule_refusal(metadata)
+            or self._optimizer_refusal(metadata)
+        )
+
+    def _optimizer_refusal(self, metadata: Mapping[str, Any]) -> str | None:
+        """Return why the run cannot resume without moments; None if it can, or if they were saved."""
+        saved = metadata["config"].get("checkpoint", {}).get("save_optim", True)
+        options = self.config.get("checkpoint", {})
+        allowed = options.get("dist_ckpt_strictness", "").startswith(("log_", "ignore_"))
+        # Without this sentence, the load would list every missing tensor.
+        if saved or allowed or not options.get("load_optim", True):
+            return None
+        return (
+            "was saved with --no-save-optim, so it has no optimizer state; give --no-load-optim to resume with new "
+            "moments"
         )
 
     def _phase_refusal(self, metadata: Mapping[str, Any], resumed: Resumed) -> str | None:
