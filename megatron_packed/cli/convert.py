@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import functools
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -368,3 +369,5 @@ def _export(arguments: argparse.Namespace) -> None:
         print(f"Answers end at {' or '.join(exported.ends)} (eos_token_id).")
     if exported.missing:
         print(exported.missing)
+    if exported.warning:
+        print(f"warning: {exported.warning}", file=sys.stderr)

@@ -145,7 +145,6 @@ def _answer(
 ) -> None:
     """Load the model, and print the answers."""
     from megatron_packed.cli.answers import JsonAnswers, LabelledAnswers, LiveAnswer
-    from megatron_packed.data.tokenizers.base import vocabulary
     from megatron_packed.models.generate import generate
     from megatron_packed.training.load_for_inference import load_model
     from megatron_packed.training.open_documents import build_tokenizer
@@ -165,7 +164,7 @@ def _answer(
         answers = LiveAnswer(*printer, live=sys.stdout.isatty())
     else:
         answers = (LabelledAnswers if sys.stdout.isatty() else JsonAnswers)(*printer)
-    model = load_model(config, vocabulary(tokenizer, config.model.vocab_size), device)
+    model = load_model(config, tokenizer, device, warn=_warn)
     generate(
         model,
         encoded.tokens,
@@ -174,6 +173,10 @@ def _answer(
         sampling=sampling,
         on_token=answers,
     )
+
+
+def _warn(sentence: str) -> None:
+    print(f"warning: {sentence}", file=sys.stderr, flush=True)
 
 
 def _check_lengths(

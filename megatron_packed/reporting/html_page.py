@@ -8,6 +8,7 @@ from __future__ import annotations
 import html
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from megatron_packed.reporting.charts import COLOURS, DARK_COLOURS
@@ -105,11 +106,21 @@ def write_html(path: str | os.PathLike[str], title: str, body: str, style: str =
         "<meta name='viewport' content='width=device-width, initial-scale=1'>"
         f"<title>{html.escape(title)}</title><style>{_STYLE}{_RULES}{style}</style><h1>{html.escape(title)}</h1>{body}</html>\n"
     )
-    page.write_text(
-        text.translate(_UNSAFE),
-        encoding="utf-8",
-        errors="backslashreplace",  # a title may be a path with bytes that are not valid text
-    )
+    target = page.resolve()
+    temporary = target.with_name(f".{target.name}.tmp")
+    # A full disk must not replace an earlier page by an empty one.
+    try:
+        temporary.write_text(
+            text.translate(_UNSAFE),
+            encoding="utf-8",
+            errors="backslashreplace",  # a title may be a path with bytes that are not valid text
+        )
+        temporary.replace(target)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(page)) from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
     return page
 
 

@@ -7,8 +7,9 @@ valid checksum, and its values must still lead to an error message instead of a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import isfinite
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_packed.checkpoint.load import BEST_STEP
@@ -37,6 +38,38 @@ class Phase(NamedTuple):
     name: str
     iteration: int
     """Steps of the run before the phase."""
+
+
+class DataHashes(NamedTuple):
+    """Hashes of the data of a run; each is empty if it is unknown, as in older checkpoints."""
+
+    data_hash: str = ""
+    """Hash of the training tokens."""
+    tokenizer_hash: str = ""
+    """`meaning_hash` of the tokenizer."""
+    validation_hash: str = ""
+    """Hash of the documents of a validation. A run without validations keeps that of its checkpoint."""
+
+    @classmethod
+    def of(cls, metadata: Mapping[str, Any]) -> DataHashes:
+        """Return the hashes of the run that saved this metadata."""
+        return cls(*(metadata.get(name, "") for name in cls._fields))
+
+    def has_tokenizer_of(self, other: DataHashes) -> bool | None:
+        """Return whether both have the same tokenizer; None if that is unknown."""
+        both = (self.tokenizer_hash, other.tokenizer_hash)
+        return None if "" in both else both[0] == both[1]
+
+    def validates_otherwise(self, other: DataHashes) -> bool:
+        """Return whether both are known to validate on different documents."""
+        return self.keeping(other).validation_hash != other.keeping(self).validation_hash
+
+    def keeping(self, before: DataHashes) -> DataHashes:
+        """Return the hashes, with the validation of an earlier run if this run has none."""
+        return self._replace(validation_hash=self.validation_hash or before.validation_hash)
+
+
+NO_HASHES = DataHashes()
 
 
 @dataclass
@@ -99,6 +132,10 @@ class RunProgress:
         self.validations_since_best = 0 if improved else self.validations_since_best + 1
         return improved
 
+    def without_best(self) -> RunProgress:
+        """Return the progress with a new search for the lowest validation loss."""
+        return replace(self, best_loss=0.0, best_at=0, validations_since_best=0)
+
 
 def packs_per_step_of(metadata: Mapping[str, Any]) -> int:
     """Return the packs per step of the run that saved this metadata; 0 for converted weights."""
@@ -125,6 +162,19 @@ def phases_of(metadata: Mapping[str, Any]) -> tuple[Phase, ...]:
     return tuple(Phase(**phase) for phase in metadata.get(PHASES, ()))
 
 
+def tokenizer_warning(
+    checkpoint: Path, metadata: Mapping[str, Any], tokenizer_hash: str
+) -> str | None:
+    """Return a warning if weights were trained with another tokenizer than the one used now."""
+    now = DataHashes(tokenizer_hash=tokenizer_hash)
+    if now.has_tokenizer_of(DataHashes.of(metadata)) is not False:
+        return None
+    return (
+        f"{checkpoint} was trained with another tokenizer, so the same token numbers mean other text. "
+        "Give the tokenizer of its training; a TrainedBPETokenizer depends on the training data."
+    )
+
+
 def metadata_problem(metadata: Mapping[str, Any]) -> str | None:
     """Return the first problem of the metadata of a checkpoint or of converted weights, or None."""
     # Check every value before any value is used. Types are not enough: a very large position, for
@@ -133,6 +183,8 @@ def metadata_problem(metadata: Mapping[str, Any]) -> str | None:
         "config": stored_problem,
         "plan_hash": _is_text,
         "data_hash": _is_text,
+        "tokenizer_hash": _is_text,
+        "validation_hash": _is_text,
         "layout": _layout_problem,
         "progress": _progress_problem,
         "rng": _rng_problem,

@@ -18,6 +18,7 @@ from megatron_packed.config.serialise import changed_options, model_differences,
 from megatron_packed.data.packing.pack_plan import PackPlan
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.training.checkpoint_metadata import (
+    DataHashes,
     holds_only_weights,
     metadata_problem,
     packs_per_step_of,
@@ -25,12 +26,16 @@ from megatron_packed.training.checkpoint_metadata import (
 )
 from megatron_packed.training.resume import Resumed, begun_phase
 
-_TOKENIZER = (
+_TOKENIZER_FILES = (
     "data.tokenizer_type",
     "data.tokenizer_model",
     "data.vocab_file",
     "data.merge_file",
     "data.tokenizer_vocab_size",
+)
+"""Options that name a tokenizer. The same tokenizer may have another name, for example after a move."""
+_TOKENIZER = (
+    *_TOKENIZER_FILES,
     "data.tokenizer_special_tokens",
     "data.tiktoken_num_special_tokens",
     "data.tiktoken_pattern",
@@ -148,7 +153,7 @@ class CheckpointRefusals:
     model: HybridModel
     plan: PackPlan | None
     plan_hash: str
-    data_hash: str
+    hashes: DataHashes
     config: dict[str, Any]
     schedule_units: Collection[str]
     implied: Collection[str]
@@ -176,6 +181,20 @@ class CheckpointRefusals:
             or model_refusal(metadata, self.model.config, new_phase=resumed.begins)
             or (None if resumed.has_new_packs else self._data_refusal(metadata))
             or self._schedule_refusal(metadata)
+            or self._optimizer_refusal(metadata)
+        )
+
+    def _optimizer_refusal(self, metadata: Mapping[str, Any]) -> str | None:
+        """Return why the run cannot resume without moments; None if it can, or if they were saved."""
+        saved = metadata["config"].get("checkpoint", {}).get("save_optim", True)
+        options = self.config.get("checkpoint", {})
+        allowed = options.get("dist_ckpt_strictness", "").startswith(("log_", "ignore_"))
+        # Without this sentence, the load would list every missing tensor.
+        if saved or allowed or not options.get("load_optim", True):
+            return None
+        return (
+            "was saved with --no-save-optim, so it has no optimizer state; give --no-load-optim to resume with new "
+            "moments"
         )
 
     def _phase_refusal(self, metadata: Mapping[str, Any], resumed: Resumed) -> str | None:
@@ -194,24 +213,35 @@ class CheckpointRefusals:
             )
         if not resumed.begins:
             return None
-        changed = changed_options(metadata["config"], self.config, _TOKENIZER)
-        if not changed:
+        keys = set(_TOKENIZER)
+        same = self.hashes.has_tokenizer_of(resumed.hashes)
+        # A moved tokenizer, or its export as a tokenizer.json, has other options.
+        if same:
+            keys -= set(_TOKENIZER_FILES)
+        changed = "; ".join(changed_options(metadata["config"], self.config, keys))
+        if not changed and same is not False:
             return None
+        cure = restoring_words(metadata["config"], self.config, keys)
+        if not changed:
+            changed = "its options are unchanged, so its files, or the data that it is trained on, have changed"
+            cure = (
+                "name the earlier tokenizer by --tokenizer-type and --tokenizer-model (a "
+                "TrainedBPETokenizer is a HuggingFaceTokenizer in a directory tokenizer-* of the data cache)"
+            )
         return (
-            f"was trained with another tokenizer, which a phase may not change: {'; '.join(changed)}; "
-            f"{restoring_words(metadata['config'], self.config, _TOKENIZER)}, or give --finetune and leave out "
-            f"--begin-phase to start a new run from these weights"
+            f"was trained with another tokenizer, which a phase may not change: {changed}; {cure}, or give "
+            f"--finetune and leave out --begin-phase to start a new run from these weights"
         )
 
     def _data_refusal(self, metadata: Mapping[str, Any]) -> str | None:
         plan_hash, data_hash = metadata["plan_hash"], metadata["data_hash"]
-        if data_hash == self.data_hash and (
+        if data_hash == self.hashes.data_hash and (
             plan_hash == self.plan_hash or plan_hash == self._plan_hash_then(metadata)
         ):
             return None
         stored = with_implied(metadata["config"])
         # Name only options that can have caused the difference.
-        others = data_hash != self.data_hash and not self._shortens_otherwise(stored)
+        others = data_hash != self.hashes.data_hash and not self._shortens_otherwise(stored)
         keys = {"training.seed", *_DECIDES_PACKS, *(_DECIDES_TOKENS if others else ())}
         # The parallel layout changes the packs only if it changes the alignment of documents.
         if self.plan is not None and self.plan.alignment != _alignment_of(stored):

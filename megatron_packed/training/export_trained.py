@@ -27,7 +27,7 @@ from megatron_packed.config.sections.data_parts.tokenizer import (
     TRAINED_BPE,
 )
 from megatron_packed.data.sources.hub import local_path
-from megatron_packed.data.tokenizers.base import ByteTokenizer, Tokenizer, vocabulary
+from megatron_packed.data.tokenizers.base import ByteTokenizer, Tokenizer, meaning_hash, vocabulary
 from megatron_packed.data.tokenizers.chat_format import template_source
 from megatron_packed.data.tokenizers.chat_template import DEFAULT_TEMPLATE
 from megatron_packed.data.tokenizers.exported_files import (
@@ -46,7 +46,7 @@ from megatron_packed.models.convert.export_huggingface import (
 from megatron_packed.models.convert.families.family import Family
 from megatron_packed.models.convert.import_huggingface import OnProgress, silent
 from megatron_packed.models.convert.trained_config import SpecialIds, TrainedOptions, family_for
-from megatron_packed.training.checkpoint_metadata import metadata_problem
+from megatron_packed.training.checkpoint_metadata import metadata_problem, tokenizer_warning
 from megatron_packed.training.open_documents import build_tokenizer
 from megatron_packed.training.prompts import encode_prompts, texts
 from megatron_packed.training.trained_model import stored_run
@@ -60,6 +60,8 @@ class Exported(NamedTuple):
     """Spellings of the tokens that end an answer; empty if the checkpoint names no tokenizer."""
     missing: str
     """Sentence about tokenizer files that the model lacks; empty if none is missing."""
+    warning: str | None
+    """Sentence about a tokenizer that is not that of the training; None if it is."""
 
 
 def export_trained(
@@ -92,12 +94,13 @@ def export_trained(
     stored = metadata["config"]
     config = stored_run(stored, found, None, "cpu")
     family_for(config.model, family)  # refuse the model before any file is read
-    used, files, missing, ids = None, {}, _NO_TOKENIZER, SpecialIds()
+    used, files, missing, ids, warning = None, {}, _NO_TOKENIZER, SpecialIds(), None
     if tokenizer is not None or "data" in stored:
         data = config.data if tokenizer is None else _moved(config.data, tokenizer)
         used = build_tokenizer(data, config.model.vocab_size, build_missing=False)
         files, missing = _files(data, used)
         ids = _ids(config, used)
+        warning = tokenizer_warning(found, metadata, meaning_hash(used))
     elif config.model.vocab_size is None:
         raise CheckpointError("names no vocabulary", path=found)
     options = TrainedOptions(
@@ -117,7 +120,7 @@ def export_trained(
     ends = () if used is None else tuple(used.decode([end]) for end in ids.ends)
     if used is not None:
         used.close()
-    return Exported(made, ends, missing)
+    return Exported(made, ends, missing, warning)
 
 
 _NO_TOKENIZER = (

@@ -262,8 +262,8 @@ def _build_data(launch: Launch) -> tuple[Launch, RunData]:
         launch.console.say(line)
     console = launch.console
     data = build_data(config, launch.groups, console.say, resumed, detail=console.detail)
-    plan, tokens = data.train.plan, data.train.dataset.content_hash
-    progress = None if resumed is None else resumed.progress_in(to_dict(config), plan, tokens)
+    plan, hashes = data.train.plan, data.hashes
+    progress = None if resumed is None else resumed.progress_in(to_dict(config), plan, hashes)
     return replace(launch, config=with_epochs(config, plan, progress), resumed=resumed), data
 
 
@@ -285,7 +285,7 @@ def _build_model(launch: Launch, data: RunData) -> tuple[Job, RunState]:
         job.optimizer,
         groups,
         plan=data.train.plan,
-        data_hash=data.train.dataset.content_hash,
+        hashes=data.hashes,
         config=to_dict(config),
         model_hash=model_hash(config.model),
         schedule_units=config.schedule_units,

@@ -12,7 +12,7 @@ from megatron_packed.config.resumed_schedule import stored_schedule, takes_sched
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.checkpoint import CheckpointConfig
 from megatron_packed.config.serialise import changed_options
-from megatron_packed.training.checkpoint_metadata import packs_per_step_of
+from megatron_packed.training.checkpoint_metadata import packs_per_step_of, tokenizer_warning
 from megatron_packed.training.checkpoint_refusals import PHASE_CHANGES, model_refusal
 from megatron_packed.training.console import Console
 from megatron_packed.training.run_state import RunState
@@ -78,6 +78,9 @@ def restore(config: RunConfig, state: RunState, console: Console) -> None:
         _say_changes(config, state, loaded.metadata, console)
         return
     # A resumed run gets no warning: its load has raised an error.
+    warning = tokenizer_warning(loaded.path, loaded.metadata, state.hashes.tokenizer_hash)
+    if warning is not None:
+        console.warn(warning)
     refusal = model_refusal(loaded.metadata, config.model)
     if refusal is not None:
         console.warn(f"{loaded.path} {refusal}; fine-tuning still loads these weights unchanged.")
@@ -112,6 +115,14 @@ def _say_changes(
     changed = [option for option in changed if not option.startswith(without)]
     if changed:
         console.say(f"changed since the checkpoint: {'; '.join(changed)}")
+    before_best, patience = state.resumed.progress.best_at, config.training.early_stopping_patience
+    if before_best and not done.best_at and not begins and not config.training.skip_train:
+        counts = "" if patience is None else " and the count of --early-stopping-patience"
+        console.say(
+            f"a validation reads other data than before step {done.iteration + 1:,}, so the search for the "
+            f"lowest loss{counts} begins again; --save-retain no longer keeps the best checkpoint so far (step "
+            f"{before_best:,})"
+        )
     # Another batch size changes the packs of each later step, so it is printed.
     then, now = packs_per_step_of(metadata), config.packs_per_step()
     if state.resumed.imported:

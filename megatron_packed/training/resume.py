@@ -21,7 +21,9 @@ from megatron_packed.config.sections.cuda_graph import AUTO
 from megatron_packed.data.packing.pack_plan import PackPlan
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.training.checkpoint_metadata import (
+    NO_HASHES,
     PHASES,
+    DataHashes,
     Phase,
     RunProgress,
     holds_only_weights,
@@ -36,7 +38,7 @@ _LOOKED_AT = 4_000_000
 
 Packing this number takes about ten seconds.
 """
-_READ = ("config", "plan_hash", "data_hash", "progress", "room", PHASES)
+_READ = ("config", "plan_hash", *DataHashes._fields, "progress", "room", PHASES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +51,8 @@ class Resumed:
     packs_per_step: int
     progress: RunProgress
     """Progress of the checkpoint's run."""
-    data_hash: str = ""
+    hashes: DataHashes = NO_HASHES
+    """Hashes of the data of the checkpoint's run."""
     micro_batch_size: int = 1
     phases: tuple[Phase, ...] = ()
     """Phases of the run, the current one last; a phase that this run begins is included."""
@@ -73,7 +76,7 @@ class Resumed:
         return cls(
             room=metadata["room"] if "room" in metadata else room_of(metadata["config"]),
             plan_hash=metadata["plan_hash"],
-            data_hash=metadata.get("data_hash", ""),
+            hashes=DataHashes.of(metadata),
             packs_per_step=packs_per_step_of(metadata),
             micro_batch_size=metadata["config"].get("packing", {}).get("micro_batch_size", 1),
             progress=progress,
@@ -97,26 +100,26 @@ class Resumed:
         return self.plan_hash in (plan.hash, plan.hash_with(self.packs_per_step))
 
     def progress_in(
-        self, config: Mapping[str, Any], plan: PackPlan | None, data_hash: str
+        self, config: Mapping[str, Any], plan: PackPlan | None, hashes: DataHashes
     ) -> RunProgress:
         """Return the progress with which this run continues.
 
-        A new phase has its own lowest validation loss. It begins its plan at the first pack, except
+        A new phase has its own lowest validation loss, and so has a run that validates on other
+        documents. A phase begins its plan at the first pack, except
         if neither data nor packs change: then it continues with the next pack.
 
         Args:
             config: configuration of this run, in the form of `serialise.to_dict`.
             plan: plan of its training data.
-            data_hash: hash of the tokens.
+            hashes: hashes of its data.
         """
         done = self.progress
+        # The mean over other documents is no measure of progress.
         if not self.begins:
-            return done
-        begun = replace(
-            done, validated_at=done.iteration, best_loss=0.0, best_at=0, validations_since_best=0
-        )
-        now = (data_hash, config["packing"]["micro_batch_size"])
-        same_data = now == (self.data_hash, self.micro_batch_size)
+            return done.without_best() if hashes.validates_otherwise(self.hashes) else done
+        begun = replace(done.without_best(), validated_at=done.iteration)
+        now = (hashes.data_hash, config["packing"]["micro_batch_size"])
+        same_data = now == (self.hashes.data_hash, self.micro_batch_size)
         if plan is not None and self.is_of(plan) and same_data:
             return begun
         samples = done.samples(self.micro_batch_size)

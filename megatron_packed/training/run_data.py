@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -17,10 +19,11 @@ from megatron_packed.data.packing.evaluation_plan import EvaluationPlan
 from megatron_packed.data.packing.pack_plan import PackPlan
 from megatron_packed.data.packing.packing_report import PackingReport
 from megatron_packed.data.packing.step_plan import StepPlan
-from megatron_packed.data.tokenizers.base import Tokenizer, vocabulary
+from megatron_packed.data.tokenizers.base import Tokenizer, meaning_hash, vocabulary
 from megatron_packed.distributed.collectives import all_gather_json
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.packed.capture_sizes import CaptureSizes
+from megatron_packed.training.checkpoint_metadata import DataHashes
 from megatron_packed.training.data_messages import (
     beyond_sentences,
     evaluation_sentences,
@@ -58,6 +61,8 @@ class RunData:
     train: Stream
     evaluated: Mapping[str, Stream]
     """Validation and test data, with the keys of `RunDocuments.evaluated`."""
+    tokenizer_hash: str
+    """`meaning_hash` of the tokenizer."""
     packing: PackingReport
     """Statistics of the packs in the first epoch of the training data."""
     capture_sizes: CaptureSizes | None
@@ -80,6 +85,21 @@ class RunData:
     def validations(self) -> dict[str, Stream]:
         """``validation``, or ``validation (NAME)`` for each validation set."""
         return {name: stream for name, stream in self.evaluated.items() if name != TEST}
+
+    @property
+    def hashes(self) -> DataHashes:
+        """Hashes that checkpoints store.
+
+        That of a validation does not depend on the batch size, unless the batch size decides which
+        documents are read.
+        """
+        read = [
+            [stream.dataset.content_hash, stream.plan.num_targets]
+            for stream in self.validations.values()
+            if isinstance(stream.plan, EvaluationPlan)
+        ]
+        validation = hashlib.sha256(json.dumps(read).encode()).hexdigest()[:32] if read else ""
+        return DataHashes(self.train.dataset.content_hash, self.tokenizer_hash, validation)
 
     @property
     def accounts(self) -> dict[str, dict[str, int]]:
@@ -135,29 +155,37 @@ def build_data(
         show=show,
     )
     metric = metric_questions(config, tokenizer, documents.valid)
-    tokenizer.close()  # free its worker processes, which hold copies of the vocabulary
+    tokenizer_hash = _closed(tokenizer)
     _say_documents(config, documents, say)
     cost = pack_cost(config, vocab_size)  # packs are distributed over ranks by their cost
     plans = plan_data(config, documents, groups.dp_size, cost, resumed=resumed, show_progress=show)
-    plan, capture_sizes, packing, evaluations = plans
     _say_packs(config, plans, say, detail)
     streams = {
-        name: _stream(config, groups, documents.evaluated[name], one, capture_sizes)
-        for name, one in evaluations.items()
+        name: _stream(config, groups, documents.evaluated[name], one, plans.capture_sizes)
+        for name, one in plans.evaluations.items()
     }
-    train = _stream(config, groups, documents.train, plan, capture_sizes)
+    train = _stream(config, groups, documents.train, plans.train, plans.capture_sizes)
     # In the first step, ranks with different data would run different collectives and hang.
     check_alike({"training": train, **streams}, groups)
     return RunData(
         tokenizer=tokenizer,
         vocab_size=vocab_size,
+        tokenizer_hash=tokenizer_hash,
         train=train,
         evaluated=streams,
-        packing=packing,
-        capture_sizes=capture_sizes,
+        packing=plans.packing,
+        capture_sizes=plans.capture_sizes,
         samples=samples,
         metric=metric,
     )
+
+
+def _closed(tokenizer: Tokenizer) -> str:
+    """Free the tokenizer's processes, which hold copies of the vocabulary; return its hash."""
+    try:
+        return meaning_hash(tokenizer)
+    finally:
+        tokenizer.close()
 
 
 def _vocabulary(config: RunConfig, tokenizer: Tokenizer) -> int:

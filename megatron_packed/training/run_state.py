@@ -33,7 +33,14 @@ from megatron_packed.distributed.rng import RngState
 from megatron_packed.distributed.tensor_parallel_shards import ShardedParameter
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
-from megatron_packed.training.checkpoint_metadata import PHASES, SPIKE_WINDOW, Phase, RunProgress
+from megatron_packed.training.checkpoint_metadata import (
+    NO_HASHES,
+    PHASES,
+    SPIKE_WINDOW,
+    DataHashes,
+    Phase,
+    RunProgress,
+)
 from megatron_packed.training.checkpoint_refusals import CheckpointRefusals
 from megatron_packed.training.resume import Resumed, begun_phase
 from megatron_packed.training.stored_bounds import restore_bounds, stored_bounds
@@ -125,14 +132,12 @@ class RunState:
     Args:
         model, optimizer: written in place by a load.
         groups: process groups; all ranks write and all ranks read.
-        plan: order of the packs. A load moves the plan to the position of the run. The plan's hash
-            depends on lengths of documents, not on tokens.
-        data_hash: hash of the tokens.
+        plan: order of the packs. A load moves the plan to the position of the run.
+        hashes: hashes of the data.
         config: the resolved configuration as a JSON object, stored in the checkpoint.
         model_hash: hash of the options that decide shapes.
         schedule_units: units of the learning-rate schedule, see `RunConfig`.
-        implied: options that checkpoints decide (`implied_keys`); a refusal does not name them
-            unless they are the only cause.
+        implied: options that checkpoints decide (`implied_keys`).
         lock: rank 0's lock on the directory of checkpoints, verified at every save.
         planned: the checkpoint for which the plan was made.
     """
@@ -146,7 +151,7 @@ class RunState:
         plan: PackPlan | None = None,
         config: dict[str, Any],
         model_hash: str,
-        data_hash: str = "",
+        hashes: DataHashes = NO_HASHES,
         schedule_units: Collection[str] = (),
         implied: Collection[str] = (),
         lock: RootLock | None = None,
@@ -157,14 +162,14 @@ class RunState:
         self.groups = groups
         self.plan = plan
         self.plan_hash = "" if plan is None else plan.hash
-        self.data_hash = data_hash
+        self.hashes = hashes
         self.config = config
         self.model_hash = model_hash
         self.refusals = CheckpointRefusals(
             model=model,
             plan=plan,
             plan_hash=self.plan_hash,
-            data_hash=data_hash,
+            hashes=hashes,
             config=config,
             schedule_units=schedule_units,
             implied=set(implied),
@@ -253,7 +258,7 @@ class RunState:
         return {
             "progress": vars(self.progress).copy(),
             "plan_hash": self.plan_hash,
-            "data_hash": self.data_hash,
+            **self.hashes._asdict(),
             "layout": self._layout,
             "rng": self._ranks.gather(dict(RngState.capture(self._device).metadata)),
             "config": self.config,
@@ -334,8 +339,7 @@ class RunState:
                 else self.refusals.for_resuming,
                 on_read=lambda done, total: bar.update(done, total=total),
             )
-        # Masters still hold the start values, and the next step would copy them over the loaded
-        # weights.
+        # Masters still hold the start values, which the next step would copy over the weights.
         if not with_optimizer:
             self.optimizer.reset_masters()
         if options.finetune:
@@ -347,14 +351,14 @@ class RunState:
         """Restore position, spike window and random states from a checkpoint.
 
         Args:
-            loaded: the checkpoint.
             rng: random states with tensors from the checkpoint; None does not restore them.
         """
         self._reset_masters(loaded.missing)
         resumed = Resumed.of(loaded.metadata, begun_phase(self.config))
         self.resumed = resumed
         self.phases = resumed.phases
-        self.progress = resumed.progress_in(self.config, self.plan, self.data_hash)
+        self.progress = resumed.progress_in(self.config, self.plan, self.hashes)
+        self.hashes = self.hashes.keeping(resumed.hashes)
         spikes = self.optimizer.spikes
         # Losses of other data would make every step of a new phase a spike.
         if spikes is not None and SPIKE_WINDOW in loaded.metadata and not resumed.begins:

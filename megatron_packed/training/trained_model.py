@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, overload
 
 import torch
@@ -15,7 +17,7 @@ from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.data_parts.files import TRAINING_DATA
 from megatron_packed.config.sections.data_parts.tokenizer import TRAINED_BPE
 from megatron_packed.config.serialise import from_dict
-from megatron_packed.data.tokenizers.base import Tokenizer, answer_text, vocabulary
+from megatron_packed.data.tokenizers.base import Tokenizer, answer_text
 from megatron_packed.data.tokenizers.untrusted_tokenizer import open_tokenizer
 from megatron_packed.models.generate import generate
 from megatron_packed.models.hybrid_model import HybridModel
@@ -100,7 +102,7 @@ class TrainedModel:
             used = build_tokenizer(config.data, config.model.vocab_size)
         else:
             used = open_tokenizer(tokenizer)
-        model = load_model(config, vocabulary(used, config.model.vocab_size), where)
+        model = load_model(config, used, where, warn=partial(warnings.warn, stacklevel=3))
         return cls(model=model, tokenizer=used, config=config)
 
     @overload

@@ -46,7 +46,12 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
         processes = min(2, count_gpus(os.environ) or 2)
     if processes < 1:
         raise UsageError(f"--nproc-per-node {processes}: must be at least 1.")
-    flags_file = _prepare()
+    try:
+        flags_file = _prepare()
+    except OSError as error:
+        raise UsageError(
+            f"{FOLDER} cannot be written: {error.strerror}; change to another directory."
+        ) from None
     if arguments.prepare:
         return 0
     from megatron_packed.training.launch import LaunchOptions, launch
@@ -130,7 +135,7 @@ def _answers(config: RunConfig) -> list[tuple[str, str, str]]:
     numbers = generator.permutation(len(questions))[:QUESTIONS]
     drawn = [questions[number] for number in numbers]
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)
-    model = load_model(config, tokenizer.vocab_size)
+    model = load_model(config, tokenizer, warn=print)
     prompts, ends = encode_prompts(config, tokenizer, texts([question for question, _ in drawn]))
     answers = generate(model, prompts, 48, ends=ends)
     return [

@@ -18,6 +18,7 @@ import fcntl
 import os
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -102,7 +103,10 @@ class IndexedWriter:
                 f"tokens from {tokens.min()} to {tokens.max()} do not fit {self.dtype.name}; write {self.prefix} with "
                 "int32."
             )
-        self._tokens.write(tokens.astype(self.dtype, copy=False).tobytes())
+        try:
+            self._tokens.write(tokens.astype(self.dtype, copy=False).tobytes())
+        except OSError as error:
+            raise self._unwritable(error) from error
         self._lengths.frombytes(lengths.astype(np.int32).tobytes())
 
     def add_documents(self, tokens: NDArray[np.integer], lengths: NDArray[np.integer]) -> None:
@@ -124,14 +128,15 @@ class IndexedWriter:
 
         See [Note: publication of an indexed data set].
         """
-        index = _open(index_path(self.prefix))
+        temporary = [self._tokens]
         try:
+            temporary.append(index := _open(index_path(self.prefix)))
             self._write_index(index)
             sums = np.frombuffer(index.finish() + self._tokens.finish(), np.uint32).astype(
                 CHECKSUMS
             )
             closing = np.array([checksum(sums.tobytes())], CHECKSUMS)
-            beside = _open(checksums_path(self.prefix))
+            temporary.append(beside := _open(checksums_path(self.prefix)))
             beside.write(sums.tobytes() + closing.tobytes())
             beside.finish()
             index_path(self.prefix).unlink(missing_ok=True)
@@ -139,16 +144,19 @@ class IndexedWriter:
             beside.publish()
             index.publish()
         except OSError as error:
-            raise DataError(
-                f"{self.prefix} cannot be written: {error.strerror}; free disk space and try again."
-            ) from error
+            raise self._unwritable(error) from error
         finally:
-            self.abandon()
-            index.abandon()
+            for file in temporary:
+                file.abandon()
 
     def abandon(self) -> None:
         """Delete the temporary files, unless the data set is published."""
         self._tokens.abandon()
+
+    def _unwritable(self, error: OSError) -> DataError:
+        return DataError(
+            f"{self.prefix} cannot be written: {error.strerror}; free disk space and try again."
+        )
 
     def _write_index(self, index: _Summed) -> None:
         lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.zeros(0, np.int32)
@@ -240,7 +248,9 @@ class _Summed:
         """Remove the temporary file, unless it was published."""
         if not self._file.closed:
             self._path.unlink(missing_ok=True)
-            self._file.close()
+            # Closing writes the rest of the buffer, which a full disk refuses again.
+            with suppress(OSError):
+                self._file.close()
 
     def _write(self, data: bytes) -> None:
         self._sums.extend(

@@ -25,7 +25,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatron_packed.config import flag_names as flags
@@ -107,9 +107,11 @@ def _build_and_publish(
         _flush(temporary)
         _publish(temporary, final, is_valid)
     except DataError as error:
-        write_atomically(
-            final.with_name(f"{final.name}.failed"), f"{uuid.uuid4().hex}\n{error}".encode()
-        )
+        # Without the file, waiting processes build too, and raise the same error.
+        with suppress(OSError):
+            write_atomically(
+                final.with_name(f"{final.name}.failed"), f"{uuid.uuid4().hex}\n{error}".encode()
+            )
         raise
     except OSError as error:
         raise DataError(
@@ -185,8 +187,10 @@ def _try_lock(final: Path) -> Iterator[bool]:
         except OSError:
             pass  # the file system has no locks; see point 3 of the note above
         owner = json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode()
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, owner, 0)
+        # Only messages name the owner, so a full disk does not end the run here.
+        with suppress(OSError):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, owner, 0)
         yield True
     finally:
         os.close(descriptor)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -261,15 +263,25 @@ class Quarantine:
             "detail": bad.detail,
             "start": start,
         }
-        self._file.write(json.dumps(entry) + "\n")
+        with self._writing():
+            self._file.write(json.dumps(entry) + "\n")
 
     def _open(self) -> Any:
-        try:
+        with self._writing():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             return self._temporary.open("w", encoding="ascii")
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Delete the temporary file and raise `DataError` if it cannot be written."""
+        try:
+            yield
         except OSError as error:
+            with suppress(OSError):
+                self._temporary.unlink(missing_ok=True)
             raise DataError(
-                f"{self.path} cannot be written: {error.strerror}; correct the path or its permissions."
+                f"{self.path} cannot be written: {error.strerror}; correct the path or its permissions, or free disk "
+                "space."
             ) from None
 
     def close(self) -> None:
@@ -277,13 +289,17 @@ class Quarantine:
         if self._file is None:
             self.path.unlink(missing_ok=True)
             return
-        self._file.close()
+        file = self._file
         self._file = None
-        self._temporary.replace(self.path)
+        with self._writing():
+            file.close()
+            self._temporary.replace(self.path)
 
     def discard(self) -> None:
         """Delete the lines since the last `close`."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-            self._temporary.unlink(missing_ok=True)
+        file = self._file
+        self._file = None
+        if file is not None:
+            with self._writing():
+                file.close()
+                self._temporary.unlink(missing_ok=True)

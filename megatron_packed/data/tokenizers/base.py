@@ -35,6 +35,8 @@ TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
 PADDING = "<|padding|>"
 OWN_SPECIAL_TOKENS = (END_OF_DOCUMENT, TURN_START, TURN_END, PADDING)
 """Special tokens of the tokenizers that this project builds itself."""
+_COMPARED_TOKENS = 4096
+"""Number of tokens whose texts decide `meaning_hash`."""
 _PROBE = ("The first part.", " A second\npart", "third", "\n\nfourth ")
 
 
@@ -112,6 +114,16 @@ def vocabulary(tokenizer: Tokenizer, vocab_size: int | None) -> int:
             "leave the option out, or give at least that number."
         )
     return vocab_size or tokenizer.vocab_size
+
+
+def meaning_hash(tokenizer: Tokenizer) -> str:
+    """Return a hash of the text of the first tokens.
+
+    Unlike `Tokenizer.fingerprint`, it is the same for all kinds of files of one vocabulary. With
+    another hash, equal token numbers mean other text.
+    """
+    text = tokenizer.decode(range(min(tokenizer.vocab_size, _COMPARED_TOKENS)))
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def probe_splits(tokenizer: Tokenizer) -> bool:

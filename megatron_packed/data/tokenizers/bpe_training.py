@@ -123,7 +123,7 @@ def train_bpe(
             log("reading all data, to learn the vocabulary only from the training documents")
         chosen = None if share is None else _lines_of(share, paths, fields)
         texts = _texts(files, training_bytes, unusable, chosen, fields)
-        _train(texts, vocab_size, unusable).save(str(temporary / "tokenizer.json"))
+        (temporary / "tokenizer.json").write_text(_train(texts, vocab_size, unusable), "utf-8")
         (temporary / "tokenizer_config.json").write_text(json.dumps(_NAMED), encoding="utf-8")
 
     get_or_build(directory, is_valid=_is_valid, build=build, log=log)
@@ -186,7 +186,8 @@ def _lines_of(
     return chosen
 
 
-def _train(texts: Iterator[str], vocab_size: int, unusable: list[str]) -> tokenizers.Tokenizer:
+def _train(texts: Iterator[str], vocab_size: int, unusable: list[str]) -> str:
+    """Return the text of a tokenizer.json."""
     first = next(texts, None)
     if first is None:
         why = (
@@ -211,7 +212,9 @@ def _train(texts: Iterator[str], vocab_size: int, unusable: list[str]) -> tokeni
         yield from texts
 
     backend.train_from_iterator(all_texts(), trainer)
-    return backend
+    # Not `save`: it raises no OSError if the disk is full.
+    text: str = backend.to_str(pretty=True)
+    return text
 
 
 def _texts(

@@ -314,7 +314,8 @@ def test_generate_stops_where_answers_end(form, stops, tmp_path, monkeypatch, ca
     An empty answer prints a message.
     """
     seen = []
-    monkeypatch.setattr("megatron_packed.training.load_for_inference.load_model", lambda *_: None)
+    load_model = "megatron_packed.training.load_for_inference.load_model"
+    monkeypatch.setattr(load_model, lambda *_, **__: None)
     monkeypatch.setattr(
         "megatron_packed.models.generate.generate",
         lambda *_, ends, on_token, **__: seen.append(ends) or on_token(0, 2),

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_packed.cli.main import main
 from megatron_packed.cli.quickstart import questions
 from megatron_packed.data.sources.line_schema import parse_line
 
@@ -102,3 +103,12 @@ def test_this_interpreter_has_enough_questions() -> None:
 
     found = questions.chosen(questions.documented(Path(sysconfig.get_paths()["stdlib"])))
     assert len(found) == questions.MOST_OBJECTS
+
+
+def test_a_directory_that_cannot_be_written_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").write_text("a file in place of the directory")
+    assert main(["quickstart", "--prepare"]) == 2
+    assert "runs/quickstart cannot be written: Not a directory" in capsys.readouterr().err

@@ -5,10 +5,12 @@ import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
 from megatron_packed.reporting.curves import Run
+from megatron_packed.reporting.html_page import write_html
 from megatron_packed.reporting.run_details import what_was_run
 from megatron_packed.reporting.run_overview import compact, duration, tiles_of, verdict
 from megatron_packed.reporting.run_quality import sample_answers, validations
@@ -378,3 +380,19 @@ def test_a_log_of_an_older_version_has_a_page(page):
     text = page([record(1).as_dict()])
     assert "The log ends at step 1." in text and "older version" in text
     assert what_was_run(Run("a", [])).startswith("<p")
+
+
+def test_a_full_disk_keeps_the_earlier_page(tmp_path, monkeypatch):
+    """The error names the page, and no temporary file is left."""
+    page = write_html(tmp_path / "run.html", "first", "")
+    before = page.read_bytes()
+
+    def writes_a_part(self, text, **how):
+        self.write_bytes(b"<!doctype")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", writes_a_part)
+    with pytest.raises(OSError, match=r"No space left on device: .*run\.html"):
+        write_html(page, "second", "")
+    assert [file.name for file in tmp_path.iterdir()] == ["run.html"]
+    assert page.read_bytes() == before

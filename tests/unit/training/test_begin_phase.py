@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_packed.checkpoint.errors import CheckpointMismatchError
 from megatron_packed.config.run import RunConfig
 from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.from_python import train
@@ -50,3 +51,15 @@ def test_epochs_of_a_phase_are_those_of_its_own_data(tmp_path: Path) -> None:
     (tmp_path / "own").rename(tmp_path / "phases")
     (alone,) = trained(tmp_path, f"{own} {epoch}")
     assert last["progress"]["iteration"] == 3 + alone["progress"]["iteration"]
+
+
+def test_a_checkpoint_without_moments_is_refused_with_the_cure(tmp_path: Path) -> None:
+    own = f"--save {tmp_path}/own --load {tmp_path}/own"
+    trained(tmp_path, f"{own} --train-iters 2 --no-save-optim")
+    for words in ("", "--begin-phase two"):
+        with pytest.raises(
+            CheckpointMismatchError, match=r"--no-save-optim.*; give --no-load-optim"
+        ):
+            trained(tmp_path, f"{own} --train-iters 3 {words}")
+    *_, last = trained(tmp_path, f"{own} --train-iters 3 --no-load-optim")
+    assert last["progress"]["iteration"] == 3

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -136,3 +137,25 @@ def test_a_run_stops_when_its_patience_ends(
     assert said.splitlines()[-1].endswith("/step_00000002) | nothing new was saved")
     assert run(flags, "--early-stopping-patience", "9") is ExitCode.DONE
     assert kept(tmp_path) == [8]
+
+
+def test_losses_of_other_validation_data_are_not_compared(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The lowest loss and the count of the early stop begin again with other data, and only then."""
+    more = ("--early-stopping-patience", "3")
+    run(flags, *more, "--exit-interval", "4")
+    capsys.readouterr()
+    (tmp_path / "run").rename(tmp_path / "four")
+    lines = (tmp_path / "valid.jsonl").read_text().splitlines()[:30]
+    (tmp_path / "fewer.jsonl").write_text("\n".join(lines))
+    other = ("--valid-data-path", f"{tmp_path}/fewer.jsonl")
+    cases = [(("--global-batch-size", "2"), 5, 2), (("--eval-iters", "1"), 8, 8), (other, 8, 8)]
+    for changed, last, best in cases:
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        shutil.copytree(tmp_path / "four", tmp_path / "run")
+        run(flags, *more, *changed)
+        said = capsys.readouterr().out
+        assert (f"early stop at step {last}:" in said) == (last < 8)
+        assert f"Lowest validation loss {LOSSES[best - 1]:.4f} at step {best} " in said
+        assert ("a validation reads other data than before step 5" in said) == (best == 8)

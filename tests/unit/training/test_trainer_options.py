@@ -11,6 +11,7 @@ from megatron_packed.checkpoint.errors import NoCheckpointError
 from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.run import RunConfig
 from megatron_packed.training import restore as restoring
+from megatron_packed.training.checkpoint_metadata import DataHashes
 from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.garbage_collection import GarbageCollection
 from megatron_packed.training.loss_spikes_and_skipped_steps import bad_places
@@ -152,7 +153,7 @@ def test_finetuning_in_the_folder_of_the_weights_is_a_warning(
     monkeypatch.setattr(restoring, "model_refusal", lambda metadata, model: None)
     loaded = SimpleNamespace(path="a/step", step=step, missing=[], unused=[], metadata={})
     warnings: list[str] = []
-    state = SimpleNamespace(load=lambda options: loaded)
+    state = SimpleNamespace(load=lambda options: loaded, hashes=DataHashes())
     console = SimpleNamespace(say=lambda text: None, warn=warnings.append)
     restore(config_of(flags), state, console)  # type: ignore[arg-type]
     assert ["saves its step 4, it replaces a/step" in text for text in warnings] == [True] * warned
@@ -169,7 +170,7 @@ def test_random_states_of_ranks_that_a_run_has_not_are_no_warning(
     monkeypatch.setattr(restoring, "model_refusal", lambda metadata, model: None)
     loaded = SimpleNamespace(path="a", step=0, missing=names, unused=names, metadata={})
     warnings: list[str] = []
-    state = SimpleNamespace(load=lambda options: loaded)
+    state = SimpleNamespace(load=lambda options: loaded, hashes=DataHashes())
     console = SimpleNamespace(say=lambda text: None, warn=warnings.append)
     flags = "--load a --finetune --dist-ckpt-strictness log_all"
     restore(config_of(flags), state, console)  # type: ignore[arg-type]
