@@ -336,7 +336,7 @@ def _check_tokens(number: int, tokens: NDArray[Any], vocab_size: int | None) -> 
     )
     outside = (tokens < 0) | (tokens >= limit)
     if outside.any():
-        at = int(outside.argmax())
+        at = int(np.flatnonzero(outside)[0])
         raise ValueError(
             f"document {number} has token {tokens[at]} at position {at}; a token number is 0 or more and {rule}. "
             "Encode the documents with the model's tokenizer."
