@@ -16,7 +16,6 @@ from megatron_packed.data.tokenizers.base import ByteTokenizer, meaning_hash
 from megatron_packed.data.tokenizers.exported_files import files_of_bytes
 from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron_packed.training.exit_codes import ExitCode
-from megatron_packed.training.export_trained import export_trained
 from megatron_packed.training.from_python import train
 from megatron_packed.training.trained_model import TrainedModel
 
@@ -76,8 +75,9 @@ def test_other_uses_of_the_weights_warn(
     assert main(["generate", *flags(folder, data), *ask]) == 0
     warned.append("was trained with another tokenizer" in capsys.readouterr().err)
     files = tokenizer_of(folder, data).split()[-1]
-    exported = export_trained(folder / "run", tmp_path / "hf", tokenizer=files)
-    warned.append(exported.warning is not None)
+    export = ["--to-hf", f"{tmp_path}/hf", "--load", f"{folder}/run", "--tokenizer-model", files]
+    assert main(["convert", *export]) == 0
+    warned.append("was trained with another tokenizer" in capsys.readouterr().err)
     assert warned == [data == "numbers"] * 3
 
 
