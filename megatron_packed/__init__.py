@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from megatron_packed.cuda_graphs.layer_graphs import LayerGraphs as LayerGraphs
     from megatron_packed.cuda_graphs.replaced_forward import KeywordLayer as KeywordLayer
     from megatron_packed.data.packed_dataset import PackedDataset as PackedDataset
+    from megatron_packed.data.packing.packer import Packer as Packer
     from megatron_packed.data.tokenizers.base import ByteTokenizer as ByteTokenizer
     from megatron_packed.distributed.flat_buffers import FlatBuffers as FlatBuffers
     from megatron_packed.memory.activation_offload import Offload as Offload
@@ -35,6 +36,7 @@ else:
             "cuda_graphs.layer_graphs": ["LayerGraphs"],
             "cuda_graphs.replaced_forward": ["KeywordLayer"],
             "data.packed_dataset": ["PackedDataset"],
+            "data.packing.packer": ["Packer"],
             "data.tokenizers.base": ["ByteTokenizer"],
             "distributed.flat_buffers": ["FlatBuffers"],
             "memory.activation_offload": ["Offload"],

@@ -99,6 +99,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
                 append_eod=arguments.append_eod,
                 max_bad_fraction=config.data.max_bad_fraction,
                 workers=workers,
+                special_tokens_in_text=config.data.special_tokens_in_text,
             ),
         )
     except DataError as error:

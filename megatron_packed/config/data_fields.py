@@ -1,4 +1,8 @@
-"""Fields of a line that give the parts of a schema, as ``--data-fields`` names them."""
+"""Fields of a line that give the parts of a schema, as ``--data-fields`` names them.
+
+A path with ``[*]`` makes one document for each element of a list. All paths with ``[*]`` must enter
+the same list at each level, because there is no rule which elements of two lists belong together.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,15 @@ from megatron_packed.config.parser.did_you_mean import did_you_mean, nearest
 
 ANSWERS = frozenset({"completion", "output", "response"})
 """Fields that hold an answer. An answer may be empty; the line is then left out and counted."""
+LABEL = "label"
+"""Target that is true for an accepted answer and false for a rejected one, as in KTO data."""
+EACH = "[*]"
+"""End of a name of a list in a path that takes each element of the list in turn."""
 _GOES_WITH: dict[tuple[str, ...], tuple[str, ...]] = {
-    ("messages",): ("system", "tools"),
-    ("conversations",): ("system", "tools"),
-    ("prompt", "completion"): (),
-    ("instruction", "output"): ("input", "system", "history"),
+    ("messages",): ("system", "tools", LABEL),
+    ("conversations",): ("system", "tools", LABEL),
+    ("prompt", "completion"): (LABEL,),
+    ("instruction", "output"): ("input", "system", "history", "tools", LABEL),
     ("text",): (),
 }
 """Required targets of each schema, and its optional targets."""
@@ -23,6 +31,9 @@ TARGETS = tuple(
 )
 """Names that can be on the left of ``=``."""
 _EXAMPLE = "give, for example, prompt=question,completion=answer"
+_EXAMPLE_EACH = (
+    "it after the name of a list, as in prompt=rows[*].question,completion=rows[*].answer"
+)
 
 
 class Fault(NamedTuple):
@@ -38,7 +49,8 @@ class DataFields:
 
     Example:
         ``question`` is a field of the line, ``qa.question`` a field of the object ``qa``, and
-        ``answers.0`` the first element of the list ``answers``.
+        ``answers.0`` the first element of the list ``answers``. ``rows[*].text`` is the field
+        ``text`` of each element of the list ``rows``, and each element makes a document.
     """
 
     paths: tuple[tuple[str, str], ...]
@@ -58,12 +70,32 @@ class DataFields:
         return next(required for required in _GOES_WITH if given >= set(required))
 
     @property
+    def lists(self) -> tuple[str, ...]:
+        """Paths of the lists whose elements make documents, from the outer list to the inner one.
+
+        Example:
+            ``questions[*].answers[*].text`` enters ``("questions", "questions[*].answers")``.
+        """
+        return max((lists_of(path) for _, path in self.paths), key=len)
+
+    @property
     def trains_text(self) -> bool:
         """True if the lines are plain text, not prompts or conversations with answers."""
         return self.required == ("text",)
 
     def __str__(self) -> str:
         return ",".join(f"{target}={path}" for target, path in self.paths)
+
+
+def lists_of(path: str) -> tuple[str, ...]:
+    """Return the paths of the lists of which a path takes each element; see `DataFields.lists`."""
+    parts = path.split(EACH)[:-1]
+    return tuple(EACH.join(parts[: count + 1]) for count in range(len(parts)))
+
+
+def without_each(path: str) -> str:
+    """Return a path without ``[*]``, which gives the values of all elements together."""
+    return path.replace(EACH, "")
 
 
 def pairs_of(words: Iterable[str]) -> list[tuple[str, str]]:
@@ -106,7 +138,29 @@ def pairs_fault(pairs: list[tuple[str, str]]) -> Fault | None:
             return Fault(f"{target} is given twice", "give every target once")
         if "" in path.split("."):
             return Fault(f"{path} has an empty name beside a dot", _EXAMPLE)
-    return _schema_fault(targets)
+    return _schema_fault(targets) or _elements_fault(pairs)
+
+
+def _elements_fault(pairs: list[tuple[str, str]]) -> Fault | None:
+    """Return the first problem of paths with ``[*]``; None if they are right."""
+    deepest, most = "", lists_of("")
+    for target, path in pairs:
+        for name in path.split("."):
+            if EACH in name and (name == EACH or EACH in name.removesuffix(EACH)):
+                return Fault(f"{path} has {EACH} in a wrong place", f"write {_EXAMPLE_EACH}")
+        if target == LABEL and EACH in path:
+            return Fault(
+                f"{target} chooses lines, but {path} is of elements", f"leave {EACH} out of {path}"
+            )
+        lists = lists_of(path)
+        if lists != most[: len(lists)] and most != lists[: len(most)]:
+            return Fault(
+                f"{deepest} and {path} take the elements of different lists",
+                f"use {EACH} after the same list in both, or a number in place of {EACH}",
+            )
+        if len(lists) > len(most):
+            deepest, most = path, lists
+    return None
 
 
 def _schema_fault(targets: list[str]) -> Fault | None:

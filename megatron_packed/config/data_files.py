@@ -16,13 +16,22 @@ DATA_SUFFIXES = (
     ".parquet",
 )
 """Ends of the names of files that a directory stands for."""
-DATA_FILE_NAMES = ".jsonl, .json or .parquet file"
+PLAIN_SUFFIXES = (".txt", *(f".txt{packed}" for packed in COMPRESSED_SUFFIXES))
+"""Ends of the names of files that are one text each. A directory stands for them if it has no other
+data files, because data often comes with a licence or a description as text.
+"""
+DATA_FILE_NAMES = ".jsonl, .json, .parquet or .txt file"
 """Kinds of files that a directory stands for, for messages. Text may also be compressed."""
 
 
 def is_data_name(name: str) -> bool:
     """Return whether the name of a file in a directory is that of a data file."""
-    return name.endswith(DATA_SUFFIXES)
+    return name.endswith(DATA_SUFFIXES) or is_plain_name(name)
+
+
+def is_plain_name(name: str) -> bool:
+    """Return whether the name of a file is that of a plain text."""
+    return name.endswith(PLAIN_SUFFIXES)
 
 
 def may_be_description(name: str) -> bool:

@@ -15,9 +15,11 @@ TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
 )
-"""Files of a model on the Hub that a HuggingFaceTokenizer reads."""
+"""Files of a model on the Hub that a HuggingFaceTokenizer reads, as names and patterns."""
 _PREFIX = "hf://"
 _WORD = r"[A-Za-z0-9][\w.-]{0,95}"
 _NAME = re.compile(f"{_WORD}/{_WORD}")

@@ -76,7 +76,21 @@ IDLE: tuple[Idle, ...] = (
     Idle(
         "--mock-data reads no text",
         lambda run, _: run.data.mock_data,
-        keys_in("data", "chat_template sft_tokenizer_prompt_format answer_end"),
+        keys_in(
+            "data",
+            "chat_template sft_tokenizer_prompt_format answer_end multi_turn unprinted_policy "
+            "chat_template_date special_tokens_in_text data_rules",
+        ),
+    ),
+    Idle(
+        "--sft is not given, and text has no turns",
+        lambda run, _: not run.data.sft,
+        keys_in("data", "multi_turn unprinted_policy chat_template_date data_rules"),
+    ),
+    Idle(
+        "--sft-tokenizer-prompt-format makes one document of a conversation",
+        lambda run, _: run.data.sft_tokenizer_prompt_format is not None,
+        ("data.multi_turn",),
     ),
     Idle("--split is not given", lambda run, _: run.data.split is None, ("data.split_order",)),
     Idle(

@@ -11,7 +11,12 @@ from typing import Any
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.parser.flag_registry import every_field
 from megatron_packed.config.run import RunConfig
-from megatron_packed.config.sections.data_parts.tokenizer import AT_DOCUMENT, AT_TURN
+from megatron_packed.config.sections.data_parts.tokenizer import (
+    AT_DOCUMENT,
+    AT_TURN,
+    DATA_RULES,
+    EARLIER_RULES,
+)
 from megatron_packed.config.serialise import as_flag
 
 Stored = Mapping[str, Mapping[str, Any]]
@@ -33,12 +38,18 @@ def _answer_end(stored: Stored) -> str:
     return AT_DOCUMENT if templated else AT_TURN
 
 
+def _data_rules(stored: Stored) -> int:
+    """Return the rules of runs before ``--data-rules`` existed; text has the same tokens."""
+    return EARLIER_RULES if stored["data"].get("sft", False) else DATA_RULES
+
+
 _BEFORE: Mapping[str, Callable[[Stored], Any]] = {
     "packing.overlong_policy": lambda stored: "truncate",
     "packing.max_document_length": _whole_pack,
     "packing.keep_pieces_without_targets": lambda stored: stored["data"].get("sft", False),
     "data.split_order": lambda stored: "file",
     "data.answer_end": _answer_end,
+    "data.data_rules": _data_rules,
 }
 """Options that older checkpoints do not contain and whose defaults affect packs, each with the
 value that those runs used.

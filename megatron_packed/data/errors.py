@@ -18,7 +18,7 @@ REASONS: dict[str, str] = {
     "malformed_json": "the line is not valid JSON; often the line was cut off, or one object spans several lines",
     "too_deep": "objects or lists are nested more than 128 levels deep",
     "nan_literal": "the line contains NaN or Infinity, which JSON does not allow",
-    "huge_number": "a number has more than 4000 characters",
+    "huge_number": "a number has more than 4000 characters, or is larger than 1.8e308",
     "duplicate_key": "an object has the same key twice, and JSON readers disagree about which value counts",
     "lone_surrogate": "the text contains half of a surrogate pair, which cannot be encoded as UTF-8",
     "reserved_character": "the text contains U+FDD0, U+FDD1 or U+FDD2, which are reserved to mark text while chat "
@@ -26,7 +26,7 @@ REASONS: dict[str, str] = {
     # schema
     "not_an_object": "a line, or an element of an array, must be one JSON object",
     "no_known_field": "a line needs one of the fields `messages`, `conversations`, `prompt`, `instruction` (with "
-    f"`output`) or `text`; {flags.DATA_FIELDS} reads other names",
+    f"`output`), `text` or `input_ids`; {flags.DATA_FIELDS} reads other names",
     "missing_key": f"the line lacks a field that {flags.JSON_KEYS} or {flags.DATA_FIELDS} names",
     "wrong_type": "a field has a different type than the schema requires",
     "not_text": "a part of a message is an image, a sound or another kind that is no text",
@@ -38,23 +38,37 @@ REASONS: dict[str, str] = {
     "empty_completion": "`completion` is empty, so the line has nothing to train on",
     "empty_text": "`text` is empty",
     "no_assistant": "the conversation has no assistant message, so the line has nothing to train on",
-    "bad_train_flag": "`train` must be true or false, and only an assistant message may have `train: true`",
+    "contradictory_masks": "two fields of a line disagree about what is learned",
+    "preference_data": "the line is a preference pair or has a KTO label, and their losses are not built",
+    "contradictory_system": "the `system` field and the system message at the start of the messages differ; keep one "
+    "of them",
+    "rejected_answer": "`label` is false: the answer was rejected, and only accepted answers are learned",
+    "no_question": "the only answer to learn begins the conversation, so no prompt can ask for it",
+    "bad_train_flag": "a field that says what is learned has another value than true, false, 0 or 1 (`train`: true or "
+    "false), or learns a message that is not the assistant's",
     # template and tokens
     "template_error": "the chat template raised an error for this conversation",
-    "template_prefix": "the chat template rewrites earlier turns, so the assistant's text cannot be located reliably",
+    "template_prefix": "the chat template prints other text before an answer than the prompt that it gives for the "
+    "same messages, so a served model would get another prompt",
+    "not_printed": "the chat template does not print a part of the conversation, so its meaning would be lost. Give "
+    f"{flags.CHAT_TEMPLATE} a template that prints it, or {flags.UNPRINTED_POLICY} count to train without it",
     "template_spans": "the template's generation blocks cannot be matched with the assistant messages",
     "template_limit": "rendering the chat template exceeded its limit of time, memory or output",
     "special_token_in_content": "the text contains the spelling of a special token, which this tokenizer cannot encode "
-    "as plain text",
+    "as plain text, or by which the chat template decides what it prints",
     "token_across_boundary": "one token covers both trained and untrained text",
     "tokenizer_limit": "the tokenizer exceeded its limit of time or memory",
     "tokenizer_failed": "the tokenizer's library rejected the text",
     "not_a_token_number": f"a NullTokenizer reads token numbers separated by spaces, each below {flags.VOCAB_SIZE}",
     "killed_worker": "the process that tokenised the line crashed, was killed, or did not finish",
     "no_trainable_token": "tokenisation left no token to train on",
+    "question_too_long": "the question and the template's text around it leave no room for the answer; a larger "
+    f"{flags.MAX_DOCUMENT_LENGTH} does",
 }
 """Reasons why a line is put into quarantine, each with the sentence that reports print."""
-EMPTY = frozenset({"empty_assistant", "empty_completion", "empty_text"})
+EMPTY = frozenset(
+    {"empty_assistant", "empty_completion", "empty_text", "rejected_answer", "question_too_long"}
+)
 """Reasons of lines that are right but have nothing to learn. They do not count as bad lines."""
 
 

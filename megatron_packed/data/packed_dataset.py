@@ -3,37 +3,35 @@
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from megatron_packed.config.data_fields import DataFields, fields_from
+from megatron_packed.config.data_fields import fields_from
 from megatron_packed.config.sections.data_parts.tokenizer import AT_TURN
-from megatron_packed.config.sections.packing import default_overlong_policy
 from megatron_packed.data.collate import collate
-from megatron_packed.data.documents import DocumentRange, Documents, JoinedDocuments
+from megatron_packed.data.documents import Documents
 from megatron_packed.data.errors import DataError
-from megatron_packed.data.index.indexed_documents import IndexedDocuments
-from megatron_packed.data.index.indexed_file import is_indexed
 from megatron_packed.data.packed_dataset_checks import (
+    CutRules,
+    Data,
     StrPath,
     check_integers,
-    check_options,
     check_pack_sizes,
-    list_of_paths,
+    check_run,
+)
+from megatron_packed.data.packed_dataset_sources import (
+    ConversationOptions,
+    ReadingOptions,
+    joined,
+    open_sources,
 )
 from megatron_packed.data.packing.packer import Packer, Packs
 from megatron_packed.data.packing.rank_balance import BY_TOKENS
 from megatron_packed.data.packing.step_plan import PieceTable
 from megatron_packed.data.packing.token_accounting import cut_documents
-from megatron_packed.data.sources.tokenized_dataset import TokenizedDataset, open_dataset
 from megatron_packed.data.tokenizers.base import Tokenizer
-from megatron_packed.data.tokenizers.chat_format import chat_format
-from megatron_packed.data.tokenizers.untrusted_tokenizer import open_tokenizer
 from megatron_packed.packed.micro_batch import MicroBatch
 
 
@@ -54,13 +52,17 @@ class PackedDataset(IterableDataset[MicroBatch]):
     ``persistent_workers`` off, because persistent workers do not see `set_epoch`.
 
     Args:
-        paths: files to read: JSONL, JSON arrays or Parquet, directories or patterns of them,
-            Hugging Face data sets on disk, or prefixes of Megatron-LM's indexed data sets.
+        data: paths of files to read: JSONL, JSON arrays or Parquet, directories or patterns of
+            them, Hugging Face data sets on disk, or prefixes of Megatron-LM's indexed data sets. Or
+            records: a list, an iterator or a data set of Hugging Face's ``datasets``. A record is a
+            dict with the fields of a line of such a file, for example ``messages`` or ``text``, or
+            a list of token ids. Every rank must get the same records. An iterator is read once.
         tokenizer: a `Tokenizer`, or the path of a ``tokenizer.json`` or of the directory that
             contains it.
         tokens_per_pack: token slots T of a pack.
         max_documents: maximum number of documents in a pack. None uses the largest number in a pack
             of the first epoch, for all epochs.
+        texts: strings of ``data`` are texts. By default strings are paths.
         sft: the lines are conversations or prompts with answers, and only the answers are targets.
         chat_template: jinja2 file of a chat template, or ``chatml``; None uses the tokenizer's own
             template. Requires ``sft``.
@@ -83,21 +85,33 @@ class PackedDataset(IterableDataset[MicroBatch]):
         max_bad_fraction: largest share of unusable lines, from 0 to 1, before an error is raised.
         data_fields: names of the fields of the lines, as in ``--data-fields``: ``{"prompt":
             "question", "completion": "answers.text"}``. None for the usual names.
-        cache_dir: directory of the tokenised data; None for ``.megatron_packed_cache`` next to the
-            first file.
+        cache_dir: directory of the tokenised data and of the records; None for
+            ``.megatron_packed_cache`` next to the first file, or for records in the current
+            directory.
         show_progress: print the progress and the warnings of tokenisation and packing.
     Raises:
-        DataError: the files or the tokenizer cannot be used, or no document is left to pack.
+        DataError: the files, the records or the tokenizer cannot be used, or no document is left
+            to pack.
         ValueError: an option has a wrong value.
     """
 
+    max_documents: int
+    """Capacity of every pack in documents; ``cu_seqlens`` has two entries more."""
+    epoch = 0
+    """Epoch that the next iteration yields."""
+    _start = 0
+    """Packs of the epoch, over all ranks, that the next iteration skips."""
+    _position: int | None = None
+    """Packs of the epoch, over all ranks, that this process has yielded; None before the first."""
+
     def __init__(
         self,
-        paths: StrPath | Sequence[StrPath],
+        data: Data,
         tokenizer: Tokenizer | StrPath,
         *,
         tokens_per_pack: int,
         max_documents: int | None = None,
+        texts: bool = False,
         sft: bool = False,
         chat_template: StrPath | None = None,
         answer_end: str = AT_TURN,
@@ -115,41 +129,30 @@ class PackedDataset(IterableDataset[MicroBatch]):
         show_progress: bool = True,
     ) -> None:
         check_pack_sizes(tokens_per_pack, max_documents, max_document_length)
-        check_integers(seed=seed, rank=rank, world_size=world_size)
-        policy = default_overlong_policy(sft) if overlong_policy is None else overlong_policy
-        longest = tokens_per_pack if max_document_length is None else max_document_length
-        check_options(rank, world_size, policy, sft, chat_template, answer_end)
+        check_run(seed, rank, world_size)
+        cut = CutRules.from_options(tokens_per_pack, max_document_length, overlong_policy, sft)
+        conversations = ConversationOptions(
+            sft=sft, chat_template=chat_template, answer_end=answer_end
+        )
+        reading = ReadingOptions(
+            texts=texts,
+            shorten_to=cut.shorten_to,
+            max_bad_fraction=max_bad_fraction,
+            fields=fields_from(data_fields),
+            cache_dir=cache_dir,
+            show=show_progress,
+        )
         packer = Packer(slots=tokens_per_pack, method=packing_method, max_documents=max_documents)
         self.tokens_per_pack = tokens_per_pack
         self.rank = rank
         self.world_size = world_size
         self.drop_last = drop_last
         self.fixed_max_seqlen = fixed_max_seqlen
-        self._sources = _open_sources(
-            list_of_paths(paths),
-            tokenizer,
-            sft=sft,
-            chat_template=chat_template,
-            answer_end=answer_end,
-            shorten_to=longest if policy == "truncate_prompt" else None,
-            max_bad_fraction=max_bad_fraction,
-            fields=fields_from(data_fields),
-            cache_dir=cache_dir,
-            show=show_progress,
-        )
-        self._documents: Documents | None = _joined(self._sources)
-        self._table = _piece_table(
-            self._documents, packer, longest, policy, sft, seed, show_progress
-        )
+        self._sources = open_sources(data, tokenizer, conversations, reading)
+        self._documents: Documents | None = joined(self._sources)
+        self._table = _piece_table(self._documents, packer, cut, seed, show_progress)
         self._packs = self._table.pack(0)
         self.max_documents = max_documents or self._limit_documents(packer)
-        """Capacity of every pack in documents; ``cu_seqlens`` has two entries more."""
-        self.epoch = 0
-        """Epoch that the next iteration yields."""
-        self._start = 0
-        """Packs of the epoch, over all ranks, that the next iteration skips."""
-        self._position: int | None = None
-        """Packs of the epoch, over all ranks, that this process has yielded; None before the first."""
         self._hash = _hash_of(self._documents, self._table)
 
     def _limit_documents(self, packer: Packer) -> int:
@@ -282,7 +285,7 @@ class PackedDataset(IterableDataset[MicroBatch]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._documents = _joined(self._sources)
+        self._documents = joined(self._sources)
 
 
 def _hash_of(documents: Documents, table: PieceTable) -> str:
@@ -291,72 +294,8 @@ def _hash_of(documents: Documents, table: PieceTable) -> str:
     return hashlib.sha256(identity.encode()).hexdigest()
 
 
-def _open_sources(
-    paths: Sequence[StrPath],
-    tokenizer: Tokenizer | StrPath,
-    *,
-    sft: bool,
-    chat_template: StrPath | None,
-    answer_end: str,
-    shorten_to: int | None,
-    max_bad_fraction: float,
-    fields: DataFields | None,
-    cache_dir: StrPath | None,
-    show: bool,
-) -> list[Callable[[], Documents]]:
-    """Tokenise files that are not in the cache; return functions that open the documents.
-
-    The functions can be pickled.
-    """
-    used = open_tokenizer(tokenizer)
-    prefixes = [path for path in paths if not Path(path).exists() and is_indexed(os.fspath(path))]
-    text = [os.fspath(path) for path in paths if path not in prefixes]
-    if prefixes and sft:
-        raise DataError(
-            f"{prefixes[0]} is an indexed data set, which does not mark answers; leave sft out, or give the "
-            "conversations as JSONL."
-        )
-    sources: list[Callable[[], Documents]] = []
-    if text:
-        template = None if chat_template is None else os.fspath(chat_template)
-        chat = chat_format(used, template, answer_end=answer_end)
-        cache = None if cache_dir is None else Path(cache_dir)
-        dataset = open_dataset(
-            text,
-            used,
-            chat,
-            sft=sft,
-            shorten_to=shorten_to,
-            cache_root=cache,
-            max_bad_fraction=max_bad_fraction,
-            fields=fields,
-            show=show,
-        )
-        sources.append(partial(TokenizedDataset, dataset.directory))
-    for prefix in prefixes:
-        sources.append(
-            partial(IndexedDocuments, str(prefix), vocab_size=used.vocab_size, eod_id=used.eod_id)
-        )
-    if used is not tokenizer:
-        used.close()  # end its child processes, which each hold the vocabulary in memory
-    return sources
-
-
-def _joined(sources: Sequence[Callable[[], Documents]]) -> Documents:
-    opened = [source() for source in sources]
-    if len(opened) == 1:
-        return opened[0]
-    return JoinedDocuments([DocumentRange(documents, 0, len(documents)) for documents in opened])
-
-
 def _piece_table(
-    documents: Documents,
-    packer: Packer,
-    longest: int,
-    policy: str,
-    sft: bool,
-    seed: int,
-    show: bool,
+    documents: Documents, packer: Packer, cut: CutRules, seed: int, show: bool
 ) -> PieceTable:
     """Cut the documents into pieces that fit into packs.
 
@@ -364,13 +303,15 @@ def _piece_table(
         DataError: no target is left, or a document is too long under the policy ``error``.
     """
     try:
-        pieces, targets = cut_documents(documents, longest, policy, only_with_targets=sft)
+        pieces, targets = cut_documents(
+            documents, cut.longest, cut.policy, only_with_targets=cut.sft
+        )
     except ValueError as error:
         raise DataError(str(error)) from None
     assert pieces.targets is not None
     if not pieces.targets.targets_kept:
         raise DataError(
-            f"the data has no target left: {pieces.targets.sentence().rstrip('.')} (max_document_length {longest}, "
-            f"overlong_policy {policy}); raise max_document_length, or give documents with answers."
+            f"the data has no target left: {pieces.targets.sentence().rstrip('.')} (max_document_length {cut.longest}, "
+            f"overlong_policy {cut.policy}); raise max_document_length, or give documents with answers."
         )
     return PieceTable(pieces, targets, packer, seed, BY_TOKENS, None, show)

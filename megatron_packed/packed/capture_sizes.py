@@ -125,12 +125,32 @@ class CaptureSizes:
     def smallest_for(self, num_seqs: int, longest: int) -> CaptureSize | None:
         """Return the smallest capture size that holds a pack; None if no size holds the pack.
 
+        A pack without a size runs eagerly. `require` raises an error in its place.
+
         Args:
             num_seqs: number of real documents of the pack.
             longest: longest row of the pack in tokens, including the tail
                 (``PackedSeqParams.max_seqlen``).
         """
         return next((size for size in self.sizes if size.holds(num_seqs, longest)), None)
+
+    def require(self, num_seqs: int, longest: int) -> CaptureSize:
+        """Return the smallest capture size that holds a pack.
+
+        Args:
+            num_seqs, longest: as for `smallest_for`.
+        Raises:
+            ValueError: no size holds the pack; the error lists the sizes.
+        """
+        size = self.smallest_for(num_seqs, longest)
+        if size is None:
+            listed = ", ".join(f"{size.capacity} x {size.max_seqlen}" for size in self.sizes)
+            raise ValueError(
+                f"no capture size holds a pack of {num_seqs} documents with rows of up to {longest} tokens; the sizes "
+                f"(documents x tokens of a row) are {listed}. Put fewer or shorter documents into the pack, add a "
+                "larger size, or run the pack eagerly."
+            )
+        return size
 
 
 def choose_capacities(

@@ -11,6 +11,7 @@ import torch
 from megatron_packed.config.resumed_options import with_implied
 from megatron_packed.config.section import section_fields, unchecked
 from megatron_packed.config.sections.data_parts.files import TRAINING_DATA
+from megatron_packed.config.sections.data_parts.tokenizer import DATA_RULES
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.sections.packing import PackingConfig
 from megatron_packed.config.sections.parallel import ParallelConfig
@@ -52,6 +53,11 @@ _DECIDES_TOKENS = (
     "data.chat_template",
     "data.sft_tokenizer_prompt_format",
     "data.answer_end",
+    "data.multi_turn",
+    "data.unprinted_policy",
+    "data.special_tokens_in_text",
+    "data.chat_template_date",
+    "data.data_rules",
     *_TOKENIZER,
 )
 """Options that decide which tokens a run trains on."""
@@ -78,6 +84,15 @@ _PHASE_MODEL = frozenset(
     }
 )
 """Options of the model that a phase may change: routing, and rotary frequencies for longer packs."""
+_EARLIER_RULES = (
+    "an earlier version made its tokens, and today's rules make other tokens of the same lines: masks of other "
+    "trainers and a system field count, special tokens in answers act as such, each answer has its history as it is "
+    "served, and long prompts are shortened in their middle"
+)
+"""Differences between the values of --data-rules."""
+_EARLIER_CACHE = (
+    "give --data-cache-path with the folder that still has the tokens of the earlier version"
+)
 PHASE_CHANGES = (*_DECIDES_TOKENS, "model", "packing", "optim", "training")
 """Options that a new phase reports if they have changed."""
 
@@ -253,6 +268,8 @@ class CheckpointRefusals:
             keys -= self.implied
         changed = "; ".join(changed_options(stored, self.config, keys))
         cure = restoring_words(stored, self.config, keys)
+        if others and not changed and stored["data"]["data_rules"] < DATA_RULES:
+            changed, cure = _EARLIER_RULES, _EARLIER_CACHE
         # A phase keeps the tokenizer, so its flag is no cure for another one.
         phase = (
             ""

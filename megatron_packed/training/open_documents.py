@@ -161,6 +161,9 @@ def _chat_format(options: DataConfig, tokenizer: Tokenizer) -> ChatFormat:
         options.chat_template,
         options.sft_tokenizer_prompt_format,
         options.answer_end,
+        multi_turn=options.multi_turn,
+        unprinted_policy=options.unprinted_policy,
+        date=options.chat_template_date,
     )
 
 
@@ -300,6 +303,8 @@ class _Opener:
             fields=options.fields,
             show=self._show,
             build_missing=self._build_missing,
+            special_tokens_in_text=options.special_tokens_in_text,
+            rules=options.data_rules,
         )
 
     def _indexed(self, prefix: str) -> Documents:

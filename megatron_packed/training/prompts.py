@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any, NamedTuple
 
-from megatron_packed.config.data_fields import DataFields
+from megatron_packed.config.data_fields import LABEL, DataFields
 from megatron_packed.config.run import RunConfig
 from megatron_packed.data.errors import REASONS, BadLine, DataError
 from megatron_packed.data.sources.jsonl_lines import LineReader, RawLine
@@ -22,10 +22,12 @@ from megatron_packed.data.sources.line_schema import (
     PromptCompletion,
     Sample,
     Text,
+    TokenSequence,
     parse_line,
-    parse_object,
 )
-from megatron_packed.data.sources.strict_json import check_characters
+from megatron_packed.data.sources.message_masks import LISTED_MASK
+from megatron_packed.data.sources.preference_lines import PREFERENCE_ANSWERS
+from megatron_packed.data.sources.strict_json import check_characters, parse_object
 from megatron_packed.data.tokenizers.base import Tokenizer
 from megatron_packed.data.tokenizers.chat_format import ChatFormat, TextPiece, chat_format
 from megatron_packed.data.tokenizers.encode import answer_ends, encode_pieces, prompt_tokens
@@ -94,7 +96,7 @@ def read_prompts(path: str | Path, fields: DataFields | None = None) -> list[Giv
         where = f"{name}, {line.kind} {line.number}"
         try:
             if as_json:
-                prompts.append(_of_object(where, line.data, fields))
+                prompts += _of_object(where, line.data, fields)
             else:
                 prompts.append(_of_text(where, line))
         except BadLine as error:
@@ -115,7 +117,12 @@ def encode_prompts(
     if not data.sft:
         tokens = [_tokens(prompt, tokenizer, None) for prompt in prompts]
         return EncodedPrompts(tokens, answer_ends(tokenizer))
-    chat = chat_format(tokenizer, data.chat_template, data.sft_tokenizer_prompt_format)
+    chat = chat_format(
+        tokenizer,
+        data.chat_template,
+        data.sft_tokenizer_prompt_format,
+        date=data.chat_template_date,
+    )
     try:
         tokens = [_tokens(prompt, tokenizer, chat) for prompt in prompts]
         return EncodedPrompts(tokens, answer_ends(tokenizer, chat))
@@ -188,14 +195,25 @@ def _string(element: str) -> str:
     return value
 
 
-def _of_object(name: str, line: bytes, fields: DataFields | None) -> GivenPrompt:
-    """Read a JSON object: add an answer if the line has none, then parse it as training data."""
+def _of_object(name: str, line: bytes, fields: DataFields | None) -> list[GivenPrompt]:
+    """Read a JSON object: add an answer if the line has none, then parse it as training data.
+
+    Labels, masks and preferences of answers do not matter, because only the prompt is used.
+    """
     value = parse_object(line)
-    if fields is not None and any(has_field(value, path) for _, path in fields.paths):
-        value = renamed(value, fields)
-        fields = DataFields.of((target, target) for target in value)
-    else:
-        fields = None
+    if fields is None or not any(has_field(value, path) for _, path in fields.paths):
+        about_answers = (*PREFERENCE_ANSWERS, LISTED_MASK)
+        value = {name: part for name, part in value.items() if name not in about_answers}
+        return [_of_fields(name, value, None)]
+    without_label = DataFields.of(pair for pair in fields.paths if pair[0] != LABEL)
+    assert without_label is not None
+    return [
+        _of_fields(name, targets, DataFields.of((target, target) for target in targets))
+        for targets in renamed(value, without_label)
+    ]
+
+
+def _of_fields(name: str, value: dict[str, Any], fields: DataFields | None) -> GivenPrompt:
     if set(value) & FIELDS == {"prompt"}:
         if not isinstance(value["prompt"], str):
             raise BadLine("wrong_type", "prompt is not a string")
@@ -221,6 +239,8 @@ def _without_answer(name: str, sample: Sample) -> GivenPrompt:
         return GivenPrompt(name, sample)
     if isinstance(sample, PromptCompletion):
         return GivenPrompt(name, Text(sample.prompt), _expected(sample.completion))
+    if isinstance(sample, TokenSequence):
+        raise BadLine("wrong_type", "a prompt is a text or messages, but the line has tokens")
     *messages, answer = sample.messages
     if not messages:
         raise BadLine("empty_messages", "there is no message before the answer")

@@ -1,9 +1,11 @@
-"""Tests of heads that are exchanged in parts: order of the messages, and equal bits."""
+"""Tests of heads that are exchanged in parts: order of the messages, and equal results."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -13,11 +15,12 @@ from torch import Tensor
 
 from megatron_packed.config.exchanged_heads import number_of_parts
 from megatron_packed.distributed import all_to_all, overlapped_exchange
-from megatron_packed.distributed.all_to_all import EqualExchange
+from megatron_packed.distributed.all_to_all import EqualExchange, heads_to_rows, rows_to_columns
 from megatron_packed.distributed.collectives import Started, start_exchange, wait_for
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.overlapped_exchange import compute_by_heads
 from megatron_packed.distributed.testing import WorkerPools
+from megatron_packed.layers import attention, recurrent_mixer
 from megatron_packed.models.isolation import check_isolation
 from megatron_packed.packed.micro_batch import MicroBatch
 from support import hybrid_cases as cases
@@ -30,20 +33,22 @@ CHANGES = {
     "untie_embeddings_and_output_weights": False,
     "num_attention_heads": 16,
     "num_query_groups": 8,
-    "mamba_num_heads": 256,
-    "mamba_head_dim": 1,
+    "mamba_num_heads": 16,
+    "mamba_head_dim": 4,
     "mamba_num_groups": 8,
     "linear_num_key_heads": 8,
-    "linear_num_value_heads": 256,
+    "linear_num_value_heads": 16,
     "linear_key_head_dim": 16,
-    "linear_value_head_dim": 1,
+    "linear_value_head_dim": 4,
     "position_embedding_type": "rope",
     "attention_output_gate": True,
     "qk_layernorm": True,
 }
-"""Sizes with 32 heads of a recurrence and 64 convolution channels in each of 8 parts.
+ROUNDING = 4 * TOKENS * torch.finfo(torch.float32).eps
+"""Largest difference of parts from the whole, relative to the largest value of a tensor.
 
-Sums over the rows of a part then have the order of sums over the rows of all heads.
+The matrix products of a part have other shapes. On some CPUs they add in another order, and the
+gradient of a head's parameter adds such differences over all tokens: by measurement 4.3e-6.
 """
 LAYOUTS = [(2, {"cp_size": 2}), (4, {"tp_size": 2, "cp_size": 2})]
 
@@ -130,7 +135,7 @@ def test_a_part_has_complete_groups_of_heads(
     assert number_of_parts(wanted, ranks, counts) == parts
 
 
-# -- equal bits ------------------------------------------------------------------------------------
+# -- equal results ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -142,6 +147,32 @@ class Run:
     mamba: str = "heads"
     sequence_parallel: bool = False
     changes: dict[str, Any] = field(default_factory=lambda: CHANGES)
+
+
+def computed_in_turn(
+    tensors: Sequence[Tensor],
+    compute: Callable[[int, Tensor], Tensor],
+    exchange: EqualExchange,
+    parts: int,
+) -> Tensor:
+    """Exchange all heads in one message each way, and compute the parts between the two.
+
+    The products have the shapes and strides of `compute_by_heads`, so the results have its bits.
+    """
+    widths = [x[0].numel() // exchange.size for x in tensors]
+    split = [x.chunk(parts, 1) for x in rows_to_columns(tensors, exchange).split(widths, 1)]
+    results = [compute(part, torch.cat(x, dim=1)) for part, x in enumerate(zip(*split))]
+    for y in results:
+        y.register_hook(Tensor.contiguous)  # a message is contiguous, a slice of the gradient not
+    return heads_to_rows([torch.cat(results, dim=1)], exchange)[0]
+
+
+def in_turn() -> contextlib.ExitStack:
+    """Return a ``with`` block in which layers compute parts by `computed_in_turn`."""
+    stack = contextlib.ExitStack()
+    for module in (attention, recurrent_mixer):
+        stack.enter_context(mock.patch.object(module, "compute_by_heads", computed_in_turn))
+    return stack
 
 
 def results(groups: ParallelGroups, run: Run, parts: int) -> tuple[dict[str, Tensor], list[int]]:
@@ -170,22 +201,44 @@ def results(groups: ParallelGroups, run: Run, parts: int) -> tuple[dict[str, Ten
     return found, [*counts, len(recorder.collectives())]
 
 
-def differences(
-    groups: ParallelGroups, runs: list[Run]
-) -> list[tuple[list[str], list[int], list[int]]]:
-    """Return what differs by a bit if heads are exchanged in parts, and both numbers of parts."""
+class Compared(NamedTuple):
+    """Comparison of heads that are exchanged in parts with one exchange of all heads."""
+
+    other_bits: list[str]
+    """Results with other bits than the same parts between two exchanges of all heads."""
+    beyond_rounding: dict[str, float]
+    """Results that differ by more than `ROUNDING` from those of all heads together."""
+    once: list[int]
+    """Parts of each layer, and number of collectives, with one part."""
+    often: list[int]
+    """The same with several parts."""
+
+
+def relative_difference(found: Tensor, expected: Tensor) -> float:
+    """Return max |difference| / max |value|; 0 for two tensors of zeros."""
+    return ((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30)).item()
+
+
+def compare(groups: ParallelGroups, runs: list[Run]) -> list[Compared]:
     answers = []
     for run in runs:
         (whole, once), (split, often) = (results(groups, run, parts) for parts in (1, 4))
-        wrong = [name for name, value in whole.items() if not torch.equal(split[name], value)]
-        answers.append((wrong, once, often))
+        with in_turn():
+            same, _ = results(groups, run, 4)
+        moved = {name: relative_difference(split[name], value) for name, value in whole.items()}
+        answers.append(
+            Compared(
+                [name for name, value in same.items() if not torch.equal(split[name], value)],
+                {name: ratio for name, ratio in moved.items() if not ratio <= ROUNDING},
+                once,
+                often,
+            )
+        )
     return answers
 
 
 @pytest.mark.parametrize(("world_size", "layout"), LAYOUTS, ids=str)
-def test_parts_have_the_bits_of_the_whole(
-    pools: WorkerPools, world_size: int, layout: dict[str, int]
-) -> None:
+def test_parts_equal_the_whole(pools: WorkerPools, world_size: int, layout: dict[str, int]) -> None:
     tp, cp = layout.get("tp_size", 1), layout["cp_size"]
     runs = [
         Run("M*G-", sequence_parallel=tp > 1),
@@ -193,13 +246,14 @@ def test_parts_have_the_bits_of_the_whole(
         Run("M*G", "a2a", "state"),
     ]
     most = 8 // tp // cp
-    for rank in pools.run(differences, world_size, runs, layout=layout):
-        (all_wrong, once, often), (ring_wrong, _, ring), (state_wrong, _, state) = rank
-        assert all_wrong == ring_wrong == state_wrong == []
-        assert once[:3] == [1, 1, 1] and often[:3] == [most] * 3
+    for rank in pools.run(compare, world_size, runs, layout=layout):
+        for compared in rank:
+            assert (compared.other_bits, compared.beyond_rounding) == ([], {})
+        heads, ring, state = rank
+        assert heads.once[:3] == [1, 1, 1] and heads.often[:3] == [most] * 3
         # Two exchanges of three layers, forward and backward.
-        assert often[-1] - once[-1] == 12 * (most - 1)
-        assert ring[:3] == [most, most, 1] and state[:3] == [1, most, most]
+        assert heads.often[-1] - heads.once[-1] == 12 * (most - 1)
+        assert ring.often[:3] == [most, most, 1] and state.often[:3] == [1, most, most]
 
 
 def isolated(groups: ParallelGroups, comm_types: list[str]) -> list[list[str]]:

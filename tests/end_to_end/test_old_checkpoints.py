@@ -1,9 +1,10 @@
 """Runs resume from checkpoints of older versions, whose defaults made other packs.
 
 If a run cannot resume, its error names the flags that restore the old packs. `old_checkpoints`
-contains the data, the options and step 12 of two runs, and the expected results of steps 13 to 24.
-Both runs pack two samples and have documents longer than a pack. In one run, some pieces of
-conversations have no target.
+contains the data, the options and step 12 of three runs, and the expected results of steps 13 to
+24. All runs pack two samples and have documents longer than a pack. In one run, some pieces of
+conversations have no target. The run ``rules`` has lines from which today's rules make other tokens,
+and the cache that its version left.
 """
 
 import json
@@ -31,17 +32,22 @@ def resumed(kind: str, folder: Path, **options: Any) -> Finished:
     """
     shutil.copytree(OLD / kind, folder, dirs_exist_ok=True)
     own = {"config": "run.yaml", "load": "checkpoints", "log_jsonl": "log.jsonl"}
+    if kind == "rules":
+        own["data_cache_path"] = "cache"
     return run({**own, **options}, folder, 1, partial(os.chdir, folder))
 
 
 OLD_RULES = {
     "sft": "--split-order file --max-document-length 128 --overlong-policy truncate --keep-pieces-without-targets "
-    "--answer-end document",
+    "--answer-end document --data-rules 1",
     "text": "--max-document-length 64 --overlong-policy truncate",
+    "rules": "--data-rules 1",
 }
 
 
-@pytest.mark.parametrize(("kind", "graphs"), [("sft", None), ("text", None), ("text", "local")])
+@pytest.mark.parametrize(
+    ("kind", "graphs"), [("sft", None), ("text", None), ("text", "local"), ("rules", None)]
+)
 def test_it_goes_on_as_if_nothing_had_changed(
     kind: str, graphs: str | None, tmp_path: Path
 ) -> None:
@@ -58,6 +64,7 @@ def test_it_goes_on_as_if_nothing_had_changed(
             "load": "checkpoints",
             "log_jsonl": "log.jsonl",
             "save": "checkpoints",
+            **({"data_cache_path": "cache"} if kind == "rules" else {}),
         },
         tmp_path,
         1,
@@ -89,6 +96,16 @@ def test_what_the_user_gives_is_honoured(tmp_path: Path) -> None:
     [cure] = [line for line in finished.console.splitlines() if "checkpoint error" in line]
     cures = "--overlong-policy truncate --split-order file --answer-end document"
     assert f"give {cures} to resume, " in cure
+
+
+def test_tokens_of_earlier_rules_that_are_lost_are_named(tmp_path: Path) -> None:
+    """Without the cache of the earlier version, its packs cannot be made again."""
+    finished = resumed("rules", tmp_path, data_cache_path="other")
+    assert finished.exit_code == 4 and "Traceback" not in finished.console, finished.console
+    assert "other has no tokens that an earlier version made of these files" in finished.console
+    [refusal] = [line for line in finished.console.splitlines() if "checkpoint error" in line]
+    assert "an earlier version made its tokens, and today's rules make other tokens" in refusal
+    assert "give --data-cache-path with the folder" in refusal
 
 
 @pytest.mark.parametrize(

@@ -110,8 +110,9 @@ def open_lines(
 
 
 def encode(tokenizer, chat, *samples) -> list[list[EncodedDocument] | BadLine]:
-    """Return the outcome of each sample, encoded as a separate line."""
-    return SampleEncoder(tokenizer=tokenizer, chat=chat).encode([[sample] for sample in samples])
+    """Return the documents of each sample, encoded as a separate line."""
+    outcomes = SampleEncoder(tokenizer=tokenizer, chat=chat).encode([[s] for s in samples])
+    return [out if isinstance(out, BadLine) else out.documents for out in outcomes]
 
 
 def one(tokenizer, chat, sample) -> EncodedDocument:

@@ -7,7 +7,6 @@ import language
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-MOST_WORDS_OF_GUIDES = 35_000
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +29,6 @@ def test_exceptions_are_few_and_used(everything) -> None:
     for path, part in language.EXCEPTIONS:
         matching = [p for p in everything if p.path == path and part in " ".join(p.text.split())]
         assert any(list(language.faults(passage)) for passage in matching), (path, part)
-
-
-def test_guides_stay_short() -> None:
-    counts = language.word_counts()
-    assert sum(counts.values()) <= MOST_WORDS_OF_GUIDES, counts
 
 
 def test_readme_and_glossary_stay_short() -> None:

@@ -40,7 +40,8 @@ def folder(tmp_path, monkeypatch):
 def test_every_example_has_a_test():
     """The sections of the page contain exactly the examples that the tests below run."""
     assert {title: len(found) for title, found in EXAMPLES.items()} == {
-        "Packs for your own trainer": 2,
+        "Packs for your own trainer": 3,
+        "Packs of lengths alone": 1,
         "Packs in other models": 2,
         "The model with any optimizer": 1,
         GRAPHS: 1,
@@ -66,9 +67,32 @@ def test_packs_are_printed(folder, capsys):
     assert "400 lines in 1 file: 400 used" in printed and dataset.max_documents == 16
 
 
+def test_records_are_packed(folder, capsys):
+    """Every kind of record gives packs, and the strings are the same documents as the texts."""
+    datasets = run(EXAMPLES["Packs for your own trainer"][1])["datasets"]
+    assert re.findall(r"^(.+) \d+ packs$", capsys.readouterr().out, re.MULTILINE) == [*datasets]
+    used = {
+        name: sum(pack.packed.num_seqs for pack in dataset) for name, dataset in datasets.items()
+    }
+    counts = {"chats": 20, "texts": 2, "strings": 2, "token ids": 2, "labelled": 1, "stream": 1000}
+    assert used == counts
+    texts, strings = (next(iter(datasets[name])).tokens for name in ("texts", "strings"))
+    assert torch.equal(texts, strings)
+    assert (folder / "cache").is_dir()
+
+
+def test_lengths_are_packed(capsys):
+    """Each epoch prints packs that contain every document once, and no overfull pack."""
+    run(EXAMPLES["Packs of lengths alone"][0])
+    lines = re.findall(r"^\[([\d, ]+)\] (\d+) tokens$", capsys.readouterr().out, re.MULTILINE)
+    numbers = [number for documents, _ in lines for number in map(int, documents.split(", "))]
+    assert sorted(numbers) == sorted([0, 1, 2, 3, 4] * 2)
+    assert [int(tokens) for _, tokens in lines] == [1024] * 4
+
+
 def test_a_loader_resumes(folder, capsys):
     """A resumed loader continues with the rest of the epoch and then the next epoch."""
-    resumed = run(EXAMPLES["Packs for your own trainer"][1])["resumed"]
+    resumed = run(EXAMPLES["Packs for your own trainer"][2])["resumed"]
     epochs = [line[0] for line in capsys.readouterr().out.splitlines() if " MicroBatch(" in line]
     assert epochs.count("1") == len(resumed) == epochs.count("0") + 3
 

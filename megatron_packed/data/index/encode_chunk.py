@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_packed.config.data_fields import DataFields
+from megatron_packed.config.sections.data_parts.tokenizer import TOKENS
 from megatron_packed.data.errors import BadLine, DataError, printable
 from megatron_packed.data.index.indexed_file import token_type
+from megatron_packed.data.notes import Notes
 from megatron_packed.data.sources.jsonl_lines import RawLine
 from megatron_packed.data.sources.line_fields import renamed
 from megatron_packed.data.sources.strict_json import parse_object
 from megatron_packed.data.tokenizers.base import Tokenizer
 from megatron_packed.data.tokenizers.chat_format import TextPiece
-from megatron_packed.data.tokenizers.encode import encode_pieces
+from megatron_packed.data.tokenizers.encode import (
+    TextMarkers,
+    encode_pieces,
+    with_special_tokens,
+)
 
 if TYPE_CHECKING:
     from megatron_packed.data.index.preprocess import PreprocessOptions
@@ -28,10 +35,16 @@ class Encoded(NamedTuple):
     tokens: tuple[NDArray[np.integer], ...]
     """For each key, the concatenated documents of all good lines."""
     lengths: tuple[NDArray[np.int32], ...]
-    """For each key, the number of tokens of each document, ``(good lines,)``."""
+    """For each key, the number of tokens of each document, ``(documents,)``. A line makes one
+    document, or one for each element that a path with ``[*]`` takes.
+    """
+    good: int
+    """Lines that became documents."""
     blank: int
     bad: list[tuple[int, BadLine]]
     """Place in the chunk of each bad line, and the reason."""
+    notes: list[Notes]
+    """Notes of the good lines that have notes."""
 
 
 def encode_chunk(
@@ -57,24 +70,37 @@ def encode_chunk(
         else:
             blank += line.count
     good: list[list[NDArray[np.int32]]] = []
-    for place, ids in zip(places, _encoded(texts, tokenizer)):
+    notes: list[Notes] = []
+    special = options.special_tokens_in_text == TOKENS
+    for place, of_line, ids in zip(places, texts, _encoded(texts, tokenizer, special)):
         if isinstance(ids, BadLine):
             bad.append((place, ids))
         else:
             good.append(ids)
+            notes.append(_notes(of_line, None if special else options.markers))
+    notes = [of_line for of_line in notes if of_line]
     end = np.full(int(options.append_eod), tokenizer.eod_id, np.int32)
     dtype = token_type(tokenizer.vocab_size)
     tokens, lengths = [], []
     for key in range(len(options.keys)):
-        joined = np.concatenate([part for ids in good for part in (ids[key], end)] or [end[:0]])
+        documents = [ids for of_line in good for ids in of_line[key :: len(options.keys)]]
+        joined = np.concatenate([part for ids in documents for part in (ids, end)] or [end[:0]])
         _check_tokens(joined, tokenizer)
         tokens.append(joined.astype(dtype))
-        lengths.append(np.array([len(ids[key]) + len(end) for ids in good], np.int32))
-    return Encoded(tuple(tokens), tuple(lengths), blank, sorted(bad, key=lambda item: item[0]))
+        lengths.append(np.array([len(ids) + len(end) for ids in documents], np.int32))
+    bad.sort(key=lambda item: item[0])
+    return Encoded(tuple(tokens), tuple(lengths), len(good), blank, bad, notes)
+
+
+def _notes(texts: Sequence[str], markers: TextMarkers | None) -> Notes:
+    """Return the turn markers that the texts of a line spell as letters."""
+    if markers is None:
+        return Counter()
+    return Counter(("turn_markers", token) for text in texts for token in markers.spelled(text))
 
 
 def texts_of_line(line: RawLine, keys: Sequence[str], fields: DataFields | None) -> list[str]:
-    """Return the text of every key of a line; an empty list for a blank line.
+    """Return the text of every key of each document of a line; an empty list for a blank line.
 
     Raises:
         BadLine: the line cannot be used, with the reason.
@@ -84,36 +110,44 @@ def texts_of_line(line: RawLine, keys: Sequence[str], fields: DataFields | None)
     if line.is_blank:
         return []
     value = parse_object(line.data)
-    if fields is not None:
-        value = renamed(value, fields)
-    for key in keys:
-        if key not in value:
-            raise BadLine("missing_key", printable(key, 40))
-        if not isinstance(value[key], str):
-            raise BadLine("wrong_type", f"{printable(key, 40)} is not a string")
-        if not value[key].strip():
-            raise BadLine("empty_text", printable(key, 40))
-    return [value[key] for key in keys]
+    values = [value] if fields is None else renamed(value, fields)
+    return [_text(value, key) for value in values for key in keys]
+
+
+def _text(value: dict[str, Any], key: str) -> str:
+    """Return the text of a key of a document."""
+    if key not in value:
+        raise BadLine("missing_key", printable(key, 40))
+    text = value[key]
+    if not isinstance(text, str):
+        raise BadLine("wrong_type", f"{printable(key, 40)} is not a string")
+    if not text.strip():
+        raise BadLine("empty_text", printable(key, 40))
+    return text
 
 
 def _encoded(
-    texts: list[list[str]], tokenizer: Tokenizer
+    texts: list[list[str]], tokenizer: Tokenizer, special: bool
 ) -> list[list[NDArray[np.int32]] | BadLine]:
     """Return the tokens of every key of every line.
 
     All lines are encoded at once. If the tokenizer raises an error, the lines are encoded one by
     one, so that only bad lines are rejected.
+
+    Args:
+        special: encode special tokens that a text spells as such.
     """
+    pieces = [[TextPiece(text, True, special)] for of_line in texts for text in of_line]
+    if special:
+        pieces = [with_special_tokens(tokenizer, of_text) for of_text in pieces]
     try:
-        whole = encode_pieces(
-            tokenizer, [[TextPiece(text, True, False)] for of_line in texts for text in of_line]
-        )
+        whole = encode_pieces(tokenizer, pieces)
     except (DataError, KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:  # a panic of a Rust library is not an Exception
         if len(texts) == 1:
             return [BadLine("tokenizer_failed", printable(f"{type(error).__name__}: {error}", 80))]
-        return [outcome for of_line in texts for outcome in _encoded([of_line], tokenizer)]
+        return [outcome for of_line in texts for outcome in _encoded([of_line], tokenizer, special)]
     outcomes: list[list[NDArray[np.int32]] | BadLine] = []
     documents = iter(whole)
     for of_line in texts:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +40,8 @@ from megatron_packed.data.sources.source_files import QUARANTINE_SUFFIX
 from megatron_packed.data.sources.table_rows import reader_of
 from megatron_packed.data.sources.tokenize_files import Chunk, chunks_of
 from megatron_packed.data.tokenizers.base import Tokenizer
+from megatron_packed.data.tokenizers.chat_format import chat_format
+from megatron_packed.data.tokenizers.encode import TextMarkers
 
 LINE_SECONDS = 120.0
 """Limit, in seconds, of the time of a worker for one chunk of lines, or for one line.
@@ -72,6 +74,10 @@ class PreprocessOptions:
     """
     line_seconds: float = LINE_SECONDS
     show_progress: bool = True
+    special_tokens_in_text: str | None = None
+    """Value of ``--special-tokens-in-text``."""
+    markers: TextMarkers | None = None
+    """Turn markers whose lines are counted; set by `preprocess`."""
 
 
 def preprocess(
@@ -96,13 +102,15 @@ def preprocess(
     check_first_lines(
         files,
         lambda file: reader_of(file, options.max_line_bytes, options.keys, options.fields),
-        lambda line: "text" if texts_of_line(line, options.keys, options.fields) else "",
+        lambda line: ("text" if texts_of_line(line, options.keys, options.fields) else "", []),
+        None,
         fields=options.fields,
         max_bad_fraction=options.max_bad_fraction,
         quarantine_path=quarantine_path,
         show=options.show_progress,
     )
     tokenizer = make_tokenizer()
+    options = replace(options, markers=_text_markers(tokenizer))
     dtype = token_type(tokenizer.vocab_size)
     report = DataReport(files=len(files))
     names = [f"{prefix}_{key}_document" for key in options.keys]
@@ -129,8 +137,21 @@ def preprocess(
             )
         tally.close()
         assert report.lines == report.blank + report.good + report.num_empty + report.num_bad
-        report.check(options.max_bad_fraction, quarantine_path)
+        letters_wanted = options.special_tokens_in_text is not None
+        report.check(options.max_bad_fraction, quarantine_path, letters_wanted)
     return report, names
+
+
+def _text_markers(tokenizer: Tokenizer) -> TextMarkers | None:
+    """Return the turn markers of the tokenizer's chat template; None if it cannot be used."""
+    try:
+        chat = chat_format(tokenizer)
+    except DataError:
+        return None
+    try:
+        return TextMarkers.of(tokenizer, chat)
+    finally:
+        chat.close()
 
 
 def quarantine_of(prefix: Path) -> Path:
@@ -139,14 +160,15 @@ def quarantine_of(prefix: Path) -> Path:
 
 
 def _account(report: DataReport, tally: LineTally, chunk: Chunk, encoded: Encoded) -> None:
-    good = len(encoded.lengths[0])
     report.lines += encoded.blank
     report.blank += encoded.blank
-    tally.used(chunk.file, "text", good)
+    tally.used(chunk.file, "text", encoded.good)
+    for notes in encoded.notes:
+        report.add_notes(notes)
     for lengths in encoded.lengths:
-        report.documents += good
+        report.documents += len(lengths)
         report.tokens += int(lengths.sum())
-        report.target_tokens += int(lengths.sum()) - good
+        report.target_tokens += int(lengths.sum()) - len(lengths)
         report.longest_document = max(report.longest_document, int(lengths.max(initial=0)))
 
 
@@ -268,8 +290,10 @@ class _Workers:
         return Encoded(
             tuple(np.concatenate([part.tokens[key] for part in parts]) for key in keys),
             tuple(np.concatenate([part.lengths[key] for part in parts]) for key in keys),
+            sum(part.good for part in parts),
             sum(part.blank for part in parts),
             bad,
+            [notes for part in parts for notes in part.notes],
         )
 
 

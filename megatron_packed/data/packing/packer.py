@@ -27,8 +27,9 @@ as tokens do.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sized
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import NamedTuple
 
 import numpy as np
@@ -42,8 +43,10 @@ from megatron_packed.data.packing.balanced_packer import (
     best_fit,
     long_first_order,
 )
+from megatron_packed.data.packing.packs import Packs as Packs
+from megatron_packed.data.packing.packs import check_lengths
 from megatron_packed.packed.capture_sizes import DOCUMENT_COST
-from megatron_packed.packed.cu_seqlens import aligned
+from megatron_packed.packed.cu_seqlens import aligned, as_lengths
 
 METHODS = ("balanced", "best_fit_decreasing", "sequential")
 
@@ -53,33 +56,14 @@ GOOD_WASTE = 0.01
 Lengths = NDArray[np.int64]
 
 
-@dataclass(frozen=True, eq=False)
-class Packs:
-    """Packs of pieces. Pack i has the pieces ``order[offsets[i] : offsets[i + 1]]``, in this order."""
-
-    order: NDArray[np.int64]
-    offsets: NDArray[np.int64]
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    def __getitem__(self, pack: int) -> NDArray[np.int64]:
-        return self.order[self.offsets[pack] : self.offsets[pack + 1]]
-
-    @property
-    def documents_per_pack(self) -> NDArray[np.int64]:
-        return np.diff(self.offsets)
-
-    def sums(self, values: NDArray[np.integer]) -> NDArray[np.int64]:
-        """Sum a value per piece (lengths, targets, squared lengths) over each pack, ``(packs,)``."""
-        running = np.concatenate([[0], np.cumsum(values[self.order], dtype=np.int64)])
-        sums: NDArray[np.int64] = running[self.offsets[1:]] - running[self.offsets[:-1]]
-        return sums
-
-
 @dataclass(frozen=True, kw_only=True)
 class Packer:
-    """Packing rules."""
+    """Packing rules.
+
+    Example:
+        ``Packer(slots=8).pack_lengths([5, 3, 4, 4, 6])`` gives ``[[0, 1], [3, 2], [4]]``: documents
+        0 and 1 fill the first pack, documents 3 and 2 the second, and document 4 is alone.
+    """
 
     slots: int
     """Token slots T of a pack."""
@@ -131,6 +115,31 @@ class Packer:
             return self
         return replace(self, room=room)
 
+    def pack_lengths(
+        self, lengths: Iterable[int] | NDArray[np.integer], *, seed: int = 1234, epoch: int = 0
+    ) -> list[list[int]]:
+        """Return the numbers of the documents of each pack of one epoch, in training order.
+
+        Each document is in exactly one pack. The packs are those of `PackedDataset` and of a
+        training run with documents of these lengths, the same rules, seed and epoch.
+
+        Args:
+            lengths: ``(S,)`` tokens of each document, between 1 and `slots`.
+            seed: seed of the document order.
+            epoch: epoch, from 0; epochs differ in their packs.
+        Raises:
+            ValueError: a length is no whole number or does not fit into a pack; the seed or the
+                epoch is no whole number, or the epoch is negative.
+        """
+        for name, value in (("seed", seed), ("epoch", epoch)):
+            if not isinstance(value, Integral) or isinstance(value, bool):
+                raise ValueError(f"{name} is {value!r}; give an integer.")
+        if epoch < 0:
+            raise ValueError(f"epoch is {epoch}; the first epoch is 0.")
+        sized = lengths if isinstance(lengths, Sized) else list(lengths)
+        packs = self.pack(as_lengths(sized), seed, epoch)
+        return [packs[pack].tolist() for pack in range(len(packs))]
+
     def pack(
         self,
         lengths: NDArray[np.integer],
@@ -147,7 +156,7 @@ class Packer:
             ValueError: a length is out of range.
         """
         tokens: Lengths = np.asarray(lengths, dtype=np.int64)
-        self._check(tokens)
+        check_lengths(tokens, self.slots)
         tokens = aligned(tokens, self.alignment)
         packs = self._pack(tokens, seed, epoch, on_progress)
         if self.room is None or packs.documents_per_pack.max(initial=0) <= self.room:
@@ -168,13 +177,6 @@ class Packer:
         shuffled = rank[pack_of]
         order = stream[np.argsort(shuffled, kind="stable")]
         return Packs(order, np.concatenate([[0], np.cumsum(np.bincount(shuffled))]))
-
-    def _check(self, lengths: Lengths) -> None:
-        if lengths.size and not 1 <= lengths.min() <= lengths.max() <= self.slots:
-            raise ValueError(
-                f"document lengths are between {lengths.min()} and {lengths.max()} tokens, but a pack holds documents "
-                f"of 1 to {self.slots}; apply an over-long policy first (Pieces.cut)."
-            )
 
     def _pack_stream(
         self, lengths: Lengths, random: KeyedRandom, on_progress: Callable[[int], None]

@@ -128,8 +128,11 @@ class PackingReport:
             f"packed by {self.method}.",
             f"Documents per pack: P50 {self.documents_p50}, P90 {self.documents_p90}, P99 {self.documents_p99}, "
             f"most {self.documents_max}. Packs covered by a capacity of {covered}.",
-            self.counts.sentence(),
-            *([] if self.targets is None else [self.targets.sentence()]),
+            *[
+                part.sentence()
+                for part in (self.counts, self.targets)
+                if part is not None and not part.all_kept
+            ],
             *self._alignment_sentences(),
             *self._graph_sentences(),
         ]

@@ -50,6 +50,11 @@ class TokenCounts:
     tokens_without_targets: int = 0
     """Tokens of the pieces that were left out because they hold no target."""
 
+    @property
+    def all_kept(self) -> bool:
+        """True if every token is kept, in its whole document."""
+        return self.tokens_kept == self.tokens_in and not self.documents_split
+
     def sentence(self) -> str:
         """Return the counts as one sentence for a console."""
         without = ""
@@ -85,6 +90,11 @@ class TargetCounts:
     targets_dropped: int
     documents_without_targets: int
     """Documents of which no target is kept."""
+
+    @property
+    def all_kept(self) -> bool:
+        """True if every target is kept."""
+        return self.targets_kept == self.targets_in
 
     def sentence(self) -> str:
         """Return the counts as one sentence for a console."""
@@ -169,11 +179,9 @@ class Pieces:
         return counts.tokens_kept == counts.tokens_in and not lost
 
     def sentences(self) -> list[str]:
-        """Return the counts of tokens and targets as sentences for a console."""
-        return [
-            self.counts.sentence(),
-            *([] if self.targets is None else [self.targets.sentence()]),
-        ]
+        """Return the counts of tokens and targets as sentences for a console; none if all are kept."""
+        counts = [self.counts, *([] if self.targets is None else [self.targets])]
+        return [part.sentence() for part in counts if not part.all_kept]
 
     def as_dict(self) -> dict[str, int]:
         """Return the counts of tokens and targets as plain values for a JSON file."""

@@ -12,12 +12,26 @@ from typing import Any
 
 from megatron_packed.config import flag_names as flags
 from megatron_packed.data.errors import EMPTY, REASONS, BadLine, DataError, printable
-from megatron_packed.data.sources.jsonl_lines import RawLine
-from megatron_packed.data.tokenizers.encode import Cut
+from megatron_packed.data.notes import Notes, note_lines
+from megatron_packed.data.sources.jsonl_lines import WHOLE_FILE, RawLine
+from megatron_packed.data.tokenizers.encode import Cut, EncodedDocument
 
 _EARLY_LINES = 10_000
 HOPELESS = 0.5
 """Share of bad lines above which data is refused before all lines are read."""
+_TOO_LONG = "question_too_long"
+"""Reason of the empty lines that a larger limit of documents makes usable."""
+
+
+def refusal(problem: str, rules: list[str], cure: str, place: str = "") -> str:
+    """Return the message that refuses data, in the form of problems of a configuration.
+
+    Args:
+        rules: rules that the data breaks, the one of most lines first.
+        place: first line that breaks a rule, and where the others are listed.
+    """
+    lines = [f"{problem}.", *(f"     rule: {rule}" for rule in rules), f"     cure: {cure}"]
+    return "\n".join([*lines, f"    place: {place}"] if place else lines)
 
 
 @dataclass(kw_only=True)
@@ -41,6 +55,17 @@ class LineCounts:
     """
     schemas: dict[str, int] = field(default_factory=dict)
     """Number of good lines for each schema."""
+    notes: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Counts of the notes of the good lines, by kind and name (`notes.NOTES`)."""
+    turn_marker_lines: int = 0
+    """Lines of text that spell turn markers, which are encoded as letters."""
+
+    def add_notes(self, notes: Notes) -> None:
+        """Count the notes of one good line."""
+        for (kind, name), count in notes.items():
+            of_kind = self.notes.setdefault(kind, {})
+            of_kind[name] = of_kind.get(name, 0) + count
+        self.turn_marker_lines += any(kind == "turn_markers" for kind, _ in notes)
 
     @property
     def num_bad(self) -> int:
@@ -68,19 +93,25 @@ class LineCounts:
         left_out = sorted({**self.bad, **self.empty}.items())
         return ", ".join(f"{count} {reason}" for reason, count in left_out)
 
-    def check(self, max_bad_fraction: float, quarantine: Path) -> None:
+    def check(
+        self, max_bad_fraction: float, quarantine: Path, letters_wanted: bool = False
+    ) -> None:
         """Check that there are good lines, not too many bad lines, and no file of empty answers.
 
+        Args:
+            letters_wanted: ``--special-tokens-in-text letters`` is given.
         Raises:
             DataError: with the counts of the lines by reason and the cure.
         """
         if self.bad_fraction > max_bad_fraction:
             raise DataError(self.refusal(max_bad_fraction, quarantine))
+        if not letters_wanted and self.turn_marker_lines > max_bad_fraction * self.not_blank:
+            raise DataError(self.refusal_of_markers(max_bad_fraction))
         for file, (empty, lines) in self.empty_files.items():
             if empty == lines:
                 raise DataError(
-                    f"{file} has nothing to learn: all of its {lines} lines have an empty answer or text; remove the "
-                    f"file, or name the field of the answers with {flags.DATA_FIELDS}."
+                    f"{file} has nothing to learn: all of its {lines} lines have {self._emptiness()}; remove the "
+                    f"file, {self._cure_of_emptiness()}."
                 )
         if not self.good:
             raise DataError(
@@ -100,22 +131,48 @@ class LineCounts:
         """Return the message for too many bad lines.
 
         Args:
-            of: name of the lines, if they are not all lines of the data.
+            of: word before the number of lines, if they are not all lines of the data.
         """
-        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.bad.items()))
-        return (
-            f"{self.num_bad} of {of}{self.not_blank} lines are unusable ({self.bad_fraction:.2%}: {reasons}), more "
-            f"than {flags.MAX_BAD_FRACTION} {max_bad_fraction} allows. First bad line: {self.first_bad}. These "
-            f"lines are listed in {quarantine}; correct the data or raise the fraction."
+        ordered = sorted(self.bad.items(), key=lambda item: (-item[1], item[0]))
+        return refusal(
+            f"{self.num_bad} of {of}{self.not_blank} lines are unusable ({self.bad_fraction:.2%}), more than "
+            f"{flags.MAX_BAD_FRACTION} {max_bad_fraction} allows",
+            [f"{count} {reason}: {REASONS[reason]}" for reason, count in ordered],
+            f"correct the data, or raise {flags.MAX_BAD_FRACTION}",
+            f"{self.first_bad}; all of them are listed in {quarantine}",
+        )
+
+    def refusal_of_markers(self, max_bad_fraction: float, of: str = "") -> str:
+        """Return the message for too many lines of text that spell turn markers."""
+        names = ", ".join(sorted(self.notes["turn_markers"]))
+        return refusal(
+            f"{self.turn_marker_lines} of {of}{self.not_blank} lines spell turn markers of the tokenizer ({names}), "
+            f"more than {flags.MAX_BAD_FRACTION} {max_bad_fraction} allows",
+            [
+                "a chat template seems to have rendered the text, and its special tokens would be learned as letters"
+            ],
+            f"{flags.SPECIAL_TOKENS_IN_TEXT} tokens encodes them as special tokens, and {flags.SPECIAL_TOKENS_IN_TEXT} "
+            "letters as letters",
         )
 
     def warnings(self) -> list[str]:
         """Return a warning for each file of which more than half of the lines are empty."""
         return [
-            f"{empty} of {lines} lines of {file} have an empty answer or text and are left out; only {lines - empty} "
+            f"{empty} of {lines} lines of {file} have {self._emptiness()} and are left out; only {lines - empty} "
             "lines are used."
             for file, (empty, lines) in self.empty_files.items()
         ]
+
+    def _emptiness(self) -> str:
+        """Return what the empty lines have, as text."""
+        kinds = ["an empty answer or text"] if self.empty.keys() - {_TOO_LONG} else []
+        return " or ".join(
+            [*kinds, "a question that is too long"] if _TOO_LONG in self.empty else kinds
+        )
+
+    def _cure_of_emptiness(self) -> str:
+        cure = f"or name the field of the answers with {flags.DATA_FIELDS}"
+        return f"or raise {flags.MAX_DOCUMENT_LENGTH}" if {*self.empty} == {_TOO_LONG} else cure
 
 
 @dataclass(kw_only=True)
@@ -133,9 +190,30 @@ class DataReport(LineCounts):
     cut_turns: int = 0
     """Turns of conversations that were removed completely."""
     cut_inside: int = 0
-    """Shortened documents that lost tokens of their last turn or of a prompt."""
+    """Shortened documents that lost tokens of their last turn, the system message or a prompt."""
     cut_answers: int = 0
     """Shortened documents whose last answer lost tokens at its end."""
+    cut_questions: int = 0
+    """Shortened documents whose last user message or prompt lost tokens of its middle."""
+    split_conversations: int = 0
+    """Conversations that became several documents, so that each answer has its history as served."""
+    split_documents: int = 0
+    """Documents of these conversations."""
+    split_tokens: int = 0
+    """Tokens of these documents without the last one of each conversation."""
+
+    def add_document(self, document: EncodedDocument, num_tokens: int, num_targets: int) -> None:
+        """Count a document that is stored with ``num_tokens`` tokens and ``num_targets`` targets."""
+        self.documents += 1
+        self.tokens += num_tokens
+        self.target_tokens += num_targets
+        self.longest_document = max(self.longest_document, num_tokens)
+        if document.later_documents:
+            self.split_documents += 1 + (document.later_documents == 1)
+            self.split_conversations += document.later_documents == 1
+            self.split_tokens += num_tokens
+        if document.cut is not None:
+            self.add_cut(document.cut, num_tokens, num_targets)
 
     def add_cut(self, cut: Cut, num_tokens: int, num_targets: int) -> None:
         """Count a shortened document that keeps ``num_tokens`` tokens and ``num_targets`` targets."""
@@ -145,6 +223,7 @@ class DataReport(LineCounts):
         self.cut_turns += cut.turns
         self.cut_inside += cut.inside
         self.cut_answers += cut.answer
+        self.cut_questions += cut.question
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -166,13 +245,14 @@ class DataReport(LineCounts):
             f"{self.documents} documents, {self.tokens} tokens, {self.target_tokens} of them targets; the longest "
             f"document has {self.longest_document} tokens",
         ]
-        if self.shortened:
+        text += self._shortening()
+        if self.split_conversations:
             text.append(
-                f"{self.shortened} of them were shortened so that they keep their last answer: {self.cut_tokens} "
-                f"tokens ({self.cut_targets} targets) and {self.cut_turns} whole turns were removed. "
-                f"{self.cut_inside} documents lost tokens of a prompt or of their last turn. {self.cut_answers} "
-                "documents lost the end of an answer"
+                f"{self.split_documents} of them are from {self.split_conversations} conversations whose earlier turns "
+                f"the chat template prints otherwise than it serves them; this costs {self.split_tokens} tokens "
+                f"({flags.MULTI_TURN} last avoids them)"
             )
+        text += note_lines(self.notes)
         text += [
             f"  {count} x {reason}: {REASONS.get(reason, '')}"
             for reason, count in sorted({**self.bad, **self.empty}.items())
@@ -182,7 +262,24 @@ class DataReport(LineCounts):
                 f"  first bad line: {self.first_bad}; all bad lines are listed in {quarantine}"
             )
         elif self.empty:
-            text.append(f"  the lines without an answer are listed in {quarantine}")
+            text.append(f"  the lines with {self._emptiness()} are listed in {quarantine}")
+        return text
+
+    def _shortening(self) -> list[str]:
+        """Return one line of text for each kind of loss, if documents were shortened."""
+        if not self.shortened:
+            return []
+        turns = f" and {self.cut_turns} whole turns" if self.cut_turns else ""
+        text = [
+            f"{self.shortened} of them were shortened so that they keep their last answer: {self.cut_tokens} "
+            f"tokens ({self.cut_targets} targets){turns} were removed"
+        ]
+        losses = {
+            "tokens inside their last turn or their prompt": self.cut_inside,
+            "the middle of their last user message or prompt": self.cut_questions,
+            "the end of an answer": self.cut_answers,
+        }
+        text += [f"  {count} of these lost {part}" for part, count in losses.items() if count]
         return text
 
 
@@ -205,8 +302,13 @@ class LineTally:
         self._counts.lines += line.count
         self._counts.blank += line.count
 
-    def used(self, file: Path, schema: str, count: int = 1) -> None:
-        """Count lines that became documents."""
+    def used(self, file: Path, schema: str, count: int = 1, notes: Notes | None = None) -> None:
+        """Count lines that became documents.
+
+        Args:
+            notes: what of the lines is not learned as it is written.
+        """
+        self._counts.add_notes(notes or Counter())
         self._counts.lines += count
         self._counts.good += count
         self._counts.schemas[schema] = self._counts.schemas.get(schema, 0) + count
@@ -222,7 +324,7 @@ class LineTally:
         if is_empty:
             self._empty_of_file[str(file)] += 1
         elif not self._counts.first_bad:
-            self._counts.first_bad = place_and_reason(file, line, bad)
+            self._counts.first_bad = _place_of(file, line, bad)
         self._quarantine.add(file, line, bad)
 
     def close(self) -> None:
@@ -236,7 +338,13 @@ class LineTally:
 
 def place_and_reason(file: Path, line: RawLine, bad: BadLine) -> str:
     """Return the place of a bad line, and why it cannot be used."""
-    return f"{file}, {line.kind} {line.number}: {bad} ({REASONS[bad.reason]})"
+    return f"{_place_of(file, line, bad)} ({REASONS[bad.reason]})"
+
+
+def _place_of(file: Path, line: RawLine, bad: BadLine) -> str:
+    """Return the place of a bad line, its reason and the detail."""
+    place = str(file) if line.kind == WHOLE_FILE else f"{file}, {line.kind} {line.number}"
+    return f"{place}: {bad}"
 
 
 class Quarantine:
@@ -257,8 +365,8 @@ class Quarantine:
             self._file = self._open()
         start = printable(line.data[:200].decode("utf-8", errors="backslashreplace"))
         entry = {
-            "file": str(file),
             line.kind: line.number,
+            "file": str(file),  # after the number, because the kind of a plain text is "file", too
             "reason": bad.reason,
             "detail": bad.detail,
             "start": start,

@@ -21,11 +21,14 @@ from megatron_packed.data.sources.compression import Blocks
 
 MAX_LINE_BYTES = 64 * 2**20
 """Default limit of one line or element, in decompressed bytes."""
-_START_BYTES = 1024
+START_BYTES = 1024
+"""Bytes that an unusable line keeps of its beginning."""
 _BLANK_START_BYTES = 2**16
 """White space at the start of a file before the reader decides that the file is no array."""
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_WHITE_SPACE = b" \t\r\n"
+WHITE_SPACE = b" \t\r\n"
+WHOLE_FILE = "file"
+"""`RawLine.kind` of a plain text, of which the file is one document."""
 
 
 class RawLine(NamedTuple):
@@ -38,7 +41,9 @@ class RawLine(NamedTuple):
     reason: str | None = None
     """Key of `errors.REASONS` if the bytes of the line are unusable, else None."""
     kind: str = "line"
-    """``element`` if the file is a JSON array, ``row`` if it is a table, else ``line``."""
+    """``element`` if the file is a JSON array, ``row`` if it is a table, `WHOLE_FILE` if it is one
+    text, else ``line``.
+    """
     count: int = 1
     """Number of consecutive lines that this value represents: above 1 only for blank lines."""
 
@@ -63,6 +68,8 @@ class LineReader:
     def __init__(self, file: Path, max_line_bytes: int = MAX_LINE_BYTES) -> None:
         self.file = file
         self.max_line_bytes = max_line_bytes
+        self.unread_columns: tuple[str, ...] = ()
+        """Empty: lines are read with all of their fields."""
         self._blocks = Blocks(file)
 
     @property
@@ -72,8 +79,8 @@ class LineReader:
 
     def __iter__(self) -> Iterator[RawLine]:
         blocks = iter(self._blocks)
-        start = _without_mark(_start_of(blocks))
-        is_array = start.lstrip(_WHITE_SPACE).startswith(b"[")
+        start = without_mark(start_of(blocks))
+        is_array = start.lstrip(WHITE_SPACE).startswith(b"[")
         yield from (self._elements if is_array else self._lines)(chain([start], blocks))
 
     def _lines(self, blocks: Iterator[bytes]) -> Iterator[RawLine]:
@@ -147,8 +154,8 @@ class _Pieces:
         if self.num_bytes <= self._max_bytes:
             self._pieces.append(piece)
         else:
-            start = b"".join(part[:_START_BYTES] for part in (*self._pieces[:_START_BYTES], piece))
-            self._pieces = [start[:_START_BYTES]]
+            start = b"".join(part[:START_BYTES] for part in (*self._pieces[:START_BYTES], piece))
+            self._pieces = [start[:START_BYTES]]
 
     def take(self, number: int, reason: str | None = None) -> RawLine:
         """Return the line or element, and begin the next one."""
@@ -158,11 +165,11 @@ class _Pieces:
         self.num_bytes = 0
         self._pieces = []
         if self._kind == "element":
-            data = data.strip(_WHITE_SPACE)
+            data = data.strip(WHITE_SPACE)
         else:
-            data = _without_mark(data)
+            data = without_mark(data)
             data = data[:-1] if data.endswith(b"\r") else data
-        return RawLine(number, data if reason is None else data[:_START_BYTES], reason, self._kind)
+        return RawLine(number, data if reason is None else data[:START_BYTES], reason, self._kind)
 
 
 class _ArrayScanner:
@@ -224,16 +231,17 @@ _MARKS = (re.compile(rb"[^ \t\r\n]"), re.compile(rb'["{}\[\],]'), re.compile(rb'
 """Bytes that matter outside of an array, between its elements, and inside of an element."""
 
 
-def _start_of(blocks: Iterator[bytes]) -> bytes:
+def start_of(blocks: Iterator[bytes]) -> bytes:
     """Read blocks up to the first byte that is not white space, and return the joined blocks."""
     start = b""
     for block in blocks:
         start += block
-        content = _without_mark(start).lstrip(_WHITE_SPACE)
+        content = without_mark(start).lstrip(WHITE_SPACE)
         if (content and start not in (b"\xef", b"\xef\xbb")) or len(start) > _BLANK_START_BYTES:
             break
     return start
 
 
-def _without_mark(data: bytes) -> bytes:
+def without_mark(data: bytes) -> bytes:
+    """Return the bytes after a byte order mark."""
     return data[len(_BYTE_ORDER_MARK) :] if data.startswith(_BYTE_ORDER_MARK) else data

@@ -7,56 +7,94 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron_packed.config import flag_names as flags
-from megatron_packed.config.data_fields import ANSWERS, DataFields
+from megatron_packed.config.data_fields import (
+    ANSWERS,
+    EACH,
+    LABEL,
+    DataFields,
+    lists_of,
+    pairs_fault,
+    without_each,
+)
 from megatron_packed.config.parser.did_you_mean import did_you_mean, nearest
 from megatron_packed.data.errors import BadLine, DataError, printable
+from megatron_packed.data.sources.line_messages import has_messages, is_message
 from megatron_packed.data.sources.strict_json import type_name
 
-_LISTS = frozenset({"messages", "conversations", "tools", "history"})
-"""Targets that are lists. All other targets are texts."""
+_NO_TEXTS = frozenset({"messages", "conversations", "tools", "history", LABEL})
+"""Targets that keep their value. All other targets are texts, or messages."""
 _USUAL = {
     "messages": {"conversation", "dialog", "dialogue", "chat", "turns", "message", "messages"},
     "instruction": {"question", "query", "prompt", "input", "instruction", "problem", "user"},
+    "input": {"context", "passage", "article", "document", "story"},
     "output": {"answer", "answers", "response", "completion", "output", "solution", "assistant"},
     "text": {"content", "body", "document", "text"},
 }
 """Names that people give to the fields of a target, for suggestions."""
+_ENDINGS = ("_text", "_content", "_string")
+"""Ends of names that say no more than that a field is a text."""
 _INDEX = re.compile(r"-?\d{1,9}")
 _MOST_SHOWN = 30
 _MOST_NAME = 60
 
 
-def renamed(line: dict[str, Any], fields: DataFields) -> dict[str, Any]:
-    """Return the targets of a line. Fields of the line that no path names are left out.
+def renamed(line: dict[str, Any], fields: DataFields) -> list[dict[str, Any]]:
+    """Return the targets of each document of a line. Fields that no path names are left out.
 
-    A list gives the texts of its elements, joined by line ends. A missing or null answer gives an
-    empty answer. A missing optional field gives no target.
+    A path with ``[*]`` gives one document for each element; other paths give the same value to all
+    documents. A list gives the texts of its elements, joined by line ends. A missing or null answer
+    gives an empty answer, and so does an empty list of answers. A missing optional field gives no
+    target.
 
     Raises:
         BadLine: a required field is missing, or a field is no text.
     """
-    required = fields.required
+    steps = [name.split(EACH)[-1].removeprefix(".") for name in fields.lists]
+    return [_targets([line, *elements], fields) for elements in _elements(line, steps)]
+
+
+def _elements(value: Any, steps: Sequence[str]) -> Iterator[tuple[Any, ...]]:
+    """Yield each element of a list, each with each element of the list in it, and so on.
+
+    A list that is empty or missing counts as one null element. So a missing answer is found by the
+    rules for single answers, and no question is lost without a reason.
+
+    Args:
+        steps: path of each list in an element of the list before it.
+    """
+    if not steps:
+        yield ()
+        return
+    found = _follow(value, steps[0].split("."))
+    if found is not None and not isinstance(found, list):
+        shown = printable(steps[0], _MOST_NAME)
+        raise BadLine("wrong_type", f"{shown} is a {type_name(found)}, not a list")
+    for element in found or [None]:
+        for inner in _elements(element, steps[1:]):
+            yield (element, *inner)
+
+
+def _targets(elements: Sequence[Any], fields: DataFields) -> dict[str, Any]:
+    """Return the targets of one document.
+
+    Args:
+        elements: the line, and the element of each list of `DataFields.lists`.
+    """
+    required = (*fields.required, LABEL)
     targets: dict[str, Any] = {}
     for target, path in fields.paths:
-        value = _follow(line, path.split("."))
+        *_, rest = path.split(EACH)
+        names = rest.removeprefix(".")
+        value = _follow(elements[len(lists_of(path))], names.split(".") if names else [])
         if value is None:
             if target in ANSWERS:
                 targets[target] = ""
             elif target in required:
                 raise BadLine("missing_key", printable(path, _MOST_NAME))
         else:
-            is_list = target in _LISTS or has_messages(value)
-            targets[target] = value if is_list else _text(value, path)
+            stays = target in _NO_TEXTS or has_messages(value) or is_message(value)
+            targets[target] = value if stays else _text(value, path)
     return targets
-
-
-def has_messages(value: Any) -> bool:
-    """Return True if a value is a list of messages."""
-    return (
-        isinstance(value, list)
-        and len(value) > 0
-        and all(isinstance(message, dict) and "role" in message for message in value)
-    )
 
 
 def columns_of(fields: DataFields, names: Sequence[str], file: object) -> set[str]:
@@ -67,7 +105,7 @@ def columns_of(fields: DataFields, names: Sequence[str], file: object) -> set[st
     """
     columns = set()
     for target, path in fields.paths:
-        column = path if path in names else path.split(".")[0]
+        column = path if path in names else without_each(path.split(".")[0])
         if column not in names:
             raise absent(target, path, f"{file} has no such column", "its columns are", names)
         columns.add(column)
@@ -76,12 +114,16 @@ def columns_of(fields: DataFields, names: Sequence[str], file: object) -> set[st
 
 def first_names(fields: DataFields) -> set[str]:
     """Return the names that fields of a line can have, so that the paths may name them."""
-    return {name for _, path in fields.paths for name in (path, path.split(".")[0])}
+    return {
+        name
+        for _, path in fields.paths
+        for name in (without_each(path), without_each(path.split(".")[0]))
+    }
 
 
 def has_field(line: dict[str, Any], path: str) -> bool:
     """Return True if a line has the field of a path with a value that is not null."""
-    return _follow(line, path.split(".")) is not None
+    return _follow(line, without_each(path).split(".")) is not None
 
 
 def absent(target: str, path: str, where: str, intro: str, names: Sequence[str]) -> DataError:
@@ -94,7 +136,9 @@ def absent(target: str, path: str, where: str, intro: str, names: Sequence[str])
     """
     shown = ", ".join(printable(name, _MOST_NAME) for name in names[:_MOST_SHOWN]) or "none"
     more = f" and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
-    found = [printable(name, _MOST_NAME) for name in nearest(path, names[:_MOST_SHOWN])]
+    found = [
+        printable(name, _MOST_NAME) for name in nearest(without_each(path), names[:_MOST_SHOWN])
+    ]
     cure = did_you_mean(found, "name one of them")
     return DataError(f"{flags.DATA_FIELDS} {target}={path}: {where}; {intro} {shown}{more}; {cure}")
 
@@ -105,25 +149,67 @@ def field_names(line: dict[str, Any]) -> list[str]:
 
 
 def suggestion(line: dict[str, Any]) -> str:
-    """Return the ``--data-fields`` that a line with unknown fields may need; empty if none fits."""
-    found = {}
-    for target, names in _USUAL.items():
-        for path in field_names(line):
-            parts = path.split(".")
-            at = next((at for at, part in enumerate(parts) if part.lower() in names), None)
-            if at is not None:
-                end = parts[: at + 1] if target == "messages" else parts
-                value = _follow(line, end)
-                if target == "messages" and not (isinstance(value, list) and value):
-                    continue
-                is_list = isinstance(value, list) and target != "messages"
-                found[target] = ".".join([*end, "0"] if is_list else end)
-                break
-    for targets in (("messages",), ("instruction", "output"), ("text",)):
+    """Return the ``--data-fields`` that a line with unknown fields may need; empty if none fits.
+
+    A line with an answer is not suggested as text, because its question would be trained too.
+    """
+    found = {target: path for target in _USUAL if (path := _usual_path(line, target))}
+    schemas = [("messages",), ("instruction", "output")]
+    if "output" not in found:
+        schemas.append(("text",))
+    for targets in schemas:
         if found.keys() >= set(targets):
-            given = ",".join(f"{target}={found[target]}" for target in targets)
-            return f"{flags.DATA_FIELDS} {printable(given)}"
+            given = [(target, found[target]) for target in targets]
+            if targets[-1] == "output" and "input" in found:
+                given.insert(1, ("input", found["input"]))
+            if pairs_fault(given) is None:
+                words = ",".join(f"{target}={path}" for target, path in given)
+                return f"{flags.DATA_FIELDS} {printable(words)}"
     return ""
+
+
+def _usual_path(line: dict[str, Any], target: str) -> str:
+    """Return the path of the first field with a usual name of a target; empty without one.
+
+    The name of a text counts more than the name of an object around it. A list of objects gives
+    each of its elements, a list of texts its first element.
+    """
+    paths = [path.split(".") for path in field_names(line)]
+    if target == "messages":
+        for parts in paths:
+            at = next((at for at, part in enumerate(parts) if _is_usual(part, target)), len(parts))
+            turns = _follow(line, parts[: at + 1])
+            if at < len(parts) and isinstance(turns, list) and turns:
+                return ".".join(parts[: at + 1])
+        return ""
+    by_leaf = [parts for parts in paths if _is_usual(parts[-1], target)]
+    around = [parts for parts in paths if any(_is_usual(part, target) for part in parts)]
+    for parts in (*by_leaf, *around):
+        path, value = _with_elements(line, parts)
+        if isinstance(value, list) and value:
+            path, value = f"{path}.0", value[0]
+        if isinstance(value, str):
+            return path
+    return ""
+
+
+def _is_usual(name: str, target: str) -> bool:
+    """Return True if a name is a usual one of a target, also with an ending like ``_text``."""
+    lower = name.lower()
+    ending = next((end for end in _ENDINGS if lower.endswith(end)), "")
+    return lower in _USUAL[target] or lower.removesuffix(ending) in _USUAL[target]
+
+
+def _with_elements(line: dict[str, Any], names: Sequence[str]) -> tuple[str, Any]:
+    """Return a path with ``[*]`` after each list of objects, and the first value at the path."""
+    parts: list[str] = []
+    value: Any = line
+    for name in names:
+        value = value.get(name) if isinstance(value, dict) else None
+        enters = isinstance(value, list) and len(value) > 0 and isinstance(value[0], dict)
+        value = value[0] if enters else value
+        parts.append(f"{name}{EACH if enters else ''}")
+    return ".".join(parts), value
 
 
 def _paths(value: Any, prefix: str, depth: int) -> Iterator[str]:

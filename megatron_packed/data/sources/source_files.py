@@ -9,13 +9,18 @@ import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megatron_packed.config.data_files import DATA_FILE_NAMES, is_data_name, may_be_description
+from megatron_packed.config.data_files import (
+    DATA_FILE_NAMES,
+    is_data_name,
+    is_plain_name,
+    may_be_description,
+)
 from megatron_packed.config.hub_paths import is_hub_name
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.sources.compression import check_compression
 from megatron_packed.data.sources.hub import local_path
 from megatron_packed.data.sources.json_objects import read_object_head
-from megatron_packed.data.sources.line_schema import FIELDS
+from megatron_packed.data.sources.line_schema import DECIDING
 from megatron_packed.data.sources.table_files import (
     check_pyarrow,
     is_saved_dataset,
@@ -43,8 +48,9 @@ def expand_paths(
         paths: each is a file, a directory, or a pattern with ``*``, ``?`` or ``[]``, on this
             machine or, as an ``hf://`` path, on the Hugging Face Hub. A directory
             stands for its JSON files, plain or compressed, and Parquet files at any depth, sorted;
-            or for the files of a data set that Hugging Face's ``save_to_disk`` wrote. Files such as
-            ``dataset_infos.json``, which describe a data set, are left out.
+            or for the files of a data set that Hugging Face's ``save_to_disk`` wrote. A directory
+            without such files stands for its ``.txt`` files. Files such as ``dataset_infos.json``,
+            which describe a data set, are left out.
         say: receives a line with the files of each directory.
         download: download files of the Hub; False uses the latest download.
     Raises:
@@ -109,8 +115,13 @@ def _files_of(directory: Path, say: Callable[[str], None]) -> list[Path]:
         and file.is_file()
     )
     left_out = [file for file in found if may_be_description(file.name) and _is_description(file)]
-    taken = [file for file in found if file not in left_out]
+    plain = [file for file in found if is_plain_name(file.name)]
+    taken = [file for file in found if file not in left_out and file not in plain]
     not_read = f"; {_named(left_out, directory)} not read: no list of examples" if left_out else ""
+    if not taken:
+        taken = plain
+    elif plain:
+        not_read += f"; {_named(plain, directory)} not read: text next to data"
     if not taken:
         raise DataError(
             f"{directory} contains no {DATA_FILE_NAMES}{not_read}; give the files or another directory."
@@ -131,7 +142,7 @@ def _is_description(file: Path) -> bool:
     head = read_object_head(file)
     if head is None:
         return False
-    return head.spans_lines or (head.is_alone is True and FIELDS.isdisjoint(head.keys))
+    return head.spans_lines or (head.is_alone is True and DECIDING.isdisjoint(head.keys))
 
 
 def _is_number(text: str) -> bool:

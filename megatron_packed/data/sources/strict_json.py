@@ -7,6 +7,7 @@ deep nesting, huge numbers.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from typing import Any
@@ -31,6 +32,15 @@ def parse_object(data: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise BadLine("not_an_object", f"the line is a JSON {type_name(value)}")
     return value
+
+
+def parse_text(text: str) -> Any:
+    """Parse a JSON text that a field of a line holds, as strictly as the line.
+
+    Raises:
+        BadLine: the text is no JSON, or JSON readers could interpret it differently.
+    """
+    return _parse_json(text.encode("utf-8"))
 
 
 def _parse_json(data: bytes) -> Any:
@@ -113,7 +123,10 @@ def _integer(digits: str) -> int:
 
 def _float(digits: str) -> float:
     _check_digits(digits)
-    return float(digits)
+    number = float(digits)
+    if math.isinf(number):  # a template would print it as Infinity, other readers refuse it
+        raise BadLine("huge_number", printable(digits, 40))
+    return number
 
 
 def _check_digits(digits: str) -> None:

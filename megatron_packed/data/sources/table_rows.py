@@ -1,7 +1,8 @@
 """Reader of Parquet and Arrow files, which returns each row as a line of JSON, in bounded memory.
 
 Schemas, quarantine and counts treat a row like a line. A null field counts as absent, because a
-table has every field in every row. Only columns that a schema or ``--data-fields`` uses are read.
+table has every field in every row; a null answer is an empty answer, as in lines. Only columns that
+a schema or ``--data-fields`` uses are read, and the reader lists the others.
 
 A table that is damaged or cut off raises `DataError` and stops the run, because its lost rows
 cannot be listed in quarantine. This module imports pyarrow only when it opens such a file.
@@ -21,31 +22,41 @@ from megatron_packed.data.errors import DataError, printable
 from megatron_packed.data.sources.json_objects import check_no_wrapped_list
 from megatron_packed.data.sources.jsonl_lines import LineReader, RawLine
 from megatron_packed.data.sources.line_fields import columns_of, first_names
+from megatron_packed.data.sources.line_messages import CONTENTS
+from megatron_packed.data.sources.line_schema import DECIDING
+from megatron_packed.data.sources.message_masks import LISTED_MASK
+from megatron_packed.data.sources.plain_texts import TextReader, is_plain_text
 from megatron_packed.data.sources.table_files import (
     ARROW_MAGIC,
     PARQUET_MAGIC,
     check_pyarrow,
     is_table,
 )
+from megatron_packed.data.sources.token_lines import TOKEN_FIELDS, TOKENS
 
 _BATCH_ROWS = 128
 _BUFFER_BYTES = 2**20
-_DECIDING = frozenset({"messages", "conversations", "prompt", "instruction", "text"})
-"""Columns of which a row needs one to have a schema. The others only add to a schema."""
 
 
 def reader_of(
     file: Path, max_line_bytes: int, columns: Collection[str], fields: DataFields | None = None
-) -> LineReader | RowReader:
-    """Return a reader of rows if the file is a table, else a reader of lines or array elements.
+) -> LineReader | RowReader | TextReader:
+    """Return the reader of a file: of rows of a table, of one plain text, or of lines or elements.
 
     Raises:
         DataError: the file is one JSON object that holds a list.
     """
     if is_table(file):
         return RowReader(file, max_line_bytes, columns, fields)
-    check_no_wrapped_list(file, columns if fields is None else first_names(fields))
+    if is_plain_text(file):
+        return TextReader(file, max_line_bytes)
+    check_no_wrapped_list(file, _needed(columns) if fields is None else first_names(fields))
     return LineReader(file, max_line_bytes)
+
+
+def _needed(columns: Collection[str]) -> set[str]:
+    """Return the columns of which a row needs one: all of them if none decides a schema."""
+    return set(columns) & DECIDING or set(columns)
 
 
 class RowReader:
@@ -75,6 +86,8 @@ class RowReader:
         self.fields = fields
         self.bytes_read = 0
         """Number of bytes of the file read so far; for Parquet, estimated from the rows read."""
+        self.unread_columns: tuple[str, ...] = ()
+        """Columns that are not read, from the first row on; empty with ``fields``, which are a choice."""
 
     def __iter__(self) -> Iterator[RawLine]:
         check_pyarrow(self.file)
@@ -155,19 +168,30 @@ class RowReader:
 
     def _wanted(self, names: list[str]) -> list[str]:
         fields = self.fields
-        columns = self.columns if fields is None else columns_of(fields, names, self.file)
+        columns = self._columns(names) if fields is None else columns_of(fields, names, self.file)
         wanted = [name for name in names if name in columns]
-        needed = set(columns) if fields is not None else (_DECIDING & set(columns) or set(columns))
+        needed = set(columns) if fields is not None else _needed(self.columns)
         if needed.isdisjoint(wanted):
             raise DataError(
                 f"{self.file} has the columns {printable(', '.join(names)) or 'none'}, but needs at least one of "
                 f"{', '.join(sorted(needed))}; name its columns with {flags.DATA_FIELDS}."
             )
+        if fields is None:
+            self.unread_columns = tuple(name for name in names if name not in columns)
         if len(set(wanted)) < len(wanted):
             raise DataError(
                 f"{self.file} has two columns with the same name ({printable(', '.join(wanted))}); rename one of them."
             )
         return wanted
+
+    def _columns(self, names: Collection[str]) -> set[str]:
+        """Return the columns to read, without columns of tokens that no row uses.
+
+        Data sets keep their texts next to the tokens, and a schema of texts comes first.
+        """
+        columns = set(self.columns)
+        decide = DECIDING & columns - set(TOKENS)
+        return columns if decide.isdisjoint(names) else columns - (TOKEN_FIELDS - {LISTED_MASK})
 
     def _lines(self, batch: Any) -> Iterator[tuple[bytes, str | None]]:
         if (
@@ -193,19 +217,29 @@ class RowReader:
 
     def _line(self, row: dict[str, Any]) -> tuple[bytes, str | None]:
         try:
-            # A null answer is an empty answer; any other null field is absent.
-            kept = {name: value for name, value in row.items() if value is None and name in ANSWERS}
-            kept |= _without_nulls(row)
-            text = json.dumps(kept, ensure_ascii=False, default=_as_json)
+            text = json.dumps(row_fields(row), ensure_ascii=False, default=_as_json)
             data = text.encode("utf-8")
         except UnicodeDecodeError:
             return b"", "invalid_utf8"
         return (data[:1024], "line_too_long") if len(data) > self.max_line_bytes else (data, None)
 
 
+def row_fields(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a row of a table; a null answer is an empty answer, and any other null
+    field is absent.
+    """
+    answers = {name: value for name, value in row.items() if value is None and name in ANSWERS}
+    return answers | {name: _without_nulls(part) for name, part in row.items() if part is not None}
+
+
 def _without_nulls(value: Any) -> Any:
+    """Return a value without null keys; the schema decides about a null content of a message."""
     if isinstance(value, dict):
-        return {name: _without_nulls(part) for name, part in value.items() if part is not None}
+        return {
+            name: _without_nulls(part)
+            for name, part in value.items()
+            if part is not None or name in CONTENTS
+        }
     return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 

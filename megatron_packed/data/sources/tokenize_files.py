@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.data_fields import DataFields
 from megatron_packed.data.errors import BadLine, DataError
+from megatron_packed.data.notes import Notes
 from megatron_packed.data.progress_bar import ProgressBar
 from megatron_packed.data.sources.checked_arrays import ArrayWriter
 from megatron_packed.data.sources.data_report import DataReport, LineTally, Quarantine
@@ -30,11 +31,13 @@ from megatron_packed.data.sources.jsonl_lines import RawLine
 from megatron_packed.data.sources.line_schema import (
     FIELDS,
     TEXT_SCHEMA,
+    TOKEN_SCHEMA,
     Sample,
     parse_line,
     schema_name,
 )
 from megatron_packed.data.sources.table_rows import reader_of
+from megatron_packed.data.tokenizers.chat_format import ChatFormat
 from megatron_packed.data.tokenizers.encode import EncodedDocument, SampleEncoder
 
 _CHUNK_LINES = 512
@@ -72,6 +75,7 @@ class _Outcome(NamedTuple):
     line: RawLine
     schema: str
     documents: list[EncodedDocument]
+    notes: Notes
     bad: BadLine | None
 
 
@@ -93,7 +97,7 @@ def build_arrays(
         DataError: no document, data of the wrong kind, an unusable template, or data that is
             refused early (`first_lines.check_first_lines`, `DataReport.check_early`).
     """
-    check_before_building(files, options, quarantine_path)
+    check_before_building(files, options, quarantine_path, encoder)
     quarantine = Quarantine(quarantine_path)
     writer = _DatasetWriter(directory, with_sources=encoder.shortens)
     report = DataReport(files=len(files))
@@ -119,27 +123,33 @@ def build_arrays(
 
 
 def check_before_building(
-    files: Sequence[Path], options: BuildOptions, quarantine_path: Path
+    files: Sequence[Path],
+    options: BuildOptions,
+    quarantine_path: Path,
+    encoder: SampleEncoder | None = None,
 ) -> None:
     """Check the first lines of each file; see `first_lines.check_first_lines`.
 
+    Args:
+        encoder: encoder of the data, which also tries the first usable lines.
     Raises:
         DataError: the lines cannot be used, or are of the wrong kind.
     """
 
-    def schema_of(line: RawLine) -> str:
-        samples = _parse(line, options.fields)
+    def parsed(line: RawLine) -> tuple[str, list[Sample]]:
+        samples, _ = _parse(line, options.fields)
         if isinstance(samples, BadLine):
             raise samples
         schema = schema_name(samples[0]) if samples else ""
         if schema:
             check_kind(schema, options.sft)
-        return schema
+        return schema, samples
 
     check_first_lines(
         files,
         lambda file: reader_of(file, options.max_line_bytes, FIELDS, options.fields),
-        schema_of,
+        parsed,
+        encoder,
         fields=options.fields,
         max_bad_fraction=options.max_bad_fraction,
         quarantine_path=quarantine_path,
@@ -173,6 +183,8 @@ def check_kind(schema: str, sft: bool) -> None:
     Raises:
         DataError: conversations or prompts without ``--sft``, or plain text with ``--sft``.
     """
+    if schema == TOKEN_SCHEMA:
+        return
     is_text = schema == TEXT_SCHEMA
     if sft and is_text:
         raise DataError(
@@ -199,15 +211,9 @@ def _account(
     if not outcome.documents:
         tally.blank(outcome.line)
         return
-    tally.used(file, outcome.schema)
+    tally.used(file, outcome.schema, notes=outcome.notes)
     for document in outcome.documents:
-        num_tokens, num_targets = writer.append(document)
-        report.documents += 1
-        report.tokens += num_tokens
-        report.target_tokens += num_targets
-        report.longest_document = max(report.longest_document, num_tokens)
-        if document.cut is not None:
-            report.add_cut(document.cut, num_tokens, num_targets)
+        report.add_document(document, *writer.append(document))
 
 
 def _chunks_of_lines(files: Sequence[Path], options: BuildOptions) -> Iterator[Chunk]:
@@ -266,32 +272,49 @@ def _in_order(
 
 def _process(chunk: Chunk, encoder: SampleEncoder, options: BuildOptions) -> list[_Outcome]:
     parsed = [_parse(line, options.fields) for line in chunk.lines]
-    usable = [samples for samples in parsed if not isinstance(samples, BadLine)]
+    usable = [samples for samples, _ in parsed if not isinstance(samples, BadLine)]
     for samples in usable:
         if samples:
             check_kind(schema_name(samples[0]), options.sft)
     encoded = iter(encoder.encode(usable))
     outcomes = []
-    for line, value in zip(chunk.lines, parsed):
+    for line, (value, notes) in zip(chunk.lines, parsed):
         result = value if isinstance(value, BadLine) else next(encoded)
         if isinstance(result, BadLine):
-            outcomes.append(_Outcome(line, "", [], result))
+            outcomes.append(_Outcome(line, "", [], notes, result))
         else:
-            schema = schema_name(value[0]) if result and not isinstance(value, BadLine) else ""
-            outcomes.append(_Outcome(line, schema, result, None))
+            schema = schema_name(value[0]) if value and not isinstance(value, BadLine) else ""
+            notes = _without_read_fields(notes, encoder.chat) + result.notes
+            outcomes.append(_Outcome(line, schema, result.documents, notes, None))
     return outcomes
 
 
-def _parse(line: RawLine, fields: DataFields | None) -> list[Sample] | BadLine:
-    """Return the samples of a line (none for a blank line), or the reason why it is unusable."""
+def _without_read_fields(notes: Notes, chat: ChatFormat) -> Notes:
+    """Return notes without the fields of messages that the chat template reads."""
+    start = "messages[]."
+    return Counter(
+        {
+            (kind, name): count
+            for (kind, name), count in notes.items()
+            if not (name.startswith(start) and chat.reads_field(name.removeprefix(start)))
+        }
+    )
+
+
+def _parse(line: RawLine, fields: DataFields | None) -> tuple[list[Sample] | BadLine, Notes]:
+    """Return the samples of a line (none for a blank line), or the reason why it is unusable.
+
+    The notes name the fields of the line that are not read.
+    """
+    notes: Notes = Counter()
     if line.reason is not None:
-        return BadLine(line.reason)
+        return BadLine(line.reason), notes
     if line.is_blank:
-        return []
+        return [], notes
     try:
-        return parse_line(line.data, fields)
+        return parse_line(line.data, fields, notes), notes
     except BadLine as bad:
-        return bad
+        return bad, notes
 
 
 class _DatasetWriter:

@@ -24,8 +24,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_packed.config import flag_names as flags
 from megatron_packed.config.data_fields import DataFields
 from megatron_packed.config.hub_paths import is_hub_path
+from megatron_packed.config.sections.data_parts.tokenizer import DATA_RULES, EARLIER_RULES, TOKENS
 from megatron_packed.data.errors import DataError, NotTokenizedError
 from megatron_packed.data.progress_bar import say, warn
 from megatron_packed.data.sources.cache_directory import get_or_build
@@ -49,9 +51,11 @@ from megatron_packed.data.tokenizers.chat_format import ChatFormat
 from megatron_packed.data.tokenizers.encode import SampleEncoder
 from megatron_packed.data.tokenizers.shorten_conversations import ShorteningEncoder
 
-_SHORTENING = 1
+_SHORTENING = 2
 """Version of the shortening. Increase this number when a change of the code shortens the same
 documents differently."""
+_SHORTENING_BEFORE = 1
+"""Version of the shortening in caches of `EARLIER_RULES`."""
 DEFAULT_CACHE_NAME = ".megatron_packed_cache"
 _CONTENT = ("tokens", "targets", "offsets", "target_counts")
 """Arrays that are part of `TokenizedDataset.content_hash`."""
@@ -228,6 +232,8 @@ def open_dataset(
     num_threads: int | None = None,
     show: bool = True,
     build_missing: bool = True,
+    special_tokens_in_text: str | None = None,
+    rules: int = DATA_RULES,
 ) -> TokenizedDataset:
     """Open the tokenised cache of ``paths``; the first process that needs the cache builds it.
 
@@ -248,6 +254,9 @@ def open_dataset(
         num_threads: threads that tokenise; None for one per processor.
         show: print progress and warnings.
         build_missing: False raises an error if the cache does not exist yet.
+        special_tokens_in_text: value of ``--special-tokens-in-text``.
+        rules: value of ``--data-rules``. With earlier rules, tokens of an earlier version in the
+            cache are used; if there are none, the lines are tokenised by today's rules.
     Raises:
         DataError: no usable data; see also `tokenize_files.build_arrays`.
     """
@@ -258,6 +267,7 @@ def open_dataset(
         tokenizer=tokenizer,
         chat=chat,
         shorten_to=shorten_to,
+        special_tokens_in_text=special_tokens_in_text,
         options=BuildOptions(
             sft=sft,
             max_bad_fraction=max_bad_fraction,
@@ -267,7 +277,7 @@ def open_dataset(
             show_progress=show,
         ),
     )
-    return contents.open(cache_directory(paths[0], files, cache_root), build_missing)
+    return contents.open(cache_directory(paths[0], files, cache_root), build_missing, rules)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,10 +290,26 @@ class _Contents:
     tokenizer: Tokenizer
     chat: ChatFormat
     shorten_to: int | None
+    special_tokens_in_text: str | None
     options: BuildOptions
 
     def key(self) -> str:
-        """Return the name of the cache directory; the same content has the same name."""
+        """Return the name of the cache directory; the same content has the same name.
+
+        Lines of plain text have the same tokens as in earlier versions, and so the same name.
+        """
+        identity = self._identity(_SHORTENING)
+        if self.options.sft:
+            identity += ["rules", DATA_RULES, *self.chat.rules, self.special_tokens_in_text]
+        elif self.special_tokens_in_text == TOKENS:
+            identity += ["special tokens", TOKENS]
+        return _key_of(identity)
+
+    def earlier_key(self) -> str:
+        """Return the name of the cache directory in versions before `DATA_RULES`."""
+        return _key_of(self._identity(_SHORTENING_BEFORE))
+
+    def _identity(self, shortening: int) -> list[object]:
         identity: list[object] = [
             FORMAT,
             self.identities,
@@ -295,20 +321,38 @@ class _Contents:
         if self.options.fields is not None:
             identity.append(["fields", *self.options.fields.paths])
         if self.shorten_to is not None:
-            identity += [_SHORTENING, self.shorten_to]
-        return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
+            identity += [shortening, self.shorten_to]
+        return identity
 
     def encoder(self) -> SampleEncoder:
-        if self.shorten_to is None:
-            return SampleEncoder(tokenizer=self.tokenizer, chat=self.chat)
-        return ShorteningEncoder(
-            tokenizer=self.tokenizer, chat=self.chat, max_tokens=self.shorten_to
+        build = partial(
+            SampleEncoder if self.shorten_to is None else ShorteningEncoder,
+            tokenizer=self.tokenizer,
+            chat=self.chat,
+            special_tokens_in_text=self.special_tokens_in_text,
         )
+        return build() if self.shorten_to is None else build(max_tokens=self.shorten_to)
 
-    def open(self, root: Path, build_missing: bool) -> TokenizedDataset:
+    def _open_earlier(self, root: Path) -> TokenizedDataset | None:
+        """Open the tokens that an earlier version left under ``root``; None if there are none."""
+        directory = root / self.earlier_key()
+        if _is_valid(directory):
+            return self.checked(TokenizedDataset(directory))
+        if self.options.show_progress:
+            say(
+                f"{root} has no tokens that an earlier version made of these files "
+                f"({flags.DATA_RULES} {EARLIER_RULES}), so they are tokenised by today's rules"
+            )
+        return None
+
+    def open(self, root: Path, build_missing: bool, rules: int) -> TokenizedDataset:
         """Open the cache directory under ``root``, and build it first if it is missing."""
-        directory = root / self.key()
         options = self.options
+        if options.sft and rules < DATA_RULES:
+            earlier = self._open_earlier(root)
+            if earlier is not None:
+                return earlier
+        directory = root / self.key()
         try:
             if not build_missing and not _is_valid(directory):
                 names = ", ".join(map(str, self.files))
@@ -323,8 +367,18 @@ class _Contents:
             )
         finally:
             self.chat.close()
-        dataset = TokenizedDataset(directory)
-        dataset.report.check(options.max_bad_fraction, quarantine_of(directory))
+        return self.checked(TokenizedDataset(directory))
+
+    def checked(self, dataset: TokenizedDataset) -> TokenizedDataset:
+        """Return a data set whose lines are usable.
+
+        Raises:
+            DataError: too many of its lines are not, or they are of the wrong kind.
+        """
+        options = self.options
+        letters_wanted = self.special_tokens_in_text is not None
+        quarantine = quarantine_of(dataset.directory)
+        dataset.report.check(options.max_bad_fraction, quarantine, letters_wanted)
         for warning in dataset.report.warnings() if options.show_progress else ():
             warn(warning)
         for schema in dataset.report.schemas:
@@ -353,6 +407,10 @@ class _Contents:
                 "report": report.as_dict(),
             },
         )
+
+
+def _key_of(identity: list[object]) -> str:
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
 
 
 def cache_directory(path: str | Path, files: Sequence[Path], cache_root: str | Path | None) -> Path:

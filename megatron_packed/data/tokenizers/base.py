@@ -13,8 +13,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -24,6 +23,7 @@ from numpy.typing import NDArray
 
 from megatron_packed.config import flag_names as flags
 from megatron_packed.data.errors import BadLine, DataError, printable
+from megatron_packed.data.tokenizers.turn_markers import special_pattern
 
 TokenIds = NDArray[np.int32]
 Offsets = NDArray[np.int64]
@@ -66,7 +66,14 @@ class Tokenizer(Protocol):
     text have False.
     """
     chat_template: str | None
-    """jinja2 source of the tokenizer's own chat template; None if it has no template."""
+    """jinja2 source of the tokenizer's own chat template; None if it has no template.
+
+    If all of its templates are for special purposes, such as tools, this template raises an error
+    with their names.
+    """
+    tool_chat_template: str | None
+    """jinja2 source of the tokenizer's template for conversations with tools (``tool_use``); None if
+    ``chat_template`` serves them too."""
     template_variables: Mapping[str, str]
     """Variables that chat templates expect, by name (``bos_token``, ``eos_token``, ...)."""
     fingerprint: str
@@ -136,15 +143,6 @@ def probe_splits(tokenizer: Tokenizer) -> bool:
         tokenizer.encode(f"a {content} b\n", special=True).tolist() == [*before, number, *after]
         for content, number in tokenizer.special_tokens.items()
     )
-
-
-def special_pattern(tokens: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern whose ``split`` divides a text at the given tokens.
-
-    The text between tokens has even places in the result, the tokens have odd places. If several
-    tokens match, the longest one is taken.
-    """
-    return re.compile("(" + "|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) + ")")
 
 
 def optional_package(name: str, version: str, needed: str) -> ModuleType:
@@ -245,6 +243,7 @@ class ByteTokenizer(InProcess):
     }
     splits_cleanly = True
     chat_template: str | None = None
+    tool_chat_template: str | None = None
     template_variables: Mapping[str, str] = {
         "eos_token": END_OF_DOCUMENT,
         "bos_token": "",
@@ -292,6 +291,7 @@ class NullTokenizer(InProcess):
     special_tokens: Mapping[str, int] = {}
     splits_cleanly = True
     chat_template: str | None = None
+    tool_chat_template: str | None = None
     template_variables: Mapping[str, str] = {}
 
     def __init__(self, vocab_size: int, eod_id: int | None = None) -> None:

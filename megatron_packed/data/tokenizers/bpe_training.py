@@ -26,6 +26,7 @@ from megatron_packed.data.sources.line_schema import (
     FIELDS,
     Conversation,
     PromptCompletion,
+    TokenSequence,
     parse_line,
 )
 from megatron_packed.data.sources.source_files import QUARANTINE_SUFFIX, expand_paths, file_identity
@@ -267,6 +268,11 @@ def _texts_of_line(data: bytes, fields: DataFields | None) -> list[str]:
             texts += [message["content"] for message in sample.messages]
         elif isinstance(sample, PromptCompletion):
             texts += [sample.prompt, sample.completion]
+        elif isinstance(sample, TokenSequence):
+            raise DataError(
+                "the data has token numbers (`input_ids`), from which no vocabulary can be learned; give the "
+                f"tokenizer that made them with {flags.TOKENIZER_MODEL}."
+            )
         else:
             texts.append(sample.text)
     return texts

@@ -4,27 +4,40 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from megatron_packed.config import flag_names as flags
-from megatron_packed.config.sections.data_parts.tokenizer import AT_TURN
+from megatron_packed.config.sections.data_parts.tokenizer import (
+    AT_TURN,
+    COUNTED,
+    EACH_ANSWER,
+    LAST_ANSWER,
+    REFUSED,
+)
 from megatron_packed.data.errors import BadLine, DataError
+from megatron_packed.data.notes import Notes
 from megatron_packed.data.sources.line_schema import Conversation
-from megatron_packed.data.tokenizers.base import Tokenizer
+from megatron_packed.data.tokenizers.base import TURN_END, TURN_START, Tokenizer
 from megatron_packed.data.tokenizers.chat_template import (
     DEFAULT_TEMPLATE,
     Rendered,
     TemplateError,
-    TemplateRenderer,
+)
+from megatron_packed.data.tokenizers.conversation_documents import (
+    ConversationRenderer,
+    RenderingRules,
 )
 from megatron_packed.data.tokenizers.limited_process import CPU_SECONDS
 from megatron_packed.data.tokenizers.prompt_formats import PROMPT_FORMATS
 from megatron_packed.data.tokenizers.template_process import TemplateProcess, template_budget
-from megatron_packed.data.tokenizers.turn_ends import PROBES, TurnCutter, TurnEnd, find_turn_end
+from megatron_packed.data.tokenizers.turn_ends import TurnCutter
+from megatron_packed.data.tokenizers.turn_markers import PROBES, TurnEnd, find_turn_end
 
 BUILT_IN_TEMPLATES = {"chatml": DEFAULT_TEMPLATE}
 """Values of ``--chat-template`` that name a built-in template instead of a file."""
@@ -46,13 +59,26 @@ class TextPiece(NamedTuple):
     """
 
 
+class ChatDocument(NamedTuple):
+    """One document of a conversation."""
+
+    conversation: Conversation
+    """First messages of the conversation. Assistant messages that are context have ``train: false``."""
+    pieces: list[TextPiece]
+    """Text of the document."""
+    as_served: bool = False
+    """True if each answer to learn is one piece, and all text before it is its prompt as served."""
+
+
 class ChatFormat(Protocol):
     """Interface of the conversion of conversations to text. Several threads may use it."""
 
     fingerprint: str
-    """Hash of everything that determines the text of a conversation: with an equal hash, every
-    conversation is converted to the same text.
+    """Hash of the template and of the ends of its documents. With an equal hash and equal `rules`,
+    every conversation is converted to the same documents.
     """
+    rules: tuple[object, ...]
+    """Options that decide how conversations become documents, in types that JSON has."""
     ends_documents: bool
     """True if the text of a conversation already marks its end. Then no end-of-document token is
     appended.
@@ -66,12 +92,23 @@ class ChatFormat(Protocol):
     answer.
     """
 
-    def pieces(self, conversation: Conversation) -> list[TextPiece]:
-        """Return the text of a conversation.
+    turn_markers: frozenset[str]
+    """Special tokens that begin and end turns and documents; no text of a message acts as one."""
+
+    def documents(self, conversation: Conversation) -> tuple[list[ChatDocument], Notes]:
+        """Return the documents of a conversation, and notes about what is not learned.
 
         Raises:
-            BadLine: the conversation cannot be rendered, or the assistant's text cannot be located
-                reliably.
+            BadLine: the conversation cannot be rendered, its answers are printed in another way
+                than they are served, or a part of it is not printed.
+        """
+        ...
+
+    def pieces(self, conversation: Conversation) -> list[TextPiece]:
+        """Return the text of a conversation that is one document.
+
+        Raises:
+            BadLine: as for `documents`.
         """
         ...
 
@@ -87,6 +124,10 @@ class ChatFormat(Protocol):
         Raises:
             BadLine: the messages cannot be rendered.
         """
+        ...
+
+    def reads_field(self, name: str) -> bool:
+        """Return True if the format reads a field of messages that has no fixed meaning."""
         ...
 
     def sentences(self) -> list[str]:
@@ -111,6 +152,11 @@ class IdentityFormat:
     ends_documents = True
     ends_turns = False
     turn_end: TurnEnd | None = None
+    turn_markers: frozenset[str] = frozenset()
+    rules: tuple[object, ...] = ()
+
+    def documents(self, conversation: Conversation) -> tuple[list[ChatDocument], Notes]:
+        return [ChatDocument(conversation, self.pieces(conversation))], Counter()
 
     def pieces(self, conversation: Conversation) -> list[TextPiece]:
         parts = groupby(
@@ -130,11 +176,78 @@ class IdentityFormat:
     def complete_text(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> str:
         return "".join(message["content"] for message in messages)
 
+    def reads_field(self, name: str) -> bool:
+        return False
+
     def sentences(self) -> list[str]:
         return []
 
     def close(self) -> None:
         pass
+
+
+def only_learned(
+    messages: Sequence[dict[str, Any]], learned: Collection[int]
+) -> list[dict[str, Any]]:
+    """Return messages in which only the given assistant messages are learned."""
+    return [
+        {**message, "train": False}
+        if message["role"] == "assistant" and number not in learned
+        else message
+        for number, message in enumerate(messages)
+    ]
+
+
+class _Renderers:
+    """Renderers of one template: in this process for own templates, else one process a thread.
+
+    Args:
+        source: the template.
+        tokenizer: provides the special tokens and the variables that templates expect.
+        cpu_seconds: limit of the CPU time for one conversation.
+        date: see `ConversationRenderer`.
+    Raises:
+        DataError: the template does not compile.
+    """
+
+    def __init__(
+        self, source: str, tokenizer: Tokenizer, cpu_seconds: float, date: str | None
+    ) -> None:
+        arguments = (source, tokenizer.template_variables, list(tokenizer.special_tokens), date)
+        self._start = partial(
+            TemplateProcess, *arguments, cpu_seconds=cpu_seconds, budget=template_budget()
+        )
+        self._own = ConversationRenderer(*arguments) if source in _OWN_TEMPLATES else None
+        self._idle: list[TemplateProcess] = []
+        self._lock = threading.Lock()
+        if self._own is None:
+            try:
+                self._idle.append(self._start())
+            except TemplateError as error:
+                raise DataError(str(error)) from None
+
+    @contextmanager
+    def renderer(self) -> Iterator[ConversationRenderer | TemplateProcess]:
+        """Yield a renderer that no other thread uses."""
+        if self._own is not None:
+            yield self._own
+            return
+        with self._lock:
+            process = self._idle.pop() if self._idle else None
+        if process is None:
+            process = self._start()
+        try:
+            yield process
+        finally:
+            with self._lock:
+                self._idle.append(process)
+
+    def close(self) -> None:
+        with self._lock:
+            idle = self._idle
+            self._idle = []
+        for process in idle:
+            process.close()
 
 
 class TemplateFormat:
@@ -144,14 +257,18 @@ class TemplateFormat:
     processes, one per thread.
 
     Args:
-        source: the template; None for the built-in template.
+        source: the template; None for the built-in template, if the tokenizer has its tokens.
         tokenizer: provides the special tokens and the variables that templates expect.
         cpu_seconds: limit of the CPU time for one conversation.
+        tool_source: template for conversations with tools; None for ``source``.
         trains_all: True makes every token a target, except assistant messages with ``train:
             false``. False makes only the tokens of the assistant targets.
         ends_documents: see `ChatFormat`.
         answer_end: value of ``--answer-end``; without effect if ``trains_all`` or
             ``ends_documents`` is True.
+        multi_turn: value of ``--multi-turn``.
+        unprinted_policy: value of ``--unprinted-policy``.
+        date: value of ``--chat-template-date``.
     Raises:
         DataError: the template does not compile.
     """
@@ -162,60 +279,99 @@ class TemplateFormat:
         tokenizer: Tokenizer,
         cpu_seconds: float = CPU_SECONDS,
         *,
+        tool_source: str | None = None,
         trains_all: bool = False,
         ends_documents: bool = False,
         answer_end: str = AT_TURN,
+        multi_turn: str = EACH_ANSWER,
+        unprinted_policy: str = REFUSED,
+        date: str | None = None,
     ) -> None:
+        self._refusal = _no_chatml(tokenizer) if source is None else None
         self._source = DEFAULT_TEMPLATE if source is None else source
+        self._tool_source = tool_source
         self.ends_documents = ends_documents
         self.ends_turns = answer_end == AT_TURN and not (trains_all or ends_documents)
-        self._method = "everything" if trains_all else "conversation"
-        if self.ends_turns:
-            self._method = "answers"
-        self._special_tokens = list(tokenizer.special_tokens)
-        arguments = (self._source, tokenizer.template_variables, self._special_tokens)
-        self._start = partial(
-            TemplateProcess, *arguments, cpu_seconds=cpu_seconds, budget=template_budget()
+        self._rendering = RenderingRules(
+            trains_all=trains_all,
+            ends_once=self.ends_turns,
+            last_only=multi_turn == LAST_ANSWER,
+            counts_unprinted=unprinted_policy == COUNTED,
         )
-        self.fingerprint = ("template-2:" if self.ends_turns else "template-1:") + hashlib.sha256(
-            self._source.encode("utf-8", "surrogatepass")
-        ).hexdigest()
+        self._special_tokens = list(tokenizer.special_tokens)
+        self._date = date
+        self.fingerprint = ("template-2:" if self.ends_turns else "template-1:") + _hash(
+            self._source
+        )
         self.fingerprint += ":everything" * trains_all + ":no-end" * ends_documents
-        self._own = TemplateRenderer(*arguments) if self._source in _OWN_TEMPLATES else None
-        self._idle: list[TemplateProcess] = []
-        self._lock = threading.Lock()
-        if self._own is None:
-            try:
-                self._idle.append(self._start())
-            except TemplateError as error:
-                raise DataError(str(error)) from None
+        of_tools = None if tool_source is None else _hash(tool_source)
+        self.rules: tuple[object, ...] = (multi_turn, unprinted_policy, date, of_tools)
+        self._renderers = _Renderers(self._source, tokenizer, cpu_seconds, date)
+        self._with_tools = self._renderers
+        if tool_source is not None:
+            self._with_tools = _Renderers(tool_source, tokenizer, cpu_seconds, date)
+
+    def documents(self, conversation: Conversation) -> tuple[list[ChatDocument], Notes]:
+        if self._refusal is not None:
+            raise DataError(self._refusal)
+        messages, tools = conversation.messages, conversation.tools
+        with self._for(tools).renderer() as renderer:
+            rendered, notes = renderer.documents(messages, tools, self._rendering)
+        documents = []
+        for end, learned, text, spans, as_served in rendered:
+            part = conversation._replace(messages=only_learned(messages[:end], learned))
+            pieces = divided(*self._cut(Rendered(text, spans)))
+            documents.append(ChatDocument(part, pieces, as_served))
+        return documents, notes
 
     def pieces(self, conversation: Conversation) -> list[TextPiece]:
-        rendered = self._with_renderer(self._method, conversation.messages, conversation.tools)
-        return _split(self._cutter.cut(rendered) if self.ends_turns else rendered)
+        with self._for(conversation.tools).renderer() as renderer:
+            rendered = renderer.conversation(
+                conversation.messages, conversation.tools, self._rendering
+            )
+        return divided(*self._cut(rendered))
 
     def prompt(
         self, messages: list[dict[str, Any]], tools: list[Any] | None = None
     ) -> list[TextPiece]:
-        return [TextPiece(self._with_renderer("prompt", messages, tools), False, True)]
+        with self._for(tools).renderer() as renderer:
+            return [TextPiece(renderer.prompt(messages, tools), False, True)]
 
     def complete_text(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> str:
-        everyone = [
-            {name: value for name, value in message.items() if name != "train"}
-            for message in messages
-        ]
-        return str(self._with_renderer("everything", everyone, tools).text)
+        with self._for(tools).renderer() as renderer:
+            return renderer.complete_text(messages, tools)
+
+    def reads_field(self, name: str) -> bool:
+        # A template can read a field only by its name, or by a loop over all fields of a message.
+        return name in self._source or name in (self._tool_source or "")
 
     @cached_property
     def turn_end(self) -> TurnEnd | None:
         return find_turn_end(self.complete_text, self._special_tokens)
 
+    @cached_property
+    def turn_markers(self) -> frozenset[str]:
+        with self._renderers.renderer() as renderer:
+            return renderer.turn_markers
+
     def sentences(self) -> list[str]:
+        asks_for_date = self._date is None and "strftime_now" in self._source
+        return [
+            *[
+                "The chat template asks for today's date, and gets none, so that the same data has the same "
+                f"tokens every day; {flags.CHAT_TEMPLATE_DATE} sets a date."
+            ]
+            * asks_for_date,
+            *self._sentences_of_blocks(),
+        ]
+
+    def _sentences_of_blocks(self) -> list[str]:
+        """Return what the generation blocks of the template leave out."""
         if not self.ends_turns or self.turn_end is None:
             return []
         for messages in PROBES:
-            with suppress(BadLine):
-                if self._cutter.extends(self._with_renderer(self._method, messages, None)):
+            with suppress(BadLine), self._renderers.renderer() as renderer:
+                if self._cutter.extends(renderer.conversation(messages, None, self._rendering)):
                     return [
                         "The {% generation %} blocks of the chat template leave out "
                         f"{self.turn_end.token}, which ends an answer; this token is learned too, "
@@ -228,35 +384,40 @@ class TemplateFormat:
     def _cutter(self) -> TurnCutter:
         return TurnCutter(self.turn_end, self._special_tokens)
 
+    def _cut(self, rendered: Rendered) -> Rendered:
+        return self._cutter.cut(rendered) if self.ends_turns else rendered
+
+    def _for(self, tools: list[Any] | None) -> _Renderers:
+        return self._with_tools if tools else self._renderers
+
     def close(self) -> None:
-        with self._lock:
-            idle = self._idle
-            self._idle = []
-        for process in idle:
-            process.close()
-
-    def _with_renderer(self, method: str, *arguments: Any) -> Any:
-        if self._own is not None:
-            return getattr(self._own, method)(*arguments)
-        with self._lock:
-            process = self._idle.pop() if self._idle else None
-        if process is None:
-            process = self._start()
-        try:
-            return getattr(process, method)(*arguments)
-        finally:
-            with self._lock:
-                self._idle.append(process)
+        self._renderers.close()
+        self._with_tools.close()
 
 
-def _split(rendered: Rendered) -> list[TextPiece]:
+def _no_chatml(tokenizer: Tokenizer) -> str | None:
+    """Return the refusal of a tokenizer without template and without ChatML's tokens, else None."""
+    missing = [token for token in (TURN_START, TURN_END) if token not in tokenizer.special_tokens]
+    if not missing:
+        return None
+    return (
+        f"the tokenizer has no chat template, and {' and '.join(missing)} of ChatML are no tokens of it. Turns would "
+        f"begin and end with letters; give {flags.CHAT_TEMPLATE} the template of the model, or {flags.CHAT_TEMPLATE} "
+        "chatml to learn these letters."
+    )
+
+
+def _hash(source: str) -> str:
+    return hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def divided(text: str, spans: Sequence[tuple[int, int]]) -> list[TextPiece]:
+    """Return the pieces of a text of markup with the given trained ranges."""
     pieces, at = [], 0
-    for start, end in rendered.spans:
-        pieces.append(TextPiece(rendered.text[at:start], False, True))
-        pieces.append(TextPiece(rendered.text[start:end], True, True))
+    for start, end in spans:
+        pieces += [TextPiece(text[at:start], False, True), TextPiece(text[start:end], True, True)]
         at = end
-    pieces.append(TextPiece(rendered.text[at:], False, True))
-    return [piece for piece in pieces if piece.text]
+    return [piece for piece in (*pieces, TextPiece(text[at:], False, True)) if piece.text]
 
 
 def chat_format(
@@ -264,6 +425,10 @@ def chat_format(
     chat_template: str | Path | None = None,
     prompt_format: str | None = None,
     answer_end: str = AT_TURN,
+    *,
+    multi_turn: str = EACH_ANSWER,
+    unprinted_policy: str = REFUSED,
+    date: str | None = None,
 ) -> ChatFormat:
     """Build the chat format that the options select.
 
@@ -272,16 +437,21 @@ def chat_format(
             tokenizer's own template, or ``chatml`` if the tokenizer has none.
         prompt_format: a key of `prompt_formats.PROMPT_FORMATS`; ``default`` uses the template.
             None uses the template and trains only on the assistant's text.
-        answer_end: see `TemplateFormat`; prompt formats ignore it.
+        answer_end, multi_turn, unprinted_policy, date: see `TemplateFormat`; prompt formats ignore
+            ``answer_end`` and ``multi_turn``.
     Raises:
         DataError: the file cannot be read, the template does not compile, or the tokenizer lacks
             special tokens of the format.
     """
-    if prompt_format is None:
-        source = template_source(tokenizer, chat_template)
-        return TemplateFormat(source, tokenizer, answer_end=answer_end)
     if prompt_format == "identity":
         return IdentityFormat()
+    source = template_source(tokenizer, chat_template)
+    build = partial(
+        TemplateFormat, tokenizer=tokenizer, unprinted_policy=unprinted_policy, date=date
+    )
+    of_tools = getattr(tokenizer, "tool_chat_template", None) if chat_template is None else None
+    if prompt_format is None:
+        return build(source, tool_source=of_tools, answer_end=answer_end, multi_turn=multi_turn)
     form = PROMPT_FORMATS[prompt_format]
     missing = [token for token in form.special_tokens if token not in tokenizer.special_tokens]
     if missing:
@@ -289,8 +459,9 @@ def chat_format(
             f"{flags.SFT_TOKENIZER_PROMPT_FORMAT} {prompt_format} needs the special tokens {', '.join(missing)}, which "
             "the tokenizer does not have; use the tokenizer of a model with this format, or choose another format."
         )
-    template = form.template or template_source(tokenizer, chat_template)
-    return TemplateFormat(template, tokenizer, trains_all=form.trains_all, ends_documents=True)
+    if form.template is not None:
+        source, of_tools = form.template, None
+    return build(source, tool_source=of_tools, trains_all=form.trains_all, ends_documents=True)
 
 
 def template_source(tokenizer: Tokenizer, chat_template: str | Path | None) -> str | None:

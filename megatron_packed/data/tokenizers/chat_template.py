@@ -7,16 +7,19 @@ The renderer puts private markers into the text. They are Unicode noncharacters,
 does not allow in data:
 
 - `GENERATION_START` and `GENERATION_END` surround the output of a ``{% generation %}`` block.
-- `BROKEN` follows the first character of every special token that is spelled inside a message. A
-  user who writes ``<|im_end|>`` therefore cannot end a turn. Special tokens without `BROKEN` come
-  from the template.
+- `BROKEN` follows the first character of every special token that is spelled inside a message and
+  must not act as one. A user who writes ``<|im_end|>`` therefore cannot end a turn. In the text of
+  the assistant only turn markers are broken (`turn_markers`), so that ``<think>`` is a token.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
 from typing import Any, NamedTuple, NoReturn
 
 import jinja2
@@ -25,9 +28,11 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megatron_packed.data.errors import BadLine, printable
+from megatron_packed.data.notes import Notes
+from megatron_packed.data.tokenizers.turn_markers import Messages, find_turn_markers
 
 GENERATION_START, GENERATION_END, BROKEN = "\ufdd0", "\ufdd1", "\ufdd2"
-_GENERATION_MARKS = re.compile(f"[{GENERATION_START}{GENERATION_END}]")
+GENERATION_MARKS = re.compile(f"[{GENERATION_START}{GENERATION_END}]")
 
 DEFAULT_TEMPLATE = """\
 {%- if tools -%}
@@ -54,6 +59,11 @@ DEFAULT_TEMPLATE = """\
 """
 """Template for tokenizers without a template: ChatML, in which the end of an assistant turn is
 trained."""
+
+
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Fields of an assistant message that hold its thoughts."""
+Tools = list[Any] | None
 
 
 class Rendered(NamedTuple):
@@ -88,17 +98,22 @@ class TemplateRenderer:
 
     Args:
         source: jinja2, in the dialect of Hugging Face tokenizers (``trim_blocks``,
-            ``raise_exception``, ``tojson``, ``{% generation %}``). The function ``strftime_now`` is
+            ``raise_exception``, ``tojson``, ``{% generation %}``).
+        variables: e.g. ``{"bos_token": "<s>", "eos_token": "</s>"}``.
+        special_tokens: spellings of special tokens, which a message may not forge.
+        date: date that ``strftime_now`` prints, as ``2026-11-28``. None leaves the function
             undefined, so that the same data gives the same tokens every day. Templates that test
             for this function print a fixed date instead.
-        variables: e.g. ``{"bos_token": "<s>", "eos_token": "</s>"}``.
-        special_tokens: spellings that must not act as special tokens inside a message.
     Raises:
         TemplateError: the template does not compile.
     """
 
     def __init__(
-        self, source: str, variables: Mapping[str, str], special_tokens: Sequence[str]
+        self,
+        source: str,
+        variables: Mapping[str, str],
+        special_tokens: Sequence[str],
+        date: str | None = None,
     ) -> None:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
@@ -108,6 +123,8 @@ class TemplateRenderer:
         del environment.filters["random"]
         del environment.globals["lipsum"]
         environment.globals["raise_exception"] = _raise_exception
+        if date is not None:
+            environment.globals["strftime_now"] = datetime.fromisoformat(date).strftime
         try:
             parsed = environment.parse(source)
             self._template = environment.from_string(source)
@@ -121,119 +138,40 @@ class TemplateRenderer:
             if isinstance(call.node, nodes.ExtensionAttribute)
         )
         self._variables = dict(variables)
-        self._special_tokens = tuple(token for token in special_tokens if token)
-        ordered = sorted(special_tokens, key=len, reverse=True)
+        self.special_tokens = tuple(token for token in special_tokens if token)
+        ordered = sorted(self.special_tokens, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, ordered))) if ordered else None
 
-    def prompt(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> str:
+    @cached_property
+    def turn_markers(self) -> frozenset[str]:
+        """Special tokens that begin and end turns and documents; see `find_turn_markers`."""
+
+        def prompt(messages: Messages) -> str:
+            return unmarked(self.render(messages, None, prompt=True))
+
+        def render(messages: Messages, tools: Tools = None) -> str:
+            return unmarked(self.render(messages, tools))
+
+        return find_turn_markers(render, prompt, self.special_tokens, self._variables)
+
+    def prompt(self, messages: Messages, tools: Tools = None) -> str:
         """Render the text after which the model generates an answer.
 
         Raises:
             BadLine: the template raises an error.
         """
-        return _GENERATION_MARKS.sub(
-            "", self._render(self._protect(messages), self._protect(tools), prompt=True)
-        )
+        messages, tools = self.protected(messages, tools)
+        return unmarked(self.render(messages, tools, prompt=True))
 
-    def conversation(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[Any] | None = None,
-        ends_once: bool = False,
-    ) -> Rendered:
-        """Render a complete conversation with the ranges of the assistant messages.
-
-        The ranges are the output of the template's generation blocks. If the template has none, the
-        range of an assistant message is the text that the message adds to the conversation before
-        it. Assistant messages with ``train: false`` have no range.
+    def complete_text(self, messages: Messages, tools: Tools = None) -> str:
+        """Render a complete conversation.
 
         Raises:
-            BadLine: the template raises an error, or the text of an assistant message cannot be
-                located reliably.
+            BadLine: the template raises an error.
         """
-        try:
-            messages, tools = self._protect(messages), self._protect(tools)
-            train = [
-                message.get("train", True) for message in messages if message["role"] == "assistant"
-            ]
-            if self.has_generation_blocks:
-                return _marked_spans(self._render(messages, tools), train)
-            return self._added_spans(messages, tools, ends_once)
-        except RecursionError:
-            raise BadLine("too_deep", "while rendering") from None
+        return unmarked(self.render(*self.protected(messages, tools)))
 
-    def answers(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> Rendered:
-        """Render a conversation like `conversation`, also if the template ends it specially.
-
-        A template without generation blocks may print special tokens after the last message that
-        are missing when more messages follow. They are then left out of the ranges.
-
-        Raises:
-            BadLine: as for `conversation`.
-        """
-        return self.conversation(messages, tools, ends_once=True)
-
-    def everything(
-        self, messages: list[dict[str, Any]], tools: list[Any] | None = None
-    ) -> Rendered:
-        """Render a complete conversation, and return the ranges to train on all of its text.
-
-        Only assistant messages with ``train: false`` are not in the ranges.
-
-        Raises:
-            BadLine: as for `conversation`.
-        """
-        if all(
-            message["role"] != "assistant" or message.get("train", True) for message in messages
-        ):
-            text = _GENERATION_MARKS.sub(
-                "", self._render(self._protect(messages), self._protect(tools))
-            )
-            return Rendered(text, [(0, len(text))] if text else [])
-        of_assistant = [
-            {**message, "train": not message.get("train", True)} for message in messages
-        ]
-        text, left_out = self.conversation(of_assistant, tools)
-        ends = [0, *(end for span in left_out for end in span), len(text)]
-        return Rendered(
-            text, [(start, end) for start, end in zip(ends[::2], ends[1::2]) if end > start]
-        )
-
-    def _added_spans(
-        self, messages: list[dict[str, Any]], tools: list[Any] | None, ends_once: bool
-    ) -> Rendered:
-        text = self._render(messages, tools)
-        spans = []
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant" or not message.get("train", True):
-                continue
-            before = self._render(messages[:number], tools, prompt=True)
-            after = self._render(messages[: number + 1], tools)
-            if ends_once:
-                after = self._without_document_end(after, text)
-            if not (after.startswith(before) and text.startswith(after)):
-                raise BadLine(
-                    "template_prefix", f"messages[{number}]; add a generation block to the template"
-                )
-            if len(after) > len(before):
-                spans.append((len(before), len(after)))
-        return Rendered(text, spans)
-
-    def _without_document_end(self, after: str, text: str) -> str:
-        """Remove special tokens and white space at the end of ``after`` until ``text`` begins with
-        ``after``.
-        """
-        while not text.startswith(after):
-            fitting = [token for token in self._special_tokens if after.endswith(token)]
-            shorter = after[: -len(max(fitting, key=len))] if fitting else after.rstrip()
-            if shorter == after:
-                break
-            after = shorter
-        return after
-
-    def _render(
-        self, messages: list[dict[str, Any]], tools: list[Any] | None, prompt: bool = False
-    ) -> str:
+    def render(self, messages: Messages, tools: Tools, prompt: bool = False) -> str:
         try:
             return self._template.render(
                 messages=messages,
@@ -249,51 +187,59 @@ class TemplateRenderer:
                 "template_error", f"{type(error).__name__}: {printable(str(error))}"
             ) from None
 
-    def _protect(self, value: Any) -> Any:
-        """Return ``value`` with `BROKEN` in every special token that its strings spell."""
+    def protected(
+        self, messages: Messages, tools: Tools, notes: Notes | None = None
+    ) -> tuple[Messages, Tools]:
+        """Return messages and tools with `BROKEN` in special tokens that must not act as such.
+
+        Args:
+            notes: gets the number of broken tokens of each spelling.
+        """
         if self._special is None:
-            return value
+            return messages, tools
+        count: Notes = Counter() if notes is None else notes
+        return [self._protected_message(message, count) for message in messages], self._broken(
+            tools, count
+        )
+
+    def _protected_message(self, message: dict[str, Any], notes: Notes) -> dict[str, Any]:
+        if message["role"] != "assistant":
+            return self._broken(message, notes)
+        own = {name: message[name] for name in ("content", *REASONING) if name in message}
+        rest = {name: value for name, value in message.items() if name not in own}
+        # The order of the fields stays, because a template may print them by a loop.
+        protected = {**self._broken(own, notes, in_answer=True), **self._broken(rest, notes)}
+        return {name: protected[name] for name in message if name in protected}
+
+    def _broken(self, value: Any, notes: Notes, in_answer: bool = False) -> Any:
+        """Return ``value`` with `BROKEN` in the special tokens that its strings spell.
+
+        Args:
+            in_answer: break only turn markers.
+        """
+        assert self._special is not None
         if isinstance(value, str):
-            return self._special.sub(_break, value)
+
+            def broken(match: re.Match[str]) -> str:
+                token = match.group()
+                if in_answer and token not in self.turn_markers:
+                    return token
+                notes["letters", token] += 1
+                return token[0] + BROKEN + token[1:]
+
+            return self._special.sub(broken, value)
         if isinstance(value, list):
-            return [self._protect(item) for item in value]
+            return [self._broken(item, notes, in_answer) for item in value]
         if isinstance(value, dict):
-            return {self._protect(key): self._protect(item) for key, item in value.items()}
+            return {
+                self._broken(key, notes, in_answer): self._broken(item, notes, in_answer)
+                for key, item in value.items()
+            }
         return value
 
 
-def _marked_spans(marked: str, train: list[bool]) -> Rendered:
-    """Remove the generation marks from ``marked``, and return the ranges that they surrounded."""
-    spans: list[tuple[int, int]] = []
-    pieces: list[str] = []
-    length, start, at = 0, -1, 0
-    for match in _GENERATION_MARKS.finditer(marked):
-        piece = marked[at : match.start()]
-        pieces.append(piece)
-        length += len(piece)
-        at = match.end()
-        opens = match.group() == GENERATION_START
-        if opens == (start >= 0):
-            raise BadLine("template_spans", "generation blocks are nested")
-        if opens:
-            start = length
-        else:
-            spans.append((start, length))
-            start = -1
-    pieces.append(marked[at:])
-    if not all(train):
-        if len(spans) != len(train):
-            raise BadLine(
-                "template_spans",
-                f"{len(train)} assistant messages, some with train: false, but {len(spans)} generation blocks",
-            )
-        spans = [span for span, wanted in zip(spans, train) if wanted]
-    return Rendered("".join(pieces), [(start, end) for start, end in spans if end > start])
-
-
-def _break(match: re.Match[str]) -> str:
-    token = match.group()
-    return token[0] + BROKEN + token[1:]
+def unmarked(text: str) -> str:
+    return GENERATION_MARKS.sub("", text)
 
 
 def _raise_exception(message: object = "") -> NoReturn:

@@ -11,6 +11,7 @@ both trained and untrained text, the line is unusable.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,16 +20,20 @@ from typing import Any, ClassVar, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_packed.config.sections.data_parts.tokenizer import LETTERS, TOKENS
 from megatron_packed.data.errors import BadLine, DataError
-from megatron_packed.data.sources.line_schema import Conversation, PromptCompletion, Sample
-from megatron_packed.data.tokenizers.base import (
-    OffsetTokenizer,
-    TokenIds,
-    Tokenizer,
-    special_pattern,
+from megatron_packed.data.notes import Notes
+from megatron_packed.data.sources.line_schema import (
+    Conversation,
+    PromptCompletion,
+    Sample,
+    TokenSequence,
 )
-from megatron_packed.data.tokenizers.chat_format import ChatFormat, TextPiece
+from megatron_packed.data.tokenizers.base import OffsetTokenizer, TokenIds, Tokenizer
+from megatron_packed.data.tokenizers.chat_format import ChatDocument, ChatFormat, TextPiece
 from megatron_packed.data.tokenizers.chat_template import BROKEN
+from megatron_packed.data.tokenizers.seams import with_natural_seams
+from megatron_packed.data.tokenizers.turn_markers import DOCUMENT_ENDS, special_pattern
 
 KnownTokens = dict[bool, dict[str, TokenIds]]
 """Cache of the tokens of texts: ``known[special][text]``, where ``special`` is the encoding mode.
@@ -43,9 +48,11 @@ class Cut(NamedTuple):
     turns: int = 0
     """Number of turns that were removed completely."""
     inside: bool = False
-    """True if tokens of the last turn, or of a prompt, were cut."""
+    """True if tokens of the last turn, of the system message or of a prompt were cut."""
     answer: bool = False
     """True if the answer lost tokens at its end."""
+    question: bool = False
+    """True if the last user message, or the prompt, lost tokens of its middle."""
 
 
 class EncodedDocument(NamedTuple):
@@ -57,6 +64,59 @@ class EncodedDocument(NamedTuple):
     """``(L,)``, 1 for tokens to train on; always 0 at index 0, because no token precedes it."""
     cut: Cut | None = None
     """Record of the shortening; None if the document was not shortened."""
+    later_documents: int = 0
+    """Number of documents of the same conversation that end with later answers."""
+
+
+class TextDocument(NamedTuple):
+    """One document of a sample, as text."""
+
+    sample: Sample
+    """The sample, or the part of a conversation that the document holds."""
+    pieces: list[TextPiece]
+    later_documents: int = 0
+    """As `EncodedDocument.later_documents`."""
+
+
+class EncodedLine(NamedTuple):
+    """Documents of one line."""
+
+    documents: list[EncodedDocument]
+    notes: Notes
+    """Notes about parts of the line that are not learned as they are written."""
+
+
+class TextMarkers(NamedTuple):
+    """Turn markers that show that a template has rendered a text."""
+
+    anywhere: tuple[str, ...]
+    """Markers that usual text does not spell: ``<s>`` and ``</s>`` are also HTML."""
+    first: str
+    """Token with which a rendered text begins; empty if there is none."""
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, chat: ChatFormat) -> TextMarkers:
+        """Return the markers of a tokenizer and of its chat format."""
+        named = tokenizer.template_variables
+        first = named.get("bos_token", "")
+        usual = {*DOCUMENT_ENDS, first, named.get("unk_token")}
+        return cls(tuple(sorted(chat.turn_markers - usual)), first)
+
+    def spelled(self, text: str) -> list[str]:
+        """Return the markers that a text spells."""
+        found = [token for token in self.anywhere if token in text]
+        return [self.first, *found] if self.first and text.startswith(self.first) else found
+
+
+def with_special_tokens(tokenizer: Tokenizer, pieces: list[TextPiece]) -> list[TextPiece]:
+    """Return pieces of markup after an empty plain piece, which gives the document its prefix.
+
+    A text that spells the prefix itself gets no second one.
+    """
+    prefix = tokenizer.decode(tokenizer.prefix_ids)
+    if prefix and "".join(piece.text for piece in pieces).startswith(prefix):
+        return pieces
+    return [TextPiece("", False, False), *pieces]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,57 +125,127 @@ class SampleEncoder:
 
     tokenizer: Tokenizer
     chat: ChatFormat
+    special_tokens_in_text: str | None = None
+    """Value of ``--special-tokens-in-text``."""
     shortens: ClassVar[bool] = False
     """True if the encoder shortens over-long documents. The cache then also stores their original
     sizes.
     """
 
-    def encode(self, lines: Sequence[Sequence[Sample]]) -> list[list[EncodedDocument] | BadLine]:
+    def encode(self, lines: Sequence[Sequence[Sample]]) -> list[EncodedLine | BadLine]:
         """Encode the documents of each line; an unusable line gives a `BadLine` instead.
 
         Each document ends with the end-of-document token, except conversations whose chat format
-        ends them (`ChatFormat.ends_documents`, `ChatFormat.ends_turns`).
+        ends them (`ChatFormat.ends_documents`, `ChatFormat.ends_turns`), and tokens that are given
+        as such.
 
         Raises:
             DataError: the tokenizer makes a token outside of its vocabulary, or the chat template
                 exceeds its limits too often.
         """
-        return self._encode(lines)
-
-    def _encode(
-        self, lines: Sequence[Sequence[Sample]], known: KnownTokens | None = None
-    ) -> list[list[EncodedDocument] | BadLine]:
-        outcomes: list[list[EncodedDocument] | BadLine] = []
-        pending: list[tuple[int, list[TextPiece], Sample]] = []
+        known: KnownTokens | None = {} if self.shortens else None
+        outcomes: list[EncodedLine | BadLine] = []
+        drafts: list[tuple[int, TextDocument | list[ChatDocument]]] = []
         for number, samples in enumerate(lines):
+            notes: Notes = Counter()
             try:
-                documents = [(number, self._pieces(sample), sample) for sample in samples]
+                of_line = [(number, self._draft(sample, notes)) for sample in samples]
             except BadLine as bad:
                 outcomes.append(bad)
                 continue
-            outcomes.append([])
-            pending.extend(documents)
-        encoded = encode_pieces(self.tokenizer, [pieces for _, pieces, _ in pending], known)
-        for (number, _, sample), document in zip(pending, encoded):
+            outcomes.append(EncodedLine([], notes))
+            drafts.extend(of_line)
+        pending = self._text_documents(drafts)
+        encoded = encode_pieces(self.tokenizer, [part.pieces for _, part in pending], known)
+        for (number, part), document in zip(pending, encoded):
             outcome = outcomes[number]
             if isinstance(outcome, BadLine):
                 continue
-            finished = document if isinstance(document, BadLine) else self._finish(document, sample)
+            finished = self._finished(document, part, known)
             if isinstance(finished, BadLine):
                 outcomes[number] = finished
+            elif finished is not None:
+                outcome.documents.append(finished._replace(later_documents=part.later_documents))
             else:
-                outcome.append(finished)
+                outcome.notes["left_out", "question_too_long"] += 1
+        for number, outcome in enumerate(outcomes):
+            if isinstance(outcome, EncodedLine) and lines[number] and not outcome.documents:
+                outcomes[number] = BadLine("question_too_long")
         return outcomes
 
-    def _pieces(self, sample: Sample) -> list[TextPiece]:
+    def _draft(self, sample: Sample, notes: Notes) -> TextDocument | list[ChatDocument]:
+        """Return the document of a sample as text, or the documents of a conversation."""
         if isinstance(sample, Conversation):
-            return self.chat.pieces(sample)
+            documents, of_sample = self.chat.documents(sample)
+            notes.update(of_sample)
+            return documents
+        if isinstance(sample, TokenSequence):
+            return TextDocument(sample, [])
         if isinstance(sample, PromptCompletion):
-            return [
-                TextPiece(sample.prompt, False, False),
-                TextPiece(sample.completion, True, False),
+            return TextDocument(sample, self._prompt_completion(sample, notes))
+        if self.special_tokens_in_text == TOKENS:
+            pieces = with_special_tokens(self.tokenizer, [TextPiece(sample.text, True, True)])
+            return TextDocument(sample, pieces)
+        self._note_turn_markers(sample.text, notes)
+        return TextDocument(sample, [TextPiece(sample.text, True, False)])
+
+    def _text_documents(
+        self, drafts: Sequence[tuple[int, TextDocument | list[ChatDocument]]]
+    ) -> list[tuple[int, TextDocument]]:
+        """Return all documents of drafts, each with the number of its line."""
+        chats = [draft for _, draft in drafts if isinstance(draft, list)]
+        if self.tokenizer.splits_cleanly and chats:
+            chats = with_natural_seams(chats, self.chat, self.tokenizer, self._special_texts)
+        rest = iter(chats)
+        documents = []
+        for number, draft in drafts:
+            if isinstance(draft, TextDocument):
+                documents.append((number, draft))
+                continue
+            of_talk = next(rest)
+            documents += [
+                (number, TextDocument(part.conversation, part.pieces, len(of_talk) - 1 - at))
+                for at, part in enumerate(of_talk)
             ]
-        return [TextPiece(sample.text, True, False)]
+        return documents
+
+    def _prompt_completion(self, sample: PromptCompletion, notes: Notes) -> list[TextPiece]:
+        """Return the pieces of a prompt and its completion.
+
+        Special tokens in a completion act as such, except turn markers, as in the answers of
+        conversations.
+        """
+        prompt, completion = sample
+        if self.special_tokens_in_text == TOKENS:
+            return with_special_tokens(
+                self.tokenizer, [TextPiece(prompt, False, True), TextPiece(completion, True, True)]
+            )
+        self._note_turn_markers(prompt + completion, notes)
+        pieces = [TextPiece(prompt, False, False), TextPiece(completion, True, False)]
+        if not self._special or self.special_tokens_in_text == LETTERS:
+            return pieces
+        for token in self._special_texts.findall(prompt):
+            notes["letters", token] += 1
+        parts = self._special_texts.split(completion)
+        if len(parts) == 1:
+            return pieces
+        for token in self.chat.turn_markers.intersection(parts[1::2]):
+            notes["letters", token] += parts.count(token)
+            parts = [token[0] + BROKEN + token[1:] if part == token else part for part in parts]
+        return [pieces[0], TextPiece("".join(parts), True, True)]
+
+    def _note_turn_markers(self, text: str, notes: Notes) -> None:
+        for token in self._markers_of_text.spelled(text):
+            notes["turn_markers", token] += 1
+
+    @cached_property
+    def _markers_of_text(self) -> TextMarkers:
+        return TextMarkers.of(self.tokenizer, self.chat)
+
+    @cached_property
+    def _special_texts(self) -> re.Pattern[str]:
+        special = self.tokenizer.special_tokens
+        return special_pattern(special) if special else re.compile("(?!)")
 
     def _has_end(self, sample: Sample, last: int) -> bool:
         """Return True if a document needs no end-of-document token after its token ``last``."""
@@ -128,8 +258,34 @@ class SampleEncoder:
     def _special(self) -> frozenset[int]:
         return frozenset(self.tokenizer.special_tokens.values())
 
+    def _finished(
+        self, document: EncodedDocument | BadLine, part: TextDocument, known: KnownTokens | None
+    ) -> EncodedDocument | BadLine | None:
+        """Return a complete document; None to leave it out.
+
+        Args:
+            known: cache of encoded texts for further renderings of the same line.
+        """
+        if isinstance(part.sample, TokenSequence):
+            return self._given_tokens(part.sample)
+        return document if isinstance(document, BadLine) else self._finish(document, part.sample)
+
+    def _given_tokens(self, sample: TokenSequence) -> EncodedDocument | BadLine:
+        """Return a document whose tokens are given; nothing is added."""
+        size = self.tokenizer.vocab_size
+        if not 0 <= min(sample.ids) <= max(sample.ids) < size:
+            return BadLine(
+                "token_outside", f"tokens {min(sample.ids)} to {max(sample.ids)} of {size}"
+            )
+        wanted = [1] * len(sample.ids) if sample.targets is None else sample.targets
+        targets = np.array(wanted, np.uint8)
+        targets[0] = 0
+        if not targets.any():
+            return BadLine("no_trainable_token")
+        return EncodedDocument(np.array(sample.ids, np.int32), targets)
+
     def _finish(self, document: EncodedDocument, sample: Sample) -> EncodedDocument | BadLine:
-        ids, targets, _ = document
+        ids, targets = document.ids, document.targets
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self.tokenizer.vocab_size:
             raise DataError(
                 f"the tokenizer made token numbers from {ids.min()} to {ids.max()}, but its vocabulary has "
@@ -328,7 +484,8 @@ def _split_at(pieces: Sequence[TextPiece], borders: Sequence[int]) -> list[list[
 
 
 def _prefix(tokenizer: Tokenizer, pieces: Sequence[TextPiece]) -> TokenIds:
-    return np.array(() if any(piece.markup for piece in pieces) else tokenizer.prefix_ids, np.int32)
+    """Return the tokens before a document; a template that begins a document prints them itself."""
+    return np.array(() if pieces and pieces[0].markup else tokenizer.prefix_ids, np.int32)
 
 
 # ---------------------------------------------------------------------------------------------------------

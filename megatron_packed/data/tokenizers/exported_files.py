@@ -14,16 +14,21 @@ from typing import Any
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Engine
 
-from megatron_packed.data.errors import DataError
 from megatron_packed.data.tokenizers.base import (
     END_OF_DOCUMENT,
     OWN_SPECIAL_TOKENS,
     ByteTokenizer,
-    read_text,
+)
+from megatron_packed.data.tokenizers.huggingface_settings import (
+    ADDED_TOKENS,
+    CONFIG,
+    SPECIAL_TOKENS_MAP,
+    default_template,
+    read_json,
+    read_templates,
 )
 
-TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
-SPECIAL_TOKENS_MAP, TEMPLATE = "special_tokens_map.json", "chat_template.jinja"
+TOKENIZER = "tokenizer.json"
 Files = dict[str, "str | Path"]
 """Name of each file, with its text or with the file to copy."""
 
@@ -33,19 +38,24 @@ def files_of_huggingface(path: Path, chat_template: str | None) -> Files:
 
     Args:
         path: ``tokenizer.json``, or a directory that contains it.
-        chat_template: jinja2 source; None leaves the template of the files.
+        chat_template: jinja2 source; None, or the default template of the files, leaves their
+            templates, also that for conversations with tools.
     """
     file = path / TOKENIZER if path.is_dir() else path
     files: Files = {TOKENIZER: file}
-    for name in (SPECIAL_TOKENS_MAP, TEMPLATE):
+    for name in (SPECIAL_TOKENS_MAP, ADDED_TOKENS):
         if file.with_name(name).is_file():
             files[name] = file.with_name(name)
-    settings = file.with_name(TOKENIZER_CONFIG)
-    config = _settings(json.loads(read_text(settings)) if settings.is_file() else {})
-    if chat_template is not None:
-        files.pop(TEMPLATE, None)
-        config["chat_template"] = chat_template
-    files[TOKENIZER_CONFIG] = _text(config)
+    config = _settings(read_json(file.with_name(CONFIG)))
+    templates = read_templates(file)
+    if chat_template is not None and chat_template != default_template(templates):
+        templates = chat_template
+    if isinstance(templates, dict):
+        named = [{"name": name, "template": text} for name, text in templates.items()]
+        config["chat_template"] = named
+    elif templates is not None:
+        config["chat_template"] = templates
+    files[CONFIG] = _text(config)
     return files
 
 
@@ -56,7 +66,7 @@ def files_of_gpt2(vocab_file: Path, merge_file: Path, chat_template: str | None)
     return {
         "vocab.json": vocab_file,
         "merges.txt": merge_file,
-        TOKENIZER_CONFIG: _text(config),
+        CONFIG: _text(config),
     }
 
 
@@ -72,7 +82,7 @@ def files_of_bytes(tokenizer: ByteTokenizer, chat_template: str | None) -> Files
     named = {name: token for name, token in tokenizer.template_variables.items() if token}
     config = _settings(named)
     config |= {} if chat_template is None else {"chat_template": chat_template}
-    return {TOKENIZER: engine.to_str(pretty=True), TOKENIZER_CONFIG: _text(config)}
+    return {TOKENIZER: engine.to_str(pretty=True), CONFIG: _text(config)}
 
 
 def files_of_sentencepiece(path: Path) -> Files:
@@ -98,8 +108,6 @@ def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
 
     transformers would otherwise remove spaces before punctuation when it decodes.
     """
-    if not isinstance(given, dict):
-        raise DataError(f"{TOKENIZER_CONFIG} must contain one JSON object.")
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,

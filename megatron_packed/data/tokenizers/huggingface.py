@@ -6,7 +6,7 @@ It needs neither the transformers library nor remote code.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,19 @@ from megatron_packed.data.tokenizers.base import (
     probe_splits,
     read_text,
 )
+from megatron_packed.data.tokenizers.huggingface_settings import (
+    CONFIG,
+    FLAGS,
+    SPECIAL_TOKENS_MAP,
+    ListedToken,
+    Settings,
+    default_template,
+    read_settings,
+    read_templates,
+    tool_template,
+)
+from megatron_packed.data.tokenizers.turn_markers import DOCUMENT_ENDS
 
-_KNOWN_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eod|>")
-_MAX_CONFIG_BYTES = 64 * 2**20
 _UNMADE = 100
 """Largest allowed number of entries of a GPT-2 vocabulary that no merge produces: special tokens.
 
@@ -40,20 +50,24 @@ class HuggingFaceTokenizer(InProcess):
     """Tokenizer read from a ``tokenizer.json``; see `base.Tokenizer` for the attributes.
 
     Args:
-        path: ``tokenizer.json``, or a directory that contains it. The optional files
-            ``tokenizer_config.json``, ``special_tokens_map.json`` and ``chat_template.jinja`` in
-            the same directory are read too.
+        path: ``tokenizer.json``, or a directory that contains it. The optional files in the same
+            directory are read too, as transformers reads them (`huggingface_settings`).
     Raises:
-        DataError: a file is missing or damaged, or no file names the token that ends a document.
+        DataError: a file is missing or damaged, files give one number to several tokens, or no file
+            names the token that ends a document.
     """
+
+    chat_template: str | None = None
+    tool_chat_template: str | None = None
 
     def __init__(self, path: str | Path) -> None:
         file = _tokenizer_file(Path(path))
-        config = {
-            **_read_json(file.with_name("special_tokens_map.json")),
-            **_read_json(file.with_name("tokenizer_config.json")),
-        }
-        self._set_up(file, read_text(file), config, _chat_template(file, config))
+        text, content = _without_dropout(read_text(file))
+        self._load(file, text)
+        self._set_up(file, text, read_settings(file, content))
+        templates = read_templates(file)
+        self.chat_template = default_template(templates)
+        self.tool_chat_template = tool_template(templates)
 
     @classmethod
     def gpt2(cls, vocab_file: str | Path, merge_file: str | Path) -> HuggingFaceTokenizer:
@@ -85,28 +99,27 @@ class HuggingFaceTokenizer(InProcess):
         backend.decoder = tokenizers.decoders.ByteLevel()
         if backend.token_to_id(END_OF_DOCUMENT) is not None:
             backend.add_special_tokens([END_OF_DOCUMENT])
-        made = cls.__new__(cls)
-        made._set_up(Path(vocab_file), backend.to_str(), {"eos_token": END_OF_DOCUMENT}, None)
-        return made
+        tokenizer, text = cls.__new__(cls), backend.to_str()
+        tokenizer._load(Path(vocab_file), text)
+        tokenizer._set_up(Path(vocab_file), text, Settings({"eos_token": END_OF_DOCUMENT}))
+        return tokenizer
 
-    def _set_up(
-        self, file: Path, text: str, config: Mapping[str, Any], chat_template: str | None
-    ) -> None:
-        """Set all attributes.
+    def _load(self, file: Path, text: str) -> None:
+        self._with_specials = _engine(file, text)
+        self._plain = _engine(file, text)
+        self._plain.encode_special_tokens = True
+
+    def _set_up(self, file: Path, text: str, settings: Settings) -> None:
+        """Set all attributes except the chat templates.
 
         Args:
             file: path for messages.
-            text: content of a tokenizer.json.
-            config: content of the other JSON files of the tokenizer.
-            chat_template: jinja2 source; None if there is no template.
+            text: content of the loaded tokenizer.json.
+            settings: tokens of the files next to it.
         """
         self.path = file
-        text = _without_dropout(text)
-        self._with_specials = _load(file, text)
-        self._plain = _load(file, text)
-        self._plain.encode_special_tokens = True
-        self.template_variables: Mapping[str, str] = _named_tokens(config)
-        self.chat_template = chat_template
+        self.template_variables: Mapping[str, str] = settings.named
+        changes = self._add(file, settings)
         added = self._with_specials.get_added_tokens_decoder()
         self.special_tokens: Mapping[str, int] = {
             t.content: n for n, t in sorted(added.items()) if t.special
@@ -114,13 +127,38 @@ class HuggingFaceTokenizer(InProcess):
         self.vocab_size = 1 + max(
             self._with_specials.get_vocab(with_added_tokens=True).values(), default=-1
         )
-        self.eod_id = self._end_token(file)
+        self.eod_id = self._end_token(file, settings.ignores_map)
         self.pad_id = self._token_id("pad_token", default=self.eod_id)
         self.prefix_ids = self._prefix()
         self.splits_cleanly = probe_splits(self)
-        self.fingerprint = fingerprint_of(
-            "hf-1", text, self.template_variables, self.eod_id, self.prefix_ids
-        )
+        identity = (text, self.template_variables, self.eod_id, self.prefix_ids)
+        # Earlier versions read no changes. Without changes their caches and checkpoints stay valid.
+        self.fingerprint = fingerprint_of("hf-1", *identity, *([changes] if changes else []))
+
+    def _add(self, file: Path, settings: Settings) -> list[list[Any]]:
+        """Add the tokens of the settings.
+
+        Returns:
+            Number, text and flags of the tokens that change the tokenizer.
+        """
+        engine = self._with_specials
+        _check_listed(engine, settings.listed)
+        known = {token.content: token for token in engine.get_added_tokens_decoder().values()}
+        changing = []
+        for token in settings.tokens:
+            if token.content and known.get(token.content) != token:
+                known[token.content] = token
+                changing.append(token)
+        if not changing:
+            return []
+        vocabulary = engine.get_vocab(with_added_tokens=True)
+        for each in (self._plain, engine):
+            each.add_tokens(list(settings.tokens))
+        _check_new(file, vocabulary, engine.get_vocab(with_added_tokens=True))
+        return [
+            [engine.token_to_id(token.content), token.content, *(getattr(token, f) for f in FLAGS)]
+            for token in changing
+        ]
 
     def encode(self, text: str, *, special: bool = False) -> TokenIds:
         return np.array(
@@ -152,7 +190,7 @@ class HuggingFaceTokenizer(InProcess):
         number = None if content is None else self._with_specials.token_to_id(content)
         return default if number is None else int(number)
 
-    def _end_token(self, file: Path) -> int:
+    def _end_token(self, file: Path, ignores_map: bool) -> int:
         number = self._token_id("eos_token", default=-1)
         if number >= 0:
             return number
@@ -161,12 +199,17 @@ class HuggingFaceTokenizer(InProcess):
             raise DataError(
                 f"{file}: eos_token is {name!r}, which is not in the vocabulary; correct eos_token."
             )
-        known = [name for name in _KNOWN_END_TOKENS if name in self.special_tokens]
+        known = [name for name in DOCUMENT_ENDS if name in self.special_tokens]
         if len(known) != 1:
             found = "none" if not known else " and ".join(known)
+            cure = f'put a {CONFIG} with "eos_token" into the same directory'
+            if ignores_map:
+                cure = (
+                    f"add eos_token to {CONFIG}, because {SPECIAL_TOKENS_MAP} is not read beside "
+                    "its added_tokens_decoder"
+                )
             raise DataError(
-                f"{file} does not name the token that ends a document (usual names in its vocabulary: {found}); put a "
-                'tokenizer_config.json with "eos_token" into the same directory.'
+                f"{file} does not name the token that ends a document (usual names in its vocabulary: {found}); {cure}."
             )
         return self.special_tokens[known[0]]
 
@@ -193,23 +236,61 @@ def _tokenizer_file(path: Path) -> Path:
     return file
 
 
-def _without_dropout(text: str) -> str:
-    """Return the content of a tokenizer.json without dropout of merges.
+def _without_dropout(text: str) -> tuple[str, dict[str, Any]]:
+    """Return a tokenizer.json without dropout of merges, as text and as its content.
 
     With dropout the same text would give different tokens. A tokenizer.json without dropout is
     returned unchanged, so that its fingerprint does not change.
     """
     try:
-        value = json.loads(text)
-        if not value["model"].get("dropout"):
-            return text
-        value["model"]["dropout"] = None
+        content = json.loads(text)
+        if content["model"].get("dropout"):
+            content["model"]["dropout"] = None
+            text = json.dumps(content, ensure_ascii=False)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return text  # the library reports the fault when it loads the text
-    return json.dumps(value, ensure_ascii=False)
+        return text, {}  # the library reports the fault when it loads the text
+    return text, content
 
 
-def _load(file: Path, text: str) -> tokenizers.Tokenizer:
+def _check_listed(engine: tokenizers.Tokenizer, listed: Iterable[ListedToken]) -> None:
+    """Raise an error if two tokens have one number in the files, and one of them no other number.
+
+    transformers forgets the first of two such tokens of one file. A token whose number another
+    token of tokenizer.json has, gets a number that no file contains.
+    """
+    owners: dict[int, str] = {}
+    for file, number, content in listed:
+        if engine.token_to_id(content) is not None:
+            continue
+        other = engine.id_to_token(number) or owners.setdefault(number, content)
+        if other != content:
+            raise DataError(
+                f"{file} gives the number {number} to {printable(content, 60)!r}, but the token {number} is "
+                f"{printable(other, 60)!r}; correct the number, or rename the token in tokenizer.json too."
+            )
+
+
+def _check_new(file: Path, before: Mapping[str, int], after: Mapping[str, int]) -> None:
+    """Raise an error if the library gave a new token the number of another token.
+
+    The library counts the entries of the vocabulary, so it does so if numbers are missing.
+
+    Args:
+        before: number of each token of tokenizer.json.
+        after: number of each token after new tokens were added.
+    """
+    owners = {number: token for token, number in before.items()}
+    for content in after.keys() - before.keys():
+        other = owners.get(after[content])
+        if other is not None:
+            raise DataError(
+                f"{file} has {len(before)} tokens, but numbers up to {max(owners)}, so the tokenizers library gives "
+                f"the new token {printable(content, 60)!r} the number {after[content]} of {printable(other, 60)!r}; "
+                "number the tokens of tokenizer.json without holes."
+            )
+
+
+def _engine(file: Path, text: str) -> tokenizers.Tokenizer:
     try:
         backend = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises Exception itself, not a subclass
@@ -220,52 +301,3 @@ def _load(file: Path, text: str) -> tokenizers.Tokenizer:
     backend.no_truncation()
     backend.no_padding()
     return backend
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    if file.stat().st_size > _MAX_CONFIG_BYTES:
-        raise DataError(
-            f"{file} has {file.stat().st_size} bytes, too many for a tokenizer configuration; check the file."
-        )
-    try:
-        value = json.loads(read_text(file))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{file} is not JSON: {printable(str(error))}.") from None
-    if not isinstance(value, dict):
-        raise DataError(f"{file} must contain one JSON object.")
-    return value
-
-
-def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the entries named ``*_token`` of a configuration, as strings.
-
-    In the configuration each entry is a string or an object with ``content``.
-    """
-    named = {}
-    for name, value in config.items():
-        content = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(content, str):
-            named[name] = content
-    return named
-
-
-def _chat_template(file: Path, config: Mapping[str, Any]) -> str | None:
-    separate = file.with_name("chat_template.jinja")
-    if separate.is_file():
-        return read_text(separate)
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        named = {
-            item.get("name"): item.get("template") for item in template if isinstance(item, dict)
-        }
-        template = named.get("default")
-        if template is None:
-            names = printable(", ".join(map(str, named)))
-            raise DataError(
-                f"{file}: none of its chat templates ({names}) has the name `default`; give {flags.CHAT_TEMPLATE}."
-            )
-    if template is not None and not isinstance(template, str):
-        raise DataError(f"{file}: chat_template must be text or a list of named templates.")
-    return template

@@ -29,8 +29,8 @@ from megatron_packed.data.tokenizers.base import (
     optional_package,
     probe_splits,
     read_bytes,
-    special_pattern,
 )
+from megatron_packed.data.tokenizers.turn_markers import special_pattern
 
 _MARK = re.compile(r"<\|\S+\|>|<(start|end)_of_\w+>")
 _CONTROL, _USER_DEFINED = 3, 4
@@ -62,6 +62,7 @@ class SentencePieceTokenizer(InProcess):
 
     prefix_ids: tuple[int, ...] = ()
     chat_template: str | None = None
+    tool_chat_template: str | None = None
 
     def __init__(self, path: str | Path, special_tokens: Sequence[str] = ()) -> None:
         file = Path(path)

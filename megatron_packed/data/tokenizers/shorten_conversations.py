@@ -1,45 +1,74 @@
 """Shortening of over-long conversations and prompts (``--overlong-policy truncate_prompt``).
 
-A shortened conversation keeps its last answer and loses its earliest turns. The chat template
-renders the system message and the latest turns that fit. If the last turn is too long by itself,
-tokens are removed in this order:
+A shortened conversation keeps its last answer and the question of this answer. It loses, in this
+order and only as much as needed:
 
-1. the front of its prompt;
-2. the front of the system message;
-3. the header of the answer;
-4. the end of the answer and of its turn.
+1. whole earlier turns. The chat template renders the system message, the tool definitions and the
+   latest turns that fit.
+2. tokens of the last turn, if this turn is too long by itself. Its passages are the contents of its
+   user and tool messages before the last answer. The longest passages are lowered to a common
+   length. Each loses its middle, and keeps as many tokens of its beginning as of its end.
+3. the middle of the system message.
+4. the earliest messages of the last turn after the question: calls of tools with their results.
+5. the end of the answer and of its turn.
 
-A prompt with a completion loses the front of the prompt, then the end of the completion.
+The question is never cut. It is the instruction of a line with ``instruction``; only the ``input``
+after it is a passage. In other conversations the question is the end of the last user message:
+its last 100 to 200 characters, from the beginning of a sentence or of a word. Messages of the
+assistant that stay, and all text that the template prints around messages, are never cut either. If
+they and the question leave no room for one token of the answer, the document is left out
+(``question_too_long``).
+
+A prompt with a completion has one passage: the prompt, without the question at its end. It loses
+its middle, then the completion loses its end.
+
+A passage is found by rendering the conversation with another text in its place, so that any
+template can be used. If the template refuses the other text, or prints it in another way than it
+stands or as JSON, the passage is not cut.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Sequence
+import json
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import count
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_packed.data.errors import BadLine
-from megatron_packed.data.sources.line_schema import Conversation, PromptCompletion, Sample
+from megatron_packed.data.sources.line_schema import (
+    Conversation,
+    PromptCompletion,
+)
+from megatron_packed.data.sources.token_lines import TokenSequence
 from megatron_packed.data.tokenizers.chat_format import TextPiece
+from megatron_packed.data.tokenizers.chat_template import BROKEN
 from megatron_packed.data.tokenizers.encode import (
     Cut,
     EncodedDocument,
     KnownTokens,
     SampleEncoder,
+    TextDocument,
     encode_pieces,
     encode_with_borders,
 )
 
 _NEAR_MISS = 8
-"""Largest error, in tokens, of an estimate that is based on an exact count and the sizes of turns.
-"""
+"""Largest error, in tokens, of an estimate that is based on an exact count of other text."""
 _TRIES = 4
 """Number of renderings whose turns are chosen by estimates; later ones use bisection."""
+_QUESTION = 200
+"""Largest number of characters at the end of a message that are never cut. They are about two
+English sentences, and 50 tokens are little even of a limit of 512. At least half of them stay,
+because the last sentence may be short, like "Thanks!"."""
+_SENTENCE_END = re.compile(r"""[.!?…]["'”’)\]]*\s+|[。！？]["'”’」』）]*\s*|\n\s*""")
+_WORD_END = re.compile(r"\s+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,17 +82,23 @@ class ShorteningEncoder(SampleEncoder):
     """Largest number of tokens of a document. At least 2: a target and the token before it."""
     shortens: ClassVar[bool] = True
 
-    def encode(self, lines: Sequence[Sequence[Sample]]) -> list[list[EncodedDocument] | BadLine]:
-        """Encode the documents of each line and shorten long ones; see `SampleEncoder.encode`."""
-        known: KnownTokens = {}
-        outcomes = self._encode(lines, known)
-        for samples, outcome in zip(lines, outcomes):
-            if isinstance(outcome, BadLine):
-                continue
-            for at, (sample, document) in enumerate(zip(samples, outcome)):
-                if len(document.ids) > self.max_tokens:
-                    outcome[at] = _Shortener(self, sample, document, known).shortened()
-        return outcomes
+    def _finished(
+        self, document: EncodedDocument | BadLine, part: TextDocument, known: KnownTokens | None
+    ) -> EncodedDocument | BadLine | None:
+        """Return a complete document of at most `max_tokens` tokens; None if its question is too long.
+
+        Documents whose tokens are given have no known turns and stay as they are.
+        """
+        finished = super()._finished(document, part, known)
+        if not isinstance(finished, EncodedDocument) or len(finished.ids) <= self.max_tokens:
+            return finished
+        if isinstance(part.sample, TokenSequence):
+            return finished
+        assert known is not None
+        try:
+            return _Shortener(self, part, finished, known).shortened()
+        except BadLine as bad:
+            return None if bad.reason == "question_too_long" else bad
 
     def rendered(self, talk: Conversation, known: KnownTokens) -> EncodedDocument:
         """Render and encode a conversation of any length, without shortening it.
@@ -118,32 +153,67 @@ class _Turns(NamedTuple):
         return cls(head, [start for start in starts if start <= last], last, end, len(starts))
 
 
+class _Passage(NamedTuple):
+    """Characters ``start:stop`` of the content of a message. Tokens of their middle may be cut."""
+
+    message: int
+    start: int
+    stop: int
+    kind: int
+    """One of `_OTHER`, `_ASKED` and `_SYSTEM`."""
+
+
+_OTHER, _ASKED, _SYSTEM = range(3)
+"""Kinds of passages: other messages before the answer, the last user message, system messages."""
+
+
+class _Layout(NamedTuple):
+    """A document, and the tokens of it that may be cut."""
+
+    document: EncodedDocument
+    answer: int
+    """Token at which the last answer begins."""
+    spans: list[tuple[int, int, int]]
+    """First token, token after the last one, and kind of each passage that was found."""
+
+    @property
+    def least(self) -> int:
+        """Number of tokens before the answer that are never cut."""
+        return self.answer - sum(stop - start for start, stop, _ in self.spans)
+
+    @property
+    def least_with_answer(self) -> int:
+        return self.least + len(self.document.ids) - self.answer
+
+
 class _Shortener:
     """Shortening of one document."""
 
     def __init__(
         self,
         encoder: ShorteningEncoder,
-        sample: Sample,
+        part: TextDocument,
         document: EncodedDocument,
         known: KnownTokens,
     ) -> None:
         self._encoder = encoder
-        self._sample = sample
+        self._part = part
         self._document = document
         self._known = known
         self._limit = encoder.max_tokens
 
     def shortened(self) -> EncodedDocument:
-        """Return the shortened document, with the record of its shortening."""
-        if isinstance(self._sample, Conversation):
-            return self._conversation(self._sample, _Turns.of(self._sample.messages))
-        assert isinstance(self._sample, PromptCompletion), (
-            self._sample
-        )  # plain text is not shortened, because all of its tokens are trained
-        prefix = len(self._encoder.tokenizer.prefix_ids)
-        answer = int(self._document.targets.argmax())
-        return self._fitted(self._document, min(prefix, answer), answer, answer)
+        """Return the shortened document, with the record of its shortening.
+
+        Raises:
+            BadLine: the question is too long.
+        """
+        sample = self._part.sample
+        if isinstance(sample, Conversation):
+            return self._conversation(sample, _Turns.of(sample.messages))
+        # plain text is not shortened, because all of its tokens are trained
+        assert isinstance(sample, PromptCompletion), sample
+        return self._fitted(self._prompt_layout())
 
     def _conversation(self, talk: Conversation, turns: _Turns) -> EncodedDocument:
         first, lost = turns.starts[-1], turns.total - 1
@@ -157,13 +227,15 @@ class _Shortener:
             first, lost = turns.head, 0
         for start, turns_lost in ((first, lost), (turns.head, 0)):
             messages = [*talk.messages[: turns.head], *talk.messages[start : turns.last + 1]]
-            with suppress(BadLine):
-                return self._cut_inside(talk._replace(messages=messages), turns.head, turns_lost)
-        document = self._document
+            try:
+                layout = self._fewest_messages(talk._replace(messages=messages))
+            except BadLine:
+                continue
+            return self._fitted(layout, turns_lost)
+        layout = self._layout(talk, turns.last)
         if turns.last + 1 < len(talk.messages):
-            document = _without_what_follows(document)
-        whole = len(document.ids)
-        return self._fitted(document, 0, whole, whole, turns.total - len(turns.starts))
+            layout = layout._replace(document=_without_what_follows(layout.document))
+        return self._fitted(layout, turns.total - len(turns.starts))
 
     def _latest_turns(
         self, talk: Conversation, turns: _Turns
@@ -229,97 +301,308 @@ class _Shortener:
         places: list[float] = np.interp(starts, numbers, tokens).tolist()
         return places, seen and trained == answers
 
-    def _cut_inside(self, talk: Conversation, head: int, turns_lost: int) -> EncodedDocument:
-        """Cut tokens of a conversation whose last message is the last answer.
+    # -- the tokens that may be cut
 
+    def _fewest_messages(self, talk: Conversation) -> _Layout:
+        """Remove the earliest messages after the question until the last answer fits.
+
+        A message of the assistant is removed together with the results of tools that follow it.
+        The last message of the conversation is the last answer.
+
+        Raises:
+            BadLine: the template raises an error for the conversation with all of its messages.
+        """
+        messages, last = talk.messages, len(talk.messages) - 1
+        layout = self._layout(talk, last)
+        asked = _last_user(messages, last)
+        steps = [n for n in range(asked + 1, last) if messages[n]["role"] == "assistant"]
+        if layout.least_with_answer <= self._limit or not steps:
+            return layout
+        layouts = {0: layout}
+
+        def fits(removed: int) -> bool:
+            after = [*steps, last][removed]
+            kept = [*messages[: steps[0]], *messages[after:]]
+            layouts[removed] = self._layout(talk._replace(messages=kept), len(kept) - 1)
+            return layouts[removed].least_with_answer <= self._limit
+
+        with suppress(BadLine):  # the template may refuse the shorter turn
+            removed = bisect_left(range(1, len(steps)), True, key=fits) + 1
+            if removed not in layouts:
+                fits(removed)
+            return layouts[removed]
+        return layout
+
+    def _layout(self, talk: Conversation, last: int) -> _Layout:
+        """Encode a conversation, and find its last answer and the passages of its prompt.
+
+        Args:
+            last: number of the message that is the last answer.
         Raises:
             BadLine: the template raises an error for the conversation.
         """
         encoder = self._encoder
-        pieces = encoder.chat.pieces(talk)
-        header, answer = self._answer(talk, pieces)
-        borders = [min(self._system(talk, head, pieces), header), header, answer]
-        document, places = encode_with_borders(encoder.tokenizer, pieces, borders, self._known)
-        return self._fitted(encoder.finished(document, talk), *places, turns_lost)
+        pieces = self._part.pieces if talk == self._part.sample else encoder.chat.pieces(talk)
+        answer, asked = self._answer(talk, last, pieces)
 
-    def _answer(self, talk: Conversation, pieces: list[TextPiece]) -> tuple[int, int]:
-        """Find the characters at which the header of the last answer and its text begin."""
-        chat, text = self._encoder.chat, _text(pieces)
-        before = talk.messages[:-1]
+        def render(messages: list[dict[str, Any]]) -> str:
+            if asked is not None:
+                return _text(encoder.chat.prompt(messages[:last], talk.tools))
+            return _text(encoder.chat.pieces(talk._replace(messages=messages)))
+
+        text = _text(pieces) if asked is None else asked
+        places = _places_of(_passages(talk, last), talk.messages, text, render)
+        places = [place for place in places if place[1] <= answer]
+        borders = [border for start, stop, _ in places for border in (start, stop)]
+        document, tokens = encode_with_borders(
+            encoder.tokenizer, pieces, [*borders, answer], self._known
+        )
+        spans = self._spans(tokens, [kind for _, _, kind in places])
+        return _Layout(encoder.finished(document, talk), tokens[-1], spans)
+
+    def _prompt_layout(self) -> _Layout:
+        """Find the question at the end of a prompt, and the completion, in the given tokens."""
+        tokenizer, document = self._encoder.tokenizer, self._document
+        answer = int(document.targets.argmax())
+        start = min(len(tokenizer.prefix_ids), answer)
+        prompt = _text([piece for piece in self._part.pieces if not piece.train])
+        question = prompt[_question_start(prompt) :]
+        # After other text the question may have a few more tokens than alone.
+        most = len(tokenizer.encode(question)) + _NEAR_MISS
+        first = max(answer - most, start)
+        while first < answer and _ends_with(
+            tokenizer.decode(document.ids[first + 1 : answer]), question
+        ):
+            first += 1
+        return _Layout(document, answer, [(start, first, _ASKED)])
+
+    def _spans(self, tokens: list[int], kinds: list[int]) -> list[tuple[int, int, int]]:
+        """Return the spans of a `_Layout`, from the tokens at the borders of each passage."""
+        # A tokenizer that does not split cleanly may make one token of the characters before and
+        # after the beginning of a passage. This token belongs to no passage.
+        across = not self._encoder.tokenizer.splits_cleanly
+        return [
+            (min(start + across, stop), stop, kind)
+            for start, stop, kind in zip(tokens[::2], tokens[1::2], kinds)
+        ]
+
+    def _answer(
+        self, talk: Conversation, last: int, pieces: list[TextPiece]
+    ) -> tuple[int, str | None]:
+        """Find the character at which the text of the last answer begins, and the prompt before it.
+
+        Returns:
+            The character, and the text of the prompt; None if the conversation does not begin with
+            this text.
+        """
+        before = talk.messages[:last]
         with suppress(BadLine):
-            asked = _text(chat.prompt(before, talk.tools))
-            unasked = chat.complete_text(before, talk.tools)
-            if text.startswith(asked) and (asked or not before):
-                header = len(unasked) if asked.startswith(unasked) else len(asked)
-                return header, _trained_from(pieces, len(asked))
-        at = len(text)
+            asked = _text(self._encoder.chat.prompt(before, talk.tools))
+            if _text(pieces).startswith(asked) and (asked or not before):
+                return _trained_from(pieces, len(asked)), asked
+        at = len(_text(pieces))
         if not all(piece.train for piece in pieces):  # the last trained piece is the answer
             trained = max(number for number, piece in enumerate(pieces) if piece.train)
             at = len(_text(pieces[:trained]))
-        return at, at
+        return at, None
 
-    def _system(self, talk: Conversation, head: int, pieces: list[TextPiece]) -> int:
-        """Find the character at which the first message after the system message begins.
+    # -- the cut
 
-        The conversation is rendered again with other content of that message. The character is the
-        first at which the two texts differ.
-        """
-        first = talk.messages[head]
-        other = "b" if first["content"].lstrip().startswith("a") else "a"
-        messages = [*talk.messages[:head], {**first, "content": other}, *talk.messages[head + 1 :]]
-        try:
-            changed = self._encoder.chat.pieces(talk._replace(messages=messages))
-        except BadLine:
-            return 0
-        return sum(
-            1
-            for _ in takewhile(lambda pair: pair[0] == pair[1], zip(_text(pieces), _text(changed)))
-        )
-
-    def _fitted(
-        self, document: EncodedDocument, system: int, header: int, answer: int, turns_lost: int = 0
-    ) -> EncodedDocument:
+    def _fitted(self, layout: _Layout, turns_lost: int = 0) -> EncodedDocument:
         """Cut a document to the limit, in the order that the module's docstring lists.
 
         Args:
-            system: token after the system message, at which the prompt begins.
-            header: token at which the header of the answer begins.
-            answer: token at which the answer begins.
             turns_lost: number of turns that were removed before.
+        Raises:
+            BadLine: no token of the answer fits.
         """
-        size = len(document.ids)
-        of_answer = min(size - answer, self._limit - min(answer, 1))
-        of_header = min(answer - header, self._limit - of_answer)
-        of_system = min(system, self._limit - of_answer - of_header)
-        of_prompt = min(header - system, self._limit - of_answer - of_header - of_system)
-        spans = [
-            (system - of_system, system),
-            (header - of_prompt, header),
-            (answer - of_header, answer + of_answer),
-        ]
-        taken = np.concatenate([np.arange(start, stop) for start, stop in spans])
-        targets = document.targets[taken]
-        targets[0] = 0
-        shorter = EncodedDocument(document.ids[taken], targets)
+        document, answer, spans = layout
+        size, least = len(document.ids), layout.least
+        of_answer = size - answer
+        # The first token of a document is no target, so a token before the answer has to stay.
+        room = max(self._limit - least - of_answer, int(least == 0 < answer))
+        lengths = np.array([stop - start for start, stop, _ in spans], np.int64)
+        system = np.array([kind == _SYSTEM for _, _, kind in spans], np.bool_)
+        kept = lengths.copy()
+        kept[~system] = _lowered(lengths[~system], room - int(lengths[system].sum()))
+        kept[system] = _lowered(lengths[system], room - int(kept[~system].sum()))
+        of_answer = min(of_answer, self._limit - least - int(kept.sum()))
+        stays = np.arange(size) < answer + of_answer
+        question = False
+        for (start, stop, kind), length in zip(spans, kept.tolist()):
+            stays[start + (length + 1) // 2 : stop - length // 2] = False
+            question |= kind == _ASKED and length < stop - start
+        targets = document.targets[stays]
+        targets[:1] = 0
+        if of_answer < 1 or not targets.any():
+            raise BadLine(
+                "question_too_long",
+                f"{least} tokens of the prompt are never cut, and a document has at most {self._limit}",
+            )
+        shorter = EncodedDocument(document.ids[stays], targets)
         return self._recorded(
             shorter,
             turns_lost,
-            inside=len(taken) < size or not turns_lost,
-            answer=of_answer < size - answer,
+            inside=len(shorter.ids) < size or not turns_lost,
+            question=question,
+            answer=answer + of_answer < size,
         )
 
     def _recorded(
-        self, document: EncodedDocument, turns: int = 0, inside: bool = False, answer: bool = False
+        self,
+        document: EncodedDocument,
+        turns: int = 0,
+        inside: bool = False,
+        question: bool = False,
+        answer: bool = False,
     ) -> EncodedDocument:
         source = self._document
-        return document._replace(
-            cut=Cut(source.ids.size, int(source.targets.sum()), turns, inside, answer)
-        )
+        cut = Cut(source.ids.size, int(source.targets.sum()), turns, inside, answer, question)
+        return document._replace(cut=cut)
+
+
+# ------------------------------------------------------------------------------------------------
+# passages of a prompt
+
+
+def _passages(talk: Conversation, last: int) -> list[_Passage]:
+    """Return the passages of the prompt of the message ``last``. Empty passages are left out."""
+    asked = _last_user(talk.messages, last)
+    passages = []
+    for number, message in enumerate(talk.messages[:last]):
+        if message["role"] == "assistant":
+            continue
+        content, instruction = message["content"], talk.instruction
+        start, stop = 0, len(content)
+        kind = _SYSTEM if message["role"] == "system" else _OTHER
+        if number == asked:
+            kind = _ASKED
+            if instruction is not None and content.startswith(instruction):
+                start = stop - len(content[len(instruction) :].lstrip())
+            else:
+                stop = _question_start(content)
+        if start < stop:
+            passages.append(_Passage(number, start, stop, kind))
+    return passages
+
+
+def _last_user(messages: Sequence[dict[str, Any]], last: int) -> int:
+    """Return the number of the last user message before the message ``last``; -1 without one."""
+    return max((n for n in range(last) if messages[n]["role"] == "user"), default=-1)
+
+
+def _question_start(text: str) -> int:
+    """Return the first character of the end of a text that is never cut.
+
+    The end has at most `_QUESTION` characters. It begins with a sentence if it then has at least
+    half of them, else with a word if there is one.
+    """
+    stop = len(text.rstrip())
+    first = max(stop - _QUESTION, 0)
+    if first == 0:
+        return 0
+    for end, latest in ((_SENTENCE_END, stop - _QUESTION // 2), (_WORD_END, stop)):
+        match = end.search(text, first, latest)
+        if match is not None:
+            # Tokens of a word begin with the space before it, but with no line end.
+            return match.end() - (text[match.end() - 1] == " ")
+    return first
+
+
+def _places_of(
+    passages: list[_Passage],
+    messages: list[dict[str, Any]],
+    text: str,
+    render: Callable[[list[dict[str, Any]]], str],
+) -> list[tuple[int, int, int]]:
+    """Find the passages in a rendered text.
+
+    The messages are rendered again with a name in place of each passage. The text between the names
+    is then the text between the passages. If it is not, for example because the template reads a
+    message, or a message quotes the template, then each passage is looked for alone.
+
+    Args:
+        text: the text of ``messages``.
+        render: renders messages to text.
+    Returns:
+        First character, character after the last one, and kind of each passage that was found, in the
+        order of the text.
+    """
+    if not passages:
+        return []
+    prefix = next(name for name in map("part{}of".format, count()) if name not in text)
+    changed = list(messages)
+    for number, passage in enumerate(passages):
+        content = messages[passage.message]["content"]
+        content = f"{content[: passage.start]}{prefix}{number}x{content[passage.stop :]}"
+        changed[passage.message] = {**messages[passage.message], "content": content}
+    places: list[tuple[int, int, int]] = []
+    with suppress(BadLine):
+        segments = re.split(f"{prefix}([0-9]+)x", render(changed))
+        order = [passages[int(number)] for number in segments[1::2]]
+        if sorted(order) == sorted(passages):
+            places = _between(segments[::2], order, messages, text)
+    if not places and len(passages) > 1:
+        alone = (_places_of([passage], messages, text, render) for passage in passages)
+        places = sorted(place for places_alone in alone for place in places_alone)
+    return places
+
+
+def _between(
+    segments: Sequence[str], passages: list[_Passage], messages: list[dict[str, Any]], text: str
+) -> list[tuple[int, int, int]]:
+    """Find the passages between the segments of a text; return an empty list if they are not there."""
+    places: list[tuple[int, int, int]] = []
+    at, ends = len(segments[0]), len(text) - len(segments[-1])
+    if not (text.startswith(segments[0]) and text.endswith(segments[-1])):
+        return []
+    for number, passage in enumerate(passages):
+        last = number == len(passages) - 1
+        stop = ends if last else text.find(segments[number + 1], at)
+        content = messages[passage.message]["content"][passage.start : passage.stop]
+        if stop < at or not _is_printed(text[at:stop], content):
+            return []
+        places.append((at, stop, passage.kind))
+        at = stop + len(segments[number + 1])
+    return places
+
+
+def _is_printed(text: str, content: str) -> bool:
+    """Return True if a template printed ``content`` as ``text``.
+
+    A template may trim the content, or print it as JSON.
+    """
+    text = text.replace(BROKEN, "").strip()
+    return text == content.strip() or any(
+        text == json.dumps(form, ensure_ascii=ascii_only)[1:-1].strip()
+        for form in (content, content.strip())
+        for ascii_only in (False, True)
+    )
+
+
+def _lowered(lengths: NDArray[np.int64], room: int) -> NDArray[np.int64]:
+    """Lower the largest lengths to a common one, so that their sum is at most ``room``.
+
+    Lengths that are not an exact share are 1 larger from the first on, so that the room is filled.
+    A negative room counts as 0.
+    """
+    room = max(room, 0)
+    if lengths.sum() <= room:
+        return lengths
+    levels = range(1, int(lengths.max()) + 1)
+    level = bisect_right(levels, room, key=lambda level: np.minimum(lengths, level).sum())
+    kept = np.minimum(lengths, level)
+    kept[np.flatnonzero(lengths > level)[: room - int(kept.sum())]] += 1
+    return kept
+
+
+def _ends_with(text: str, end: str) -> bool:
+    return text.rstrip().endswith(end.strip())
 
 
 def _without_what_follows(document: EncodedDocument) -> EncodedDocument:
     """Remove the tokens between the last answer and the end of the document."""
-    ids, targets, _ = document
+    ids, targets = document.ids, document.targets
     kept = np.arange(len(ids)) <= np.flatnonzero(targets[:-1]).max(initial=-1)
     kept[-1] = targets[-1]
     return EncodedDocument(ids[kept], targets[kept])

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_packed.config import flag_names as flags
 from megatron_packed.data.errors import BadLine
-from megatron_packed.data.tokenizers.chat_template import Rendered, TemplateError, TemplateRenderer
+from megatron_packed.data.notes import Notes
+from megatron_packed.data.tokenizers.chat_template import Rendered, TemplateError, Tools
+from megatron_packed.data.tokenizers.conversation_documents import (
+    ConversationRenderer,
+    RenderedDocument,
+    RenderingRules,
+)
 from megatron_packed.data.tokenizers.limited_process import (
     CPU_SECONDS,
     MEMORY_BYTES,
@@ -20,6 +27,7 @@ from megatron_packed.data.tokenizers.limited_process import (
     SetupRefused,
     serve_requests,
 )
+from megatron_packed.data.tokenizers.turn_markers import Messages
 
 MAX_FAILURES = 3
 """Number of successive conversations over a limit after which the template raises an error."""
@@ -36,12 +44,12 @@ def template_budget() -> Budget:
 
 
 class TemplateProcess:
-    """Renderer in a child process, with the methods of `chat_template.TemplateRenderer`.
+    """Renderer in a child process, with the methods of `conversation_documents.ConversationRenderer`.
 
     Only one thread at a time may use it.
 
     Args:
-        source, variables, special_tokens: as for `TemplateRenderer`.
+        source, variables, special_tokens, date: as for `ConversationRenderer`.
         cpu_seconds: limit of the CPU time for one conversation.
         memory_bytes: limit of the memory of the process.
         budget: limit of slow conversations, shared by the processes of a data set; None for a
@@ -55,6 +63,7 @@ class TemplateProcess:
         source: str,
         variables: Mapping[str, str],
         special_tokens: Sequence[str],
+        date: str | None = None,
         cpu_seconds: float = CPU_SECONDS,
         memory_bytes: int = MEMORY_BYTES,
         budget: Budget | None = None,
@@ -63,6 +72,7 @@ class TemplateProcess:
             "source": source,
             "variables": dict(variables),
             "special_tokens": list(special_tokens),
+            "date": date,
         }
         limits = Limits(cpu_seconds=cpu_seconds, memory_bytes=memory_bytes)
         try:
@@ -74,45 +84,52 @@ class TemplateProcess:
                 f"the chat template could not be compiled: {limit}; give another {flags.CHAT_TEMPLATE}."
             ) from None
 
-    def prompt(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> str:
-        """Render a prompt; see `TemplateRenderer.prompt`."""
+    @property
+    def turn_markers(self) -> frozenset[str]:
+        """Return the turn markers; see `ConversationRenderer.turn_markers`."""
+        return frozenset(self._ask("turn_markers")["tokens"])
+
+    def prompt(self, messages: Messages, tools: Tools = None) -> str:
+        """Render a prompt; see `ConversationRenderer.prompt`."""
         return str(self._ask("prompt", messages, tools)["text"])
 
+    def complete_text(self, messages: Messages, tools: Tools = None) -> str:
+        """Render a conversation; see `ConversationRenderer.complete_text`."""
+        return str(self._ask("complete_text", messages, tools)["text"])
+
     def conversation(
-        self, messages: list[dict[str, Any]], tools: list[Any] | None = None
+        self,
+        messages: Messages,
+        tools: Tools = None,
+        rules: RenderingRules = RenderingRules(),  # noqa: B008 - immutable
     ) -> Rendered:
-        """Render a conversation; see `TemplateRenderer.conversation`.
+        """Render the last document of a conversation; see `ConversationRenderer.conversation`.
 
         Raises:
             BadLine: as for the renderer, or with the reason ``template_limit``.
             DataError: several successive conversations reached a limit, or slow conversations
                 together exceeded the budget.
         """
-        return self._rendered("conversation", messages, tools)
-
-    def answers(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> Rendered:
-        """Render a conversation; see `TemplateRenderer.answers`.
-
-        Raises:
-            BadLine, DataError: as for `conversation`.
-        """
-        return self._rendered("answers", messages, tools)
-
-    def everything(
-        self, messages: list[dict[str, Any]], tools: list[Any] | None = None
-    ) -> Rendered:
-        """Render a conversation to train on all text; see `TemplateRenderer.everything`.
-
-        Raises:
-            BadLine, DataError: as for `conversation`.
-        """
-        return self._rendered("everything", messages, tools)
-
-    def _rendered(
-        self, method: str, messages: list[dict[str, Any]], tools: list[Any] | None
-    ) -> Rendered:
-        answer = self._ask(method, messages, tools)
+        answer = self._ask("conversation", messages, tools, rules)
         return Rendered(answer["text"], [(start, end) for start, end in answer["spans"]])
+
+    def documents(
+        self,
+        messages: Messages,
+        tools: Tools = None,
+        rules: RenderingRules = RenderingRules(),  # noqa: B008 - immutable
+    ) -> tuple[list[RenderedDocument], Notes]:
+        """Render a conversation to documents; see `ConversationRenderer.documents`.
+
+        Raises:
+            BadLine, DataError: as for `conversation`.
+        """
+        answer = self._ask("documents", messages, tools, rules)
+        documents = [
+            RenderedDocument(end, learned, text, [(start, stop) for start, stop in spans], served)
+            for end, learned, text, spans, served in answer["documents"]
+        ]
+        return documents, Counter({(kind, name): count for kind, name, count in answer["notes"]})
 
     def close(self) -> None:
         """End the child."""
@@ -125,14 +142,19 @@ class TemplateProcess:
         self.close()
 
     def _ask(
-        self, method: str, messages: list[dict[str, Any]], tools: list[Any] | None
+        self,
+        method: str,
+        messages: Messages | None = None,
+        tools: Tools = None,
+        rules: RenderingRules | None = None,
     ) -> dict[str, Any]:
+        request = {"messages": messages, "tools": tools, "method": method, "rules": rules}
         try:
-            request = json.dumps({"messages": messages, "tools": tools, "method": method}).encode()
+            body = json.dumps(request).encode()
         except RecursionError:
             raise BadLine("too_deep", "while rendering") from None
         try:
-            answer: dict[str, Any] = json.loads(self.process.ask(request))
+            answer: dict[str, Any] = json.loads(self.process.ask(body))
         except LimitReached as limit:
             raise BadLine("template_limit", str(limit)) from None
         if "reason" in answer:
@@ -154,31 +176,24 @@ def serve() -> None:
 
 def _prepare(setup: dict[str, Any]) -> tuple[bytes, Answer]:
     try:
-        renderer = TemplateRenderer(setup["source"], setup["variables"], setup["special_tokens"])
+        renderer = ConversationRenderer(
+            setup["source"], setup["variables"], setup["special_tokens"], setup["date"]
+        )
     except MemoryError:
         raise TemplateError("the chat template exceeds its memory limit") from None
     return b"", lambda body: _answer(renderer, body)
 
 
-def _answer(renderer: TemplateRenderer, body: bytes) -> bytes:
+def _answer(renderer: ConversationRenderer, body: bytes) -> bytes:
     limit = 8 * len(body) + 2**20
     try:
         request = json.loads(body)
-        arguments = (request["messages"], request["tools"])
-        answer: dict[str, Any] = {}
-        if request["method"] == "prompt":
-            answer["text"] = renderer.prompt(*arguments)
-        else:
-            methods = {
-                "conversation": renderer.conversation,
-                "answers": renderer.answers,
-                "everything": renderer.everything,
-            }
-            answer = methods[request["method"]](*arguments)._asdict()
-        if len(answer["text"]) > limit:
-            raise LimitReached(
-                f"a conversation of {len(body)} bytes became {len(answer['text'])} characters"
-            )
+        answer, texts = _called(renderer, request)
+        for text in texts:
+            if len(text) > limit:
+                raise LimitReached(
+                    f"a conversation of {len(body)} bytes became {len(text)} characters"
+                )
     except BadLine as error:
         answer = {"reason": error.reason, "detail": error.detail}
     except RecursionError:
@@ -186,3 +201,22 @@ def _answer(renderer: TemplateRenderer, body: bytes) -> bytes:
     except MemoryError:
         raise LimitReached("out of memory") from None
     return json.dumps(answer).encode()
+
+
+def _called(
+    renderer: ConversationRenderer, request: dict[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the answer to a request, and the texts that it contains."""
+    method, conversation = request["method"], (request["messages"], request["tools"])
+    if method == "turn_markers":
+        return {"tokens": sorted(renderer.turn_markers)}, []
+    if method in ("prompt", "complete_text"):
+        text = getattr(renderer, method)(*conversation)
+        return {"text": text}, [text]
+    rules = RenderingRules(*request["rules"])
+    if method == "conversation":
+        rendered = renderer.conversation(*conversation, rules)
+        return rendered._asdict(), [rendered.text]
+    documents, notes = renderer.documents(*conversation, rules)
+    counts = [[kind, name, count] for (kind, name), count in notes.items()]
+    return {"documents": documents, "notes": counts}, [document.text for document in documents]

@@ -83,6 +83,7 @@ class TikTokenizer(InProcess):
     prefix_ids: tuple[int, ...] = ()
     splits_cleanly = True
     chat_template: str | None = None
+    tool_chat_template: str | None = None
 
     def __init__(
         self,

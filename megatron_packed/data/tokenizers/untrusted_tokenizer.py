@@ -54,6 +54,7 @@ _ATTRIBUTES = (
     "special_tokens",
     "splits_cleanly",
     "chat_template",
+    "tool_chat_template",
     "template_variables",
     "fingerprint",
 )
@@ -79,6 +80,7 @@ class UntrustedTokenizer:
     special_tokens: dict[str, int]
     splits_cleanly: bool
     chat_template: str | None
+    tool_chat_template: str | None
     template_variables: dict[str, str]
     fingerprint: str
 
@@ -228,7 +230,8 @@ def open_tokenizer(tokenizer: Tokenizer | str | os.PathLike[str]) -> Tokenizer:
             )
         path = local_path(path, MODEL)
         return cast("Tokenizer", UntrustedTokenizer("tokenizer.json", path))
-    needed = (*_ATTRIBUTES, "encode_batch", "decode", "close")
+    # Tokenizers of users may lack the template for tools, which is newer than the interface.
+    needed = {*_ATTRIBUTES, "encode_batch", "decode", "close"} - {"tool_chat_template"}
     if isinstance(tokenizer, type) or not all(hasattr(tokenizer, name) for name in needed):
         raise DataError(
             f"a tokenizer of type {type(tokenizer).__name__} cannot be used; pass a Tokenizer of this package, for "

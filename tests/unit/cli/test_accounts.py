@@ -111,8 +111,9 @@ def test_few_targets_of_a_validation_are_said(tmp_path, capsys):
 @pytest.mark.parametrize("policy", ["truncate_prompt", "truncate", "split", "drop"])
 def test_mixed_data_adds_up(tmp_path, capsys, policy):
     """Pieces of long prompts without an answer are not packed, and all counts add up."""
-    data = answers(tmp_path / "data.jsonl", [5] * 30 + [300] * 10)
-    found = as_json(capsys, "--data-path", data, *SFT, "--overlong-policy", policy)["training"]
+    data = answers(tmp_path / "data.jsonl", [5] * 30 + [900] * 10)
+    sft = [*SFT, "--seq-length", 256]
+    found = as_json(capsys, "--data-path", data, *sft, "--overlong-policy", policy)["training"]
     counts, targets = found["counts"], found["targets"]
     adds_up(counts, targets)
     assert targets["targets_in"] == 40 * 11
@@ -121,10 +122,10 @@ def test_mixed_data_adds_up(tmp_path, capsys, policy):
     )
     assert (counts["pieces_without_targets"] > 0) == (policy in ("truncate", "split"))
     assert found["packs"] * found["slots"] == counts["tokens_kept"] + found["padded_tokens"]
-    lines = packing(capsys, "--data-path", data, *SFT, "--overlong-policy", policy)[1].out
+    lines = packing(capsys, "--data-path", data, *sft, "--overlong-policy", policy)[1].out
     assert ("of pieces without a target (" in lines) == (policy in ("truncate", "split"))
     if policy == "truncate_prompt":
-        assert (counts["tokens_truncated"], counts["documents_truncated"]) == (10 * (311 - 64), 10)
+        assert (counts["tokens_truncated"], counts["documents_truncated"]) == (10 * (911 - 256), 10)
         assert "440 targets of 40 documents in = 440 kept + 0 lost by truncation" in lines
     if policy == "truncate":
         assert (

@@ -18,6 +18,13 @@ FAULTS = {
     "prompt=q,completion=a,text=t": "prompt and text belong to different schemas",
     "prompt=q,completion=a,system=s": "system does not go with prompt and completion",
     "text=t,input=i": "input does not go with text",
+    "prompt=a[*].q,completion=b[*].a": "a[*].q and b[*].a take the elements of different lists",
+    "prompt=a[*].b[*].q,completion=a[*].c[*].a": "take the elements of different lists",
+    "prompt=a,completion=[*].b": "[*].b has [*] in a wrong place; write it after the name",
+    "prompt=a,completion=b[*]c": "b[*]c has [*] in a wrong place",
+    "prompt=a,completion=b[*][*]": "b[*][*] has [*] in a wrong place",
+    "prompt=a[*].q,completion=a[*].a,label=a[*].ok": "leave [*] out of a[*].ok",
+    "text=t,label=l": "label does not go with text",
 }
 
 
@@ -42,3 +49,10 @@ def test_fields_of_words_and_of_a_mapping_are_equal() -> None:
 def test_a_wrong_mapping_is_refused(wrong: object) -> None:
     with pytest.raises(ValueError, match="data_fields"):
         fields_from(wrong)
+
+
+def test_lists_of_paths() -> None:
+    words = ["instruction=a.b[*].q,input=c,output=a.b[*].d[*].e"]
+    assert pairs_fault(pairs_of(words)) is None
+    assert DataFields.of(pairs_of(words)).lists == ("a.b", "a.b[*].d")
+    assert DataFields.of(pairs_of(["text=t"])).lists == ()

@@ -268,6 +268,18 @@ CASES = [
         "~--data-path --mock-data --sft --chat-template chatml --answer-end document",
         dict.fromkeys(("chat_template", "answer_end"), "--mock-data reads no text"),
     ),
+    (
+        "--multi-turn last --unprinted-policy count --chat-template-date 2026-11-28 --data-rules 1",
+        dict.fromkeys(
+            ("multi_turn", "unprinted_policy", "chat_template_date", "data_rules"),
+            "text has no turns",
+        ),
+    ),
+    (
+        "--sft --sft-tokenizer-prompt-format default --multi-turn last --unprinted-policy count",
+        {"multi_turn": "makes one document of a conversation"},
+    ),
+    ("--sft --special-tokens-in-text letters --chat-template-date 2026-11-28", {}),
     ("--sft --split-order shuffled", {"split_order": "--split is not given"}),
     (
         "~--data-path --mock-data --split 8,1,1 --split-order shuffled --eval-interval 5",

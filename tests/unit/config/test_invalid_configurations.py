@@ -214,7 +214,7 @@ INVALID = [
         {"--split": "--valid-data-path"},
     ),
     ("--split 1 --eval-interval 5 --skip-train", {"--skip-train": "no validation or test data"}),
-    ("--data-path empty", {"--data-path": "no .jsonl, .json or .parquet"}),
+    ("--data-path empty", {"--data-path": "no .jsonl, .json, .parquet or .txt"}),
     ("--data-path empty/*.jsonl", {"--data-path": "matches no file"}),
     ("--data-path nothing.jsonl", {"--data-path": "is empty"}),
     (

@@ -14,6 +14,7 @@ KEYS = {
     "packing.keep_pieces_without_targets",
     "data.split_order",
     "data.answer_end",
+    "data.data_rules",
 }
 RULES = ["--micro-batch-size", "2", "--sft", "--split", "9,1"]
 
@@ -47,7 +48,11 @@ def test_an_old_checkpoint_decides_what_is_not_given(argv) -> None:
     assert (taken.packing.overlong_policy, taken.data.split_order) == ("truncate", "file")
     assert taken.data.answer_end == "document"
     others = {"--keep-pieces-without-targets", "--split-order file", "--overlong-policy truncate"}
-    assert set(flags) == others | {f"--max-document-length {length}", "--answer-end document"}
+    assert set(flags) == others | {
+        f"--max-document-length {length}",
+        "--answer-end document",
+        "--data-rules 1",
+    }
     assert packs_as_stored(taken, old(config)) == (taken, [])
     assert packs_as_stored(config, to_dict(taken)) == (
         taken,
@@ -68,6 +73,8 @@ def test_what_is_given_counts(argv) -> None:
             "9",
             "--answer-end",
             "turn",
+            "--data-rules",
+            "2",
         ]
     )
     taken, flags = packs_as_stored(config, old(config))

@@ -84,6 +84,17 @@ def test_a_pack_takes_the_smallest_size_that_holds_it():
     assert capture_sizes.smallest_for(1, 8193) is None
 
 
+def test_a_required_size_is_the_smallest_or_an_error_with_all_sizes():
+    capture_sizes = CaptureSizes((CaptureSize(4, 50), CaptureSize(4, 100), CaptureSize(16, 100)))
+    assert capture_sizes.require(4, 51) == CaptureSize(4, 100)
+    for num_seqs, longest in ((17, 1), (1, 101)):
+        message = (
+            rf"{num_seqs} documents .* up to {longest} tokens; .* are 4 x 50, 4 x 100, 16 x 100\."
+        )
+        with pytest.raises(ValueError, match=message):
+            capture_sizes.require(num_seqs, longest)
+
+
 def test_sizes_also_step_in_the_longest_row():
     sizes = (CaptureSize(8, 100), CaptureSize(8, 50), CaptureSize(32, 50), CaptureSize(32, 100))
     capture_sizes = CaptureSizes(sizes)

@@ -72,9 +72,33 @@ def test_fields_of_training_data_have_their_names(tmp_path):
     assert found.content == Conversation([USER], None, "alpaca") and found.expected == "7"
 
 
+def test_answers_of_preference_data_do_not_matter(tmp_path):
+    """Only the prompt is used, so a rejected answer and a mask cannot do harm."""
+    path = tmp_path / "p.jsonl"
+    lines = [
+        {"prompt": "seven?", "chosen": "7", "rejected": "8"},
+        {"messages": [USER, ANSWER], "label": False, "system": "s"},
+        {"messages": [USER], "loss_mask": [0]},
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    system = {"role": "system", "content": "s"}
+    assert [prompt[1:] for prompt in read_prompts(path)] == [
+        ("seven?", None),
+        (Conversation([system, USER]), "7"),
+        (Conversation([USER]), None),
+    ]
+    path.write_text('{"q": ["seven?", "six?"], "ok": false}')
+    fields = DataFields.of([("prompt", "q[*]"), ("completion", "a"), ("label", "ok")])
+    assert [prompt[1:] for prompt in read_prompts(path, fields)] == [
+        (Text("seven?"), None),
+        (Text("six?"), None),
+    ]
+
+
 @pytest.mark.parametrize(
     "content, problem",
     [
+        (b'{"input_ids": [1]}', "the line has tokens"),
         (None, "cannot be read: No such file or directory"),
         (b"\n\n", "has no prompt"),
         (b"a\n\xff\n", "line 2 is not a prompt: .*UTF-8"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import date
 
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.options import derived_option, option
@@ -20,6 +21,15 @@ MODEL_FILES = {
 """Kind of file that --tokenizer-model names, by tokenizer type."""
 ANSWER_ENDS = AT_TURN, AT_DOCUMENT = "turn", "document"
 """Values of --answer-end."""
+MULTI_TURN = EACH_ANSWER, LAST_ANSWER = "each", "last"
+"""Values of --multi-turn."""
+UNPRINTED_POLICIES = REFUSED, COUNTED = "refuse", "count"
+"""Values of --unprinted-policy."""
+SPECIAL_IN_TEXT = LETTERS, TOKENS = "letters", "tokens"
+"""Values of --special-tokens-in-text."""
+EARLIER_RULES, DATA_RULES = 1, 2
+"""Values of --data-rules: rules before answers were learned with their history as served, and today's
+rules."""
 CHAT_TEMPLATES = ("chatml",)
 """Names of built-in chat templates."""
 PROMPT_FORMATS = ("nemotron-h-aligned", "nemotron-nano-v2", "identity", "default")
@@ -151,6 +161,46 @@ class TokenizerOptions(Section):
         group="tokenizer",
         choices=ANSWER_ENDS,
     )
+    multi_turn: str = option(
+        EACH_ANSWER,
+        "Documents of a conversation whose chat template prints earlier turns in another way than "
+        "it prints them when they are served, as templates that drop earlier thoughts. With each, "
+        "every answer is learned, with its history as served, in as few documents as possible. "
+        "With last, only the last one of these documents is used.",
+        group="tokenizer",
+        choices=MULTI_TURN,
+    )
+    unprinted_policy: str = option(
+        REFUSED,
+        "Policy for a conversation with tools, calls, results, a system message or reasoning that "
+        "its chat template does not print. With refuse, its line is unusable. With count, the line "
+        "is used without the part, and the report counts it.",
+        group="tokenizer",
+        choices=UNPRINTED_POLICIES,
+    )
+    special_tokens_in_text: str | None = option(
+        None,
+        "Encoding of special tokens that a text, prompt or completion spells: as letters, or as "
+        "the tokens. When not given, they are letters, and data of which more than "
+        "--max-bad-fraction of the lines spell turn markers is refused.",
+        group="tokenizer",
+        choices=SPECIAL_IN_TEXT,
+    )
+    chat_template_date: str | None = option(
+        None,
+        "Date that a chat template gets when it asks for today's date, as 2026-11-28; none when "
+        "not given, so that the same data has the same tokens every day.",
+        group="tokenizer",
+    )
+    data_rules: int = option(
+        DATA_RULES,
+        "Version of the rules by which lines with answers become tokens. With 1, a run uses the "
+        "tokens that an earlier version left in the cache, if there are any. Checkpoints of "
+        "earlier versions set it, so that their runs go on.",
+        group="tokenizer",
+        minimum=EARLIER_RULES,
+        maximum=DATA_RULES,
+    )
 
     def tokenizer_rules(self, sound: Sound) -> Iterator[Problem]:
         """Yield problems of the tokenizer: its files and special tokens."""
@@ -187,6 +237,16 @@ class TokenizerOptions(Section):
                         f"{self.tokenizer_type} does not use this file",
                         f"leave it out, or give --tokenizer-type {GPT2}",
                     )
+        if self.chat_template_date is not None and sound("chat_template_date"):
+            try:
+                date.fromisoformat(self.chat_template_date)
+            except ValueError:
+                yield Problem(
+                    "--chat-template-date",
+                    self.chat_template_date,
+                    "is no date of the form YYYY-MM-DD",
+                    "give, for example, 2026-11-28",
+                )
         if sound("tokenizer_type", "tokenizer_special_tokens", "tiktoken_num_special_tokens"):
             yield from self._special_token_rules()
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_packed.config.data_fields import DataFields
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.index.encode_chunk import _check_tokens
 from megatron_packed.data.index.indexed_file import IndexedFile
@@ -126,6 +127,19 @@ def test_a_line_that_kills_or_hangs_its_worker_is_set_aside(tmp_path: Path) -> N
     assert report.longest_document == len("three") + 1  # 'three' is in the first chunk
     found = [bytes(ids[:-1]).decode() for ids in documents(name)]
     assert found == ["one", "two", "three", "four", "five", "six", "six", "six"]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_each_element_of_a_list_is_a_document(tmp_path: Path, workers: int) -> None:
+    """Lines are counted apart from documents, and one bad element makes its line bad."""
+    pages = [["ab", "c"], ["d"], ["e", " "], ["f", 3]]
+    lines = [json.dumps({"pages": [{"t": text} for text in of_line]}).encode() for of_line in pages]
+    fields = DataFields.of([("text", "pages[*].t")])
+    file = write_lines(tmp_path / "a.jsonl", lines)
+    report, [name] = made([file], tmp_path / "out", fields=fields, workers=workers)
+    assert documents(name) == [[*b"ab", END], [*b"c", END], [*b"d", END]]
+    assert (report.lines, report.good, report.documents, report.target_tokens) == (4, 2, 3, 4)
+    assert {**report.bad, **report.empty} == {"empty_text": 1, "wrong_type": 1}
 
 
 def test_keys_and_end_of_document(tmp_path: Path) -> None:

@@ -289,8 +289,41 @@ def test_no_documents():
 
 @pytest.mark.parametrize("lengths", [[3, 0], [3, SLOTS + 1]])
 def test_lengths_out_of_range_are_refused(lengths):
-    with pytest.raises(ValueError, match=r"apply an over-long policy first"):
-        Packer(slots=SLOTS).pack(np.array(lengths), 0)
+    """The error names the document, its length and the cure."""
+    message = (
+        rf"1 of 2 documents do not fit .* {SLOTS} tokens: document 1 has {lengths[1]}\. .*split"
+    )
+    for pack in (Packer(slots=SLOTS).pack, Packer(slots=SLOTS).pack_lengths):
+        with pytest.raises(ValueError, match=message):
+            pack(np.array(lengths), seed=0)
+
+
+def test_plain_lengths_give_the_packs_of_the_pack_plan():
+    """A list, an array and a generator of lengths give the packs of the plan as lists of numbers."""
+    lengths = dialogues(500)
+    packer = Packer(slots=SLOTS, max_documents=7)
+    for seed, epoch in ((3, 0), (3, 1), (4, 0)):
+        plan = packer.pack(lengths, seed, epoch)
+        expected = [numbers.tolist() for numbers in plan]
+        for values in (lengths, lengths.tolist(), iter(lengths.tolist())):
+            assert packer.pack_lengths(values, seed=seed, epoch=epoch) == expected
+    assert packer.pack_lengths(lengths) == packer.pack_lengths(lengths, seed=1234, epoch=0)
+    assert packer.pack_lengths([]) == []
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options", "message"),
+    [
+        ([2.5, 3], {}, "must be integers, got float64"),
+        ([[2, 3]], {}, r"one list of integers, got an array of shape \(1, 2\)"),
+        (range(SLOTS + 1, SLOTS + 9), {}, r"8 of 8 documents .* document 4 has 2053, \.\.\.\."),
+        ([2], {"seed": 1.5}, "seed is 1.5; give an integer"),
+        ([2], {"epoch": -1}, "epoch is -1; the first epoch is 0"),
+    ],
+)
+def test_wrong_lengths_and_options_are_refused(lengths, options, message):
+    with pytest.raises(ValueError, match=message):
+        Packer(slots=SLOTS).pack_lengths(lengths, **options)
 
 
 @pytest.mark.parametrize(

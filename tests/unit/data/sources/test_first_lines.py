@@ -170,7 +170,9 @@ def test_a_refused_run_leaves_its_tokens_to_the_next_run(tmp_path, monkeypatch):
     monkeypatch.setattr(first_lines, "_LINES", 50)
     lines = [GOOD] * 100 + ["{"] * 5
     for _ in range(2):
-        with pytest.raises(DataError, match=r"5 of 105 lines are unusable .*; correct the data"):
+        with pytest.raises(
+            DataError, match=r"(?s)5 of 105 lines are unusable .* cure: correct the data"
+        ):
             open_lines(tmp_path, lines, max_bad_fraction=0.01)
         monkeypatch.setattr(tokenized_dataset, "build_arrays", None)  # calling None would fail
     dataset = open_lines(tmp_path, lines, max_bad_fraction=0.1)

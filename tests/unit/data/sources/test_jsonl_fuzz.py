@@ -300,13 +300,14 @@ def test_random_damage_to_good_lines_never_crashes(tmp_path):
 def test_too_many_bad_lines_are_fatal_and_the_quarantine_stays(tmp_path):
     good, bad = '{"prompt": "a", "completion": "b"}', "{"
     with pytest.raises(
-        DataError, match=r"2 of 20 lines are unusable \(10.00%: 2 malformed_json\)"
+        DataError, match=r"2 of 20 lines are unusable \(10.00%\), more than"
     ) as caught:
         open_lines(tmp_path, [good] * 18 + [bad, "", bad], max_bad_fraction=0.0999)
     [quarantine] = (tmp_path / "cache").glob("*.quarantine.jsonl")
     assert str(quarantine) in str(caught.value)
-    first = r"\.jsonl, line 19: malformed_json: .* \(the line is not valid JSON"
-    assert re.search(first, str(caught.value))
+    first = r".*\.jsonl, line 19: malformed_json: "
+    rule = "rule: 2 malformed_json: the line is not valid JSON"
+    assert re.search(rf"\n +{rule}.*\n +cure: .*\n +place: {first}", str(caught.value))
     assert [json.loads(line)["line"] for line in quarantine.read_text().splitlines()] == [19, 21]
     dataset = open_lines(tmp_path, [good] * 18 + [bad, "", bad], max_bad_fraction=0.1)
     assert len(dataset) == 18 and re.search(

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_packed.config.data_fields import DataFields, pairs_of
 from megatron_packed.data.errors import BadLine
-from megatron_packed.data.sources.line_fields import columns_of, field_names
+from megatron_packed.data.sources.line_fields import columns_of, field_names, first_names, has_field
 from megatron_packed.data.sources.line_schema import (
     Conversation,
     PromptCompletion,
@@ -103,7 +103,21 @@ def test_prompts_and_completions_that_are_lists_of_messages() -> None:
         ({"Input": "q", "meta": {"output": "a"}}, "instruction=Input,output=meta.output"),
         (
             {"context": "c", "question": "q", "answers": {"text": ["a"], "start": [0]}},
-            "instruction=question,output=answers.text.0",
+            "instruction=question,input=context,output=answers.text.0",
+        ),
+        (
+            {
+                "document": "d",
+                "questions": [
+                    {
+                        "question_id": "1",
+                        "question_text": "q",
+                        "responses": [{"uid": "3", "response_text": "a"}],
+                    }
+                ],
+            },
+            "instruction=questions[*].question_text,input=document,"
+            "output=questions[*].responses[*].response_text",
         ),
         ({"id": 1, "conversation": [USER, ASSISTANT]}, "messages=conversation"),
         ({"data": {"turns": [USER, ASSISTANT]}}, "messages=data.turns"),
@@ -118,7 +132,10 @@ def test_unknown_fields_get_a_suggestion_that_works(line: dict, fields: str) -> 
 
 
 def test_fields_without_a_usual_name_get_no_suggestion() -> None:
-    for line in ({"x": "y"}, {}, {"conversation": "text", "id": 3}):
+    """An answer without a question is not suggested as text, which would not be trained with --sft."""
+    unsure = {"document": "d", "meta": {"response": "a"}}
+    other_lists = {"asked": [{"question": "q"}], "said": [{"answer": "a"}], "document": "d"}
+    for line in ({"x": "y"}, {}, {"conversation": "text", "id": 3}, unsure, other_lists):
         with pytest.raises(BadLine) as caught:
             parse_line(json.dumps(line).encode())
         assert "perhaps" not in caught.value.detail
@@ -129,5 +146,76 @@ def test_columns_and_names_of_fields() -> None:
     assert columns_of(fields, ["id", "qa", "a.b", "a"], "t.parquet") == {"qa", "a.b"}
     with pytest.raises(ValueError, match=r"completion=a\.b: t has no such column; .* id, qa;"):
         columns_of(fields, ["id", "qa"], "t")
+    fields = DataFields.of(pairs_of(["prompt=rows[*].qa[*].q,completion=rows[*].a"]))
+    assert columns_of(fields, ["id", "rows"], "t") == {"rows"}
+    assert first_names(fields) >= {"rows"} and not any("[" in name for name in first_names(fields))
+    assert has_field({"rows": [{}, {"qa": [{"q": "x"}]}]}, "rows[*].qa[*].q")
+    assert not has_field({"rows": [{}]}, "rows[*].qa[*].q")
     line = {"id": 1, "qa": {"q": "x", "a": ["y"]}, "turns": [{"role": "user", "content": "z"}]}
     assert field_names(line) == ["id", "qa.q", "qa.a", "turns.role", "turns.content"]
+
+
+STORY = {
+    "story": "s",
+    "questions": [
+        {"q": "one", "answers": [{"a": "1"}, {"a": "2"}]},
+        {"q": "two", "answers": [{"a": "3"}]},
+    ],
+}
+
+
+def test_each_element_of_a_list_makes_a_document() -> None:
+    """An inner list multiplies, and a path without ``[*]`` gives the same to all documents."""
+    words = "instruction=questions[*].q,input=story,output=questions[*].answers[*].a"
+    asked = [[message["content"] for message in sample.messages] for sample in parsed(STORY, words)]
+    assert asked == [["one\n\ns", "1"], ["one\n\ns", "2"], ["two\n\ns", "3"]]
+    words = "prompt=questions[*].q,completion=questions[*].answers.a"
+    assert parsed(STORY, words) == [PromptCompletion("one", "1\n2"), PromptCompletion("two", "3")]
+    assert parsed({"d": {"pages": ["a", "b"]}}, "text=d.pages[*]") == [Text("a"), Text("b")]
+    talks = {"talks": [{"turns": [USER, ASSISTANT]}] * 2, "s": "s"}
+    assert (
+        parsed(talks, "messages=talks[*].turns,system=s")
+        == [Conversation([SYSTEM, USER, ASSISTANT])] * 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("questions", "reason"),
+    [
+        ([{"q": "one", "a": "1"}, {"q": "two"}], "empty_assistant"),
+        ([{"q": "one", "a": "1"}, {"a": "2"}], "missing_key"),
+        ([{"q": "one", "a": "1"}, None], "missing_key"),
+        ([{"q": "one", "a": 1}], "wrong_type"),
+        ([], "missing_key"),
+        (None, "missing_key"),
+        ({"q": "one", "a": "1"}, "wrong_type"),
+    ],
+)
+def test_one_bad_element_makes_the_line_bad(questions: object, reason: str) -> None:
+    """An empty list is no line without documents: that would be lost without a reason."""
+    with pytest.raises(BadLine) as caught:
+        parsed({"questions": questions}, "instruction=questions[*].q,output=questions[*].a")
+    assert caught.value.reason == reason
+
+
+def test_a_question_without_answers_has_an_empty_answer() -> None:
+    line = {"questions": [*STORY["questions"], {"q": "three", "answers": []}]}
+    with pytest.raises(BadLine, match="empty_completion"):
+        parsed(line, "prompt=questions[*].q,completion=questions[*].answers[*].a")
+
+
+@pytest.mark.parametrize("label", [True, 1])
+def test_accepted_answers_are_learned(label: object) -> None:
+    line = {"p": "q", "c": "a", "ok": label}
+    assert parsed(line, "prompt=p,completion=c,label=ok") == [PromptCompletion("q", "a")]
+
+
+@pytest.mark.parametrize(
+    ("label", "reason"),
+    [(False, "rejected_answer"), (0, "rejected_answer"), (None, "missing_key"), (2, "wrong_type")],
+)
+def test_other_labels_leave_the_line_out(label: object, reason: str) -> None:
+    for fields in ("prompt=p,completion=c", "instruction=p,output=c", "messages=m"):
+        with pytest.raises(BadLine) as caught:
+            parsed({"p": "q", "c": "a", "m": [ASSISTANT], "ok": label}, f"{fields},label=ok")
+        assert caught.value.reason == reason

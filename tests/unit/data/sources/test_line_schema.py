@@ -2,9 +2,11 @@
 
 import json
 import time
+from collections import Counter
 
 import pytest
 
+from megatron_packed.config.data_fields import DataFields
 from megatron_packed.data.errors import REASONS, BadLine
 from megatron_packed.data.sources.line_schema import (
     Conversation,
@@ -38,6 +40,7 @@ BAD = [
     (b'{"text": "a", "x": [-Infinity]}', "nan_literal"),
     (b'{"text": "a", "x": ' + b"1" * 100_000 + b"}", "huge_number"),
     (b'{"text": "a", "x": 0.' + b"1" * 100_000 + b"}", "huge_number"),
+    (b'{"text": "a", "x": -1e999}', "huge_number"),  # Python reads it as -Infinity
     (b'{"text": "a", "text": "b"}', "duplicate_key"),
     (b'{"text": "a", "x": {"k": 1, "k": 1}}', "duplicate_key"),
     (b'{"text": "\\ud800"}', "lone_surrogate"),
@@ -59,7 +62,8 @@ BAD = [
     (b'{"conversations": "a"}', "wrong_type"),
     (b'{"conversations": []}', "empty_messages"),
     (b'{"conversations": [{"from": "gpt"}]}', "wrong_type"),
-    (b'{"conversations": [{"from": "function_call", "value": "f"}]}', "unknown_role"),
+    (b'{"conversations": [{"from": "calling", "value": "f"}]}', "unknown_role"),
+    (b'{"conversations": [{"from": "function_call", "value": "f"}]}', "wrong_type"),
     (b'{"conversations": [{"from": "human", "value": "a"}]}', "no_assistant"),
     (b'{"completion": "a"}', "no_known_field"),
     (b'{"text": 1}', "wrong_type"),
@@ -96,6 +100,12 @@ BAD = [
     (chat(USER, ASSISTANT, {"role": "system", "content": "s"}, USER), "no_assistant"),
     (chat(USER, {**ASSISTANT, "train": 1}), "bad_train_flag"),
     (chat({**USER, "train": True}, ASSISTANT), "bad_train_flag"),
+    (chat(USER, {**ASSISTANT, "loss": False, "weight": 1}), "contradictory_masks"),
+    (chat({**USER, "role": "system"}, ASSISTANT, system="s"), "contradictory_system"),
+    (b'{"chosen": "a", "rejected": "b"}', "preference_data"),
+    (b'{"input_ids": []}', "empty_text"),
+    (b'{"input_ids": null}', "wrong_type"),
+    (b'{"messages": null, "completion": "a"}', "wrong_type"),
 ]
 
 
@@ -139,6 +149,7 @@ def test_every_reason_of_a_line_is_covered():
         "read_error",
         "no_trainable_token",
         "special_token_in_content",
+        "rejected_answer",
     }
     elsewhere |= {
         "token_across_boundary",
@@ -146,6 +157,9 @@ def test_every_reason_of_a_line_is_covered():
         "template_prefix",
         "template_spans",
         "template_limit",
+        "not_printed",
+        "no_question",
+        "question_too_long",
     }
     preprocessing = {
         "missing_key",
@@ -182,7 +196,7 @@ def test_sharegpt_and_alpaca_are_conversations():
         [sample] = parse_line(json.dumps(value).encode())
         assert sample == Conversation([system, USER, ASSISTANT], None, "sharegpt")
     [sample] = parse_line(b'{"instruction": "q", "input": "", "output": "a", "text": "q a"}')
-    assert sample == Conversation([USER, ASSISTANT], None, "alpaca")
+    assert sample == Conversation([USER, ASSISTANT], None, "alpaca", "q")
     [sample] = parse_line(
         b'{"instruction": "q", "input": "i", "output": "a", "system": "s", "history": [["q", "a"]]}'
     )
@@ -195,7 +209,7 @@ def test_sharegpt_and_alpaca_are_conversations():
     ]
     [sample] = parse_line(b'{"instruction": "q", "context": "i", "response": "a", "category": "c"}')
     assert sample.messages == [{"role": "user", "content": "q\n\ni"}, ASSISTANT]
-    assert schema_name(sample) == "alpaca"
+    assert sample.instruction == "q" and schema_name(sample) == "alpaca"
 
 
 @pytest.mark.parametrize(
@@ -218,6 +232,7 @@ def test_every_name_that_sharegpt_has_for_a_role(role, names):
 
 def test_of_fields_of_several_schemas_the_first_decides():
     line = {
+        "input_ids": [1],
         "text": "t",
         "instruction": "i",
         "output": "o",
@@ -236,7 +251,7 @@ def test_of_fields_of_several_schemas_the_first_decides():
             "alpaca": ("instruction", "output"),
         }.get(order[-1], (order[-1],)):
             del line[field]
-    assert order == ["messages", "sharegpt", "prompt/completion", "alpaca", "text"]
+    assert order == ["messages", "sharegpt", "prompt/completion", "alpaca", "text", "input_ids"]
 
 
 def test_a_later_system_message_begins_a_new_conversation():
@@ -244,3 +259,74 @@ def test_a_later_system_message_begins_a_new_conversation():
     first, second = parse_line(chat(system, USER, ASSISTANT, system, ASSISTANT))
     assert first.messages == [system, USER, ASSISTANT]
     assert second.messages == [system, ASSISTANT]
+
+
+def test_the_system_field_is_the_first_message():
+    """It is so for every list of messages, and the same text twice is one message."""
+    system = {"role": "system", "content": "s"}
+    turns = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    for line in (
+        {"messages": [USER, ASSISTANT]},
+        {"messages": [{**system, "content": [{"type": "text", "text": "s"}]}, USER, ASSISTANT]},
+        {"conversations": turns},
+        {"conversations": [{"from": "system", "value": "s"}, *turns]},
+        {"prompt": [USER], "completion": [ASSISTANT]},
+    ):
+        [sample] = parse_line(json.dumps({**line, "system": "s"}).encode())
+        assert sample.messages == [system, USER, ASSISTANT]
+        [same] = parse_line(json.dumps({"system": "", **line}).encode())
+        assert same.messages[-2:] == [USER, ASSISTANT]
+
+
+def test_null_fields_are_absent():
+    """Tables have every field in every row, and so have JSON lines that were tables before."""
+    line = {
+        "messages": None,
+        "prompt": None,
+        "output": None,
+        "system": None,
+        "loss_mask": None,
+        "conversations": [
+            {"from": "human", "value": "q", "content": None, "role": None, "tool_calls": None},
+            {"from": "gpt", "value": None, "content": "a", "role": None, "train": None},
+        ],
+    }
+    assert parse_line(json.dumps(line).encode()) == [
+        Conversation([USER, ASSISTANT], None, "sharegpt")
+    ]
+    line = {"messages": [USER, {**ASSISTANT, "value": None}], "input_ids": None, "label": None}
+    assert parse_line(json.dumps(line).encode()) == [Conversation([USER, ASSISTANT])]
+
+
+def noted(line, fields=None):
+    notes = Counter()
+    parse_line(json.dumps(line).encode(), fields, notes)
+    return notes
+
+
+def test_fields_that_are_not_read_are_noted_once_a_line():
+    """A field of another schema is not read; empty fields have nothing to lose."""
+    unknown = {**ASSISTANT, "id": 1, "reasoning_content": "r", "weight": 1, "refusal": None}
+    line = {"id": 0, "text": "t", "meta": {}, "source": None, "tools": [], "system": "s"}
+    expected = {"id", "text", "messages[].id"}
+    assert noted({**line, "messages": [USER, unknown, USER, unknown]}) == Counter(
+        ("unread_field", name) for name in expected
+    )
+    turns = [{"from": "gpt", "value": "a", "score": 3}]
+    assert noted({"conversations": turns}) == {("unread_field", "messages[].score"): 1}
+    line = {"prompt": "p", "completion": "c", "system": "s", "train": False}
+    assert noted(line).keys() == {("unread_field", "system"), ("unread_field", "train")}
+    line = {"instruction": "i", "context": "c", "output": "o", "tools": "[]", "category": "x"}
+    assert noted(line) == {("unread_field", "category"): 1}
+    fields = DataFields.of([("messages", "talk")])
+    line = {"id": 0, "talk": [USER, {**ASSISTANT, "mood": "calm"}]}
+    assert noted(line, fields) == {("unread_field", "messages[].mood"): 1}
+
+
+def test_unknown_fields_of_messages_go_to_the_template():
+    for line in (
+        {"messages": [USER, {**ASSISTANT, "mood": "calm"}]},
+        {"conversations": [{"from": "gpt", "value": "a", "mood": "calm"}]},
+    ):
+        [sample] = parse_line(json.dumps(line).encode())
+        assert sample.messages[-1] == {**ASSISTANT, "mood": "calm"}

@@ -13,7 +13,10 @@ from megatron_packed.data.tokenizers.chat_template import (
     BROKEN,
     DEFAULT_TEMPLATE,
     TemplateError,
-    TemplateRenderer,
+)
+from megatron_packed.data.tokenizers.conversation_documents import (
+    ConversationRenderer,
+    RenderingRules,
 )
 from megatron_packed.data.tokenizers.template_process import TemplateProcess
 
@@ -32,7 +35,7 @@ WITH_BLOCKS = """{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant
 
 
 def trained(source, messages, **variables):
-    rendered = TemplateRenderer(source, variables, SPECIAL).conversation(messages)
+    rendered = ConversationRenderer(source, variables, SPECIAL).conversation(messages)
     return rendered.text, [rendered.text[start:end] for start, end in rendered.spans]
 
 
@@ -43,7 +46,7 @@ def test_the_built_in_template():
         "<|im_start|>user\nq2<|im_end|>\n<|im_start|>assistant\na2<|im_end|>\n"
     )
     assert spans == [" a1\n<|im_end|>", "a2<|im_end|>"]
-    prompt = TemplateRenderer(DEFAULT_TEMPLATE, {}, SPECIAL).prompt(TALK[:2])
+    prompt = ConversationRenderer(DEFAULT_TEMPLATE, {}, SPECIAL).prompt(TALK[:2])
     assert prompt + " a1\n<|im_end|>" == text[: len(prompt) + len(" a1\n<|im_end|>")]
 
 
@@ -60,7 +63,7 @@ def test_the_built_in_template_prints_tool_calls_and_refuses_tool_definitions():
     ]
     assert "<|im_start|>tool\n1<|im_end|>" in text
     with pytest.raises(BadLine, match=r"template_error: .*tool definitions"):
-        TemplateRenderer(DEFAULT_TEMPLATE, {}, []).conversation(messages, [{"name": "f"}])
+        ConversationRenderer(DEFAULT_TEMPLATE, {}, []).conversation(messages, [{"name": "f"}])
 
 
 def test_what_a_turn_adds_is_trained_where_the_template_marks_nothing():
@@ -81,15 +84,148 @@ def test_a_turn_with_train_false_is_left_out(source):
     assert spans == trained(source, TALK)[1][1:]
 
 
-def test_a_template_that_rewrites_earlier_turns_is_an_error_and_not_a_guess():
-    keeps_last_answer = (
-        "{% for m in messages %}{{ m.content if m.role == 'user' or loop.last }}|{% endfor %}"
-    )
-    with pytest.raises(BadLine, match="template_prefix"):
-        trained(keeps_last_answer, TALK)
+THINKS_LAST = """{% set ns = namespace(last=-1) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}{{ '<|im_start|>' + m.role + ':' }}
+{%- if m.role == 'assistant' and loop.index0 > ns.last %}<think>{{ m.reasoning_content or '' }}</think>{% endif %}
+{%- for call in m.tool_calls or [] %}<call>{{ call.function.name }}</call>{% endfor %}
+{{- m.content }}<|im_end|>{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant:{% endif %}"""
+"""Template that prints thoughts only after the last user message, as those of Qwen3."""
+THINKING = [*SPECIAL, "<think>", "</think>", "<call>", "</call>"]
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
+
+
+def documents(source, messages, tools=None, special=THINKING, **rules):
+    """Return the texts that each document learns, and the notes."""
+    renderer = ConversationRenderer(source, {"eos_token": "</s>"}, special)
+    found, notes = renderer.documents(messages, tools, RenderingRules(**rules))
+    for document in found:
+        for number, (start, _) in zip(document.learned, document.spans):
+            assert document.text[:start] == renderer.prompt(messages[:number], tools)
+    return [[d.text[start:end] for start, end in d.spans] for d in found], dict(notes)
+
+
+def test_answers_that_a_template_rewrites_later_are_learned_as_they_are_served():
+    talk = [*TALK, {"role": "user", "content": "unanswered"}]
+    thoughts = [["<think></think> a1\n<|im_end|>"], ["<think></think>a2<|im_end|>"]]
+    assert documents(THINKS_LAST, TALK) == (thoughts, {})
+    assert documents(THINKS_LAST, talk) == (thoughts, {})
+    assert documents(THINKS_LAST, talk, ends_once=False) == (thoughts, {})
+    left_out = {("not_served", "answers of earlier turns"): 1}
+    assert documents(THINKS_LAST, TALK, last_only=True) == (thoughts[1:], left_out)
+
+
+def test_answers_that_one_rendering_holds_share_a_document():
+    result = {"role": "tool", "content": "1"}
+    steps = [TALK[1], CALL, result, {**TALK[2], "reasoning_content": "so"}, TALK[3], TALK[4]]
+    assert documents(THINKS_LAST, steps)[0] == [
+        ["<think></think><call>f</call><|im_end|>", "<think>so</think> a1\n<|im_end|>"],
+        ["<think></think>a2<|im_end|>"],
+    ]
+    assert documents(PLAIN, TALK)[0] == [[" a1\n</s>\n", "a2</s>\n"]]
+
+
+def test_an_answer_with_train_false_is_context_in_every_document():
+    talk = [*TALK[:2], {**TALK[2], "train": False}, *TALK[3:]]
+    assert documents(THINKS_LAST, talk)[0] == [["<think></think>a2<|im_end|>"]]
+
+
+def test_text_before_an_answer_that_no_prompt_gives_is_an_error_and_not_a_guess():
     counts = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(BadLine, match="template_prefix"):
         trained(counts, TALK[1:3])
+    other = (
+        "{% for m in messages %}{{ '[' + m.role + ']' + m.content + '</s>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '[assistant]<think>' if messages | length > 2 else '[assistant]' }}"
+        "{% endif %}"
+    )
+    assert documents(other, TALK[1:]) == (
+        [[" a1\n</s>"]],
+        {("not_served", "answers printed without the generation prompt"): 1},
+    )
+
+
+def test_an_answer_before_the_first_message_is_context():
+    talk = [TALK[2], *TALK[1:]]
+    noted = {("not_served", "answers before the first message"): 1}
+    assert documents(PLAIN, talk) == ([[" a1\n</s>\n", "a2</s>\n"]], noted)
+    with pytest.raises(BadLine, match="no_question"):
+        documents(PLAIN, talk[:1])
+
+
+def test_an_answer_for_which_the_template_refuses_a_prompt_is_context():
+    refuses = "{% if add_generation_prompt and messages | length == 2 %}{{ raise_exception('no') }}{% endif %}"
+    noted = {("not_served", "answers for which the template gives no prompt"): 1}
+    assert documents(refuses + PLAIN, TALK) == ([["a2</s>\n"]], noted)
+    with pytest.raises(BadLine, match="template_error: no"):
+        documents(refuses + PLAIN, TALK[:3])
+
+
+def test_special_tokens_in_answers_act_except_those_that_end_turns():
+    talk = [
+        {"role": "user", "content": "<think>"},
+        {"role": "assistant", "content": "<think>x</think><|im_end|></s>", "tool_calls": []},
+    ]
+    [[learned]], notes = documents(DEFAULT_TEMPLATE, talk)
+    assert learned == f"<think>x</think><{BROKEN}|im_end|><{BROKEN}/s><|im_end|>"
+    assert notes == {("letters", token): 1 for token in ("<think>", "<|im_end|>", "</s>")}
+
+
+UNPRINTED = (
+    "{% for m in messages if m.role in ('user', 'assistant') %}[{{ m.content }}]{% endfor %}"
+)
+UNPRINTED += "{% if add_generation_prompt %}[{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools", "name", "place"),
+    [
+        (TALK[1:3], [{"name": "f"}], "tools", "tools"),
+        (TALK, None, "messages of the role system", r"messages\[0\].content"),
+        (
+            [TALK[1], CALL, {"role": "tool", "content": "1"}, TALK[2]],
+            None,
+            "messages of the role tool",
+            r"messages\[1\].tool_calls, messages\[2\].content",
+        ),
+        (
+            [TALK[1], {**TALK[2], "reasoning_content": "so"}],
+            None,
+            "messages[].reasoning_content",
+            r"messages\[1\].reasoning_content",
+        ),
+    ],
+)
+def test_what_a_template_does_not_print_is_refused_or_counted(messages, tools, name, place):
+    with pytest.raises(BadLine, match=f"not_printed: {place}$"):
+        documents(UNPRINTED, messages, tools)
+    learned, notes = documents(UNPRINTED, messages, tools, counts_unprinted=True)
+    assert notes["not_printed", name] == 1
+    assert learned[-1][-1] == f"{messages[-1]['content']}]"
+
+
+def test_an_answer_that_is_empty_as_it_is_printed_is_no_answer():
+    talk = [TALK[1], CALL, {"role": "tool", "content": "1"}, TALK[2]]
+    learned, notes = documents(UNPRINTED, talk, counts_unprinted=True)
+    assert learned == [[" a1\n]"]]
+    assert notes["not_served", "answers that are empty as they are printed"] == 1
+    with pytest.raises(BadLine, match="empty_assistant"):
+        documents(UNPRINTED, talk[:2], counts_unprinted=True)
+
+
+def test_thoughts_of_earlier_turns_that_are_served_without_them_are_no_loss():
+    talk = [{**m, "reasoning_content": "r"} if m["role"] == "assistant" else m for m in TALK]
+    assert documents(THINKS_LAST, talk) == (
+        [["<think>r</think> a1\n<|im_end|>"], ["<think>r</think>a2<|im_end|>"]],
+        {},
+    )
+
+
+def test_a_date_is_printed_only_if_it_is_given():
+    source = "{{ strftime_now('%d %b %Y') if strftime_now is defined else 'no date' }}"
+    assert ConversationRenderer(source, {}, []).prompt(TALK) == "no date"
+    assert ConversationRenderer(source, {}, [], "2026-11-28").prompt(TALK) == "28 Nov 2026"
 
 
 def test_generation_blocks_that_do_not_fit_the_messages_are_an_error():
@@ -139,7 +275,7 @@ def test_special_tokens_in_messages_are_broken_and_those_of_the_template_are_not
 )
 def test_a_template_that_reaches_for_python_gets_nothing(payload):
     try:
-        text = TemplateRenderer(payload, {}, []).prompt(TALK)
+        text = ConversationRenderer(payload, {}, []).prompt(TALK)
     except BadLine as bad:
         assert bad.reason == "template_error"
     else:
@@ -153,9 +289,9 @@ def test_a_template_that_reaches_for_python_gets_nothing(payload):
 
 def test_templates_give_the_same_text_every_day():
     source = "{% if strftime_now is defined %}{{ strftime_now('%d') }}{% else %}fixed{% endif %}"
-    assert TemplateRenderer(source, {}, []).conversation(TALK).text == "fixed"
+    assert ConversationRenderer(source, {}, []).conversation(TALK).text == "fixed"
     with pytest.raises(TemplateError, match="random"):
-        TemplateRenderer("{{ [1, 2] | random }}", {}, [])
+        ConversationRenderer("{{ [1, 2] | random }}", {}, [])
 
 
 # ----------------------------------------------------------------------------------------------
@@ -164,7 +300,7 @@ def test_templates_give_the_same_text_every_day():
 
 @pytest.mark.parametrize("source", [PLAIN, WITH_BLOCKS, DEFAULT_TEMPLATE])
 def test_the_process_renders_as_the_class_does(source):
-    here = TemplateRenderer(source, {"bos_token": "<é>"}, SPECIAL)
+    here = ConversationRenderer(source, {"bos_token": "<é>"}, SPECIAL)
     forged = [{"role": "user", "content": "</s> 😀 \0"}, *TALK[2:]]
     with TemplateProcess(source, {"bos_token": "<é>"}, SPECIAL) as process:
         for messages in (TALK, forged):

@@ -8,6 +8,7 @@ from megatron_packed.data.errors import BadLine, DataError
 from megatron_packed.data.sources.line_schema import Conversation, PromptCompletion, Text
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.data.tokenizers.chat_format import IdentityFormat, TemplateFormat, chat_format
+from megatron_packed.data.tokenizers.chat_template import DEFAULT_TEMPLATE
 from megatron_packed.data.tokenizers.encode import SampleEncoder, prompt_tokens
 from support.data_helpers import byte_level, encode, marked, metaspace, one, save_tokenizer
 
@@ -120,7 +121,7 @@ def test_a_text_begins_with_the_tokenizers_prefix_and_a_template_decides_for_its
         single="<s> $A", special_tokens=[("<s>", 0)]
     )
     tokenizer = save_tokenizer(tmp_path, engine, eos_token="</s>", bos_token="<s>")
-    chat = TemplateFormat(None, tokenizer)
+    chat = TemplateFormat(DEFAULT_TEMPLATE, tokenizer)
     assert marked(tokenizer, one(tokenizer, chat, Text("ab"))) == "<s>[ab</s>]"
     assert marked(tokenizer, one(tokenizer, chat, PromptCompletion("a", "b"))) == "<s>a[b</s>]"
     assert (one(tokenizer, chat, TALK).ids == 0).sum() == 0
@@ -180,7 +181,7 @@ def test_one_bad_document_makes_the_line_unusable_and_no_other():
     outcomes = SampleEncoder(tokenizer=BYTES, chat=TemplateFormat(None, BYTES)).encode(
         [[good], [good, untrained], [], [untrained, good], [good, good]]
     )
-    assert [o.reason if isinstance(o, BadLine) else len(o) for o in outcomes] == [
+    assert [o.reason if isinstance(o, BadLine) else len(o.documents) for o in outcomes] == [
         1,
         "no_trainable_token",
         0,

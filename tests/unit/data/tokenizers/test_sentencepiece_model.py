@@ -10,9 +10,9 @@ import pytest
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.sources.line_schema import Conversation, Text
 from megatron_packed.data.tokenizers.chat_format import TemplateFormat
-from megatron_packed.data.tokenizers.encode import SampleEncoder, prompt_tokens
+from megatron_packed.data.tokenizers.encode import prompt_tokens
 from megatron_packed.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
-from support.data_helpers import AWKWARD, CORPUS
+from support.data_helpers import AWKWARD, CORPUS, one
 
 sentencepiece = pytest.importorskip("sentencepiece")
 MARKS = ["<|im_start|>", "<|im_end|>", "<start_of_turn>"]
@@ -136,14 +136,14 @@ def test_special_tokens(models):
 def test_targets_of_a_conversation(models, kind):
     tokenizer = SentencePieceTokenizer(models / kind, ["<|im_start|>", "<|im_end|>"])
     chat = TemplateFormat(None, tokenizer)
-    [[document]] = SampleEncoder(tokenizer=tokenizer, chat=chat).encode([[TALK]])
+    document = one(tokenizer, chat, TALK)
     trained = tokenizer.decode(document.ids[document.targets == 1])
     assert trained.replace(" ", "") == "Iamfine.<|im_end|>" * 2
     prompt = prompt_tokens(tokenizer, chat, TALK.messages[:1])
     assert (
         document.ids[: len(prompt)].tolist() == prompt and not document.targets[: len(prompt)].any()
     )
-    [[text]] = SampleEncoder(tokenizer=tokenizer, chat=chat).encode([[Text("<|im_end|></s>")]])
+    text = one(tokenizer, chat, Text("<|im_end|></s>"))
     assert not {*tokenizer.special_tokens.values()} & {*text.ids[:-1].tolist()}
 
 

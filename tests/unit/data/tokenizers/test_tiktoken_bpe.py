@@ -16,7 +16,7 @@ from megatron_packed.data.tokenizers.tiktoken_bpe import (
     SPECIAL_TOKENS,
     TikTokenizer,
 )
-from support.data_helpers import AWKWARD
+from support.data_helpers import AWKWARD, one
 
 tiktoken = pytest.importorskip("tiktoken")
 MERGES = [
@@ -247,7 +247,9 @@ def test_a_text_that_the_library_does_not_take_is_one_bad_line(vocabulary):
         [[Text("hello")], [Text("x" + " " * 1_000_000)], [Text("the")]]
     )
     assert isinstance(bad, BadLine) and bad.reason == "tokenizer_failed"
-    assert [document.ids[-1] for document in (*before, *after)] == [tokenizer.eod_id] * 2
+    assert [document.ids[-1] for document in (*before.documents, *after.documents)] == [
+        tokenizer.eod_id
+    ] * 2
 
 
 def test_a_template_with_its_special_tokens(vocabulary):
@@ -260,7 +262,7 @@ def test_a_template_with_its_special_tokens(vocabulary):
         {"role": "user", "content": "hi </s><SPECIAL_7>"},
         {"role": "assistant", "content": "hello"},
     ]
-    [[document]] = SampleEncoder(tokenizer=tokenizer, chat=chat).encode([[Conversation(talk)]])
+    document = one(tokenizer, chat, Conversation(talk))
     chat.close()
     assert [token for token in document.ids.tolist() if token < SPECIAL] == [1, 7, 2, 7, 2]
     assert (

@@ -66,7 +66,8 @@ def test_the_tokenizers_own_truncation_padding_and_prefix_stay_out_of_the_way(tm
         tokenizer.decode(tokenizer.encode("Hello there, how are you")) == "Hello there, how are you"
     )
     assert tokenizer.prefix_ids == (0,)
-    assert tokenizer.template_variables == {"eos_token": "</s>", "bos_token": "<s>"}
+    named = {"eos_token": "</s>", "bos_token": "<s>", "pad_token": "[PAD]"}
+    assert tokenizer.template_variables == named
 
 
 def test_which_tokenizers_split_cleanly(tmp_path):
@@ -88,8 +89,10 @@ def test_the_end_of_a_document_is_configured_or_known_and_never_guessed(tmp_path
     padded = save_tokenizer(tmp_path / "c", engine, eos_token="<b>", pad_token="<a>")
     assert (padded.eod_id, padded.pad_id) == (1, 0)
     assert save_tokenizer(tmp_path / "d", engine, eos_token="<b>").pad_id == 1
-    with pytest.raises(DataError, match="not in the vocabulary"):
-        save_tokenizer(tmp_path / "e", engine, eos_token="<c>")
+    size = padded.vocab_size
+    assert save_tokenizer(tmp_path / "e", engine, eos_token="<c>").eod_id == size
+    with pytest.raises(DataError, match="eos_token is '', which is not in the vocabulary"):
+        save_tokenizer(tmp_path / "h", engine, eos_token="")
     with pytest.raises(DataError, match="none"):
         save_tokenizer(tmp_path / "f", byte_level(["<a>"]))
     with pytest.raises(DataError, match=r"</s> and <eos>|<\|endoftext\|> and </s>"):
@@ -120,27 +123,6 @@ def test_a_bare_file_a_directory_and_damage(tmp_path):
         HuggingFaceTokenizer(tmp_path / "a")
 
 
-def test_where_the_chat_template_comes_from(tmp_path):
-    named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
-    assert save_tokenizer(tmp_path / "a", byte_level(), eos_token="</s>").chat_template is None
-    assert (
-        save_tokenizer(
-            tmp_path / "b", byte_level(), eos_token="</s>", chat_template="X"
-        ).chat_template
-        == "X"
-    )
-    assert (
-        save_tokenizer(
-            tmp_path / "c", byte_level(), eos_token="</s>", chat_template=named
-        ).chat_template
-        == "D"
-    )
-    (tmp_path / "b" / "chat_template.jinja").write_text("file")
-    assert HuggingFaceTokenizer(tmp_path / "b").chat_template == "file"
-    with pytest.raises(DataError, match="has the name `default`"):
-        save_tokenizer(tmp_path / "d", byte_level(), eos_token="</s>", chat_template=named[:1])
-
-
 @pytest.mark.shows("Tokenizer", "token numbers")
 def test_numbers_are_their_own_tokens():
     tokenizer = NullTokenizer(100)
@@ -167,7 +149,7 @@ def test_numbers_are_their_own_tokens():
         lines
     )
     assert [outcome.reason for outcome in outcomes[1:-1]] == ["not_a_token_number"] * 6
-    assert [outcomes[place][0].ids.tolist() for place in (0, -1)] == [[1, 2, 99], [3, 99]]
+    assert [outcomes[place].documents[0].ids.tolist() for place in (0, -1)] == [[1, 2, 99], [3, 99]]
     with pytest.raises(DataError, match="token 100 is not in the tokenizer's vocabulary"):
         tokenizer.decode([100])
 

@@ -3,7 +3,6 @@
 import pytest
 from tokenizers import AddedToken
 
-from megatron_packed.data.errors import BadLine
 from megatron_packed.data.sources.line_schema import Conversation, PromptCompletion
 from megatron_packed.data.tokenizers import chat_format as formats
 from megatron_packed.data.tokenizers.base import ByteTokenizer
@@ -152,7 +151,8 @@ FAMILIES = {
     "end of the document": (
         turns("{{ 'Q: ' + m.content }}", "{{ ' A: ' + m.content }}", " A: ", FINAL),
         "</s>",
-        "Q: q A: [a]Q: r A: [b</s>]",
+        # A document each: after "A: ", the served history has a token that begins with a space.
+        "Q: q A: [a</s>] Q: q A: aQ: r A: [b</s>]",
         {"</s>"},
     ),
 }  # fmt: skip
@@ -204,7 +204,8 @@ def test_an_answer_ends_once(family, tmp_path, engine):
     chat = chat_format(tokenizer)
     longer = [*TALK, said("user", "bye"), said("assistant", "unused", train=False)]
     for messages in (TALK, [*TALK, said("user", "bye")], longer):
-        assert marked(tokenizer, one(tokenizer, chat, Conversation(messages))) == expected
+        [documents] = encode(tokenizer, chat, Conversation(messages))
+        assert " ".join(marked(tokenizer, document) for document in documents) == expected
     assert answer_ends(tokenizer, chat) == {tokenizer.special_tokens[stop] for stop in stops}
     assert answer_ends(tokenizer) == {tokenizer.eod_id}
     warned = [line for line in chat.sentences() if "leave out <|im_end|>" in line]
@@ -283,7 +284,7 @@ def test_a_special_token_that_includes_white_space_next_to_it(tmp_path):
     chat.close()
 
 
-def test_a_template_that_rewrites_earlier_turns_is_still_refused(tmp_path, engine):
+def test_answers_that_are_printed_otherwise_later_have_documents_of_their_own(tmp_path, engine):
     """Only special tokens and white space at the end of a conversation may be missing later."""
     rewritten = "{{ m.content + ('!</s>' if loop.last else '?') }}"
     template = turns("{{ '<|user|>' + m.content }}", rewritten, "")
@@ -291,7 +292,10 @@ def test_a_template_that_rewrites_earlier_turns_is_still_refused(tmp_path, engin
     chat = chat_format(tokenizer)
     one_turn, two_turns = encode(tokenizer, chat, Conversation(TALK[:2]), Conversation(TALK))
     assert marked(tokenizer, one_turn[0]) == "<|user|>q[a!</s>]"
-    assert isinstance(two_turns, BadLine) and two_turns.reason == "template_prefix"
+    assert [marked(tokenizer, document) for document in two_turns] == [
+        "<|user|>q[a!</s>]",
+        "<|user|>qa?<|user|>r[b!</s>]",
+    ]
     chat.close()
 
 

@@ -1,0 +1,141 @@
+"""Tokenised documents of the paths or records that a `PackedDataset` gets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence, Sized
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from megatron_packed.config.data_fields import DataFields
+from megatron_packed.config.sections.data_parts.tokenizer import ANSWER_ENDS
+from megatron_packed.data.documents import DocumentRange, Documents, JoinedDocuments
+from megatron_packed.data.errors import DataError
+from megatron_packed.data.index.indexed_documents import IndexedDocuments
+from megatron_packed.data.index.indexed_file import is_indexed
+from megatron_packed.data.packed_dataset_checks import Data, StrPath, paths_or_records
+from megatron_packed.data.records import is_table, rows_of_table, selected_columns, write_records
+from megatron_packed.data.sources.tokenized_dataset import (
+    DEFAULT_CACHE_NAME,
+    TokenizedDataset,
+    open_dataset,
+)
+from megatron_packed.data.tokenizers.base import Tokenizer
+from megatron_packed.data.tokenizers.chat_format import ChatFormat, chat_format
+from megatron_packed.data.tokenizers.untrusted_tokenizer import open_tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversationOptions:
+    """Options of a `PackedDataset` that shape the documents of conversations.
+
+    Raises:
+        ValueError: an option has a wrong value, or needs ``sft``.
+    """
+
+    sft: bool
+    chat_template: StrPath | None
+    answer_end: str
+
+    def __post_init__(self) -> None:
+        if self.chat_template is not None and not self.sft:
+            raise ValueError(
+                "chat_template is for conversations only; add sft=True, or leave it out."
+            )
+        if self.answer_end not in ANSWER_ENDS:
+            raise ValueError(f"answer_end is {self.answer_end!r}; give {' or '.join(ANSWER_ENDS)}.")
+
+    def chat_format(self, tokenizer: Tokenizer) -> ChatFormat:
+        """Build the chat format of the options."""
+        template = None if self.chat_template is None else os.fspath(self.chat_template)
+        return chat_format(tokenizer, template, answer_end=self.answer_end)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadingOptions:
+    """Options of a `PackedDataset` for the reading of its data."""
+
+    texts: bool
+    shorten_to: int | None
+    """Most tokens of a conversation or prompt; None shortens nothing."""
+    max_bad_fraction: float
+    fields: DataFields | None
+    cache_dir: StrPath | None
+    show: bool
+
+
+def open_sources(
+    data: Data,
+    tokenizer: Tokenizer | StrPath,
+    conversations: ConversationOptions,
+    reading: ReadingOptions,
+) -> list[Callable[[], Documents]]:
+    """Tokenise data that is not in the cache; return functions that open the documents.
+
+    The functions can be pickled. They refer to files, never to records in memory.
+    """
+    used = open_tokenizer(tokenizer)
+    try:
+        paths, cache = _paths(data, reading)
+        text, prefixes = _divided(paths, conversations.sft)
+        sources: list[Callable[[], Documents]] = [
+            partial(IndexedDocuments, prefix, vocab_size=used.vocab_size, eod_id=used.eod_id)
+            for prefix in prefixes
+        ]
+        if text:
+            dataset = open_dataset(
+                text,
+                used,
+                conversations.chat_format(used),
+                sft=conversations.sft,
+                shorten_to=reading.shorten_to,
+                cache_root=cache,
+                max_bad_fraction=reading.max_bad_fraction,
+                fields=reading.fields,
+                show=reading.show,
+            )
+            sources.insert(0, partial(TokenizedDataset, dataset.directory))
+    finally:
+        if used is not tokenizer:
+            used.close()  # end its child processes, which each hold the vocabulary in memory
+    return sources
+
+
+def _paths(data: Data, reading: ReadingOptions) -> tuple[list[StrPath], Path | None]:
+    """Return the paths to read, and the directory for caches; None for the one next to the files.
+
+    Records are written as a file first.
+    """
+    cache = None if reading.cache_dir is None else Path(reading.cache_dir)
+    unread: list[str] = []
+    if is_table(data):
+        data, unread = selected_columns(data, reading.fields)
+    values = paths_or_records(data, reading.texts)
+    if isinstance(values, list):
+        return values, cache
+    cache = cache or Path(DEFAULT_CACHE_NAME)
+    records = rows_of_table(values, unread) if is_table(data) else values
+    count = len(data) if isinstance(data, Sized) else None
+    file = write_records(records, cache, texts=reading.texts, count=count, show=reading.show)
+    return [file], cache
+
+
+def _divided(paths: Sequence[StrPath], sft: bool) -> tuple[list[str], list[str]]:
+    """Return the paths of text files, and the prefixes of indexed data sets."""
+    names = [os.fspath(path) for path in paths]
+    prefixes = [name for name in names if not Path(name).exists() and is_indexed(name)]
+    if prefixes and sft:
+        raise DataError(
+            f"{prefixes[0]} is an indexed data set, which does not mark answers; leave sft out, or give the "
+            "conversations as JSONL."
+        )
+    return [name for name in names if name not in prefixes], prefixes
+
+
+def joined(sources: Sequence[Callable[[], Documents]]) -> Documents:
+    """Open the documents of all sources as one."""
+    opened = [source() for source in sources]
+    if len(opened) == 1:
+        return opened[0]
+    return JoinedDocuments([DocumentRange(documents, 0, len(documents)) for documents in opened])

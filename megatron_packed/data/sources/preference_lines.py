@@ -1,0 +1,97 @@
+"""Recognition of preference data by its names: pairs for DPO, and labelled answers for KTO.
+
+Their losses are not built. Read as other data, such a line would teach the rejected answer, too.
+The refusal names the ``--data-fields`` that train on the accepted answers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_packed.config import flag_names as flags
+from megatron_packed.data.errors import BadLine
+from megatron_packed.data.sources.line_messages import has_messages, is_dialogue, is_message
+
+LABELS = ("label", "kto_tag")
+"""Names of the field that is true for an accepted answer: TRL and ms-swift, LLaMA-Factory."""
+PREFERENCE_ANSWERS = frozenset({"chosen", "rejected", *LABELS})
+"""Fields that recognise preference data."""
+_ASKING = ("prompt", "question", "query", "instruction", "input", "messages", "conversations")
+"""Fields that can hold the question of a pair."""
+PREFERENCE_FIELDS = PREFERENCE_ANSWERS | {*_ASKING}
+"""Fields that recognise preference data, and those that its cure can name."""
+
+
+def check_no_preferences(line: dict[str, Any]) -> None:
+    """Check that a line is no preference pair and no labelled answer.
+
+    Raises:
+        BadLine: the line is one of them. The detail has the flag that trains on accepted answers.
+    """
+    if all(isinstance(line.get(name), str | list | dict) for name in ("chosen", "rejected")):
+        fields = _fields_of_chosen(line)
+        cure = _cure(line, fields or "instruction=FIELD,output=chosen", "the chosen side")
+        unknown = "" if fields else "; FIELD is the field of the question"
+        raise BadLine(
+            "preference_data",
+            f"`chosen` and `rejected` are a pair, and the DPO loss is not built; {cure}{unknown}",
+        )
+    label = next((name for name in LABELS if isinstance(line.get(name), bool)), None)
+    fields = "" if label is None else _fields_of_answer(line)
+    if fields:
+        cure = _cure(line, f"{fields},label={label}", "the answers whose label is true")
+        raise BadLine(
+            "preference_data",
+            f"`{label}` is true or false as in KTO data, and the KTO loss is not built; {cure}",
+        )
+
+
+def _cure(line: dict[str, Any], fields: str, part: str) -> str:
+    """Return the flag that trains on a part of the data, and the fields that it leaves out."""
+    lost = [name for name in ("system", "tools") if line.get(name) and f"{name}=" not in fields]
+    without = f", without {' and '.join(lost)}" if lost else ""
+    return f"{flags.DATA_FIELDS} {fields} trains on {part}{without}"
+
+
+def _fields_of_chosen(line: dict[str, Any]) -> str:
+    """Return the fields that train on the chosen side of a pair; empty if there is no question."""
+    chosen = line["chosen"]
+    asking = next((name for name in _ASKING if line.get(name)), None)
+    prompt = None if asking is None else line[asking]
+    if is_dialogue(chosen):
+        return "messages=chosen"
+    if has_messages(chosen) or is_message(chosen):
+        if has_messages(prompt):
+            return f"prompt={asking},completion=chosen"
+        if isinstance(prompt, str) and (is_message(chosen) or len(chosen) == 1):
+            message = chosen if is_message(chosen) else chosen[0]
+            name = "content" if "content" in message else "value"
+            return f"instruction={asking},output=chosen{'' if is_message(chosen) else '.0'}.{name}"
+        return _with_optional(line, "messages=chosen", "system", "tools")
+    if asking is None or not isinstance(chosen, str) or not isinstance(prompt, str):
+        return ""
+    if asking == "prompt":
+        return "prompt=prompt,completion=chosen"
+    more = ("system",) if asking == "input" else ("input", "system")
+    return _with_optional(line, f"instruction={asking},output=chosen", *more)
+
+
+def _fields_of_answer(line: dict[str, Any]) -> str:
+    """Return the fields of a line with an answer; empty if the line has none."""
+    for name in ("messages", "conversations"):
+        if line.get(name):
+            return _with_optional(line, f"{name}={name}", "system", "tools")
+    if "prompt" in line and "completion" in line:
+        return "prompt=prompt,completion=completion"
+    output = next((name for name in ("output", "response") if line.get(name) is not None), None)
+    if "instruction" not in line or output is None:
+        return ""
+    given = f"instruction=instruction,output={output}"
+    if line.get("context") and not line.get("input"):
+        given += ",input=context"
+    return _with_optional(line, given, "input", "system", "history", "tools")
+
+
+def _with_optional(line: dict[str, Any], fields: str, *names: str) -> str:
+    """Return fields with those of the optional targets that a line has under their own names."""
+    return ",".join([fields, *(f"{name}={name}" for name in names if line.get(name))])

@@ -1,0 +1,117 @@
+"""Tools and tool calls of a line: JSON texts are parsed, and null keys are dropped.
+
+OpenAI writes the ``arguments`` of a call as a JSON text, and data sets store tools as JSON texts.
+Chat templates need objects. A template that gets a text prints it with quotes around it, or fails.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_packed.data.errors import BadLine
+from megatron_packed.data.sources.strict_json import parse_text, type_name
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a JSON value without the keys whose value is null, at any depth.
+
+    Tables have every key in every row. A tool or a message without a key has null there.
+    """
+    if isinstance(value, dict):
+        return {name: without_nulls(part) for name, part in value.items() if part is not None}
+    return [without_nulls(part) for part in value] if isinstance(value, list) else value
+
+
+def parse_objects(where: str, value: Any) -> list[dict[str, Any]] | None:
+    """Return the objects of a list of tools or tool calls; None if the list is empty or null.
+
+    Args:
+        where: place of the value in the line, for messages.
+        value: a list of objects, a JSON text of one, or a list of JSON texts of objects. Null
+            values inside of a text stay, because its writer wrote them.
+    Raises:
+        BadLine: the value has another type.
+    """
+    if isinstance(value, str):
+        value = _parsed(where, value, "a list") if value.strip() else None
+    if value is None:
+        return None
+    if not isinstance(value, list):
+        raise BadLine("wrong_type", f"{where} is a {type_name(value)}, not a list")
+    return [_object(f"{where}[{number}]", element) for number, element in enumerate(value)] or None
+
+
+def parse_tool_calls(where: str, value: Any) -> list[dict[str, Any]] | None:
+    """Return the tool calls of a message with parsed arguments; None for no call.
+
+    Raises:
+        BadLine: the value is not a list of objects, nor a JSON text of one.
+    """
+    calls = parse_objects(where, value)
+    return None if calls is None else [_with_parsed_arguments(call) for call in calls]
+
+
+def calls_of_text(where: str, value: Any) -> list[dict[str, Any]]:
+    """Return the tool calls that a turn with the role ``function_call`` makes.
+
+    Args:
+        value: ``{"name": ..., "arguments": ...}``, a list of such objects, or a JSON text of one.
+    Raises:
+        BadLine: the value has another form.
+    """
+    if isinstance(value, str):
+        value = _parsed(where, value, "an object or a list")
+    listed = value if isinstance(value, list) else [value]
+    calls = []
+    for number, call in enumerate(listed):
+        place = f"{where}[{number}]" if isinstance(value, list) else where
+        call = _object(place, call)
+        if isinstance(call.get("function"), dict):  # OpenAI's form
+            calls.append(call)
+            continue
+        if not isinstance(call.get("name"), str):
+            raise BadLine("wrong_type", f"{place}.name is a {type_name(call.get('name'))}")
+        function = {"name": call.pop("name"), "arguments": call.pop("arguments", {})}
+        calls.append({**call, "type": "function", "function": function})
+    if not calls:
+        raise BadLine("wrong_type", f"{where} is an empty list, but must call a function")
+    return [_with_parsed_arguments(call) for call in calls]
+
+
+def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a call with an object in place of a JSON text of its arguments.
+
+    Arguments are at ``function.arguments``, or at ``arguments`` in data without OpenAI's outer
+    object.
+    """
+    function = call.get("function")
+    if isinstance(function, dict):
+        call = {**call, "function": _with_parsed_arguments(function)}
+    arguments = call.get("arguments")
+    return {**call, "arguments": _arguments(arguments)} if isinstance(arguments, str) else call
+
+
+def _arguments(text: str) -> Any:
+    """Return the object of a JSON text; a blank text is no arguments, and another text stays."""
+    if not text.strip():
+        return {}
+    try:
+        value = parse_text(text)
+    except BadLine:  # the model that wrote the call made no JSON
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def _object(where: str, value: Any) -> dict[str, Any]:
+    if isinstance(value, str):
+        value = _parsed(where, value, "an object")
+    if not isinstance(value, dict):
+        raise BadLine("wrong_type", f"{where} is a {type_name(value)}, not an object")
+    return dict(value)
+
+
+def _parsed(where: str, text: str, kind: str) -> Any:
+    try:
+        return parse_text(text)
+    except BadLine as bad:
+        raise BadLine("wrong_type", f"{where} is no JSON text of {kind} ({bad})") from None

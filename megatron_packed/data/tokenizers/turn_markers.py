@@ -1,0 +1,187 @@
+"""Special tokens with which a chat template begins and ends turns and documents.
+
+Rendering small conversations shows which special tokens these are, so no table of templates is
+needed. The module needs no library, because the child process that renders templates imports it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+from megatron_packed.data.errors import BadLine
+
+Messages = list[dict[str, Any]]
+Render = Callable[..., str]
+"""Renderer of messages and, optionally, tools to text."""
+
+DOCUMENT_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eod|>")
+"""Usual spellings of the end-of-document token."""
+_NAMED = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
+"""Variables of a tokenizer that name tokens of documents, not of their content."""
+_QUESTION, _ANSWER = "Which colour is snow?", "Snow is white."
+_QUESTION_2, _ANSWER_2 = "Which colour is coal?", "Coal is black."
+_ONE_TURN: Messages = [
+    {"role": "user", "content": _QUESTION},
+    {"role": "assistant", "content": _ANSWER},
+]
+_TWO_TURNS: Messages = [
+    *_ONE_TURN,
+    {"role": "user", "content": _QUESTION_2},
+    {"role": "assistant", "content": _ANSWER_2},
+]
+_SYSTEM = {"role": "system", "content": "Be brief."}
+PROBES: tuple[Messages, ...] = (_TWO_TURNS, [_SYSTEM, *_TWO_TURNS], _ONE_TURN)
+"""Conversations that are rendered to find the end of a turn; some templates refuse the first ones.
+"""
+_CALL_ID = "abcdefghi"  # some templates accept only identifiers of nine letters
+_CALL = {
+    "id": _CALL_ID,
+    "type": "function",
+    "function": {"name": "colour_of", "arguments": {"thing": "snow"}},
+}
+_CALLING: Messages = [
+    _ONE_TURN[0],
+    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+]
+_RESULT = {"role": "tool", "name": "colour_of", "tool_call_id": _CALL_ID, "content": "white"}
+_TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "colour_of",
+            "description": "Return the colour of a thing.",
+            "parameters": {"type": "object", "properties": {"thing": {"type": "string"}}},
+        },
+    }
+]
+
+
+class TurnEnd(NamedTuple):
+    """End of a turn, which a template prints after an answer."""
+
+    text: str
+    """Text from the end of the answer to the last special token of the turn, without white space at
+    its beginning."""
+    token: str
+    """Spelling of the last special token in ``text``."""
+
+
+def special_pattern(tokens: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern whose ``split`` divides a text at the given tokens.
+
+    The text between tokens has even places in the result, the tokens have odd places. If several
+    tokens match, the longest one is taken.
+    """
+    return re.compile("(" + "|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) + ")")
+
+
+def find_turn_end(
+    render: Callable[[Messages], str], special_tokens: Iterable[str]
+) -> TurnEnd | None:
+    """Find the end of a turn of a template.
+
+    The end is the text that follows both an answer in the middle of a conversation and the last
+    answer. If the two answers have no special token in common, the end is the special token that
+    directly follows the last answer.
+
+    Args:
+        render: renders messages to text.
+    Returns:
+        The end of a turn; None if the template prints no special token after an answer.
+    """
+    special = [token for token in special_tokens if token]
+    for messages in PROBES if special else ():
+        try:
+            text = render(messages)
+        except BadLine:
+            continue
+        inner, found_2, rest = text.partition(_ANSWER)[2].partition(_QUESTION_2)
+        last = rest.partition(_ANSWER_2)[2] if found_2 else inner
+        if _ANSWER in text and (_ANSWER_2 in rest or messages is _ONE_TURN):
+            pattern = special_pattern(special)
+            return _end_of(pattern.split(inner) if found_2 else [], pattern.split(last))
+    return None
+
+
+def _end_of(inner: list[str], last: list[str]) -> TurnEnd | None:
+    """Return the end of a turn, from the texts after two answers, divided at special tokens."""
+    common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(inner, last)))
+    parts = common // 2 * 2  # special tokens have odd places
+    if not parts and len(last) > 1 and not last[0].strip():
+        parts = 2
+    return TurnEnd("".join(last[:parts]).lstrip(), last[parts - 1]) if parts else None
+
+
+def find_turn_markers(
+    render: Render, prompt: Render, special_tokens: Iterable[str], variables: Mapping[str, str]
+) -> frozenset[str]:
+    """Find the special tokens with which a template begins and ends turns and documents.
+
+    Tokens that the template prints inside of an answer, for example ``<think>`` and
+    ``<tool_call>``, are no turn markers.
+
+    Args:
+        render: renders messages, and tools if given, to text.
+        prompt: renders messages to the text after which an answer is generated.
+        special_tokens: spellings of the special tokens of the tokenizer.
+        variables: variables of the template, for example ``eos_token``.
+    """
+    special = frozenset(token for token in special_tokens if token)
+    if not special:
+        return special
+    named = {variables[name] for name in _NAMED if name in variables}
+    markers = special & {*named, *DOCUMENT_ENDS}
+    pattern = special_pattern(special)
+    for tokens in (*_of_questions(render, prompt, pattern), *_of_answers(render, pattern)):
+        markers |= set(tokens)
+    return markers
+
+
+def _of_questions(
+    render: Render, prompt: Render, pattern: re.Pattern[str]
+) -> Iterator[Iterable[str]]:
+    """Yield the special tokens of system and user turns, and the first token of an answer's header."""
+    for asked in ([_ONE_TURN[0]], [_SYSTEM, _ONE_TURN[0]]):
+        with suppress(BadLine):
+            text = render(asked)
+            yield _tokens(text, pattern)
+            # A thought may begin after the token that begins the answer.
+            yield _added_tokens(text, prompt(asked), pattern)[:1]
+    with suppress(BadLine):
+        # A template may explain the tokens of a call where it defines the tools.
+        called = render([*_CALLING, _RESULT], _TOOLS)
+        of_call = _tokens(called.rpartition(_QUESTION)[2], pattern)
+        yield set(_tokens(render([_ONE_TURN[0]], _TOOLS), pattern)) - set(of_call)
+
+
+def _of_answers(render: Render, pattern: re.Pattern[str]) -> Iterator[Iterable[str]]:
+    """Yield the special tokens that follow answers, and those of the result of a tool."""
+    for messages in PROBES:
+        with suppress(BadLine):
+            text = render(messages)
+            inner, found_2, rest = text.partition(_ANSWER)[2].partition(_QUESTION_2)
+            yield _tokens(inner, pattern)
+            yield _tokens(rest.partition(_ANSWER_2)[2] if found_2 else "", pattern)
+    with suppress(BadLine):
+        # After a plain answer, so that no token of a call is credited to the result.
+        after = render([*_ONE_TURN, _RESULT]).partition(_ANSWER)[2]
+        if _RESULT["content"] in after:
+            yield _tokens(after, pattern)
+            return
+    with suppress(BadLine):
+        yield _added_tokens(render(_CALLING), render([*_CALLING, _RESULT]), pattern)
+
+
+def _tokens(text: str, pattern: re.Pattern[str]) -> list[str]:
+    return pattern.split(text)[1::2]
+
+
+def _added_tokens(before: str, after: str, pattern: re.Pattern[str]) -> list[str]:
+    """Return the special tokens of ``after`` from the first part that differs from ``before``."""
+    parts = pattern.split(after)
+    same = sum(1 for _ in takewhile(lambda p: p[0] == p[1], zip(pattern.split(before), parts)))
+    return [token for at, token in enumerate(parts) if at % 2 and at >= same]
