@@ -9,7 +9,12 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 from megatron_packed.config.data_fields import fields_from
-from megatron_packed.config.sections.data_parts.tokenizer import AT_TURN
+from megatron_packed.config.sections.data_parts.tokenizer import (
+    AT_TURN,
+    DATA_RULES,
+    EACH_ANSWER,
+    REFUSED,
+)
 from megatron_packed.data.collate import collate
 from megatron_packed.data.documents import Documents
 from megatron_packed.data.errors import DataError
@@ -68,6 +73,12 @@ class PackedDataset(IterableDataset[MicroBatch]):
             template. Requires ``sft``.
         answer_end: last token of a conversation: ``turn`` or ``document``, as ``--answer-end``.
             States saved by earlier versions with ``sft`` need ``document``.
+        multi_turn: ``each`` or ``last``, as ``--multi-turn``.
+        unprinted_policy: ``refuse`` or ``count``, as ``--unprinted-policy``.
+        special_tokens_in_text: None, ``letters`` or ``tokens``, as ``--special-tokens-in-text``.
+        chat_template_date: date for chat templates that print it, such as ``2026-11-28``.
+        data_rules: 1 uses the tokens that an earlier version left in the cache, as
+            ``--data-rules``, so that its saved states can be loaded.
         max_document_length: maximum length of a document, or of a piece of a document, in tokens;
             None for ``tokens_per_pack``.
         overlong_policy: handling of longer documents: ``split``, ``truncate``, ``drop``, ``error``,
@@ -115,6 +126,11 @@ class PackedDataset(IterableDataset[MicroBatch]):
         sft: bool = False,
         chat_template: StrPath | None = None,
         answer_end: str = AT_TURN,
+        multi_turn: str = EACH_ANSWER,
+        unprinted_policy: str = REFUSED,
+        special_tokens_in_text: str | None = None,
+        chat_template_date: str | None = None,
+        data_rules: int = DATA_RULES,
         max_document_length: int | None = None,
         overlong_policy: str | None = None,
         packing_method: str = "balanced",
@@ -132,7 +148,14 @@ class PackedDataset(IterableDataset[MicroBatch]):
         check_run(seed, rank, world_size)
         cut = CutRules.from_options(tokens_per_pack, max_document_length, overlong_policy, sft)
         conversations = ConversationOptions(
-            sft=sft, chat_template=chat_template, answer_end=answer_end
+            sft=sft,
+            chat_template=chat_template,
+            answer_end=answer_end,
+            multi_turn=multi_turn,
+            unprinted_policy=unprinted_policy,
+            special_tokens_in_text=special_tokens_in_text,
+            chat_template_date=chat_template_date,
+            data_rules=data_rules,
         )
         reading = ReadingOptions(
             texts=texts,

@@ -5,11 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
+from datetime import date
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from megatron_packed.config.data_fields import DataFields
-from megatron_packed.config.sections.data_parts.tokenizer import ANSWER_ENDS
+from megatron_packed.config.sections.data_parts.tokenizer import (
+    ANSWER_ENDS,
+    DATA_RULES,
+    EARLIER_RULES,
+    MULTI_TURN,
+    SPECIAL_IN_TEXT,
+    UNPRINTED_POLICIES,
+)
 from megatron_packed.data.documents import DocumentRange, Documents, JoinedDocuments
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.index.indexed_documents import IndexedDocuments
@@ -37,19 +46,52 @@ class ConversationOptions:
     sft: bool
     chat_template: StrPath | None
     answer_end: str
+    multi_turn: str
+    unprinted_policy: str
+    special_tokens_in_text: str | None
+    chat_template_date: str | None
+    data_rules: int
 
     def __post_init__(self) -> None:
-        if self.chat_template is not None and not self.sft:
-            raise ValueError(
-                "chat_template is for conversations only; add sft=True, or leave it out."
-            )
-        if self.answer_end not in ANSWER_ENDS:
-            raise ValueError(f"answer_end is {self.answer_end!r}; give {' or '.join(ANSWER_ENDS)}.")
+        for name in ("chat_template", "chat_template_date"):
+            if getattr(self, name) is not None and not self.sft:
+                raise ValueError(
+                    f"{name} is for conversations only; add sft=True, or leave it out."
+                )
+        for name, allowed in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                names = " or ".join(map(str, allowed))
+                raise ValueError(f"{name} is {value!r}; give {names}.")
+        if self.chat_template_date is not None:
+            try:
+                date.fromisoformat(self.chat_template_date)
+            except (TypeError, ValueError):
+                raise ValueError(
+                    f"chat_template_date is {self.chat_template_date!r}; give a date like '2026-11-28'."
+                ) from None
 
     def chat_format(self, tokenizer: Tokenizer) -> ChatFormat:
         """Build the chat format of the options."""
         template = None if self.chat_template is None else os.fspath(self.chat_template)
-        return chat_format(tokenizer, template, answer_end=self.answer_end)
+        return chat_format(
+            tokenizer,
+            template,
+            answer_end=self.answer_end,
+            multi_turn=self.multi_turn,
+            unprinted_policy=self.unprinted_policy,
+            date=self.chat_template_date,
+        )
+
+
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "answer_end": ANSWER_ENDS,
+    "multi_turn": MULTI_TURN,
+    "unprinted_policy": UNPRINTED_POLICIES,
+    "special_tokens_in_text": (None, *SPECIAL_IN_TEXT),
+    "data_rules": (EARLIER_RULES, DATA_RULES),
+}
+"""Values that the options may have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +136,8 @@ def open_sources(
                 max_bad_fraction=reading.max_bad_fraction,
                 fields=reading.fields,
                 show=reading.show,
+                special_tokens_in_text=conversations.special_tokens_in_text,
+                rules=conversations.data_rules,
             )
             sources.insert(0, partial(TokenizedDataset, dataset.directory))
     finally:

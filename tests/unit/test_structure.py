@@ -10,7 +10,6 @@ AT_MOST = {
     "frames_from_model_to_attention": 8,
     "switches_of_one_step": 300,
     "tokens_per_line": 5.5,
-    "functions_over_60_lines": 3,
     "class_names_more_than_once": 0,
     "nested_conditional_expressions": 0,
     "tuple_attribute_assignments": 0,
@@ -21,8 +20,8 @@ AT_MOST = {
     "docstrings_by_question_word": 0,
     "attribute_docstrings_by_question_word": 0,
 }
-PRINTED_ONLY = {"files_over_400_lines"}
-"""Figures without a bound: a file is as long as its one subject."""
+PRINTED_ONLY = {"files_over_400_lines", "functions_over_60_lines"}
+"""Figures without a bound: a file is as long as its one subject, and so is a function."""
 AT_LEAST = {
     "comments_per_1000_lines_in_cuda_graphs": 25,
     "comments_per_1000_lines_in_memory": 25,

@@ -20,6 +20,11 @@ _EARLY_LINES = 10_000
 HOPELESS = 0.5
 """Share of bad lines above which data is refused before all lines are read."""
 _TOO_LONG = "question_too_long"
+_NOTHING_TO_LEARN = {
+    _TOO_LONG: "a question that is too long",
+    "rejected_answer": "a rejected answer",
+}
+"""Words for the reasons of `errors.EMPTY` that are no empty text."""
 """Reason of the empty lines that a larger limit of documents makes usable."""
 
 
@@ -165,10 +170,8 @@ class LineCounts:
 
     def _emptiness(self) -> str:
         """Return what the empty lines have, as text."""
-        kinds = ["an empty answer or text"] if self.empty.keys() - {_TOO_LONG} else []
-        return " or ".join(
-            [*kinds, "a question that is too long"] if _TOO_LONG in self.empty else kinds
-        )
+        kinds = [_NOTHING_TO_LEARN.get(reason, "an empty answer or text") for reason in self.empty]
+        return " or ".join(sorted(set(kinds)))
 
     def _cure_of_emptiness(self) -> str:
         cure = f"or name the field of the answers with {flags.DATA_FIELDS}"

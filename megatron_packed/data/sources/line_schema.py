@@ -52,7 +52,11 @@ from megatron_packed.data.sources.token_lines import (
     token_sequence,
 )
 from megatron_packed.data.sources.token_lines import TokenSequence as TokenSequence
-from megatron_packed.data.sources.tool_fields import parse_objects, without_nulls
+from megatron_packed.data.sources.tool_fields import (
+    null_arguments,
+    parse_objects,
+    without_nulls,
+)
 
 
 class Conversation(NamedTuple):
@@ -82,7 +86,9 @@ _CHATS = ("messages", "conversations")
 _OF_CHAT = frozenset({"system", "tools", LISTED_MASK})
 """Fields that are read beside a list of messages."""
 _OF_ALPACA = frozenset({"instruction", "input", "context", "system", "history", "tools"})
-DECIDING = frozenset({*_CHATS, "prompt", "instruction", "text", "chosen", *TOKENS})
+DECIDING = frozenset(
+    {*_CHATS, "prompt", "instruction", "text", "chosen", "preferred_output", *TOKENS}
+)
 """Fields of which a line needs one to have a schema. The others only add to a schema."""
 FIELDS = (
     DECIDING
@@ -123,7 +129,7 @@ def parse_line(
         fields: names of the fields of the line; None for the names of the schemas.
         notes: receives ``("unread_field", name)`` once for each field with a value that is not
             read. ``messages[].NAME`` is a field of messages. Fields that ``fields`` leaves out are
-            the choice of the user and get no note.
+            the choice of the user and get no note. Null arguments of tool calls get a note, too.
     Raises:
         BadLine: the line cannot be used, with the reason.
     """
@@ -149,6 +155,9 @@ def parse_line(
             )
     if notes is not None:
         notes.update(("unread_field", printable(name, 60)) for name in unread)
+        if b"null" in data:
+            nulls = null_arguments([line.get("messages"), line.get("conversations")])
+            notes.update(("null_argument", printable(name, 60)) for name in nulls)
     return samples
 
 

@@ -14,8 +14,13 @@ from megatron_packed.data.sources.line_messages import has_messages, is_dialogue
 
 LABELS = ("label", "kto_tag")
 """Names of the field that is true for an accepted answer: TRL and ms-swift, LLaMA-Factory."""
-PREFERENCE_ANSWERS = frozenset({"chosen", "rejected", *LABELS})
+_REJECTED_BESIDE = ("rejected_response", "rejected_messages")
+"""Fields of ms-swift that hold a rejected answer beside messages with the chosen one."""
+_PREFERRED = "preferred_output"
+"""Field of OpenAI's pairs that holds the chosen answer."""
+PREFERENCE_ANSWERS = frozenset({"chosen", "rejected", _PREFERRED, *_REJECTED_BESIDE, *LABELS})
 """Fields that recognise preference data."""
+_CHOSEN, _NO_DPO = "the chosen side", "and the DPO loss is not built"
 _ASKING = ("prompt", "question", "query", "instruction", "input", "messages", "conversations")
 """Fields that can hold the question of a pair."""
 PREFERENCE_FIELDS = PREFERENCE_ANSWERS | {*_ASKING}
@@ -30,12 +35,21 @@ def check_no_preferences(line: dict[str, Any]) -> None:
     """
     if all(isinstance(line.get(name), str | list | dict) for name in ("chosen", "rejected")):
         fields = _fields_of_chosen(line)
-        cure = _cure(line, fields or "instruction=FIELD,output=chosen", "the chosen side")
+        cure = _cure(line, fields or "instruction=FIELD,output=chosen", _CHOSEN)
         unknown = "" if fields else "; FIELD is the field of the question"
         raise BadLine(
             "preference_data",
-            f"`chosen` and `rejected` are a pair, and the DPO loss is not built; {cure}{unknown}",
+            f"`chosen` and `rejected` are a pair, {_NO_DPO}; {cure}{unknown}",
         )
+    for name in _REJECTED_BESIDE:
+        if line.get(name) and "messages" in line:
+            cure = _cure(
+                line, _with_optional(line, "messages=messages", "system", "tools"), _CHOSEN
+            )
+            raise BadLine("preference_data", f"`{name}` is a rejected answer, {_NO_DPO}; {cure}")
+    if _PREFERRED in line:
+        cure = _cure(line, f"prompt=input.messages,completion={_PREFERRED}", _CHOSEN)
+        raise BadLine("preference_data", f"`{_PREFERRED}` is one of a pair, {_NO_DPO}; {cure}")
     label = next((name for name in LABELS if isinstance(line.get(name), bool)), None)
     fields = "" if label is None else _fields_of_answer(line)
     if fields:

@@ -69,6 +69,8 @@ class Chunk(NamedTuple):
     lines: list[RawLine]
     position: int
     """Bytes of all files that were read up to the end of this chunk."""
+    unread: tuple[str, ...] = ()
+    """Columns of a table that are not read."""
 
 
 class _Outcome(NamedTuple):
@@ -108,6 +110,8 @@ def build_arrays(
             for chunk, outcomes in _in_order(_chunks_of_lines(files, options), encoder, options):
                 for outcome in outcomes:
                     _account(chunk.file, outcome, report, tally, writer)
+                used = sum(bool(outcome.documents) for outcome in outcomes)
+                report.add_notes(Counter({("unread_field", n): used for n in chunk.unread if used}))
                 report.check_early(options.max_bad_fraction, quarantine_path)
                 progress.update(
                     chunk.position, f"{report.documents} documents, {report.num_bad} bad lines"
@@ -239,11 +243,11 @@ def chunks_of(
             lines.append(line)
             num_bytes += len(line.data)
             if len(lines) >= _CHUNK_LINES or num_bytes >= _CHUNK_BYTES:
-                yield Chunk(file, lines, behind + reader.bytes_read)
+                yield Chunk(file, lines, behind + reader.bytes_read, reader.unread_columns)
                 lines, num_bytes = [], 0
         behind += file.stat().st_size
         if lines:
-            yield Chunk(file, lines, behind)
+            yield Chunk(file, lines, behind, reader.unread_columns)
 
 
 def _in_order(

@@ -22,6 +22,23 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
+def null_arguments(value: Any) -> list[str]:
+    """Return the names of the null arguments of all tool calls in a line.
+
+    Arguments that are a JSON text do not count, because their nulls stay.
+    """
+    names: list[str] = []
+    if isinstance(value, dict):
+        for name, part in value.items():
+            if name == "arguments" and isinstance(part, dict):
+                names += [key for key, argument in part.items() if argument is None]
+            names += null_arguments(part)
+    elif isinstance(value, list):
+        for part in value:
+            names += null_arguments(part)
+    return names
+
+
 def parse_objects(where: str, value: Any) -> list[dict[str, Any]] | None:
     """Return the objects of a list of tools or tool calls; None if the list is empty or null.
 

@@ -37,7 +37,12 @@ from megatron_packed.data.tokenizers.limited_process import CPU_SECONDS
 from megatron_packed.data.tokenizers.prompt_formats import PROMPT_FORMATS
 from megatron_packed.data.tokenizers.template_process import TemplateProcess, template_budget
 from megatron_packed.data.tokenizers.turn_ends import TurnCutter
-from megatron_packed.data.tokenizers.turn_markers import PROBES, TurnEnd, find_turn_end
+from megatron_packed.data.tokenizers.turn_markers import (
+    PROBES,
+    Messages,
+    TurnEnd,
+    find_turn_end,
+)
 
 BUILT_IN_TEMPLATES = {"chatml": DEFAULT_TEMPLATE}
 """Values of ``--chat-template`` that name a built-in template instead of a file."""
@@ -355,30 +360,38 @@ class TemplateFormat:
             return renderer.turn_markers
 
     def sentences(self) -> list[str]:
-        asks_for_date = self._date is None and "strftime_now" in self._source
-        return [
-            *[
+        sentences = []
+        if self._date is None and "strftime_now" in self._source:
+            sentences.append(
                 "The chat template asks for today's date, and gets none, so that the same data has the same "
                 f"tokens every day; {flags.CHAT_TEMPLATE_DATE} sets a date."
-            ]
-            * asks_for_date,
-            *self._sentences_of_blocks(),
-        ]
-
-    def _sentences_of_blocks(self) -> list[str]:
-        """Return what the generation blocks of the template leave out."""
-        if not self.ends_turns or self.turn_end is None:
-            return []
-        for messages in PROBES:
+            )
+        for messages in PROBES if self.ends_turns else ():
             with suppress(BadLine), self._renderers.renderer() as renderer:
-                if self._cutter.extends(renderer.conversation(messages, None, self._rendering)):
-                    return [
-                        "The {% generation %} blocks of the chat template leave out "
-                        f"{self.turn_end.token}, which ends an answer; this token is learned too, "
-                        "because a model that never learns it does not stop."
-                    ]
-                return []
-        return []
+                return [*sentences, *self._sentences_of_blocks(renderer, messages)]
+        return sentences
+
+    def _sentences_of_blocks(
+        self, renderer: ConversationRenderer | TemplateProcess, messages: Messages
+    ) -> list[str]:
+        """Return what the generation blocks of the template change about the served answers."""
+        [*_, document], _ = renderer.documents(messages, None, self._rendering)
+        if document.as_served:
+            return []
+        sentences = []
+        rendered = Rendered(document.text, document.spans)
+        if self.turn_end is not None and self._cutter.extends(rendered):
+            sentences.append(
+                "The {% generation %} blocks of the chat template leave out "
+                f"{self.turn_end.token}, which ends an answer; this token is learned too, "
+                "because a model that never learns it does not stop."
+            )
+        if document.spans and not document.text.startswith(renderer.prompt(messages[:-1])):
+            sentences.append(
+                "The text before the last {% generation %} block differs from the prompt that the "
+                "chat template gives (add_generation_prompt), which a served model gets."
+            )
+        return sentences
 
     @cached_property
     def _cutter(self) -> TurnCutter:

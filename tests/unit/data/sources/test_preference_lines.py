@@ -44,6 +44,15 @@ PAIRS = [
         },
         TALK,
     ),
+    ({"messages": [USER, GOOD], "rejected_response": "bad"}, TALK),
+    (
+        {
+            "input": {"messages": [USER]},
+            "preferred_output": [GOOD],
+            "non_preferred_output": [BAD],
+        },
+        TALK,
+    ),
 ]
 LABELLED = [
     ({"prompt": "q", "completion": "good"}, [PromptCompletion("q", "good")]),

@@ -1,6 +1,7 @@
 """Tests of tools and calls: JSON texts are parsed, null keys are dropped, bad ones have a place."""
 
 import json
+from collections import Counter
 
 import pytest
 
@@ -168,3 +169,17 @@ def test_the_field_for_a_call_before_there_were_tool_calls():
     assert parsed(messages=[message]).messages == [
         {"role": "assistant", "content": "", "tool_calls": [ONE]}
     ]
+
+
+def test_null_arguments_that_are_left_out_are_noted():
+    """Nulls of a JSON text stay, because the writer of the call wrote them."""
+    calls = [
+        {"function": {"name": "f", "arguments": {"a": None, "b": 1}}},
+        {"function": {"name": "f", "arguments": '{"a": null}'}},
+    ]
+    line = {"messages": [USER, {"role": "assistant", "tool_calls": calls}]}
+    notes = Counter()
+    [talk] = parse_line(json.dumps(line).encode(), None, notes)
+    made = [call["function"]["arguments"] for call in talk.messages[1]["tool_calls"]]
+    assert made == [{"b": 1}, {"a": None}]
+    assert notes == {("null_argument", "a"): 1}

@@ -419,6 +419,7 @@ SPELT = """{% for m in messages %}{{ m.role + ': ' }}{% if m.role == 'assistant'
         (REFUSES_USER + MARKED.replace("CONTENT", "m.content"), {"system", "tool"}),
         (MARKED.replace("CONTENT", "m.content + m.content"), set()),
         (MARKED.replace("CONTENT", "m.content | upper"), set()),
+        (MARKED.replace("CONTENT", "m.content | replace('e', '3')"), {"user", "tool"}),
     ],
 )
 def test_only_what_a_template_prints_as_it_stands_is_cut(source: str, cut: set[str]) -> None:
@@ -427,7 +428,7 @@ def test_only_what_a_template_prints_as_it_stands_is_cut(source: str, cut: set[s
     messages = [
         message("system", "  Be " + "so " * 90 + "nice, /no_think. "),
         message("user", f"  {STORY}\n{ASKED}  "),
-        message("tool", 'tool: "ä"\n' * 30),
+        message("tool", 'tool: "ä" part0of1x\n' * 30),
         message("assistant", "yes"),
     ]
     shortest = {"system": "", "user": f"{ASKED}  ", "tool": ""}
@@ -439,6 +440,19 @@ def test_only_what_a_template_prints_as_it_stands_is_cut(source: str, cut: set[s
     document = shorten(sample, len(expected.ids) - answer + 1, chat)
     assert document.ids.tolist() == expected.ids[: len(expected.ids) - answer + 1].tolist()
     assert left_out(sample, len(expected.ids) - answer, chat)
+    chat.close()
+
+
+def test_what_a_template_prints_after_the_answer_is_not_cut() -> None:
+    source = "{% for m in messages[1:] %}{{ m.role + ': ' }}{% if m.role == 'assistant' %}{% generation %}"
+    source += "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    chat = TemplateFormat(source + "{{ messages[0].content }}", BYTES, answer_end="document")
+    before = text_of(whole(SUMMARY, chat))
+    document = shorten(SUMMARY, len(before) - 500 - len("<|endoftext|>") + 1, chat)
+    passage = f"Summarise:\n{STORY}\n\n"
+    assert text_of(document) == before.replace(passage, middle_cut(passage, len(passage) - 500))
+    least = f"user: {ASKED}assistant: "
+    assert text_of(shorten(SUMMARY, len(least) + 5, chat)) == least + "ok, t"
     chat.close()
 
 
@@ -595,6 +609,18 @@ def test_conversations_of_a_tokenizer_that_does_not_split(tmp_path) -> None:
         assert text.startswith("the user<s>[INST] Hello")
         assert text.endswith(" am I fine? [/INST] I am fine </s>")
         assert document.targets.sum() == before.targets.sum()
+    chat.close()
+
+
+def test_a_token_of_markup_and_message_stays(tmp_path) -> None:
+    """A tokenizer that does not split may make one token of the template's text and a message."""
+    source = "{% for m in messages %}{% if m.role == 'user' %}{{ 'Hel' + m.content + bos_token }}"
+    source += "{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
+    tokenizer = save_tokenizer(tmp_path, metaspace(), eos_token="</s>", bos_token="<s>")
+    chat = TemplateFormat(source, tokenizer)
+    sample = Conversation([message("user", "lo " * 200), message("assistant", "yes")])
+    least = next(n for n in range(2, 400) if not left_out(sample, n, chat, tokenizer))
+    assert tokenizer.decode(shorten(sample, least, chat, tokenizer).ids).startswith("Hello lo")
     chat.close()
 
 

@@ -3,6 +3,7 @@
 import pytest
 from tokenizers import AddedToken
 
+from megatron_packed.data.errors import DataError
 from megatron_packed.data.sources.line_schema import Conversation, PromptCompletion
 from megatron_packed.data.tokenizers import chat_format as formats
 from megatron_packed.data.tokenizers.base import ByteTokenizer
@@ -319,3 +320,53 @@ def test_a_range_that_repeats_the_end_of_the_turn_ends_at_the_first_one() -> Non
     assert cutter.cut(Rendered(text, [(9, len(text))])) == Rendered(
         "question answer<end>", [(9, 20)]
     )
+
+
+@pytest.mark.parametrize(("prompt", "said_so"), [("<|user|>", True), ("<|assistant|>", False)])
+def test_blocks_after_another_prompt_than_the_served_one_are_reported(
+    prompt, said_so, tmp_path, engine
+):
+    source = turns(
+        "{{ '<|user|>' + m.content }}",
+        "{{ '<|assistant|>' }}" + GENERATED.format("{{ m.content + '</s>' }}"),
+        prompt,
+    )
+    chat = chat_format(tokenizer_of(tmp_path, engine, "</s>", source))
+    found = [line for line in chat.sentences() if "differs from the prompt" in line]
+    assert len(found) == said_so
+    chat.close()
+
+
+def test_a_template_that_asks_for_a_date_is_reported_until_it_gets_one(tmp_path, engine):
+    source = "{{ strftime_now('%Y') if strftime_now is defined }}" + FAMILIES["Qwen"][0]
+    tokenizer = tokenizer_of(tmp_path, engine, "<|im_end|>", source)
+    for date, count in ((None, 1), ("2026-11-28", 0)):
+        chat = chat_format(tokenizer, date=date)
+        assert len([line for line in chat.sentences() if "--chat-template-date" in line]) == count
+        text = one(tokenizer, chat, Conversation(TALK[:2])).ids
+        assert tokenizer.decode(text).startswith("2026" if date else "<|im_start|>")
+        chat.close()
+
+
+def test_a_tokenizer_without_template_and_without_chatml_is_refused_for_conversations(
+    tmp_path, engine
+):
+    """Prompts and completions need no template, and chatml can be demanded."""
+    tokenizer = save_tokenizer(tmp_path, byte_level(["</s>"]), eos_token="</s>")
+    with pytest.raises(DataError, match=r"<\|im_start\|> and <\|im_end\|> of ChatML are no tokens"):
+        encode(tokenizer, chat_format(tokenizer), Conversation(TALK))
+    assert one(tokenizer, chat_format(tokenizer), PromptCompletion("q", "a"))
+    assert one(tokenizer, chat_format(tokenizer, "chatml"), Conversation(TALK))
+
+
+def test_conversations_with_tools_use_the_template_for_tools(tmp_path, engine):
+    named = [
+        {"name": "tool_use", "template": "{{ 'T' if tools }}" + FAMILIES["Qwen"][0]},
+        {"name": "default", "template": FAMILIES["Qwen"][0]},
+    ]
+    tokenizer = save_tokenizer(tmp_path, engine, eos_token="<|im_end|>", chat_template=named)
+    chat = chat_format(tokenizer)
+    plain = one(tokenizer, chat, Conversation(TALK[:2]))
+    tools = one(tokenizer, chat, Conversation(TALK[:2], [{"name": "f"}]))
+    assert tokenizer.decode(tools.ids) == "T" + tokenizer.decode(plain.ids)
+    chat.close()
