@@ -50,11 +50,13 @@ WINDOW = 48
 CHANGED = 1
 """Number of the document whose tokens change."""
 ULPS_OF_GROUPED_PRODUCTS = 4
-"""Allowed difference of grouped products, whose rows are sorted by expert.
-
-If one document changes, experts get other numbers of rows, and rows of other documents move. A
-grouped product may split its sums by the number of rows. On some CPUs the rounding of a row depends
-on its place: by measurement 1.1 ulp with the AVX2 kernels of MKL 2024.2.
+"""Allowed difference of grouped products. Such a product may split its sums by the number of rows
+of an expert, so rows of other documents may be rounded differently.
+"""
+ULPS_OF_MOVED_ROWS = 8
+"""Allowed difference of experts on a CPU. Rows are sorted by expert, so a change of one document moves
+rows of the others. On some CPUs the rounding of a row depends on its place in a product. The AVX2
+kernels of MKL 2024.2 moved random small models by up to 2.6 ulp, and other kernels by 0.
 """
 ULPS_OF_UNORDERED_SUMS = 2
 """Allowed difference of attention gradients without deterministic mode. The kernels then add
@@ -332,10 +334,10 @@ def _ulps_allowed(symbol: str, quantity: str, device: torch.device, backends: Ba
 
     Rounding may change other documents although the kernel does not read across documents.
     """
-    if symbol == MOE and (device.type == "cpu" or backends.grouped_mlp != "reference"):
-        return ULPS_OF_GROUPED_PRODUCTS
     if device.type == "cpu":
-        return 0
+        return ULPS_OF_MOVED_ROWS if symbol == MOE else 0
+    if symbol == MOE and backends.grouped_mlp != "reference":
+        return ULPS_OF_GROUPED_PRODUCTS
     if symbol == ATTENTION and quantity == "input gradients" and not backends.deterministic:
         return ULPS_OF_UNORDERED_SUMS
     return 0

@@ -75,8 +75,8 @@ class PackingConfig(Section, title="packing"):
     )
     overlong_policy: str = derived_option(
         "Handling of documents longer than --max-document-length; all cases are counted. With "
-        "truncate_prompt, earlier turns or the front of the prompt are cut and the last answer "
-        "is kept. With truncate, the end is cut. With split, the document becomes several "
+        "truncate_prompt, earlier turns and the middle of long messages are cut, and the question "
+        "and the last answer are kept. With truncate, the end is cut. With split, the document becomes several "
         "pieces. With drop, it is skipped. With error, the run ends.",
         derived="split, which loses no token; with --sft truncate_prompt, which keeps the last "
         "answer",

@@ -20,12 +20,12 @@ _EARLY_LINES = 10_000
 HOPELESS = 0.5
 """Share of bad lines above which data is refused before all lines are read."""
 _TOO_LONG = "question_too_long"
+"""Reason of the empty lines that a larger limit of documents makes usable."""
 _NOTHING_TO_LEARN = {
     _TOO_LONG: "a question that is too long",
     "rejected_answer": "a rejected answer",
 }
 """Words for the reasons of `errors.EMPTY` that are no empty text."""
-"""Reason of the empty lines that a larger limit of documents makes usable."""
 
 
 def refusal(problem: str, rules: list[str], cure: str, place: str = "") -> str:

@@ -74,8 +74,6 @@ class TextDocument(NamedTuple):
     sample: Sample
     """The sample, or the part of a conversation that the document holds."""
     pieces: list[TextPiece]
-    later_documents: int = 0
-    """As `EncodedDocument.later_documents`."""
 
 
 class EncodedLine(NamedTuple):
@@ -155,19 +153,27 @@ class SampleEncoder:
                 continue
             outcomes.append(EncodedLine([], notes))
             drafts.extend(of_line)
-        pending = self._text_documents(drafts)
-        encoded = encode_pieces(self.tokenizer, [part.pieces for _, part in pending], known)
-        for (number, part), document in zip(pending, encoded):
+        parts = self._text_documents([draft for _, draft in drafts])
+        encoded = iter(
+            encode_pieces(self.tokenizer, [part.pieces for group in parts for part in group], known)
+        )
+        for (number, _), group in zip(drafts, parts):
+            documents = [next(encoded) for _ in group]
             outcome = outcomes[number]
             if isinstance(outcome, BadLine):
                 continue
-            finished = self._finished(document, part, known)
-            if isinstance(finished, BadLine):
-                outcomes[number] = finished
-            elif finished is not None:
-                outcome.documents.append(finished._replace(later_documents=part.later_documents))
-            else:
-                outcome.notes["left_out", "question_too_long"] += 1
+            finished = [self._finished(*pair, known) for pair in zip(documents, group)]
+            bad = next((part for part in finished if isinstance(part, BadLine)), None)
+            if bad is not None:
+                outcomes[number] = bad
+                continue
+            kept = [part for part in finished if isinstance(part, EncodedDocument)]
+            if len(kept) < len(finished):
+                outcome.notes["left_out", "question_too_long"] += len(finished) - len(kept)
+            last = len(kept) - 1
+            outcome.documents.extend(
+                part._replace(later_documents=last - at) for at, part in enumerate(kept)
+            )
         for number, outcome in enumerate(outcomes):
             if isinstance(outcome, EncodedLine) and lines[number] and not outcome.documents:
                 outcomes[number] = BadLine("question_too_long")
@@ -190,24 +196,19 @@ class SampleEncoder:
         return TextDocument(sample, [TextPiece(sample.text, True, False)])
 
     def _text_documents(
-        self, drafts: Sequence[tuple[int, TextDocument | list[ChatDocument]]]
-    ) -> list[tuple[int, TextDocument]]:
-        """Return all documents of drafts, each with the number of its line."""
-        chats = [draft for _, draft in drafts if isinstance(draft, list)]
+        self, drafts: Sequence[TextDocument | list[ChatDocument]]
+    ) -> list[list[TextDocument]]:
+        """Return the documents of each draft."""
+        chats = [draft for draft in drafts if isinstance(draft, list)]
         if self.tokenizer.splits_cleanly and chats:
             chats = with_natural_seams(chats, self.chat, self.tokenizer, self._special_texts)
         rest = iter(chats)
-        documents = []
-        for number, draft in drafts:
-            if isinstance(draft, TextDocument):
-                documents.append((number, draft))
-                continue
-            of_talk = next(rest)
-            documents += [
-                (number, TextDocument(part.conversation, part.pieces, len(of_talk) - 1 - at))
-                for at, part in enumerate(of_talk)
-            ]
-        return documents
+        return [
+            [draft]
+            if isinstance(draft, TextDocument)
+            else [TextDocument(part.conversation, part.pieces) for part in next(rest)]
+            for draft in drafts
+        ]
 
     def _prompt_completion(self, sample: PromptCompletion, notes: Notes) -> list[TextPiece]:
         """Return the pieces of a prompt and its completion.

@@ -5,16 +5,24 @@ import dataclasses
 import pytest
 import torch
 
+import megatron_packed.layers.attention as attention
 import megatron_packed.layers.gated_delta_net as gated_delta_net
 import megatron_packed.layers.mamba_mixer as mamba_mixer
 import megatron_packed.layers.short_convolution as short_convolution
 import megatron_packed.ops.ssd.reference as ssd_reference
 from support import hybrid_cases as cases
+from support.row_products import experts_row_by_row
 
 LENGTHS = [5, cases.CHUNK + 3, 1, 2 * cases.CHUNK, 4]
 CHANGED = 1
 """Document whose token changes. It ends inside a chunk that it shares with the next documents."""
 TAIL = 6
+
+
+@pytest.fixture(autouse=True)
+def _rows_of_experts_keep_their_bits():
+    with experts_row_by_row():
+        yield
 
 
 def observe(model, batch):
@@ -184,11 +192,13 @@ def test_removing_the_attention_mask_is_caught(batch):
     assert min(changes.values()) > 1e-5, changes
 
 
-def test_removing_the_position_reset_is_caught():
-    """A document gives the same bits at every offset in the pack; positions without a reset change them.
+def test_removing_the_position_reset_is_caught(monkeypatch):
+    """A document is rotated by the same bits at every offset; positions without a reset change them.
 
     Attention depends only on differences of positions, so positions without a reset change only the
-    rounding. If the rotary tables are shorter than these positions, the results are not finite.
+    rounding of results. A product may change it, too, if the document has other rows there. So the
+    bits of rotated ones are compared, which depend on positions only. If the rotary tables are shorter
+    than these positions, the results are not finite.
     """
     document = cases.make_documents([6])
     filler = cases.make_documents([4 * cases.CHUNK], seed=1)
@@ -197,9 +207,19 @@ def test_removing_the_position_reset_is_caught():
     continued = rebuilt(
         second, position_ids=torch.arange(second.layout.total_tokens, dtype=torch.int32)
     )
-    expected = observe(model, first)["outputs"][:6]
-    assert torch.equal(observe(model, second)["outputs"][-6:], expected)
-    assert not torch.equal(observe(model, continued)["outputs"][-6:], expected)
+    rotate, rotations = attention.apply_rope, []
+
+    def recorded(q, k, *tables, **options):
+        rotations.append(rotate(torch.ones_like(q), torch.ones_like(k), *tables, **options))
+        return rotate(q, k, *tables, **options)
+
+    monkeypatch.setattr(attention, "apply_rope", recorded)
+    outputs = [observe(model, pack)["outputs"] for pack in (first, second, continued)]
+    at_first, at_second, at_continued = rotations[::2]  # observe() runs the model twice
+    for ones, others, moved in zip(at_first, at_second, at_continued, strict=True):
+        assert torch.equal(others[-6:], ones[:6])
+        assert not torch.equal(moved[-6:], ones[:6])
+    torch.testing.assert_close(outputs[1][-6:], outputs[0][:6], rtol=1e-5, atol=1e-5)
     short = cases.tiny_model("*", position_embedding_type="rope", max_positions=4 * cases.CHUNK)
     assert torch.isfinite(observe(short, second)["outputs"]).all()
     assert not torch.isfinite(observe(short, continued)["outputs"]).all()

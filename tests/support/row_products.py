@@ -1,0 +1,26 @@
+"""Products of experts whose rows keep their bits at every place, for comparisons of bits on any CPU.
+
+The rows of experts are sorted by expert. If one document changes, rows of other documents move. The
+matrix products of some CPUs round a row by its place: in a product of 256 rows, the AVX2 kernels of
+MKL 2024.2 round rows 174, 175, 254 and 255 differently. The result is then correct, and a comparison
+of bits fails. Here each element is a sum of its own, in the same order at every place.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from unittest import mock
+
+from torch import Tensor
+
+from megatron_packed.ops.grouped_mlp import reference
+
+
+def linear_row_by_row(x_BI: Tensor, weight_OI: Tensor) -> Tensor:
+    """Return ``x W^T``; a row of the result and of the gradient of ``x`` depends only on its row."""
+    return (x_BI[:, None, :] * weight_OI).sum(-1)
+
+
+def experts_row_by_row() -> AbstractContextManager[object]:
+    """Return a ``with`` block in which the experts' products are those of `linear_row_by_row`."""
+    return mock.patch.object(reference, "linear", linear_row_by_row)
