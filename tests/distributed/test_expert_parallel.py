@@ -44,6 +44,7 @@ from support.rank_models import (
     own_value,
 )
 from support.recorder import Recorder
+from support.row_products import experts_row_by_row
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5}
 OVERFLOW = HybridOutput._fields.index("expert_overflow")
@@ -630,6 +631,7 @@ def test_no_question_and_no_shape_depends_on_the_routing(pools: WorkerPools) -> 
 # -- isolation -------------------------------------------------------------------------------------
 
 
+@experts_row_by_row()
 def leaks(groups: ParallelGroups, runs: list[Run]) -> list[dict[str, float]]:
     """Change a token in one document of rank 0's pack; return the largest changes elsewhere.
 

@@ -8,7 +8,8 @@ of bits fails. Here each element is a sum of its own, in the same order at every
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from unittest import mock
 
 from torch import Tensor
@@ -21,6 +22,8 @@ def linear_row_by_row(x_BI: Tensor, weight_OI: Tensor) -> Tensor:
     return (x_BI[:, None, :] * weight_OI).sum(-1)
 
 
-def experts_row_by_row() -> AbstractContextManager[object]:
-    """Return a ``with`` block in which the experts' products are those of `linear_row_by_row`."""
-    return mock.patch.object(reference, "linear", linear_row_by_row)
+@contextmanager
+def experts_row_by_row() -> Iterator[None]:
+    """Compute the experts' products by `linear_row_by_row` in a ``with`` block or a decorated function."""
+    with mock.patch.object(reference, "linear", linear_row_by_row):
+        yield

@@ -2,10 +2,11 @@
 
 A model is trained on the text that it is served with. The text before an answer is the prompt that
 the template gives for the messages before it (``add_generation_prompt``). The answer is the text
-that the template prints when this answer is the last message. Templates that show thoughts only after the last user
-message print the earlier turns of a longer conversation in another way. Then no rendering of the
-complete conversation holds all answers, and one conversation becomes several documents, each with
-its history as it is served.
+that the template prints when this answer is the last message.
+
+Templates that show thoughts only after the last user message print the earlier turns of a longer
+conversation in another way. Then no rendering of the complete conversation holds all answers, and
+one conversation becomes several documents, each with its history as it is served.
 
 The module needs only jinja2, like `chat_template`.
 """

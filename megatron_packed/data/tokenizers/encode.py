@@ -143,21 +143,23 @@ class SampleEncoder:
         """
         known: KnownTokens | None = {} if self.shortens else None
         outcomes: list[EncodedLine | BadLine] = []
-        drafts: list[tuple[int, TextDocument | list[ChatDocument]]] = []
+        numbers: list[int] = []
+        drafts: list[tuple[Notes, TextDocument | list[ChatDocument]]] = []
         for number, samples in enumerate(lines):
             notes: Notes = Counter()
             try:
-                of_line = [(number, self._draft(sample, notes)) for sample in samples]
+                of_line = [(notes, self._draft(sample, notes)) for sample in samples]
             except BadLine as bad:
                 outcomes.append(bad)
                 continue
             outcomes.append(EncodedLine([], notes))
-            drafts.extend(of_line)
-        parts = self._text_documents([draft for _, draft in drafts])
+            numbers += [number] * len(of_line)
+            drafts += of_line
+        parts = self._text_documents(drafts)
         encoded = iter(
             encode_pieces(self.tokenizer, [part.pieces for group in parts for part in group], known)
         )
-        for (number, _), group in zip(drafts, parts):
+        for number, group in zip(numbers, parts):
             documents = [next(encoded) for _ in group]
             outcome = outcomes[number]
             if isinstance(outcome, BadLine):
@@ -196,19 +198,24 @@ class SampleEncoder:
         return TextDocument(sample, [TextPiece(sample.text, True, False)])
 
     def _text_documents(
-        self, drafts: Sequence[TextDocument | list[ChatDocument]]
+        self, drafts: Sequence[tuple[Notes, TextDocument | list[ChatDocument]]]
     ) -> list[list[TextDocument]]:
-        """Return the documents of each draft."""
-        chats = [draft for draft in drafts if isinstance(draft, list)]
+        """Return the documents of each draft, and add to the notes of its line."""
+        chats = [draft for _, draft in drafts if isinstance(draft, list)]
+        natural = [(documents, 0) for documents in chats]
         if self.tokenizer.splits_cleanly and chats:
-            chats = with_natural_seams(chats, self.chat, self.tokenizer, self._special_texts)
-        rest = iter(chats)
-        return [
-            [draft]
-            if isinstance(draft, TextDocument)
-            else [TextDocument(part.conversation, part.pieces) for part in next(rest)]
-            for draft in drafts
-        ]
+            natural = with_natural_seams(chats, self.chat, self.tokenizer, self._special_texts)
+        rest = iter(natural)
+        groups = []
+        for notes, draft in drafts:
+            if isinstance(draft, TextDocument):
+                groups.append([draft])
+                continue
+            documents, left_out = next(rest)
+            if left_out:
+                notes["not_served", "answers of earlier turns"] += left_out
+            groups.append([TextDocument(part.conversation, part.pieces) for part in documents])
+        return groups
 
     def _prompt_completion(self, sample: PromptCompletion, notes: Notes) -> list[TextPiece]:
         """Return the pieces of a prompt and its completion.

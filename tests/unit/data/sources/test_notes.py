@@ -6,10 +6,12 @@ import pytest
 
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.notes import NOTES, note_lines
+from megatron_packed.data.sources.line_schema import parse_line
 from megatron_packed.data.sources.tokenized_dataset import open_dataset
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.data.tokenizers.chat_format import TemplateFormat
-from support.data_helpers import open_lines
+from megatron_packed.data.tokenizers.encode import SampleEncoder
+from support.data_helpers import byte_level, marked, open_lines, save_tokenizer
 
 BYTES = ByteTokenizer()
 USER = {"role": "user", "content": "q"}
@@ -68,6 +70,21 @@ def test_documents_of_answers_with_their_own_history_are_counted_with_their_cost
     last = open_with(tmp_path, lines, TemplateFormat(THINKS_LAST, BYTES, multi_turn="last"))
     assert (last.report.documents, last.report.split_conversations) == (2, 0)
     assert last.report.notes == {"not_served": {"answers of earlier turns": 2}}
+
+
+def test_last_leaves_out_answers_whose_place_changes_a_token(tmp_path):
+    """After "A: ", the served history has one token for the space and the answer."""
+    source = "{% for m in messages %}{{ 'Q: ' if m.role == 'user' else ' A: ' }}{{ m.content }}{% endfor %}"
+    tokenizer = save_tokenizer(tmp_path, byte_level(), eos_token="</s>")
+    chat = TemplateFormat(
+        source + "{{ ' A: ' if add_generation_prompt }}", tokenizer, multi_turn="last"
+    )
+    encoder = SampleEncoder(tokenizer=tokenizer, chat=chat)
+    [outcome] = encoder.encode([parse_line(line("are", "today").encode())])
+    assert [marked(tokenizer, part) for part in outcome.documents] == [
+        "Q: q A: areQ: q A: [today</s>]"
+    ]
+    assert outcome.notes == {("not_served", "answers of earlier turns"): 1}
 
 
 RENDERED = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na<|im_end|>"
