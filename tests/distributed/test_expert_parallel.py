@@ -378,7 +378,11 @@ CAPACITY_LAYOUTS = [LAYOUTS[n] for n in (0, 4, 5, 6, 10)]
 
 @pytest.mark.parametrize(("world_size", "layout"), CAPACITY_LAYOUTS)
 def test_capacities(pools: WorkerPools, world_size: int, layout: dict[str, int]) -> None:
-    """Check that the same tokens are dropped as in one process, with and without padding."""
+    """Check that the same tokens are dropped as in one process, with and without padding.
+
+    The Mamba layer gives equal tokens other neighbours. Without it their probabilities would be equal
+    up to rounding, and rounding, which differs between layouts on some CPUs, would choose.
+    """
     kinds = (ALLGATHER, ALLTOALL, {**ALLTOALL, "moe_pad_expert_input_to_capacity": True})
     runs = [
         Run(
@@ -388,7 +392,7 @@ def test_capacities(pools: WorkerPools, world_size: int, layout: dict[str, int])
                 "moe_expert_capacity_factor": 0.6,
                 "moe_token_drop_policy": policy,
             },
-            "E*E",
+            "ME*E",
         )
         for kind in kinds
         for settings, policy in ((SOFTMAX, "probs"), (SIGMOID, "position"))

@@ -1,9 +1,9 @@
 """Products of experts whose rows keep their bits at every place, for comparisons of bits on any CPU.
 
 The rows of experts are sorted by expert. If one document changes, rows of other documents move. The
-matrix products of some CPUs round a row by its place: in a product of 256 rows, the AVX2 kernels of
-MKL 2024.2 round rows 174, 175, 254 and 255 differently. The result is then correct, and a comparison
-of bits fails. Here each element is a sum of its own, in the same order at every place.
+matrix products of some CPUs round a row by its place. The AVX2 kernels of MKL 2024.2 round rows 174,
+175, 254 and 255 of 256 differently from the others. The result is then correct, and a comparison of
+bits fails. Here each element is a sum of its own, in the same order at every place.
 """
 
 from __future__ import annotations

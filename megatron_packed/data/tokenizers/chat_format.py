@@ -327,6 +327,8 @@ class TemplateFormat:
         messages, tools = conversation.messages, conversation.tools
         with self._for(tools).renderer() as renderer:
             rendered, notes = renderer.documents(messages, tools, self._rendering)
+        if ("not_printed", "tools") in notes:  # later renderings of its parts go without tools
+            conversation = conversation._replace(tools=None)
         documents = []
         for end, learned, text, spans, as_served in rendered:
             part = conversation._replace(messages=only_learned(messages[:end], learned))

@@ -129,6 +129,9 @@ class ConversationRenderer(TemplateRenderer):
         """
         notes: Notes = Counter()
         try:
+            if tools and rules.counts_unprinted and self._refuses_tools(messages, tools):
+                tools = None
+                notes["not_printed", "tools"] += 1
             shown = self.protected(messages, tools, notes)
             documents = self._documents(*shown, rules, notes)
             if any(kind == "letters" for kind, _ in notes):
@@ -140,6 +143,16 @@ class ConversationRenderer(TemplateRenderer):
             notes["not_served", "answers of earlier turns"] += earlier
             documents = documents[-1:]
         return documents, notes
+
+    def _refuses_tools(self, messages: Messages, tools: Tools) -> bool:
+        """Return True if the template raises an error for tools, but not without them."""
+        try:
+            self.render(messages, tools)
+        except BadLine:
+            with suppress(BadLine):
+                self.render(messages, None)
+                return True
+        return False
 
     def _documents(
         self, messages: Messages, tools: Tools, rules: RenderingRules, notes: Notes
