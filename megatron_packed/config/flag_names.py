@@ -7,6 +7,7 @@ A test compares them with the options, and fails if those layers spell a flag el
 BF16 = "--bf16"
 CHAT_TEMPLATE = "--chat-template"
 CHAT_TEMPLATE_DATE = "--chat-template-date"
+CHAT_TEMPLATE_KWARGS = "--chat-template-kwargs"
 CKPT_STEP = "--ckpt-step"
 CP_COMM_TYPE = "--cp-comm-type"
 CUDA_GRAPH_IMPL = "--cuda-graph-impl"

@@ -79,13 +79,16 @@ IDLE: tuple[Idle, ...] = (
         keys_in(
             "data",
             "chat_template sft_tokenizer_prompt_format answer_end multi_turn unprinted_policy "
-            "chat_template_date special_tokens_in_text data_rules",
+            "chat_template_date chat_template_kwargs special_tokens_in_text data_rules",
         ),
     ),
     Idle(
         "--sft is not given, and text has no turns",
         lambda run, _: not run.data.sft,
-        keys_in("data", "multi_turn unprinted_policy chat_template_date data_rules"),
+        keys_in(
+            "data",
+            "multi_turn unprinted_policy chat_template_date chat_template_kwargs data_rules",
+        ),
     ),
     Idle(
         "--sft-tokenizer-prompt-format makes one document of a conversation",

@@ -30,8 +30,8 @@ REASONS: dict[str, str] = {
     "missing_key": f"the line lacks a field that {flags.JSON_KEYS} or {flags.DATA_FIELDS} names",
     "wrong_type": "a field has a different type than the schema requires",
     "not_text": "a part of a message is an image, a sound or another kind that is no text",
-    "unknown_role": "the roles are system, user, assistant and tool; `conversations` may also use human and gpt, "
-    f"and {flags.DATA_FIELDS} conversations=messages reads `messages` in the same way",
+    "unknown_role": "the roles are system or developer, user, assistant, and tool or function; `conversations` may "
+    f"also use human and gpt, and `messages` with the {flags.DATA_FIELDS} of the place",
     "missing_completion": "the line has a `prompt` but no `completion`",
     "empty_messages": "`messages` is empty",
     "empty_assistant": "an assistant message has no content and calls no tool",
@@ -61,6 +61,7 @@ REASONS: dict[str, str] = {
     "tokenizer_failed": "the tokenizer's library rejected the text",
     "not_a_token_number": f"a NullTokenizer reads token numbers separated by spaces, each below {flags.VOCAB_SIZE}",
     "killed_worker": "the process that tokenised the line crashed, was killed, or did not finish",
+    "all_masked": "a mask excludes every answer of a conversation, so the line has nothing to train on",
     "no_trainable_token": "tokenisation left no token to train on",
     "question_too_long": "the question and the template's text around it leave no room for the answer; a larger "
     f"{flags.MAX_DOCUMENT_LENGTH} does",
@@ -75,13 +76,21 @@ CURES: dict[str, str] = {
     "not_printed": f"give {flags.CHAT_TEMPLATE} a template that prints it, or {flags.UNPRINTED_POLICY} count to train "
     "without it",
     "template_error": f"give another {flags.CHAT_TEMPLATE}, or correct the conversations that it refuses",
-    "template_prefix": f"give another {flags.CHAT_TEMPLATE}",
+    "template_prefix": f"give another {flags.CHAT_TEMPLATE}, or {flags.CHAT_TEMPLATE_KWARGS} "
+    """'{"enable_thinking": false}' if its prompt begins a thought that the answers lack""",
     "special_token_in_content": f"remove it from the data, or give another {flags.CHAT_TEMPLATE}",
     "token_outside": f"give the {flags.TOKENIZER_MODEL} that made the tokens",
 }
 """Cures of reasons that other data or a flag can mend; for other reasons, the data must be corrected."""
 EMPTY = frozenset(
-    {"empty_assistant", "empty_completion", "empty_text", "rejected_answer", "question_too_long"}
+    {
+        "empty_assistant",
+        "empty_completion",
+        "empty_text",
+        "rejected_answer",
+        "question_too_long",
+        "all_masked",
+    }
 )
 """Reasons of lines that are right but have nothing to learn. They do not count as bad lines."""
 

@@ -77,6 +77,7 @@ class PackedDataset(IterableDataset[MicroBatch]):
         unprinted_policy: ``refuse`` or ``count``, as ``--unprinted-policy``.
         special_tokens_in_text: None, ``letters`` or ``tokens``, as ``--special-tokens-in-text``.
         chat_template_date: date for chat templates that print it, such as ``2026-11-28``.
+        chat_template_kwargs: variables of the chat template, such as ``{"enable_thinking": False}``.
         data_rules: 1 uses the tokens that an earlier version left in the cache, as
             ``--data-rules``, so that its saved states can be loaded.
         max_document_length: maximum length of a document, or of a piece of a document, in tokens;
@@ -130,6 +131,7 @@ class PackedDataset(IterableDataset[MicroBatch]):
         unprinted_policy: str = REFUSED,
         special_tokens_in_text: str | None = None,
         chat_template_date: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         data_rules: int = DATA_RULES,
         max_document_length: int | None = None,
         overlong_policy: str | None = None,
@@ -155,6 +157,7 @@ class PackedDataset(IterableDataset[MicroBatch]):
             unprinted_policy=unprinted_policy,
             special_tokens_in_text=special_tokens_in_text,
             chat_template_date=chat_template_date,
+            chat_template_kwargs=chat_template_kwargs,
             data_rules=data_rules,
         )
         reading = ReadingOptions(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from megatron_packed.config.sections.data_parts.tokenizer import (
     MULTI_TURN,
     SPECIAL_IN_TEXT,
     UNPRINTED_POLICIES,
+    is_date,
+    template_kwargs_fault,
 )
 from megatron_packed.data.documents import DocumentRange, Documents, JoinedDocuments
 from megatron_packed.data.errors import DataError
@@ -51,10 +53,11 @@ class ConversationOptions:
     unprinted_policy: str
     special_tokens_in_text: str | None
     chat_template_date: str | None
+    chat_template_kwargs: Mapping[str, Any] | None
     data_rules: int
 
     def __post_init__(self) -> None:
-        for name in ("chat_template", "chat_template_date"):
+        for name in ("chat_template", "chat_template_date", "chat_template_kwargs"):
             if getattr(self, name) is not None and not self.sft:
                 raise ValueError(
                     f"{name} is for conversations only; add sft=True, or leave it out."
@@ -64,13 +67,21 @@ class ConversationOptions:
             if value not in allowed:
                 names = " or ".join(map(str, allowed))
                 raise ValueError(f"{name} is {value!r}; give {names}.")
-        if self.chat_template_date is not None:
-            try:
-                date.fromisoformat(self.chat_template_date)
-            except (TypeError, ValueError):
-                raise ValueError(
-                    f"chat_template_date is {self.chat_template_date!r}; give a date like '2026-11-28'."
-                ) from None
+        if self.chat_template_date is not None and not is_date(self.chat_template_date):
+            raise ValueError(
+                f"chat_template_date is {self.chat_template_date!r}; give a date like '2026-11-28'."
+            )
+        if self._kwargs is not None and (fault := template_kwargs_fault(self._kwargs)):
+            raise ValueError(
+                f"chat_template_kwargs {self.chat_template_kwargs!r} {fault}; give, for example, "
+                "{'enable_thinking': False}."
+            )
+
+    @property
+    def _kwargs(self) -> str | None:
+        """Variables of the chat template as JSON."""
+        given = self.chat_template_kwargs
+        return None if given is None else json.dumps(given, sort_keys=True)
 
     def chat_format(self, tokenizer: Tokenizer) -> ChatFormat:
         """Build the chat format of the options."""
@@ -82,6 +93,7 @@ class ConversationOptions:
             multi_turn=self.multi_turn,
             unprinted_policy=self.unprinted_policy,
             date=self.chat_template_date,
+            kwargs=self._kwargs,
         )
 
 

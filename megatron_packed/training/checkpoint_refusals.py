@@ -57,6 +57,7 @@ _DECIDES_TOKENS = (
     "data.unprinted_policy",
     "data.special_tokens_in_text",
     "data.chat_template_date",
+    "data.chat_template_kwargs",
     "data.data_rules",
     *_TOKENIZER,
 )

@@ -164,6 +164,7 @@ def _chat_format(options: DataConfig, tokenizer: Tokenizer) -> ChatFormat:
         multi_turn=options.multi_turn,
         unprinted_policy=options.unprinted_policy,
         date=options.chat_template_date,
+        kwargs=options.chat_template_kwargs,
     )
 
 

@@ -122,6 +122,7 @@ def encode_prompts(
         data.chat_template,
         data.sft_tokenizer_prompt_format,
         date=data.chat_template_date,
+        kwargs=data.chat_template_kwargs,
     )
     try:
         tokens = [_tokens(prompt, tokenizer, chat) for prompt in prompts]

@@ -24,6 +24,7 @@ _TOO_LONG = "question_too_long"
 _NOTHING_TO_LEARN = {
     _TOO_LONG: "a question that is too long",
     "rejected_answer": "a rejected answer",
+    "all_masked": "a mask on every answer",
 }
 """Words for the reasons of `errors.EMPTY` that are no empty text."""
 

@@ -19,6 +19,7 @@ from megatron_packed.config.data_fields import (
 from megatron_packed.config.parser.did_you_mean import did_you_mean, nearest
 from megatron_packed.data.errors import BadLine, DataError, printable
 from megatron_packed.data.sources.line_messages import has_messages, is_message
+from megatron_packed.data.sources.message_masks import LISTED_MASK
 from megatron_packed.data.sources.strict_json import type_name
 
 _NO_TEXTS = frozenset({"messages", "conversations", "tools", "history", LABEL})
@@ -33,9 +34,22 @@ _USUAL = {
 """Names that people give to the fields of a target, for suggestions."""
 _ENDINGS = ("_text", "_content", "_string")
 """Ends of names that say no more than that a field is a text."""
+_OPTIONAL = {
+    "input": ("input", "context"),
+    "system": ("system", "system_prompt"),
+    "history": ("history",),
+    "tools": ("tools", "functions"),
+}
+"""Usual names of the fields of optional targets. The first field that is not empty counts."""
+_MASKS = frozenset({LISTED_MASK, "completion_mask", "assistant_masks"})
+OPTIONAL_FIELDS = frozenset(name for names in _OPTIONAL.values() for name in names) | _MASKS
+"""Fields of a line that change what its question and answer mean, or what is learned."""
+ANSWER_FIELDS = frozenset(_USUAL["output"])
+"""Usual names of the field of an answer."""
 _INDEX = re.compile(r"-?\d{1,9}")
 _MOST_SHOWN = 30
 _MOST_NAME = 60
+_MOST_FLAG = 1000
 
 
 def renamed(line: dict[str, Any], fields: DataFields) -> list[dict[str, Any]]:
@@ -98,12 +112,14 @@ def _targets(elements: Sequence[Any], fields: DataFields) -> dict[str, Any]:
 
 
 def columns_of(fields: DataFields, names: Sequence[str], file: object) -> set[str]:
-    """Return the columns of a table that the paths name.
+    """Return the columns of a table that the paths name, and others whose loss gets a note.
+
+    Columns ``input`` and ``context`` that no path names are left out, because they may hold images.
 
     Raises:
         DataError: the table lacks a column.
     """
-    columns = set()
+    columns = set(names) & OPTIONAL_FIELDS - set(_OPTIONAL["input"])
     for target, path in fields.paths:
         column = path if path in names else without_each(path.split(".")[0])
         if column not in names:
@@ -119,6 +135,12 @@ def first_names(fields: DataFields) -> set[str]:
         for _, path in fields.paths
         for name in (without_each(path), without_each(path.split(".")[0]))
     }
+
+
+def lost_fields(line: dict[str, Any], fields: DataFields) -> set[str]:
+    """Return the `OPTIONAL_FIELDS` that a line has with a value and that no path names."""
+    present = {name for name in OPTIONAL_FIELDS if line.get(name) not in (None, "", [], {})}
+    return present - first_names(fields)
 
 
 def has_field(line: dict[str, Any], path: str) -> bool:
@@ -151,7 +173,8 @@ def field_names(line: dict[str, Any]) -> list[str]:
 def suggestion(line: dict[str, Any]) -> str:
     """Return the ``--data-fields`` that a line with unknown fields may need; empty if none fits.
 
-    A line with an answer is not suggested as text, because its question would be trained too.
+    They name the optional fields that the line has, too, so that the cure loses none of them. A
+    line with an answer is not suggested as text, because its question would be trained too.
     """
     found = {target: path for target in _USUAL if (path := _usual_path(line, target))}
     schemas = [("messages",), ("instruction", "output")]
@@ -163,9 +186,72 @@ def suggestion(line: dict[str, Any]) -> str:
             if targets[-1] == "output" and "input" in found:
                 given.insert(1, ("input", found["input"]))
             if pairs_fault(given) is None:
-                words = ",".join(f"{target}={path}" for target, path in given)
-                return f"{flags.DATA_FIELDS} {printable(words)}"
+                return flag_of(with_optional(line, given))
     return ""
+
+
+def suggestion_for_prompt(line: dict[str, Any]) -> str:
+    """Return the ``--data-fields`` for a line with a ``prompt`` and another name of its answer.
+
+    The targets ``prompt`` and ``completion`` have no optional fields. So a line with such fields is
+    suggested as an instruction with an output, if its question and answer are texts.
+    """
+    answers = [name for name, part in line.items() if _is_usual(name, "output") and _answers(part)]
+    answer = answers[0] if answers else _usual_path(line, "output")
+    if not answer:
+        return ""
+    question = "instruction" if isinstance(line.get("instruction"), str) else "prompt"
+    given = [("instruction", question), ("output", answer)]
+    if isinstance(line[question], str) and not isinstance(line.get(answer), list | dict):
+        with_others = with_optional(line, given)
+        if len(with_others) > len(given) or question == "instruction":
+            return flag_of(with_others)
+    return flag_of([("prompt", "prompt"), ("completion", answer)])
+
+
+def _answers(value: Any) -> bool:
+    """Return True if a value can be an answer as a whole."""
+    return value is None or isinstance(value, str) or has_messages(value) or is_message(value)
+
+
+def flag_of(pairs: Sequence[tuple[str, str]]) -> str:
+    """Return the ``--data-fields`` with pairs of targets and paths."""
+    words = ",".join(f"{target}={path}" for target, path in pairs)
+    return f"{flags.DATA_FIELDS} {printable(words, _MOST_FLAG)}"
+
+
+def with_optional(line: dict[str, Any], given: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return pairs of targets and paths, with those of the optional fields that a line has.
+
+    The fields are found in the line and in the object of the first path. Empty fields count,
+    because other lines may have a value there; null fields do not.
+
+    Example:
+        ``{"query": ..., "response": ..., "system_prompt": ...}`` with ``instruction=query`` and
+        ``output=response`` gets ``system=system_prompt``.
+    """
+    pairs = list(given)
+    inside, _, _ = pairs[0][1].rpartition(".")
+    places = ("", f"{inside}.") if inside else ("",)
+    for target, names in _OPTIONAL.items():
+        taken = {path for _, path in pairs}
+        values = {
+            path: _follow(line, without_each(path).split("."))
+            for path in (f"{place}{name}" for name in names for place in places)
+            if path not in taken
+        }
+        paths = [path for path, value in values.items() if _is_optional(target, value)]
+        paths.sort(key=lambda path: not values[path])
+        if paths and pairs_fault([*pairs, (target, paths[0])]) is None:
+            pairs.insert(1 if target == "input" else len(pairs), (target, paths[0]))
+    return pairs
+
+
+def _is_optional(target: str, value: Any) -> bool:
+    """Return True if the schemas can read a value as an optional target."""
+    if target == "history":  # pairs of texts, not messages
+        return isinstance(value, list) and not has_messages(value)
+    return isinstance(value, str | list)
 
 
 def _usual_path(line: dict[str, Any], target: str) -> str:
@@ -183,6 +269,8 @@ def _usual_path(line: dict[str, Any], target: str) -> str:
                 return ".".join(parts[: at + 1])
         return ""
     by_leaf = [parts for parts in paths if _is_usual(parts[-1], target)]
+    # an input beside a question is a part of the question, not the question itself
+    by_leaf.sort(key=lambda parts: target == "instruction" and parts[-1].lower() == "input")
     around = [parts for parts in paths if any(_is_usual(part, target) for part in parts)]
     for parts in (*by_leaf, *around):
         path, value = _with_elements(line, parts)

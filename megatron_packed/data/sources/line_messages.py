@@ -5,8 +5,9 @@ and other names of roles. A turn of the role ``function_call`` becomes an assist
 ``tool_calls``. All other fields are read in the same way in both forms.
 
 The content of a message is a string or a list of parts (``{"type": "text", "text": ...}``). The
-texts of a list are joined without a separator, so chat templates always get a string. A part of
-another kind makes the line unusable.
+texts of a list are joined without a separator, so chat templates always get a string. Parts with
+thoughts at the beginning of an answer become its ``reasoning_content``. A part of another kind makes
+the line unusable.
 """
 
 from __future__ import annotations
@@ -24,7 +25,15 @@ from megatron_packed.data.sources.tool_fields import (
     without_nulls,
 )
 
-ROLES = ("system", "user", "assistant", "tool")
+_ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
+"""Names of roles in OpenAI's messages, now and before, and the role that templates get."""
 CONTENTS = ("value", "content")
 """Names that the content of a message can have; the first counts. A null answer is an empty answer."""
 KNOWN_FIELDS = frozenset(
@@ -43,9 +52,14 @@ KNOWN_FIELDS = frozenset(
 """Fields of messages whose meaning is known: the project reads them, or usual templates print them."""
 _TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of the parts of a content list that are text."""
+_THOUGHT_PARTS = {"thinking": ("thinking",), "reasoning": ("text", "reasoning", "summary")}
+"""Types of the parts that are thoughts, of Anthropic and OpenAI, and the fields of their text."""
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""Fields of a message that hold its thoughts; the first counts."""
 _CALL_ROLE = "function_call"
 _SHAREGPT_ROLES = {
     "system": "system",
+    "developer": "system",
     "human": "user",
     "user": "user",
     "gpt": "assistant",
@@ -128,8 +142,9 @@ def _with_role(where: str, turn: Any, sharegpt: bool) -> dict[str, Any]:
     role = fields.get("role")
     if not isinstance(role, str):
         raise BadLine("wrong_type", f"{where}.role is a {type_name(role)}, not a string")
-    if role not in ROLES:
+    if role not in _ROLES:
         raise BadLine("unknown_role", f"{where}.role is {printable(role, 40)!r}")
+    fields["role"] = _ROLES[role]
     if "content" in turn:
         fields.setdefault("content", None)
     return fields
@@ -167,8 +182,7 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
     Source: transformers 5.24, which does the same before it renders a template.
     """
-    names = ("reasoning_content", "thinking", "reasoning")
-    thoughts = next((message[name] for name in names if message.get(name) is not None), None)
+    thoughts = next((message[name] for name in _THOUGHTS if message.get(name) is not None), None)
     if thoughts is None:
         return message
     return {"thinking": thoughts, **message, "reasoning_content": thoughts}
@@ -185,9 +199,50 @@ def _check_calls_and_content(where: str, message: dict[str, Any]) -> None:
         message["tool_calls"] = calls
     else:
         message.pop("tool_calls", None)
+    if answers:
+        _take_thoughts(where, message)
     content = message["content"] = _content(f"{where}.content", message)
     if answers and not content.strip() and calls is None:
         raise BadLine("empty_assistant", where)
+
+
+def _take_thoughts(where: str, message: dict[str, Any]) -> None:
+    """Move the thoughts at the beginning of a content list to ``reasoning_content``, in place.
+
+    Several thoughts are joined by an empty line. Empty texts take their places, so that the places
+    of the other parts stay.
+    """
+    content = message.get("content")
+    if not isinstance(content, list):
+        return
+    thoughts: list[str] = []
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") not in _THOUGHT_PARTS:
+            break
+        thoughts.append(_thought(f"{where}.content[{len(thoughts)}]", part))
+    if not thoughts:
+        return
+    message["content"] = [*[""] * len(thoughts), *content[len(thoughts) :]]
+    text = "\n\n".join(filter(None, thoughts))
+    beside = next((name for name in _THOUGHTS if message.get(name)), None)
+    if text and beside is not None and message[beside] != text:
+        raise BadLine("wrong_type", f"{where}.content has other thoughts than {where}.{beside}")
+    if text:
+        message["reasoning_content"] = text
+
+
+def _thought(where: str, part: dict[str, Any]) -> str:
+    """Return the text of a part with thoughts, which may be a list of parts with a text."""
+    names = _THOUGHT_PARTS[part["type"]]
+    name = next((name for name in names if name in part), names[0])
+    value = part.get(name)
+    texts: list[str] = []
+    for text in value if isinstance(value, list) else [value]:
+        text = text.get("text") if isinstance(text, dict) else text
+        if not isinstance(text, str):
+            raise BadLine("wrong_type", f"{where}.{name} is a {type_name(text)}, not a string")
+        texts.append(text)
+    return "\n\n".join(texts)
 
 
 def _content(where: str, message: dict[str, Any]) -> str:
@@ -212,7 +267,8 @@ def _part(where: str, part: Any) -> str:
     kind, text = part.get("type"), part.get("text")
     if kind not in _TEXT_PARTS:
         shown = printable(kind, 40) if isinstance(kind, str) else type_name(kind)
-        raise BadLine("not_text", f"{where}.type is {shown!r}")
+        place = ", which only begins an answer" if kind in _THOUGHT_PARTS else ""
+        raise BadLine("not_text", f"{where}.type is {shown!r}{place}")
     if not isinstance(text, str):
         raise BadLine("wrong_type", f"{where}.text is a {type_name(text)}, not a string")
     return text

@@ -9,8 +9,8 @@ The fields of each line decide its schema:
   chat template may use (``tool_calls``, ``name``, ``tools``) are passed on.
 - ``conversations`` (ShareGPT): the same as ``messages``, with ``{"from": ..., "value": ...}`` and
   ShareGPT's role names.
-- ``prompt`` and ``completion``: only the completion is trained. If both are lists of messages, the
-  line is a conversation of which only the messages of the completion are trained.
+- ``prompt`` and ``completion``: only the completion is trained. If the prompt is a list of messages,
+  the line is a conversation of which only the completion is trained: one answer, or messages.
 - ``instruction`` and ``output`` (Alpaca; Dolly's ``context`` and ``response`` also work): the user
   message is the instruction, an empty line, and the ``input``. The ``output`` is the answer. The
   ``system`` and ``history`` fields come before the user message.
@@ -35,7 +35,16 @@ from typing import Any, NamedTuple
 from megatron_packed.config.data_fields import ANSWERS, LABEL, DataFields
 from megatron_packed.data.errors import BadLine, printable
 from megatron_packed.data.notes import Notes
-from megatron_packed.data.sources.line_fields import renamed, suggestion
+from megatron_packed.data.sources.line_fields import (
+    ANSWER_FIELDS,
+    OPTIONAL_FIELDS,
+    flag_of,
+    lost_fields,
+    renamed,
+    suggestion,
+    suggestion_for_prompt,
+    with_optional,
+)
 from megatron_packed.data.sources.line_messages import (
     has_messages,
     has_sharegpt_names,
@@ -55,6 +64,7 @@ from megatron_packed.data.sources.token_lines import TokenSequence as TokenSeque
 from megatron_packed.data.sources.tool_fields import (
     null_arguments,
     parse_objects,
+    text_arguments,
     without_nulls,
 )
 
@@ -96,9 +106,10 @@ FIELDS = (
     | _OF_ALPACA
     | TOKEN_FIELDS
     | PREFERENCE_FIELDS
-    | {"completion", "output", "response"}
+    | ANSWER_FIELDS
+    | OPTIONAL_FIELDS
 )
-"""All fields that a schema reads, or that decide how a line is read."""
+"""All fields that a schema reads, that decide how a line is read, or that a cure can name."""
 
 
 class _Parsed(NamedTuple):
@@ -128,8 +139,9 @@ def parse_line(
     Args:
         fields: names of the fields of the line; None for the names of the schemas.
         notes: receives ``("unread_field", name)`` once for each field with a value that is not
-            read. ``messages[].NAME`` is a field of messages. Fields that ``fields`` leaves out are
-            the choice of the user and get no note. Null arguments of tool calls get a note, too.
+            read. ``messages[].NAME`` is a field of messages. A field that ``fields`` leaves out is
+            the choice of the user, and gets a note only if it is one of `OPTIONAL_FIELDS`. Null
+            arguments of tool calls and arguments that stay a text get a note, too.
     Raises:
         BadLine: the line cannot be used, with the reason.
     """
@@ -144,7 +156,10 @@ def parse_line(
     for value in values:
         if b"null" in data:
             value = _without_null_fields(value)
-        parsed = _parse(value)
+        try:
+            parsed = _parse(value)
+        except BadLine as bad:
+            raise _with_cure(bad, value, fields) from None
         samples += parsed.samples
         unread.update(f"messages[].{name}" for name in parsed.unknown)
         if fields is None:
@@ -153,12 +168,34 @@ def parse_line(
                 for name, part in value.items()
                 if part not in (None, "", [], {}) and name not in parsed.read
             )
+    if fields is not None:
+        unread |= lost_fields(line, fields)
     if notes is not None:
         notes.update(("unread_field", printable(name, 60)) for name in unread)
         if b"null" in data:
             nulls = null_arguments([line.get("messages"), line.get("conversations")])
             notes.update(("null_argument", printable(name, 60)) for name in nulls)
+        for sample in samples:
+            if isinstance(sample, Conversation):
+                called = text_arguments(sample.messages)
+                notes.update(("text_argument", printable(name, 60)) for name in called)
     return samples
+
+
+def _with_cure(bad: BadLine, value: dict[str, Any], fields: DataFields | None) -> BadLine:
+    """Return an error with the flag that reads ShareGPT's roles in ``messages``, if it does."""
+    if bad.reason != "unknown_role" or "messages" not in value:
+        return bad
+    try:
+        parse_messages("messages", value["messages"], sharegpt=True)
+    except BadLine:
+        return bad
+    if fields is None:
+        pairs = with_optional(value, [("conversations", "messages")])
+    else:
+        renaming = {"messages": "conversations"}
+        pairs = [(renaming.get(name, name), path) for name, path in fields.paths]
+    return BadLine(bad.reason, f"{bad.detail}; {flag_of(pairs)} reads such roles")
 
 
 def _accepted(value: dict[str, Any]) -> dict[str, Any]:
@@ -202,9 +239,12 @@ def _parse(value: dict[str, Any]) -> _Parsed:
         return _Parsed([Text(text)], {"text"})
     if any(name in value for name in TOKENS):
         return _Parsed([token_sequence(value)], TOKEN_FIELDS)
-    perhaps = suggestion(value)
+    raise BadLine("no_known_field", _fields_and_cure(value, suggestion(value)))
+
+
+def _fields_and_cure(value: dict[str, Any], cure: str) -> str:
     names = printable(", ".join(value)) or "none"
-    raise BadLine("no_known_field", f"fields: {names}{f'; perhaps {perhaps}' * bool(perhaps)}")
+    return f"fields: {names}{f'; perhaps {cure}' * bool(cure)}"
 
 
 def _chat(name: str, value: dict[str, Any]) -> _Parsed:
@@ -218,22 +258,29 @@ def _chat(name: str, value: dict[str, Any]) -> _Parsed:
 
 
 def _prompt(value: dict[str, Any]) -> _Parsed:
-    """Parse a line with a prompt and a completion: texts, or messages."""
+    """Parse a line with a prompt and a completion: texts, or messages.
+
+    A text that completes messages is an answer of the assistant.
+    """
     prompt, completion = value["prompt"], value.get("completion")
+    if has_messages(prompt) and isinstance(completion, str) and completion.strip():
+        completion = {"role": "assistant", "content": completion}
     if has_messages(prompt) and (has_messages(completion) or is_message(completion)):
         messages = []
-        for name in ("prompt", "completion"):
-            turns = [value[name]] if is_message(value[name]) else value[name]
+        for name, given in (("prompt", prompt), ("completion", completion)):
+            turns = [given] if is_message(given) else given
             messages.append(parse_messages(name, turns, sharegpt=has_sharegpt_names(turns)))
         for message in messages[0]:
             if message["role"] == "assistant":
                 message[TRAIN] = False
         read = {"prompt", "completion", "system", "tools"}
         return _conversations(value, [*messages[0], *messages[1]], "messages", read)
-    prompt = _string(value, "prompt")
-    if "completion" not in value:
-        raise BadLine("missing_completion")
+    if "completion" not in value and (isinstance(prompt, str) or has_messages(prompt)):
+        raise BadLine("missing_completion", _fields_and_cure(value, suggestion_for_prompt(value)))
     completion = "" if completion is None else _string(value, "completion")
+    if has_messages(prompt) and not completion.strip():
+        raise BadLine("empty_completion")
+    prompt = _string(value, "prompt")
     if not completion:
         raise BadLine("empty_completion")
     return _Parsed([PromptCompletion(prompt, completion)], {"prompt", "completion"})

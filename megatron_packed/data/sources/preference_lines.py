@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_packed.config import flag_names as flags
 from megatron_packed.data.errors import BadLine
+from megatron_packed.data.sources.line_fields import flag_of, with_optional
 from megatron_packed.data.sources.line_messages import has_messages, is_dialogue, is_message
 
 LABELS = ("label", "kto_tag")
@@ -25,6 +25,10 @@ _ASKING = ("prompt", "question", "query", "instruction", "input", "messages", "c
 """Fields that can hold the question of a pair."""
 PREFERENCE_FIELDS = PREFERENCE_ANSWERS | {*_ASKING}
 """Fields that recognise preference data, and those that its cure can name."""
+_BESIDE = ("system", "system_prompt", "history", "tools", "functions")
+"""Fields whose loss the cure reports."""
+_Pairs = list[tuple[str, str]]
+"""Targets and paths of ``--data-fields``."""
 
 
 def check_no_preferences(line: dict[str, Any]) -> None:
@@ -35,7 +39,7 @@ def check_no_preferences(line: dict[str, Any]) -> None:
     """
     if all(isinstance(line.get(name), str | list | dict) for name in ("chosen", "rejected")):
         fields = _fields_of_chosen(line)
-        cure = _cure(line, fields or "instruction=FIELD,output=chosen", _CHOSEN)
+        cure = _cure(line, fields or [("instruction", "FIELD"), ("output", "chosen")], _CHOSEN)
         unknown = "" if fields else "; FIELD is the field of the question"
         raise BadLine(
             "preference_data",
@@ -43,69 +47,65 @@ def check_no_preferences(line: dict[str, Any]) -> None:
         )
     for name in _REJECTED_BESIDE:
         if line.get(name) and "messages" in line:
-            cure = _cure(
-                line, _with_optional(line, "messages=messages", "system", "tools"), _CHOSEN
-            )
+            cure = _cure(line, with_optional(line, [("messages", "messages")]), _CHOSEN)
             raise BadLine("preference_data", f"`{name}` is a rejected answer, {_NO_DPO}; {cure}")
     if _PREFERRED in line:
-        cure = _cure(line, f"prompt=input.messages,completion={_PREFERRED}", _CHOSEN)
+        cure = _cure(line, [("prompt", "input.messages"), ("completion", _PREFERRED)], _CHOSEN)
         raise BadLine("preference_data", f"`{_PREFERRED}` is one of a pair, {_NO_DPO}; {cure}")
     label = next((name for name in LABELS if isinstance(line.get(name), bool)), None)
-    fields = "" if label is None else _fields_of_answer(line)
-    if fields:
-        cure = _cure(line, f"{fields},label={label}", "the answers whose label is true")
+    fields = [] if label is None else _fields_of_answer(line)
+    if label is not None and fields:
+        cure = _cure(line, [*fields, ("label", label)], "the answers whose label is true")
         raise BadLine(
             "preference_data",
             f"`{label}` is true or false as in KTO data, and the KTO loss is not built; {cure}",
         )
 
 
-def _cure(line: dict[str, Any], fields: str, part: str) -> str:
+def _cure(line: dict[str, Any], fields: _Pairs, part: str) -> str:
     """Return the flag that trains on a part of the data, and the fields that it leaves out."""
-    lost = [name for name in ("system", "tools") if line.get(name) and f"{name}=" not in fields]
+    paths = {path for _, path in fields}
+    lost = [name for name in _BESIDE if line.get(name) and name not in paths]
     without = f", without {' and '.join(lost)}" if lost else ""
-    return f"{flags.DATA_FIELDS} {fields} trains on {part}{without}"
+    return f"{flag_of(fields)} trains on {part}{without}"
 
 
-def _fields_of_chosen(line: dict[str, Any]) -> str:
-    """Return the fields that train on the chosen side of a pair; empty if there is no question."""
+def _fields_of_chosen(line: dict[str, Any]) -> _Pairs:
+    """Return the fields that train on the chosen side of a pair; none if there is no question."""
     chosen = line["chosen"]
     asking = next((name for name in _ASKING if line.get(name)), None)
     prompt = None if asking is None else line[asking]
     if is_dialogue(chosen):
-        return "messages=chosen"
+        return [("messages", "chosen")]
     if has_messages(chosen) or is_message(chosen):
-        if has_messages(prompt):
-            return f"prompt={asking},completion=chosen"
-        if isinstance(prompt, str) and (is_message(chosen) or len(chosen) == 1):
+        if asking is not None and has_messages(prompt):
+            return [("prompt", asking), ("completion", "chosen")]
+        if asking is not None and isinstance(prompt, str) and _is_alone(chosen):
             message = chosen if is_message(chosen) else chosen[0]
             name = "content" if "content" in message else "value"
-            return f"instruction={asking},output=chosen{'' if is_message(chosen) else '.0'}.{name}"
-        return _with_optional(line, "messages=chosen", "system", "tools")
+            path = f"chosen{'' if is_message(chosen) else '.0'}.{name}"
+            return [("instruction", asking), ("output", path)]
+        return with_optional(line, [("messages", "chosen")])
     if asking is None or not isinstance(chosen, str) or not isinstance(prompt, str):
-        return ""
+        return []
     if asking == "prompt":
-        return "prompt=prompt,completion=chosen"
-    more = ("system",) if asking == "input" else ("input", "system")
-    return _with_optional(line, f"instruction={asking},output=chosen", *more)
+        return [("prompt", "prompt"), ("completion", "chosen")]
+    return with_optional(line, [("instruction", asking), ("output", "chosen")])
 
 
-def _fields_of_answer(line: dict[str, Any]) -> str:
-    """Return the fields of a line with an answer; empty if the line has none."""
+def _is_alone(chosen: Any) -> bool:
+    """Return True for one message, alone or in a list."""
+    return is_message(chosen) or len(chosen) == 1
+
+
+def _fields_of_answer(line: dict[str, Any]) -> _Pairs:
+    """Return the fields of a line with an answer; none if the line has none."""
     for name in ("messages", "conversations"):
         if line.get(name):
-            return _with_optional(line, f"{name}={name}", "system", "tools")
+            return with_optional(line, [(name, name)])
     if "prompt" in line and "completion" in line:
-        return "prompt=prompt,completion=completion"
+        return [("prompt", "prompt"), ("completion", "completion")]
     output = next((name for name in ("output", "response") if line.get(name) is not None), None)
     if "instruction" not in line or output is None:
-        return ""
-    given = f"instruction=instruction,output={output}"
-    if line.get("context") and not line.get("input"):
-        given += ",input=context"
-    return _with_optional(line, given, "input", "system", "history", "tools")
-
-
-def _with_optional(line: dict[str, Any], fields: str, *names: str) -> str:
-    """Return fields with those of the optional targets that a line has under their own names."""
-    return ",".join([fields, *(f"{name}={name}" for name in names if line.get(name))])
+        return []
+    return with_optional(line, [("instruction", "instruction"), ("output", output)])

@@ -6,7 +6,7 @@ import glob
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megatron_packed.config.data_files import (
@@ -21,6 +21,7 @@ from megatron_packed.data.sources.compression import check_compression
 from megatron_packed.data.sources.hub import local_path
 from megatron_packed.data.sources.json_objects import read_object_head
 from megatron_packed.data.sources.line_schema import DECIDING
+from megatron_packed.data.sources.other_formats import check_other_format, refusal_of_folder
 from megatron_packed.data.sources.table_files import (
     check_pyarrow,
     is_saved_dataset,
@@ -55,7 +56,7 @@ def expand_paths(
         download: download files of the Hub; False uses the latest download.
     Raises:
         DataError: a path names no file or cannot be downloaded; a file is not regular, not
-            readable or named twice; or the library that reads a file is not installed.
+            readable or named twice; or its format is not read or needs a library.
     """
     if not paths:
         raise DataError(
@@ -108,11 +109,8 @@ def _files_of(directory: Path, say: Callable[[str], None]) -> list[Path]:
     """Return the data files of a directory, and report them."""
     found = sorted(
         file
-        for file in directory.rglob("*")
-        if is_data_name(file.name)
-        and not file.name.endswith(QUARANTINE_SUFFIX)
-        and not any(part.startswith(".") for part in file.relative_to(directory).parts)
-        and file.is_file()
+        for file in _visible_paths(directory)
+        if is_data_name(file.name) and not file.name.endswith(QUARANTINE_SUFFIX) and file.is_file()
     )
     left_out = [file for file in found if may_be_description(file.name) and _is_description(file)]
     plain = [file for file in found if is_plain_name(file.name)]
@@ -123,11 +121,20 @@ def _files_of(directory: Path, say: Callable[[str], None]) -> list[Path]:
     elif plain:
         not_read += f"; {_named(plain, directory)} not read: text next to data"
     if not taken:
-        raise DataError(
+        files = filter(Path.is_file, _visible_paths(directory))
+        others = refusal_of_folder(directory, files, DATA_FILE_NAMES)
+        raise others or DataError(
             f"{directory} contains no {DATA_FILE_NAMES}{not_read}; give the files or another directory."
         )
     say(f"{directory}: {_named(taken, directory)} read{not_read}")
     return taken
+
+
+def _visible_paths(directory: Path) -> Iterator[Path]:
+    """Yield the files and folders at any depth of a directory, without hidden ones."""
+    for path in directory.rglob("*"):
+        if not any(part.startswith(".") for part in path.relative_to(directory).parts):
+            yield path
 
 
 def _named(files: Sequence[Path], directory: Path) -> str:
@@ -166,6 +173,8 @@ def _check_file(file: Path) -> None:
         )
     if not os.access(file, os.R_OK):
         raise DataError(f"{file} cannot be read: permission denied; check its permissions.")
+    if not is_table(file):
+        check_other_format(file)
     check_compression(file)
 
 

@@ -6,6 +6,7 @@ Chat templates need objects. A template that gets a text prints it with quotes a
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from megatron_packed.data.errors import BadLine
@@ -36,6 +37,22 @@ def null_arguments(value: Any) -> list[str]:
     elif isinstance(value, list):
         for part in value:
             names += null_arguments(part)
+    return names
+
+
+def text_arguments(messages: Iterable[dict[str, Any]]) -> list[str]:
+    """Return the name of the function of each call whose arguments are a text.
+
+    Args:
+        messages: parsed messages, in which a JSON text of an object is an object.
+    """
+    names = []
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            function = call["function"] if isinstance(call.get("function"), dict) else call
+            if isinstance(function.get("arguments"), str):
+                name = function.get("name")
+                names.append(name if isinstance(name, str) else "no name")
     return names
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import threading
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
@@ -214,15 +215,22 @@ class _Renderers:
         source: the template.
         tokenizer: provides the special tokens and the variables that templates expect.
         cpu_seconds: limit of the CPU time for one conversation.
-        date: see `ConversationRenderer`.
+        date: see `TemplateRenderer`.
+        kwargs: further variables of the template, as JSON.
     Raises:
         DataError: the template does not compile.
     """
 
     def __init__(
-        self, source: str, tokenizer: Tokenizer, cpu_seconds: float, date: str | None
+        self,
+        source: str,
+        tokenizer: Tokenizer,
+        cpu_seconds: float,
+        date: str | None,
+        kwargs: str | None,
     ) -> None:
-        arguments = (source, tokenizer.template_variables, list(tokenizer.special_tokens), date)
+        variables = {**tokenizer.template_variables, **json.loads(kwargs or "{}")}
+        arguments = (source, variables, list(tokenizer.special_tokens), date)
         self._start = partial(
             TemplateProcess, *arguments, cpu_seconds=cpu_seconds, budget=template_budget()
         )
@@ -278,6 +286,7 @@ class TemplateFormat:
         multi_turn: value of ``--multi-turn``.
         unprinted_policy: value of ``--unprinted-policy``.
         date: value of ``--chat-template-date``.
+        kwargs: value of ``--chat-template-kwargs``.
     Raises:
         DataError: the template does not compile.
     """
@@ -295,6 +304,7 @@ class TemplateFormat:
         multi_turn: str = EACH_ANSWER,
         unprinted_policy: str = REFUSED,
         date: str | None = None,
+        kwargs: str | None = None,
     ) -> None:
         self._refusal = _no_chatml(tokenizer) if source is None else None
         self._source = DEFAULT_TEMPLATE if source is None else source
@@ -315,11 +325,11 @@ class TemplateFormat:
         )
         self.fingerprint += ":everything" * trains_all + ":no-end" * ends_documents
         of_tools = None if tool_source is None else _hash(tool_source)
-        self.rules: tuple[object, ...] = (multi_turn, unprinted_policy, date, of_tools)
-        self._renderers = _Renderers(self._source, tokenizer, cpu_seconds, date)
+        self.rules: tuple[object, ...] = (multi_turn, unprinted_policy, date, kwargs, of_tools)
+        self._renderers = _Renderers(self._source, tokenizer, cpu_seconds, date, kwargs)
         self._with_tools = self._renderers
         if tool_source is not None:
-            self._with_tools = _Renderers(tool_source, tokenizer, cpu_seconds, date)
+            self._with_tools = _Renderers(tool_source, tokenizer, cpu_seconds, date, kwargs)
 
     def documents(self, conversation: Conversation) -> tuple[list[ChatDocument], Notes]:
         if self._refusal is not None:
@@ -449,6 +459,7 @@ def chat_format(
     multi_turn: str = EACH_ANSWER,
     unprinted_policy: str = REFUSED,
     date: str | None = None,
+    kwargs: str | None = None,
 ) -> ChatFormat:
     """Build the chat format that the options select.
 
@@ -457,8 +468,8 @@ def chat_format(
             tokenizer's own template, or ``chatml`` if the tokenizer has none.
         prompt_format: a key of `prompt_formats.PROMPT_FORMATS`; ``default`` uses the template.
             None uses the template and trains only on the assistant's text.
-        answer_end, multi_turn, unprinted_policy, date: see `TemplateFormat`; prompt formats ignore
-            ``answer_end`` and ``multi_turn``.
+        answer_end, multi_turn, unprinted_policy, date, kwargs: see `TemplateFormat`; prompt formats
+            ignore ``answer_end`` and ``multi_turn``.
     Raises:
         DataError: the file cannot be read, the template does not compile, or the tokenizer lacks
             special tokens of the format.
@@ -467,7 +478,11 @@ def chat_format(
         return IdentityFormat()
     source = template_source(tokenizer, chat_template)
     build = partial(
-        TemplateFormat, tokenizer=tokenizer, unprinted_policy=unprinted_policy, date=date
+        TemplateFormat,
+        tokenizer=tokenizer,
+        unprinted_policy=unprinted_policy,
+        date=date,
+        kwargs=kwargs,
     )
     of_tools = getattr(tokenizer, "tool_chat_template", None) if chat_template is None else None
     if prompt_format is None:

@@ -27,6 +27,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from megatron_packed.config import flag_names as flags
 from megatron_packed.data.errors import BadLine, printable
 from megatron_packed.data.notes import Notes
 from megatron_packed.data.tokenizers.turn_markers import Messages, find_turn_markers
@@ -111,7 +112,7 @@ class TemplateRenderer:
     def __init__(
         self,
         source: str,
-        variables: Mapping[str, str],
+        variables: Mapping[str, Any],
         special_tokens: Sequence[str],
         date: str | None = None,
     ) -> None:
@@ -146,8 +147,8 @@ class TemplateRenderer:
     def turn_markers(self) -> frozenset[str]:
         """Special tokens that begin and end turns and documents; see `find_turn_markers`."""
 
-        def prompt(messages: Messages) -> str:
-            return unmarked(self.render(messages, None, prompt=True))
+        def prompt(messages: Messages, tools: Tools = None) -> str:
+            return unmarked(self.render(messages, tools, prompt=True))
 
         def render(messages: Messages, tools: Tools = None) -> str:
             return unmarked(self.render(messages, tools))
@@ -183,9 +184,10 @@ class TemplateRenderer:
         except (BadLine, RecursionError, MemoryError):
             raise
         except Exception as error:  # an expression in a template can raise any exception
-            raise BadLine(
-                "template_error", f"{type(error).__name__}: {printable(str(error))}"
-            ) from None
+            needs_date = "strftime_now" in str(error)
+            cure = f" ({flags.CHAT_TEMPLATE_DATE} gives the template a date)" * needs_date
+            detail = f"{type(error).__name__}: {printable(str(error))}{cure}"
+            raise BadLine("template_error", detail) from None
 
     def protected(
         self, messages: Messages, tools: Tools, notes: Notes | None = None

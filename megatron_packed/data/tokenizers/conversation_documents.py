@@ -13,6 +13,8 @@ The module needs only jinja2, like `chat_template`.
 
 from __future__ import annotations
 
+import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -33,6 +35,8 @@ from megatron_packed.data.tokenizers.chat_template import (
 )
 from megatron_packed.data.tokenizers.turn_markers import Messages
 
+_THOUGHT = re.compile("((?:.*?<think>)?)((?:(?<=<think>).*(?=</think>))?)(.*)", re.DOTALL)
+"""Content of an answer: text up to the beginning of a thought, the thought, and the rest."""
 _PARTS = (("tool_calls",), REASONING)
 """Fields of each part of an answer beside its content."""
 
@@ -96,6 +100,7 @@ class ConversationRenderer(TemplateRenderer):
             BadLine: as for `documents`.
         """
         try:
+            messages = self._with_fitting_arguments(messages, tools)
             messages, tools = self.protected(messages, tools)
             if rules.trains_all:
                 return self._everything(messages, tools)
@@ -132,6 +137,7 @@ class ConversationRenderer(TemplateRenderer):
             if tools and rules.counts_unprinted and self._refuses_tools(messages, tools):
                 tools = None
                 notes["not_printed", "tools"] += 1
+            messages = self._with_fitting_arguments(messages, tools)
             shown = self.protected(messages, tools, notes)
             documents = self._documents(*shown, rules, notes)
             if any(kind == "letters" for kind, _ in notes):
@@ -143,6 +149,26 @@ class ConversationRenderer(TemplateRenderer):
             notes["not_served", "answers of earlier turns"] += earlier
             documents = documents[-1:]
         return documents, notes
+
+    def _with_fitting_arguments(self, messages: Messages, tools: Tools) -> Messages:
+        """Return messages whose calls have arguments in the form that the template accepts.
+
+        Most templates need an object. Those of DeepSeek V3 and R1 join the arguments with other
+        text, so they need the JSON text.
+        """
+        calls = [call for message in messages for call in message.get("tool_calls") or ()]
+        if not any(
+            isinstance((call.get("function") or call).get("arguments"), dict) for call in calls
+        ):
+            return messages
+        try:
+            self.render(messages, tools)
+        except BadLine:
+            with suppress(BadLine):
+                texts = [_with_text_arguments(message) for message in messages]
+                self.render(texts, tools)
+                return texts
+        return messages
 
     def _refuses_tools(self, messages: Messages, tools: Tools) -> bool:
         """Return True if the template raises an error for tools, but not without them."""
@@ -162,18 +188,20 @@ class ConversationRenderer(TemplateRenderer):
         if rules.trains_all:
             rendered = self._everything(messages, tools)
             texts = {n: rendered.text for n, _ in list(_answers(messages))[-1:]}
-            self._printed(messages, tools, rules, texts, notes)
+            self._printed(messages, tools, rules, texts, {}, notes)
             return [RenderedDocument(len(messages), answers, *rendered)]
         if self.has_generation_blocks:
             text = self.render(messages, tools)
-            messages = self._printed(messages, tools, rules, dict.fromkeys(answers, text), notes)
+            messages = self._printed(
+                messages, tools, rules, dict.fromkeys(answers, text), {}, notes
+            )
             answers = [number for number, trained in _answers(messages) if trained]
             rendered = _marked_spans(text, _trained(messages))
             return [RenderedDocument(len(messages), answers, *rendered)]
         served = self._served(messages, tools, notes)
         if served:
             texts = {number: answer.text for number, answer in served.items()}
-            messages = self._printed(messages, tools, rules, texts, notes)
+            messages = self._printed(messages, tools, rules, texts, served, notes)
             lost = [n for n, trained in _answers(messages) if n in served and not trained]
             for number in lost:
                 del served[number]
@@ -297,12 +325,18 @@ class ConversationRenderer(TemplateRenderer):
         for number in answers:
             start, after = served[number]
             if rules.ends_once:
-                after = self._without_document_end(after, text)
+                whole, after = after, self._without_document_end(after, text)
+                if after != whole and not self._ends_specially(after):
+                    continue  # the answer would be learned without an end
             if text.startswith(after) and start <= len(after):
                 learned.append(number)
                 spans.append((start, len(after)))
         kept = [span for span in spans if span[1] > span[0]]
         return RenderedDocument(end, learned, text, kept, as_served=len(kept) == len(spans))
+
+    def _ends_specially(self, text: str) -> bool:
+        """Return True if a special token ends a text, or white space after it."""
+        return text.rstrip().endswith(self.special_tokens)
 
     def _without_document_end(self, after: str, text: str) -> str:
         """Remove special tokens and white space at the end of ``after`` until ``text`` begins with
@@ -322,6 +356,7 @@ class ConversationRenderer(TemplateRenderer):
         tools: Tools,
         rules: RenderingRules,
         texts: Mapping[int, str],
+        served: Mapping[int, _Served],
         notes: Notes,
     ) -> Messages:
         """Check that the template prints all parts of a conversation.
@@ -334,6 +369,7 @@ class ConversationRenderer(TemplateRenderer):
         Args:
             texts: text of the conversation up to each answer to compare, or of the complete
                 conversation.
+            served: the answers as they are served, if they are known.
         Returns:
             The messages. An answer that is empty without the parts that are not printed has
             ``train: false``.
@@ -347,13 +383,16 @@ class ConversationRenderer(TemplateRenderer):
             message = messages[number]
             whole = messages if complete else messages[: number + 1]
             gone, left = [], []
-            for names in _PARTS:
-                name = next((name for name in names if message.get(name)), None)
+            for fields in _PARTS:
+                name = next((name for name in fields if message.get(name)), None)
                 if name is not None:
-                    stays = self._stays(text, whole, tools, number, dict.fromkeys(names))
+                    stays = self._stays(text, whole, tools, number, dict.fromkeys(fields))
                     (gone if stays else left).append(name)
-            lost += [(f"messages[].{name}", f"messages[{number}].{name}") for name in gone]
-            if gone and not left and not message["content"].strip():
+            start = served[number].start if number in served else 0
+            thought, said = self._prints_content(text, start, whole, tools, number)
+            names = [*gone, "content"] if not (thought and said) else gone
+            lost += [(f"messages[].{name}", f"messages[{number}].{name}") for name in names]
+            if names and not left and not (said and message["content"].strip()):
                 kept[number] = {**message, "train": False}
                 notes["not_served", "answers that are empty as they are printed"] += 1
         if texts:
@@ -372,12 +411,33 @@ class ConversationRenderer(TemplateRenderer):
         """Yield the name and the place of each part before the answers that is not printed."""
         if tools and self._stays(text, messages, None):
             yield "tools", "tools"
-        for role in ("system", "tool"):
+        for role in ("system", "user", "tool"):
             number = next((n for n, m in enumerate(messages) if m["role"] == role), None)
             if number is not None and (content := messages[number]["content"]).strip():
                 other = {"content": f"{content} {content}"}
                 if self._stays(text, messages, tools, number, other):
                     yield f"messages of the role {role}", f"messages[{number}].content"
+
+    def _prints_content(
+        self, text: str, start: int, messages: Messages, tools: Tools, number: int
+    ) -> tuple[bool, bool]:
+        """Compare the content of an answer with the text after character ``start``.
+
+        Returns:
+            True if the text has the thought inside of the content, and True if it has the rest.
+        """
+        match = _THOUGHT.fullmatch(messages[number]["content"])
+        assert match is not None
+        before, thought, said = match.groups()
+        printed = []
+        for part, changed in (
+            (thought, f"{before}{thought} x{said}"),
+            (said.removeprefix("</think>"), f"{before}{thought}{said} x"),
+        ):
+            here = not part.strip() or part.strip() in text[start:]
+            other = {"content": changed}
+            printed.append(here or not self._stays(text, messages, tools, number, other))
+        return printed[0], printed[1]
 
     def _stays(
         self,
@@ -397,6 +457,21 @@ class ConversationRenderer(TemplateRenderer):
         with suppress(BadLine):
             return text == self.render([*messages[:number], other, *messages[number + 1 :]], tools)
         return False
+
+
+def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose calls have JSON texts as arguments."""
+
+    def as_text(call: dict[str, Any]) -> dict[str, Any]:
+        if isinstance(call.get("function"), dict):
+            return {**call, "function": as_text(call["function"])}
+        arguments = call.get("arguments")
+        if not isinstance(arguments, dict):
+            return call
+        return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)}
+
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [as_text(call) for call in calls]} if calls else message
 
 
 def _answers(messages: Messages) -> Iterator[tuple[int, bool]]:

@@ -309,7 +309,9 @@ class SampleEncoder:
                 f"{self.tokenizer.vocab_size} tokens; use tokenizer files that belong together."
             )
         if not targets.any():
-            return BadLine("no_trainable_token")
+            answers = sample.messages if isinstance(sample, Conversation) else []
+            masked = not any(m["role"] == "assistant" and m.get("train", True) for m in answers)
+            return BadLine("all_masked" if answers and masked else "no_trainable_token")
         if not self._has_end(sample, int(ids[-1])):
             eod = self.tokenizer.eod_id
             if ids[-1] != eod:  # some templates already end with the end-of-document token

@@ -61,7 +61,7 @@ class TemplateProcess:
     def __init__(
         self,
         source: str,
-        variables: Mapping[str, str],
+        variables: Mapping[str, Any],
         special_tokens: Sequence[str],
         date: str | None = None,
         cpu_seconds: float = CPU_SECONDS,

@@ -60,6 +60,14 @@ _TOOLS = [
 ]
 
 
+_THOUGHT = "Snow reflects all light."
+_OF_THOUGHTS = re.compile("think|thought|reason", re.IGNORECASE)
+"""Names of tokens around thoughts. A prompt may begin a thought, which no rendering tells apart from a turn.
+"""
+_LONGEST_HEADER = 24
+"""Most characters between two special tokens of a header; longer text is the prose of a template."""
+
+
 class TurnEnd(NamedTuple):
     """End of a turn, which a template prints after an answer."""
 
@@ -117,16 +125,18 @@ def _end_of(inner: list[str], last: list[str]) -> TurnEnd | None:
 
 
 def find_turn_markers(
-    render: Render, prompt: Render, special_tokens: Iterable[str], variables: Mapping[str, str]
+    render: Render, prompt: Render, special_tokens: Iterable[str], variables: Mapping[str, Any]
 ) -> frozenset[str]:
     """Find the special tokens with which a template begins and ends turns and documents.
 
     Tokens that the template prints inside of an answer, for example ``<think>`` and
-    ``<tool_call>``, are no turn markers.
+    ``<tool_call>``, are no turn markers. Neither are tokens in the prose of a default system
+    message, which may explain them.
 
     Args:
         render: renders messages, and tools if given, to text.
-        prompt: renders messages to the text after which an answer is generated.
+        prompt: renders messages, and tools if given, to the text after which an answer is
+            generated.
         special_tokens: spellings of the special tokens of the tokenizer.
         variables: variables of the template, for example ``eos_token``.
     """
@@ -136,48 +146,96 @@ def find_turn_markers(
     named = {variables[name] for name in _NAMED if name in variables}
     markers = special & {*named, *DOCUMENT_ENDS}
     pattern = special_pattern(special)
-    for tokens in (*_of_questions(render, prompt, pattern), *_of_answers(render, pattern)):
+    for tokens in (*_of_questions(render, pattern, None), *_of_answers(render, pattern, None)):
         markers |= set(tokens)
-    return markers
+    tags = _tags(render, pattern) - markers
+    # A template may explain the tokens of a call where it defines the tools.
+    for tokens in (
+        *_of_headers(render, prompt, pattern),
+        *_of_questions(render, pattern, _TOOLS),
+        *_of_answers(render, pattern, _TOOLS),
+    ):
+        markers |= set(tokens) - tags
+    return frozenset(token for token in markers if not _OF_THOUGHTS.search(token))
 
 
 def _of_questions(
-    render: Render, prompt: Render, pattern: re.Pattern[str]
+    render: Render, pattern: re.Pattern[str], tools: list[Any] | None
 ) -> Iterator[Iterable[str]]:
-    """Yield the special tokens of system and user turns, and the first token of an answer's header."""
-    for asked in ([_ONE_TURN[0]], [_SYSTEM, _ONE_TURN[0]]):
+    """Yield the special tokens around the contents of system and user messages."""
+    for messages in ([_ONE_TURN[0]], [_SYSTEM, _ONE_TURN[0]]):
         with suppress(BadLine):
-            text = render(asked)
-            yield _tokens(text, pattern)
-            # A thought may begin after the token that begins the answer.
-            yield _added_tokens(text, prompt(asked), pattern)[:1]
-    with suppress(BadLine):
-        # A template may explain the tokens of a call where it defines the tools.
-        called = render([*_CALLING, _RESULT], _TOOLS)
-        of_call = _tokens(called.rpartition(_QUESTION)[2], pattern)
-        yield set(_tokens(render([_ONE_TURN[0]], _TOOLS), pattern)) - set(of_call)
+            rest = render(messages, tools)
+            for message in messages:
+                before, found, rest = rest.partition(message["content"])
+                if not found:
+                    return
+                yield _outside_prose(before, pattern)
+            yield _outside_prose(rest, pattern)
 
 
-def _of_answers(render: Render, pattern: re.Pattern[str]) -> Iterator[Iterable[str]]:
+def _of_answers(
+    render: Render, pattern: re.Pattern[str], tools: list[Any] | None
+) -> Iterator[Iterable[str]]:
     """Yield the special tokens that follow answers, and those of the result of a tool."""
     for messages in PROBES:
         with suppress(BadLine):
-            text = render(messages)
+            text = render(messages, tools)
             inner, found_2, rest = text.partition(_ANSWER)[2].partition(_QUESTION_2)
             yield _tokens(inner, pattern)
             yield _tokens(rest.partition(_ANSWER_2)[2] if found_2 else "", pattern)
     with suppress(BadLine):
         # After a plain answer, so that no token of a call is credited to the result.
-        after = render([*_ONE_TURN, _RESULT]).partition(_ANSWER)[2]
+        after = render([*_ONE_TURN, _RESULT], tools).partition(_ANSWER)[2]
         if _RESULT["content"] in after:
             yield _tokens(after, pattern)
             return
     with suppress(BadLine):
-        yield _added_tokens(render(_CALLING), render([*_CALLING, _RESULT]), pattern)
+        called, answered = render(_CALLING, tools), render([*_CALLING, _RESULT], tools)
+        yield _added_tokens(called, answered, pattern)
+
+
+def _of_headers(
+    render: Render, prompt: Render, pattern: re.Pattern[str]
+) -> Iterator[Iterable[str]]:
+    """Yield the special tokens of the header of an answer; a thought may begin in it."""
+    for tools in (None, _TOOLS):
+        with suppress(BadLine):
+            asked = [_ONE_TURN[0]]
+            yield _added_tokens(render(asked, tools), prompt(asked, tools), pattern)
+
+
+def _tags(render: Render, pattern: re.Pattern[str]) -> set[str]:
+    """Return the special tokens directly before and after a thought, and the name of a call."""
+    thinking = {**_ONE_TURN[1], **dict.fromkeys(("reasoning_content", "thinking"), _THOUGHT)}
+    tags: set[str] = set()
+    for messages, content in (
+        ([_ONE_TURN[0], thinking], _THOUGHT),
+        ([*_CALLING, _RESULT], _CALL["function"]["name"]),
+    ):
+        with suppress(BadLine):
+            parts = pattern.split(render(messages))
+            for at, part in enumerate(parts):
+                if not at % 2 and content in part:
+                    tags |= {*parts[max(at - 1, 0) : at], *parts[at + 1 : at + 2]}
+    return tags
 
 
 def _tokens(text: str, pattern: re.Pattern[str]) -> list[str]:
     return pattern.split(text)[1::2]
+
+
+def _outside_prose(text: str, pattern: re.Pattern[str]) -> list[str]:
+    """Return the special tokens at the beginning and at the end of a text, up to its prose."""
+    parts = pattern.split(text)
+    found: list[str] = []
+    for ordered in (parts, parts[::-1]):
+        for at, part in enumerate(ordered):
+            if at % 2:
+                found.append(part)
+            elif len(part.strip()) > _LONGEST_HEADER:
+                break
+    return found
 
 
 def _added_tokens(before: str, after: str, pattern: re.Pattern[str]) -> list[str]:

@@ -269,9 +269,16 @@ CASES = [
         dict.fromkeys(("chat_template", "answer_end"), "--mock-data reads no text"),
     ),
     (
-        "--multi-turn last --unprinted-policy count --chat-template-date 2026-11-28 --data-rules 1",
+        "--multi-turn last --unprinted-policy count --chat-template-date 2026-11-28 --data-rules 1 "
+        "--chat-template-kwargs {}",
         dict.fromkeys(
-            ("multi_turn", "unprinted_policy", "chat_template_date", "data_rules"),
+            (
+                "multi_turn",
+                "unprinted_policy",
+                "chat_template_date",
+                "chat_template_kwargs",
+                "data_rules",
+            ),
             "text has no turns",
         ),
     ),

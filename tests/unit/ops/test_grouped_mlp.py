@@ -92,8 +92,9 @@ def test_documents_do_not_touch_each_other_by_a_bit_though_their_rows_move(token
     assert not torch.equal(rows[kept], other_rows[kept])  # The rows have moved.
     assert torch.equal(y[kept], other_y[kept]) and torch.equal(dx[kept], other_dx[kept])
     assert not torch.equal(y, other_y)
-    for found, expected in zip(layer(changed), (other_y, other_dx, other_rows)):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+    for found, expected in zip(layer(changed)[:2], (other_y, other_dx)):
+        atol = 1e-6 * float(expected.abs().max())
+        torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
 def test_no_host_sync_and_static_shapes():

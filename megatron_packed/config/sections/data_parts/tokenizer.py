@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date
@@ -53,6 +54,29 @@ _NOT_BUILT = {
     "MultimodalTokenizer": f"models read text only: give {HUGGING_FACE}",
     "NullMultimodalTokenizer": f"models read text only: give {NULL}",
 }
+
+
+_RESERVED_KWARGS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+
+def is_date(text: str) -> bool:
+    """Return True if a text is a date of the form YYYY-MM-DD."""
+    try:
+        return date.fromisoformat(text).isoformat() == text
+    except (TypeError, ValueError):
+        return False
+
+
+def template_kwargs_fault(text: str) -> str | None:
+    """Return why a text cannot be variables of a chat template; None if it can."""
+    try:
+        value = json.loads(text)
+    except (TypeError, ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        return "is no JSON object"
+    reserved = sorted(_RESERVED_KWARGS & value.keys())
+    return f"names {' and '.join(reserved)}, which each conversation sets" if reserved else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,6 +216,11 @@ class TokenizerOptions(Section):
         "not given, so that the same data has the same tokens every day.",
         group="tokenizer",
     )
+    chat_template_kwargs: str | None = option(
+        None,
+        "Variables of the chat template as a JSON object, as in '{\"enable_thinking\": false}'.",
+        group="tokenizer",
+    )
     data_rules: int = option(
         DATA_RULES,
         "Version of the rules by which lines with answers become tokens. With 1, a run uses the "
@@ -237,16 +266,23 @@ class TokenizerOptions(Section):
                         f"{self.tokenizer_type} does not use this file",
                         f"leave it out, or give --tokenizer-type {GPT2}",
                     )
-        if self.chat_template_date is not None and sound("chat_template_date"):
-            try:
-                date.fromisoformat(self.chat_template_date)
-            except ValueError:
-                yield Problem(
-                    "--chat-template-date",
-                    self.chat_template_date,
-                    "is no date of the form YYYY-MM-DD",
-                    "give, for example, 2026-11-28",
-                )
+        given = self.chat_template_date
+        if given is not None and sound("chat_template_date") and not is_date(given):
+            yield Problem(
+                "--chat-template-date",
+                given,
+                "is no date of the form YYYY-MM-DD",
+                "give, for example, 2026-11-28",
+            )
+        kwargs = self.chat_template_kwargs
+        fault = None if kwargs is None else template_kwargs_fault(kwargs)
+        if fault is not None and sound("chat_template_kwargs"):
+            yield Problem(
+                "--chat-template-kwargs",
+                str(kwargs),
+                fault,
+                """give, for example, '{"enable_thinking": false}'""",
+            )
         if sound("tokenizer_type", "tokenizer_special_tokens", "tiktoken_num_special_tokens"):
             yield from self._special_token_rules()
 

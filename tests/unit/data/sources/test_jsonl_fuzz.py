@@ -170,7 +170,7 @@ class Lines:
     def bad_role(self):
         messages, _ = self.messages()
         self.random.choice(messages)["role"] = self.random.choice(
-            ["bot", "", "ASSISTANT", "developer", "<|im_end|>"]
+            ["bot", "", "ASSISTANT", "moderator", "<|im_end|>"]
         )
         return self.dump({"messages": messages}), "unknown_role"
 
@@ -188,7 +188,7 @@ class Lines:
 
     def bad_untrained(self):
         messages = [{"role": "assistant", "content": self.text(), "train": False}]
-        return self.dump({"messages": messages}), "no_trainable_token"
+        return self.dump({"messages": messages}), "all_masked"
 
     def bad_flag(self):
         messages, _ = self.messages()

@@ -87,6 +87,50 @@ def test_contents_that_are_lists_of_parts() -> None:
         assert [message["content"] for message in sample.messages] == ["a", "abc"]
 
 
+THOUGHT = {"type": "thinking", "thinking": "t", "signature": "x"}
+REASONED = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "u"}]}
+ANSWERED = {"type": "text", "text": "a"}
+
+
+@pytest.mark.parametrize(
+    ("parts", "thoughts"),
+    [
+        ([THOUGHT, ANSWERED], "t"),
+        ([THOUGHT, REASONED, {"type": "reasoning", "text": "v"}, ANSWERED], "t\n\nu\n\nv"),
+        ([{"type": "thinking", "thinking": [{"type": "text", "text": "t"}]}, "a"], "t"),
+        ([{"type": "reasoning", "summary": []}, ANSWERED], None),
+    ],
+)
+def test_thoughts_at_the_start_of_an_answer_are_its_reasoning(
+    parts: list, thoughts: str | None
+) -> None:
+    line = {"messages": [USER, {"role": "assistant", "content": parts}]}
+    [sample] = parse_line(json.dumps(line).encode())
+    more = {} if thoughts is None else {"thinking": thoughts, "reasoning_content": thoughts}
+    assert sample.messages == [USER, {**ASSISTANT, **more}]
+
+
+@pytest.mark.parametrize(
+    ("message", "detail"),
+    [
+        ({"content": [ANSWERED, THOUGHT]}, "content[1].type is 'thinking', which only begins"),
+        ({"role": "user", "content": [THOUGHT, ANSWERED]}, "content[0].type is 'thinking', which"),
+        ({"content": [THOUGHT, {"type": "image"}]}, "content[1].type is 'image'"),
+        ({"content": [{"type": "thinking"}, ANSWERED]}, "content[0].thinking is a null"),
+        (
+            {"content": [THOUGHT, ANSWERED], "reasoning": "r"},
+            "other thoughts than messages[0].reas",
+        ),
+        ({"content": [THOUGHT]}, "messages[0]"),
+    ],
+)
+def test_other_thoughts_are_refused_with_their_place(message: dict, detail: str) -> None:
+    """Templates print thoughts before the text, so thoughts after a text would change places."""
+    with pytest.raises(BadLine) as caught:
+        parse_line(json.dumps({"messages": [{"role": "assistant", **message}, ASSISTANT]}).encode())
+    assert detail in caught.value.detail
+
+
 def test_prompts_and_completions_that_are_lists_of_messages() -> None:
     """Both lists form one conversation, of which answers in the prompt are not learned."""
     line = {"ask": [USER, ASSISTANT, USER], "say": [ASSISTANT]}
@@ -94,6 +138,15 @@ def test_prompts_and_completions_that_are_lists_of_messages() -> None:
     assert sample.messages == [USER, {**ASSISTANT, "train": False}, USER, ASSISTANT]
     [same] = parse_line(json.dumps({"prompt": line["ask"], "completion": line["say"]}).encode())
     assert same == sample
+
+
+def test_a_text_that_completes_messages_is_an_answer() -> None:
+    line = {"prompt": [USER, ASSISTANT, USER], "completion": "a", "system": "s"}
+    [sample] = parse_line(json.dumps(line).encode())
+    assert sample == Conversation([SYSTEM, USER, {**ASSISTANT, "train": False}, USER, ASSISTANT])
+    for empty in (" ", None):
+        with pytest.raises(BadLine, match="empty_completion"):
+            parse_line(json.dumps({**line, "completion": empty}).encode())
 
 
 @pytest.mark.parametrize(
@@ -122,6 +175,38 @@ def test_prompts_and_completions_that_are_lists_of_messages() -> None:
         ({"id": 1, "conversation": [USER, ASSISTANT]}, "messages=conversation"),
         ({"data": {"turns": [USER, ASSISTANT]}}, "messages=data.turns"),
         ({"page": {"body": "t"}}, "text=page.body"),
+        (
+            {"system_prompt": "s", "question": "q", "response": "a"},
+            "instruction=question,output=response,system=system_prompt",
+        ),
+        (
+            {"query": "q", "response": "a", "system": "s", "history": [["p", "b"]]},
+            "instruction=query,output=response,system=system,history=history",
+        ),
+        (
+            {"input": "i", "query": "q", "output": "a", "functions": [{"name": "f"}]},
+            "instruction=query,input=input,output=output,tools=functions",
+        ),
+        (
+            {"system": "", "system_prompt": "s", "question": "q", "answer": "a", "tools": {}},
+            "instruction=question,output=answer,system=system_prompt",
+        ),
+        (
+            {"question": "q", "answer": "a", "system": ""},
+            "instruction=question,output=answer,system=system",
+        ),
+        (
+            {"question": "q", "answer": "a", "system": None, "history": [USER]},
+            "instruction=question,output=answer",
+        ),
+        (
+            {"data": {"question": "q", "answer": "a", "system": "s"}},
+            "instruction=data.question,output=data.answer,system=data.system",
+        ),
+        (
+            {"conversation": [USER, ASSISTANT], "system_prompt": "s", "tools": "[]", "input": "i"},
+            "messages=conversation,system=system_prompt,tools=tools",
+        ),
     ],
 )
 def test_unknown_fields_get_a_suggestion_that_works(line: dict, fields: str) -> None:
@@ -129,6 +214,54 @@ def test_unknown_fields_get_a_suggestion_that_works(line: dict, fields: str) -> 
         parse_line(json.dumps(line).encode())
     assert caught.value.detail.endswith(f"; perhaps --data-fields {fields}")
     assert parsed(line, fields)
+
+
+@pytest.mark.parametrize(
+    ("more", "fields"),
+    [
+        ({"response": "a"}, "prompt=prompt,completion=response"),
+        ({"answer": "a", "id": 1}, "prompt=prompt,completion=answer"),
+        ({"response": None}, "prompt=prompt,completion=response"),
+        ({"answers": {"text": ["a"]}}, "prompt=prompt,completion=answers.text.0"),
+        ({"answer": "a", "system": "s"}, "instruction=prompt,output=answer,system=system"),
+        ({"answer": "a", "context": "c"}, "instruction=prompt,input=context,output=answer"),
+        ({"instruction": "i", "output": "a"}, "instruction=instruction,output=output"),
+        ({"prompt": [USER], "answer": "a"}, "prompt=prompt,completion=answer"),
+        ({"prompt": [USER], "response": [ASSISTANT]}, "prompt=prompt,completion=response"),
+    ],
+)
+def test_a_prompt_with_another_answer_gets_a_suggestion_that_works(more: dict, fields: str) -> None:
+    line = {"prompt": "p", **more}
+    with pytest.raises(BadLine, match="missing_completion") as caught:
+        parse_line(json.dumps(line).encode())
+    assert caught.value.detail == f"fields: {', '.join(line)}; perhaps --data-fields {fields}"
+    if more != {"response": None}:
+        assert parsed(line, fields)
+
+
+def test_a_prompt_alone_lists_its_fields() -> None:
+    with pytest.raises(BadLine, match="missing_completion") as caught:
+        parse_line(b'{"prompt": "p", "id": 3}')
+    assert caught.value.detail == "fields: prompt, id"
+
+
+def test_roles_of_sharegpt_in_messages_get_the_flag_that_reads_them() -> None:
+    """The flag keeps the tools and the system text of the line."""
+    turns = [{"role": "human", "content": "q"}, {"role": "gpt", "content": "a"}]
+    line = {"messages": turns, "tools": [{"name": "f"}], "system": "s"}
+    with pytest.raises(BadLine, match="unknown_role") as caught:
+        parse_line(json.dumps(line).encode())
+    words = "conversations=messages,system=system,tools=tools"
+    role = "messages[0].role is 'human'"
+    assert caught.value.detail == f"{role}; --data-fields {words} reads such roles"
+    expected = [Conversation([SYSTEM, USER, ASSISTANT], [{"name": "f"}], "sharegpt")]
+    assert parsed(line, words) == expected
+    with pytest.raises(BadLine, match="--data-fields conversations=talk,system=s reads such"):
+        parsed({"talk": turns, "s": "s"}, "messages=talk,system=s")
+    turns[0]["role"] = "bot"
+    with pytest.raises(BadLine) as caught:
+        parse_line(json.dumps(line).encode())
+    assert caught.value.detail == "messages[0].role is 'bot'"
 
 
 def test_fields_without_a_usual_name_get_no_suggestion() -> None:
@@ -143,7 +276,10 @@ def test_fields_without_a_usual_name_get_no_suggestion() -> None:
 
 def test_columns_and_names_of_fields() -> None:
     fields = DataFields.of(pairs_of(["prompt=qa.question,completion=a.b"]))
-    assert columns_of(fields, ["id", "qa", "a.b", "a"], "t.parquet") == {"qa", "a.b"}
+    names = ["id", "qa", "a.b", "a", "input"]
+    assert columns_of(fields, names, "t.parquet") == {"qa", "a.b"}
+    names += ["system", "loss_mask"]  # parse_line notes that they are not read
+    assert columns_of(fields, names, "t") == {"qa", "a.b", "system", "loss_mask"}
     with pytest.raises(ValueError, match=r"completion=a\.b: t has no such column; .* id, qa;"):
         columns_of(fields, ["id", "qa"], "t")
     fields = DataFields.of(pairs_of(["prompt=rows[*].qa[*].q,completion=rows[*].a"]))

@@ -161,6 +161,7 @@ def test_every_reason_of_a_line_is_covered():
         "no_question",
         "question_too_long",
         "token_outside",
+        "all_masked",
     }
     preprocessing = {
         "missing_key",
@@ -219,7 +220,7 @@ def test_sharegpt_and_alpaca_are_conversations():
         ("user", "human user"),
         ("assistant", "gpt chatgpt model assistant"),
         ("tool", "tool function function_response observation"),
-        ("system", "system"),
+        ("system", "system developer"),
     ],
 )
 def test_every_name_that_sharegpt_has_for_a_role(role, names):
@@ -322,6 +323,32 @@ def test_fields_that_are_not_read_are_noted_once_a_line():
     fields = DataFields.of([("messages", "talk")])
     line = {"id": 0, "talk": [USER, {**ASSISTANT, "mood": "calm"}]}
     assert noted(line, fields) == {("unread_field", "messages[].mood"): 1}
+
+
+def test_fields_with_a_meaning_that_no_path_names_are_noted():
+    """Other fields that no path names are the choice of the user, and empty ones lose nothing."""
+    fields = DataFields.of([("instruction", "input"), ("output", "a")])
+    meant = ["system", "system_prompt", "tools", "functions", "history", "context", "loss_mask"]
+    line = {"id": 1, "label": 1, "text": "t", "input": "q", "a": "a", **dict.fromkeys(meant, "s")}
+    assert noted(line, fields) == {("unread_field", name): 1 for name in meant}
+    assert not noted({**line, **dict.fromkeys(meant, "")}, fields)
+    fields = DataFields.of([("prompt", "context.q"), ("completion", "rows[*].a")])
+    line = {"context": {"q": "q", "id": 1}, "rows": [{"a": "a"}, {"a": "b"}], "input": "i"}
+    assert noted(line, fields) == {("unread_field", "input"): 1}
+
+
+def test_roles_of_newer_and_older_messages_of_openai():
+    messages = [
+        {"role": "developer", "content": "s"},
+        USER,
+        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
+        {"role": "function", "name": "f", "content": "1"},
+        ASSISTANT,
+    ]
+    [sample] = parse_line(chat(*messages))
+    roles = [message["role"] for message in sample.messages]
+    assert roles == ["system", "user", "assistant", "tool", "assistant"]
+    assert sample.messages[3] == {"role": "tool", "name": "f", "content": "1"}
 
 
 def test_unknown_fields_of_messages_go_to_the_template():

@@ -155,3 +155,9 @@ def test_a_given_token_outside_of_the_vocabulary_makes_its_line_unusable():
     )
     assert good.documents[0].ids.tolist() == [1, 2] and good.documents[0].targets.tolist() == [0, 1]
     assert bad.reason == "token_outside" and "999" in bad.detail
+
+
+def test_a_conversation_whose_answers_are_all_masked_is_empty_and_not_bad(tmp_path):
+    talk = {"messages": [USER, {"role": "assistant", "content": "a", "weight": 0}]}
+    dataset = open_lines(tmp_path, [json.dumps(talk), line("a")], max_bad_fraction=0.0)
+    assert dataset.report.empty == {"all_masked": 1} and len(dataset) == 1

@@ -46,6 +46,10 @@ PAIRS = [
     ),
     ({"messages": [USER, GOOD], "rejected_response": "bad"}, TALK),
     (
+        {"query": "q", "chosen": "good", "rejected": "bad", "system_prompt": "s"},
+        [Conversation([SYSTEM, USER, GOOD], None, "alpaca", "q")],
+    ),
+    (
         {
             "input": {"messages": [USER]},
             "preferred_output": [GOOD],
@@ -101,6 +105,8 @@ def test_labels_name_the_loss_and_the_fields_of_accepted_answers(line, expected,
 def test_fields_that_the_flag_leaves_out_are_named():
     line = {"prompt": "q", "chosen": "good", "rejected": "bad", "system": "s", "tools": []}
     assert refusal(line).endswith("trains on the chosen side, without system")
+    line = {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD], "functions": [{"name": "f"}]}
+    assert refusal(line).endswith("trains on the chosen side, without functions")
     line = {"chosen": "good", "rejected": "bad"}
     assert "instruction=FIELD,output=chosen" in refusal(line)
 

@@ -171,6 +171,17 @@ def test_the_field_for_a_call_before_there_were_tool_calls():
     ]
 
 
+@pytest.mark.parametrize("flat", [False, True])
+def test_arguments_that_stay_a_text_are_noted_by_function(flat):
+    given = [("f", "not json"), ("f", "[1]"), ("g", "{}"), ("g", {"a": "b"}), ("h", "3")]
+    functions = [{"name": name, "arguments": text} for name, text in given]
+    calls = functions if flat else [{"function": function} for function in functions]
+    line = {"messages": [USER, {"role": "assistant", "tool_calls": calls}]}
+    notes = Counter()
+    parse_line(json.dumps(line).encode(), None, notes)
+    assert notes == {("text_argument", "f"): 2, ("text_argument", "h"): 1}
+
+
 def test_null_arguments_that_are_left_out_are_noted():
     """Nulls of a JSON text stay, because the writer of the call wrote them."""
     calls = [

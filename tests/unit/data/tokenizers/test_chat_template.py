@@ -207,6 +207,78 @@ def test_what_a_template_does_not_print_is_refused_or_counted(messages, tools, n
     assert learned[-1][-1] == f"{messages[-1]['content']}]"
 
 
+CALLS_ONLY = (
+    "{% for m in messages %}{{ '[' + m.role + ']' }}{% for c in m.tool_calls or [] %}{{ c.function.name }}"
+    "{% else %}{{ m.content.split('</think>')[-1] }}{% endfor %}</s>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+"""Template that prints no text beside a call, and no thought inside of a content."""
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [{**CALL, "content": "I look."}, {"role": "assistant", "content": "<think>so</think>b"}],
+)
+def test_text_of_an_answer_that_is_not_printed_is_refused_or_counted(answer):
+    with pytest.raises(BadLine, match=r"not_printed: messages\[1\].content$"):
+        documents(CALLS_ONLY, [TALK[1], answer])
+    learned, notes = documents(CALLS_ONLY, [TALK[1], answer], counts_unprinted=True)
+    assert len(learned) == 1 and notes["not_printed", "messages[].content"] == 1
+
+
+def test_printed_text_with_marks_of_thoughts_is_no_loss():
+    for content in ("<think>so</think>b", "a</think>b", "<think></think>b", " b\n"):
+        assert documents(PLAIN, [TALK[1], {"role": "assistant", "content": content}])[1] == {}
+
+
+def test_an_earlier_answer_that_loses_its_end_has_a_document_of_its_own():
+    source = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+        "{{ '[assistant]' if add_generation_prompt else '</s>' }}"
+    )
+    assert documents(source, TALK)[0] == [[" a1\n</s>"], ["a2</s>"]]
+
+
+def test_a_template_that_joins_arguments_with_text_gets_them_as_json():
+    joins = (
+        "{% for m in messages %}{{ '[' + m.role + ']' + m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ '<c>' + c.function.arguments }}{% endfor %}</s>{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    calling = {**CALL, "tool_calls": [{"function": {"name": "f", "arguments": {"x": "é"}}}]}
+    assert documents(joins, [TALK[1], calling])[0] == [['<c>{"x": "é"}</s>']]
+
+
+@pytest.mark.parametrize(
+    ("source", "content", "acts"),
+    [
+        # the prompt begins a thought
+        ("{{ '<|im_start|>assistant<think>' if add_generation_prompt }}", "<think>", True),
+        # a default system message explains calls
+        (
+            "{{ '<|im_start|>A call is written as follows: <call>the name of the function"
+            "</call>, and its result comes then.' }}",
+            "</call>",
+            True,
+        ),
+        ("{{ '<call>' if add_generation_prompt }}{# prompt #}", "<call>", False),
+    ],
+)
+def test_tokens_in_the_prose_and_the_prompt_of_a_template_are_no_turn_markers(
+    source, content, acts
+):
+    template = "{% for m in messages %}{{ '<|im_start|>' + m.role + m.content + '<|im_end|>' }}{% endfor %}"
+    before, after = ("", source) if "prompt" in source else (source, "")
+    renderer = ConversationRenderer(before + template + after, {}, THINKING)
+    assert (content not in renderer.turn_markers) == acts
+    assert {"<|im_start|>", "<|im_end|>"} <= renderer.turn_markers
+
+
+def test_a_template_that_needs_a_date_names_the_flag():
+    with pytest.raises(BadLine, match=r"strftime_now.*--chat-template-date"):
+        documents("{{ strftime_now('%Y') }}" + PLAIN, TALK)
+
+
 def test_tools_that_a_template_refuses_are_counted_if_the_policy_says_so():
     with pytest.raises(BadLine, match="template_error"):
         documents(DEFAULT_TEMPLATE, TALK, [{"name": "f"}])

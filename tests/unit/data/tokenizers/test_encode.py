@@ -183,9 +183,9 @@ def test_one_bad_document_makes_the_line_unusable_and_no_other():
     )
     assert [o.reason if isinstance(o, BadLine) else len(o.documents) for o in outcomes] == [
         1,
-        "no_trainable_token",
+        "all_masked",
         0,
-        "no_trainable_token",
+        "all_masked",
         2,
     ]
 

@@ -370,3 +370,22 @@ def test_conversations_with_tools_use_the_template_for_tools(tmp_path, engine):
     tools = one(tokenizer, chat, Conversation(TALK[:2], [{"name": "f"}]))
     assert tokenizer.decode(tools.ids) == "T" + tokenizer.decode(plain.ids)
     chat.close()
+
+
+def test_variables_of_a_template_change_its_prompt_and_the_cache(tmp_path, engine):
+    """Templates of hybrid thinking models begin a thought unless a variable says no."""
+    source = turns(
+        CHATML_USER,
+        CHATML_HEAD + "{{ '<think></think>' + m.content + '<|im_end|>' }}",
+        "<|im_start|>assistant\n<think>' + ('</think>' if enable_thinking is false else 'so') + '",
+    )
+    tokenizer = tokenizer_of(tmp_path, engine, "<|im_end|>", source)
+    thinking, plain = (
+        chat_format(tokenizer, kwargs=kwargs) for kwargs in (None, '{"enable_thinking": false}')
+    )
+    [refused] = encode(tokenizer, thinking, Conversation(TALK[:2]))
+    assert refused.reason == "template_prefix"
+    document = one(tokenizer, plain, Conversation(TALK[:2]))
+    assert marked(tokenizer, document).endswith("<think></think>[a<|im_end|>]")
+    assert thinking.rules != plain.rules
+    thinking.close(), plain.close()
