@@ -257,7 +257,9 @@ def test_lines_of_data_are_accepted() -> None:
     samples = [parse_line(line.encode())[0] for line in examples.splitlines()]
     assert [schema_name(sample) for sample in samples] == ["messages", "prompt/completion", "text"]
     table = page.partition("## Use the accepted fields")[2].partition("\n## ")[0]
-    assert [field for field in FIELDS if f"`{field}`" not in table] == []
+    named_by_cures = {"answer", "answers", "assistant", "solution", "functions", "system_prompt"}
+    missing = {field for field in FIELDS if f"`{field}`" not in table}
+    assert missing == named_by_cures  # read only where --data-fields names them
 
 
 REPORTS = {
