@@ -12,20 +12,19 @@ from megatron_packed.checkpoint.sealed_json import parse_object, read_small_file
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.layer_pattern import DEPTH
+from megatron_packed.config.section import section_fields
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.families.family import Family, Fields
 from megatron_packed.models.convert.families.field_types import FIELD_TYPES, shown, wrong_types
+from megatron_packed.models.convert.families.qwen_hybrid import OUTSIDE_TEXT
 from megatron_packed.models.convert.families.registry import FAMILIES
+from megatron_packed.models.convert.tensor_mismatch import QUANTISED_CURE
 
 MAX_CONFIG_BYTES = 16 << 20
 CHUNK_SIZES = {"chunk_size", "mamba_chunk_size"}
 """Keys of the chunk size of Mamba layers."""
 QUANTISED_KEYS = {"quantization_config", "compression_config"}
 """Keys of models whose weights are not floating-point numbers of 16 or 32 bits."""
-QUANTISED_CURE = (
-    "take the model in bf16, which is often published beside the quantised one, or dequantise the "
-    "weights and save them in bf16"
-)
 _NAMES_OF_FUNCTIONS = {"swish": "silu"}
 """Other names of activation functions, as transformers reads them."""
 _KNOWN_ELSEWHERE = """
@@ -115,7 +114,20 @@ def model_of(
     try:
         return family, ModelConfig(**values)
     except ConfigError as error:
-        raise CheckpointError(f"invalid sizes: {error}", path=path) from None
+        raise CheckpointError(_invalid(error, family, pattern), path=path) from None
+
+
+def _invalid(error: ConfigError, family: Family, pattern: str) -> str:
+    """Return a sentence about invalid sizes, with the key of config.json of each."""
+    their = {mine: key for key, mine in chosen(family.options, pattern).items()}
+    keys = {
+        about.flag: their[about.name]
+        for about in section_fields(ModelConfig)
+        if about.name in their
+    }
+    found = [keys[problem.option] for problem in error.problems if problem.option in keys]
+    named = f" ({', '.join(dict.fromkeys(found))})" if found else ""
+    return f"invalid sizes{named}: {error}"
 
 
 def _depths(fields: Fields, family: Family, depths: int) -> dict[str, Any]:
@@ -176,8 +188,9 @@ def _unknown(key: str, value: Any, family: Family) -> str:
     if key in QUANTISED_KEYS:
         method = value.get("quant_method", "") if isinstance(value, dict) else ""
         return f"{key} says that the weights are quantised ({shown(method or value)})"
-    if key in _DECIDING or key.startswith(_DECIDING_PREFIXES):
-        return f"{key} is {shown(value)}, but {family.model_type} is not supported with this option"
+    if key in _DECIDING or key.startswith(_DECIDING_PREFIXES) or key.endswith(OUTSIDE_TEXT):
+        model = f"{family.model_type} models with this option"
+        return f"{key} is {shown(value)}, but {model} are not supported"
     cure = f"if it changes no output, give {flags.IGNORE_KEY} {key}"
     return f"{key} is {shown(value)}, but this option is unknown ({cure})"
 

@@ -76,7 +76,7 @@ def flat_rotary(fields: Fields, defaults: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: ``rope_scaling`` and ``rope_parameters`` contradict each other.
     """
     flat = {key: fields[key] for key in fields if key not in ("rope_parameters", "rope_scaling")}
-    rotary = _rotary(fields)
+    rotary = _rotary(fields, defaults)
     for key, value in rotary.items():
         flat[key if key in _LIFTED else f"rope_parameters.{key}"] = value
     flat = {**defaults, **flat}
@@ -87,7 +87,7 @@ def flat_rotary(fields: Fields, defaults: Mapping[str, Any]) -> dict[str, Any]:
     return {**flat, **{key: value for key, value in derived.items() if flat.get(key) is None}}
 
 
-def _rotary(fields: Fields) -> dict[str, Any]:
+def _rotary(fields: Fields, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rotary options of the nested object that counts, with the key ``rope_type``.
 
     transformers takes ``rope_scaling`` before ``rope_parameters``, and other libraries only one of
@@ -98,7 +98,7 @@ def _rotary(fields: Fields) -> dict[str, Any]:
         if fields.get(name):
             nested = dict(fields[name])
             found[name] = {"rope_type": nested.pop("type", "default"), **nested}
-    flat = {key: fields[key] for key in _LIFTED if key in fields}
+    flat = {**defaults, **{key: fields[key] for key in _LIFTED if key in fields}}
     if len(found) == 2 and {**flat, **found["rope_scaling"]} != {
         **flat,
         **found["rope_parameters"],

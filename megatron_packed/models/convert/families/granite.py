@@ -76,8 +76,9 @@ def _bamba_spelled(fields: Fields) -> Fields:
         words = ["attention" if n in (attention or ()) else "mamba" for n in range(number)]
         listed = flat["layer_types"]
         if listed is not None and _symbols(listed) != _symbols(words):
+            key = "layer_types" if fields.get("layer_types") else "layers_block_type"
             raise ValueError(
-                f"layer_types is {shown(listed)}, which contradicts attn_layer_indices {attention}"
+                f"{key} is {shown(listed)}, which contradicts attn_layer_indices {attention}"
             )
         flat["layer_types"] = words
     return flat

@@ -5,7 +5,7 @@ The files of Qwen3.5 and later have vision, too. Only their text model is conver
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -73,28 +73,26 @@ def _word(attention: bool) -> str:
     return "full_attention" if attention else "linear_attention"
 
 
-def _text_spelled(fields: Fields, spelled: Callable[[Fields], Fields]) -> Fields:
+def _text_spelled(fields: Fields, family: Family) -> Fields:
     """Return the flat fields of the text model of a file with vision.
 
     transformers reads the model from ``text_config`` alone, except that the outer
-    ``tie_word_embeddings`` ties the tables. An outer key of the model is marked as unknown.
+    ``tie_word_embeddings`` ties the tables. An outer key of the text model is marked as unknown.
 
     Args:
-        spelled: function of the text model's family.
+        family: family of the text model.
     """
     text = fields.get("text_config")
     if text is None:
         raise ValueError("text_config is missing; it has the options of the text model")
-    flat = dict(spelled(text))
+    inside = (family.deciding_keys | set(family.no_effect.split())) - _OUTER_KEYS
+    flat = dict(family.spelled(text))
     for key, value in fields.items():
-        if key in _OUTSIDE_TEXT:
+        if key not in inside:
             flat[key] = value
-        elif key not in ("text_config", "tie_word_embeddings") and not (
-            key in text and text[key] == value
-        ):
-            flat[f"{key} outside text_config"] = value
-    if "tie_word_embeddings" in fields:
-        flat["tie_word_embeddings"] = fields["tie_word_embeddings"]
+        elif key not in text or text[key] != value:
+            flat[key + OUTSIDE_TEXT] = value
+    del flat["text_config"]
     return flat
 
 
@@ -297,8 +295,10 @@ _VISION = (
     " image_token_id video_token_id vision_config vision_end_token_id vision_start_token_id"
     " language_model_only"
 )
-_OUTSIDE_TEXT = frozenset(f"{LIBRARY} {_VISION}".split()) | {"quantization_config"}
-"""Keys of files with vision that are not in ``text_config``."""
+_OUTER_KEYS = frozenset(LIBRARY.split()) | {"tie_word_embeddings"}
+"""Keys of the text model that files with vision also have outside ``text_config``."""
+OUTSIDE_TEXT = " outside text_config"
+"""End of the names of keys of the text model in another place, which are not read."""
 
 
 def _with_vision(text: Family, model_type: str) -> Family:
@@ -310,7 +310,7 @@ def _with_vision(text: Family, model_type: str) -> Family:
         text,
         model_type=model_type,
         architecture="",
-        spelled=lambda fields: _text_spelled(fields, text.spelled),
+        spelled=lambda fields: _text_spelled(fields, text),
         no_effect=text.no_effect + _VISION,
         prefixes=("model.language_model.", "model."),
     )
