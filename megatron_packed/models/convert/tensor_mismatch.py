@@ -81,7 +81,7 @@ def _resized(
     tables: Sequence[str],
     model: ModelConfig,
 ) -> list[_Problem]:
-    """Return the problem of tables whose rows, all alike, are not those of ``vocab_size``."""
+    """Return the problem of tables with the same number of rows, which is not ``vocab_size``."""
     there = [name for name in tables if len(found.get(name, ())) == 2]
     rows = {found[name][0] for name in there if found[name][1:] == expected[name][1:]}
     if len(rows) != 1 or rows == {model.vocab_size} or not there:

@@ -105,7 +105,7 @@ def _rotary(fields: Fields, defaults: Mapping[str, Any]) -> dict[str, Any]:
     }:
         raise ValueError(
             f"rope_scaling is {shown(fields['rope_scaling'])}, which contradicts rope_parameters "
-            f"{shown(fields['rope_parameters'])}; remove the one that the model was not trained with"
+            f"{shown(fields['rope_parameters'])}; keep the key that the model was trained with"
         )
     return next(iter(found.values()), {})
 
