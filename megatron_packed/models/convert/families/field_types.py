@@ -50,19 +50,22 @@ _TEXTS = FieldType("a list of texts", _list_of(_is_text))
 _INTEGERS = FieldType("a list of whole numbers", _list_of(_is_integer))
 _OBJECT = FieldType("an object", lambda value: isinstance(value, dict))
 
+_COUNTS = """
+    chunk_size full_attention_interval linear_num_key_heads linear_num_value_heads mamba_n_heads
+    mamba_chunk_size mamba_n_groups mamba_num_heads max_window_layers mtp_num_hidden_layers
+    n_group n_groups n_routed_experts num_attention_heads num_experts num_experts_per_tok
+    num_heads num_hidden_layers num_key_value_heads num_local_experts num_nextn_predict_layers
+    original_max_position_embeddings sliding_window topk_group
+"""
 _SIZES = """
-    attn_rotary_emb chunk_size full_attention_interval head_dim hidden_size
-    intermediate_size linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads
-    linear_num_value_heads linear_value_head_dim mamba_chunk_size mamba_d_state mamba_expand
-    mamba_head_dim mamba_n_groups mamba_n_heads mamba_num_heads max_window_layers
+    attn_rotary_emb head_dim hidden_size intermediate_size linear_conv_kernel_dim
+    linear_key_head_dim linear_value_head_dim mamba_d_state mamba_expand mamba_head_dim
     moe_intermediate_size moe_latent_size moe_shared_expert_intermediate_size
-    mtp_num_hidden_layers n_group n_groups n_routed_experts num_attention_heads num_experts
-    num_experts_per_tok num_heads num_hidden_layers num_key_value_heads num_local_experts
-    num_nextn_predict_layers original_max_position_embeddings shared_expert_intermediate_size
-    shared_intermediate_size sliding_window ssm_state_size state_size topk_group vocab_size
+    shared_expert_intermediate_size shared_intermediate_size ssm_state_size state_size
+    vocab_size
 """
 _KEYS = {
-    _INTEGER: _SIZES,
+    _INTEGER: f"{_COUNTS} {_SIZES}",
     _WIDTH: "mamba_d_head",
     _NUMBER: """attention_multiplier embedding_multiplier factor high_freq_factor
     layer_norm_epsilon logits_scaling low_freq_factor mtp_loss_scaling_factor
