@@ -50,12 +50,12 @@ REASONS: dict[str, str] = {
     "template_error": "the chat template raised an error for this conversation",
     "template_prefix": "the chat template prints other text before an answer than the prompt that it gives for the "
     "same messages, so a served model would get another prompt",
-    "not_printed": "the chat template does not print a part of the conversation, so its meaning would be lost. Give "
-    f"{flags.CHAT_TEMPLATE} a template that prints it, or {flags.UNPRINTED_POLICY} count to train without it",
+    "not_printed": "the chat template does not print a part of the conversation, so its meaning would be lost",
     "template_spans": "the template's generation blocks cannot be matched with the assistant messages",
     "template_limit": "rendering the chat template exceeded its limit of time, memory or output",
     "special_token_in_content": "the text contains the spelling of a special token, which this tokenizer cannot encode "
     "as plain text, or by which the chat template decides what it prints",
+    "token_outside": "a given token is not in the vocabulary of the tokenizer",
     "token_across_boundary": "one token covers both trained and untrained text",
     "tokenizer_limit": "the tokenizer exceeded its limit of time or memory",
     "tokenizer_failed": "the tokenizer's library rejected the text",
@@ -66,6 +66,20 @@ REASONS: dict[str, str] = {
     f"{flags.MAX_DOCUMENT_LENGTH} does",
 }
 """Reasons why a line is put into quarantine, each with the sentence that reports print."""
+CURES: dict[str, str] = {
+    "no_known_field": f"name the fields with {flags.DATA_FIELDS}, as the place below says",
+    "missing_completion": f"name the field of the answers with {flags.DATA_FIELDS}",
+    "missing_key": f"name fields that the lines have with {flags.DATA_FIELDS}",
+    "preference_data": f"give the {flags.DATA_FIELDS} of the place below",
+    "unknown_role": "rename the roles",
+    "not_printed": f"give {flags.CHAT_TEMPLATE} a template that prints it, or {flags.UNPRINTED_POLICY} count to train "
+    "without it",
+    "template_error": f"give another {flags.CHAT_TEMPLATE}, or correct the conversations that it refuses",
+    "template_prefix": f"give another {flags.CHAT_TEMPLATE}",
+    "special_token_in_content": f"remove it from the data, or give another {flags.CHAT_TEMPLATE}",
+    "token_outside": f"give the {flags.TOKENIZER_MODEL} that made the tokens",
+}
+"""Cures of reasons that other data or a flag can mend; for other reasons, the data must be corrected."""
 EMPTY = frozenset(
     {"empty_assistant", "empty_completion", "empty_text", "rejected_answer", "question_too_long"}
 )

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 NOTES: dict[str, str] = {
     "unread_field": "fields that are not read",
     "null_argument": "null arguments of tool calls, which are left out as in a table",
-    "letters": "special tokens that messages spell; they are encoded as letters and end no turn",
+    "letters": "special tokens that the data spells, encoded as letters",
     "turn_markers": "lines of text that spell turn markers of the tokenizer, encoded as letters",
     "not_printed": "parts of conversations that the chat template does not print",
     "not_served": "answers that are context only",

@@ -24,6 +24,7 @@ from megatron_packed.data.errors import DataError
 from megatron_packed.data.index.indexed_documents import IndexedDocuments
 from megatron_packed.data.index.indexed_file import is_indexed
 from megatron_packed.data.packed_dataset_checks import Data, StrPath, paths_or_records
+from megatron_packed.data.progress_bar import say
 from megatron_packed.data.records import is_table, rows_of_table, selected_columns, write_records
 from megatron_packed.data.sources.tokenized_dataset import (
     DEFAULT_CACHE_NAME,
@@ -126,10 +127,13 @@ def open_sources(
             for prefix in prefixes
         ]
         if text:
+            chat = conversations.chat_format(used)
+            for sentence in chat.sentences() if conversations.sft and reading.show else ():
+                say(sentence)
             dataset = open_dataset(
                 text,
                 used,
-                conversations.chat_format(used),
+                chat,
                 sft=conversations.sft,
                 shorten_to=reading.shorten_to,
                 cache_root=cache,

@@ -85,9 +85,9 @@ _PHASE_MODEL = frozenset(
 )
 """Options of the model that a phase may change: routing, and rotary frequencies for longer packs."""
 _EARLIER_RULES = (
-    "an earlier version made its tokens, and today's rules make other tokens of the same lines: masks of other "
-    "trainers and a system field count, special tokens in answers act as such, each answer has its history as it is "
-    "served, and long prompts are shortened in their middle"
+    "an earlier version made its tokens, and today's rules make other tokens of the same lines. Masks of other "
+    "trainers and a system field count, special tokens in answers act as such, answers have their served history, "
+    "and long prompts lose their middle"
 )
 """Differences between the values of --data-rules."""
 _EARLIER_CACHE = (

@@ -31,6 +31,7 @@ from megatron_packed.packed.micro_batch import MicroBatch
 from support import rank_models
 from support.rank_models import QUESTIONS, cases, gathered_without_sum, mutated, observe, own_value
 from support.recorder import Recorder
+from support.row_products import experts_row_by_row
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5}
 COMM_TYPES = ("a2a", "all_gather", "p2p")
@@ -576,6 +577,7 @@ def without_boundaries(batch: MicroBatch) -> MicroBatch:
     return joined
 
 
+@experts_row_by_row()
 def leaks(groups: ParallelGroups, runs: list[Run], joined: bool = False) -> list[dict[str, float]]:
     """Return the largest change in the other documents when every second document changes.
 

@@ -237,8 +237,12 @@ def relative_error(value, reference) -> float:
     return difference if scale == 0 else difference / scale
 
 
-def worst_error(result, reference) -> tuple[float, str]:
-    """Return the largest relative error over logits, losses and gradients, and its name."""
+def beyond_rounding(result, reference, tolerance) -> dict[str, float]:
+    """Return the relative errors of logits, losses and gradients that are beyond ``tolerance``.
+
+    The gradients of A_log, dt_bias and D may err ten times as much. Each is one sum per head, whose
+    terms over all tokens cancel: with SSE kernels of MKL 2024.2 it erred by 2.9e-5.
+    """
     errors = {
         "logits": relative_error(result[0], reference[0]),
         "per-token loss": relative_error(result[1], reference[1]),
@@ -248,5 +252,9 @@ def worst_error(result, reference) -> tuple[float, str]:
     errors |= {
         name: relative_error(result[3][name], gradient) for name, gradient in reference[3].items()
     }
-    where = max(errors, key=errors.get)
-    return errors[where], where
+    per_head = (".A_log", ".dt_bias", ".D")
+    return {
+        name: error
+        for name, error in errors.items()
+        if not error <= tolerance * (10 if name.endswith(per_head) else 1)
+    }

@@ -1,14 +1,15 @@
 """Products of experts whose rows keep their bits at every place, for comparisons of bits on any CPU.
 
 The rows of experts are sorted by expert. If one document changes, rows of other documents move. The
-matrix products of some CPUs round a row by its place: in a product of 256 rows, the AVX2 kernels of
-MKL 2024.2 round rows 174, 175, 254 and 255 differently. The result is then correct, and a comparison
-of bits fails. Here each element is a sum of its own, in the same order at every place.
+matrix products of some CPUs round a row by its place. The AVX2 kernels of MKL 2024.2 round rows 174,
+175, 254 and 255 of 256 differently from the others. The result is then correct, and a comparison of
+bits fails. Here each element is a sum of its own, in the same order at every place.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from unittest import mock
 
 from torch import Tensor
@@ -21,6 +22,8 @@ def linear_row_by_row(x_BI: Tensor, weight_OI: Tensor) -> Tensor:
     return (x_BI[:, None, :] * weight_OI).sum(-1)
 
 
-def experts_row_by_row() -> AbstractContextManager[object]:
-    """Return a ``with`` block in which the experts' products are those of `linear_row_by_row`."""
-    return mock.patch.object(reference, "linear", linear_row_by_row)
+@contextmanager
+def experts_row_by_row() -> Iterator[None]:
+    """Compute the experts' products by `linear_row_by_row` in a ``with`` block or a decorated function."""
+    with mock.patch.object(reference, "linear", linear_row_by_row):
+        yield

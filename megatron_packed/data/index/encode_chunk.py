@@ -20,7 +20,7 @@ from megatron_packed.data.sources.strict_json import parse_object
 from megatron_packed.data.tokenizers.base import Tokenizer
 from megatron_packed.data.tokenizers.chat_format import TextPiece
 from megatron_packed.data.tokenizers.encode import (
-    TextMarkers,
+    TextNotes,
     encode_pieces,
     with_special_tokens,
 )
@@ -77,7 +77,7 @@ def encode_chunk(
             bad.append((place, ids))
         else:
             good.append(ids)
-            notes.append(_notes(of_line, None if special else options.markers))
+            notes.append(_notes(of_line, None if special else options.text_notes))
     notes = [of_line for of_line in notes if of_line]
     end = np.full(int(options.append_eod), tokenizer.eod_id, np.int32)
     dtype = token_type(tokenizer.vocab_size)
@@ -92,11 +92,11 @@ def encode_chunk(
     return Encoded(tuple(tokens), tuple(lengths), len(good), blank, bad, notes)
 
 
-def _notes(texts: Sequence[str], markers: TextMarkers | None) -> Notes:
-    """Return the turn markers that the texts of a line spell as letters."""
-    if markers is None:
+def _notes(texts: Sequence[str], search: TextNotes | None) -> Notes:
+    """Return the special tokens that the texts of a line spell as letters."""
+    if search is None:
         return Counter()
-    return Counter(("turn_markers", token) for text in texts for token in markers.spelled(text))
+    return sum((search.of(text) for text in texts), Counter())
 
 
 def texts_of_line(line: RawLine, keys: Sequence[str], fields: DataFields | None) -> list[str]:

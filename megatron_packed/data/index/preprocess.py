@@ -41,7 +41,7 @@ from megatron_packed.data.sources.table_rows import reader_of
 from megatron_packed.data.sources.tokenize_files import Chunk, chunks_of
 from megatron_packed.data.tokenizers.base import Tokenizer
 from megatron_packed.data.tokenizers.chat_format import chat_format
-from megatron_packed.data.tokenizers.encode import TextMarkers
+from megatron_packed.data.tokenizers.encode import TextNotes
 
 LINE_SECONDS = 120.0
 """Limit, in seconds, of the time of a worker for one chunk of lines, or for one line.
@@ -76,8 +76,8 @@ class PreprocessOptions:
     show_progress: bool = True
     special_tokens_in_text: str | None = None
     """Value of ``--special-tokens-in-text``."""
-    markers: TextMarkers | None = None
-    """Turn markers whose lines are counted; set by `preprocess`."""
+    text_notes: TextNotes | None = None
+    """Search for special tokens that are counted; set by `preprocess`."""
 
 
 def preprocess(
@@ -110,7 +110,7 @@ def preprocess(
         show=options.show_progress,
     )
     tokenizer = make_tokenizer()
-    options = replace(options, markers=_text_markers(tokenizer))
+    options = replace(options, text_notes=_text_notes(tokenizer))
     dtype = token_type(tokenizer.vocab_size)
     report = DataReport(files=len(files))
     names = [f"{prefix}_{key}_document" for key in options.keys]
@@ -142,14 +142,14 @@ def preprocess(
     return report, names
 
 
-def _text_markers(tokenizer: Tokenizer) -> TextMarkers | None:
-    """Return the turn markers of the tokenizer's chat template; None if it cannot be used."""
+def _text_notes(tokenizer: Tokenizer) -> TextNotes | None:
+    """Return the search for special tokens; None if the tokenizer's template cannot be used."""
     try:
         chat = chat_format(tokenizer)
     except DataError:
         return None
     try:
-        return TextMarkers.of(tokenizer, chat)
+        return TextNotes(tokenizer, chat)
     finally:
         chat.close()
 

@@ -174,9 +174,8 @@ class Pieces:
     @property
     def keeps_everything(self) -> bool:
         """True if no token and no target was cut or left out."""
-        counts, targets = self.counts, self.targets
-        lost = targets is not None and targets.targets_kept < targets.targets_in
-        return counts.tokens_kept == counts.tokens_in and not lost
+        targets_kept = self.targets is None or self.targets.all_kept
+        return self.counts.tokens_kept == self.counts.tokens_in and targets_kept
 
     def sentences(self) -> list[str]:
         """Return the counts of tokens and targets as sentences for a console; none if all are kept."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_packed.config import flag_names as flags
-from megatron_packed.data.errors import EMPTY, REASONS, BadLine, DataError, printable
+from megatron_packed.data.errors import CURES, EMPTY, REASONS, BadLine, DataError, printable
 from megatron_packed.data.notes import Notes, note_lines
 from megatron_packed.data.sources.jsonl_lines import WHOLE_FILE, RawLine
 from megatron_packed.data.tokenizers.encode import Cut, EncodedDocument
@@ -64,6 +64,8 @@ class LineCounts:
     """Counts of the notes of the good lines, by kind and name (`notes.NOTES`)."""
     turn_marker_lines: int = 0
     """Lines of text that spell turn markers, which are encoded as letters."""
+    first_marked: str = ""
+    """Place of the first of these lines."""
 
     def add_notes(self, notes: Notes) -> None:
         """Count the notes of one good line."""
@@ -143,7 +145,7 @@ class LineCounts:
             f"{self.num_bad} of {of}{self.not_blank} lines are unusable ({self.bad_fraction:.2%}), more than "
             f"{flags.MAX_BAD_FRACTION} {max_bad_fraction} allows",
             [f"{count} {reason}: {REASONS[reason]}" for reason, count in ordered],
-            f"correct the data, or raise {flags.MAX_BAD_FRACTION}",
+            f"{CURES.get(ordered[0][0], 'correct the data')}; or raise {flags.MAX_BAD_FRACTION}",
             f"{self.first_bad}; all of them are listed in {quarantine}",
         )
 
@@ -158,6 +160,7 @@ class LineCounts:
             ],
             f"{flags.SPECIAL_TOKENS_IN_TEXT} tokens encodes them as special tokens, and {flags.SPECIAL_TOKENS_IN_TEXT} "
             "letters as letters",
+            self.first_marked,
         )
 
     def warnings(self) -> list[str]:
@@ -250,9 +253,10 @@ class DataReport(LineCounts):
         ]
         text += self._shortening()
         if self.split_conversations:
+            plural = "s" * (self.split_conversations > 1)
             text.append(
-                f"{self.split_documents} of them are from {self.split_conversations} conversations whose earlier turns "
-                f"the chat template prints otherwise than it serves them; this costs {self.split_tokens} tokens "
+                f"{self.split_documents} of them are from {self.split_conversations} conversation{plural} with "
+                f"answers whose history is another one when it is served; this costs {self.split_tokens} tokens "
                 f"({flags.MULTI_TURN} last avoids them)"
             )
         text += note_lines(self.notes)
@@ -305,13 +309,23 @@ class LineTally:
         self._counts.lines += line.count
         self._counts.blank += line.count
 
-    def used(self, file: Path, schema: str, count: int = 1, notes: Notes | None = None) -> None:
+    def used(
+        self,
+        file: Path,
+        schema: str,
+        count: int = 1,
+        notes: Notes | None = None,
+        line: RawLine | None = None,
+    ) -> None:
         """Count lines that became documents.
 
         Args:
             notes: what of the lines is not learned as it is written.
+            line: the line; None for several lines.
         """
         self._counts.add_notes(notes or Counter())
+        if self._counts.turn_marker_lines and not self._counts.first_marked and line is not None:
+            self._counts.first_marked = f"{file}, {line.kind} {line.number}"
         self._counts.lines += count
         self._counts.good += count
         self._counts.schemas[schema] = self._counts.schemas.get(schema, 0) + count

@@ -66,7 +66,7 @@ def check_first_lines(
         if refusal is None:
             first.try_lines()
         these = {(file, file.stat().st_mtime_ns, fields) for file in files}
-        if show and not these <= _said:
+        if show and (first.has_failed or not these <= _said):
             _said.update(these)
             say(first.sentence())
             first.warn_of_fields()
@@ -160,7 +160,7 @@ class _FirstLines:
             if isinstance(outcome, BadLine):
                 tally.left_out(file, line, outcome)
             else:
-                tally.used(file, "", notes=outcome.notes)
+                tally.used(file, "", notes=outcome.notes, line=line)
 
     def _look_for_fields(self, line: RawLine) -> None:
         value = parse_object(line.data)
@@ -169,6 +169,11 @@ class _FirstLines:
         for target, path in list(self._unseen.items()):
             if has_field(value, path):
                 del self._unseen[target]
+
+    @property
+    def has_failed(self) -> bool:
+        """True if a line that can be read could not be rendered or encoded."""
+        return self._trial.good < self._trial.lines
 
     def sentence(self) -> str:
         """Return how many lines are usable, and why others are left out."""

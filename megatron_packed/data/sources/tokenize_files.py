@@ -215,7 +215,7 @@ def _account(
     if not outcome.documents:
         tally.blank(outcome.line)
         return
-    tally.used(file, outcome.schema, notes=outcome.notes)
+    tally.used(file, outcome.schema, notes=outcome.notes, line=outcome.line)
     for document in outcome.documents:
         report.add_document(document, *writer.append(document))
 

@@ -100,6 +100,9 @@ class ChatFormat(Protocol):
     turn_markers: frozenset[str]
     """Special tokens that begin and end turns and documents; no text of a message acts as one."""
 
+    last_only: bool
+    """True if only the document that ends last is used (``--multi-turn last``)."""
+
     def documents(self, conversation: Conversation) -> tuple[list[ChatDocument], Notes]:
         """Return the documents of a conversation, and notes about what is not learned.
 
@@ -159,6 +162,7 @@ class IdentityFormat:
     turn_end: TurnEnd | None = None
     turn_markers: frozenset[str] = frozenset()
     rules: tuple[object, ...] = ()
+    last_only = False
 
     def documents(self, conversation: Conversation) -> tuple[list[ChatDocument], Notes]:
         return [ChatDocument(conversation, self.pieces(conversation))], Counter()
@@ -297,10 +301,11 @@ class TemplateFormat:
         self._tool_source = tool_source
         self.ends_documents = ends_documents
         self.ends_turns = answer_end == AT_TURN and not (trains_all or ends_documents)
+        self.last_only = multi_turn == LAST_ANSWER
         self._rendering = RenderingRules(
             trains_all=trains_all,
             ends_once=self.ends_turns,
-            last_only=multi_turn == LAST_ANSWER,
+            last_only=self.last_only,
             counts_unprinted=unprinted_policy == COUNTED,
         )
         self._special_tokens = list(tokenizer.special_tokens)
@@ -322,6 +327,8 @@ class TemplateFormat:
         messages, tools = conversation.messages, conversation.tools
         with self._for(tools).renderer() as renderer:
             rendered, notes = renderer.documents(messages, tools, self._rendering)
+        if ("not_printed", "tools") in notes:  # later renderings of its parts go without tools
+            conversation = conversation._replace(tools=None)
         documents = []
         for end, learned, text, spans, as_served in rendered:
             part = conversation._replace(messages=only_learned(messages[:end], learned))

@@ -2,10 +2,11 @@
 
 A model is trained on the text that it is served with. The text before an answer is the prompt that
 the template gives for the messages before it (``add_generation_prompt``). The answer is the text
-that the template prints when this answer is the last message. Templates that show thoughts only after the last user
-message print the earlier turns of a longer conversation in another way. Then no rendering of the
-complete conversation holds all answers, and one conversation becomes several documents, each with
-its history as it is served.
+that the template prints when this answer is the last message.
+
+Templates that show thoughts only after the last user message print the earlier turns of a longer
+conversation in another way. Then no rendering of the complete conversation holds all answers, and
+one conversation becomes several documents, each with its history as it is served.
 
 The module needs only jinja2, like `chat_template`.
 """
@@ -128,6 +129,9 @@ class ConversationRenderer(TemplateRenderer):
         """
         notes: Notes = Counter()
         try:
+            if tools and rules.counts_unprinted and self._refuses_tools(messages, tools):
+                tools = None
+                notes["not_printed", "tools"] += 1
             shown = self.protected(messages, tools, notes)
             documents = self._documents(*shown, rules, notes)
             if any(kind == "letters" for kind, _ in notes):
@@ -139,6 +143,16 @@ class ConversationRenderer(TemplateRenderer):
             notes["not_served", "answers of earlier turns"] += earlier
             documents = documents[-1:]
         return documents, notes
+
+    def _refuses_tools(self, messages: Messages, tools: Tools) -> bool:
+        """Return True if the template raises an error for tools, but not without them."""
+        try:
+            self.render(messages, tools)
+        except BadLine:
+            with suppress(BadLine):
+                self.render(messages, None)
+                return True
+        return False
 
     def _documents(
         self, messages: Messages, tools: Tools, rules: RenderingRules, notes: Notes

@@ -84,26 +84,39 @@ class EncodedLine(NamedTuple):
     """Notes about parts of the line that are not learned as they are written."""
 
 
-class TextMarkers(NamedTuple):
-    """Turn markers that show that a template has rendered a text."""
+class TextNotes:
+    """Search for special tokens that a text spells, which are encoded as letters.
 
-    anywhere: tuple[str, ...]
-    """Markers that usual text does not spell: ``<s>`` and ``</s>`` are also HTML."""
-    first: str
-    """Token with which a rendered text begins; empty if there is none."""
+    Args:
+        tokenizer: tokenizer of the text.
+        chat: chat format of the tokenizer. Its turn markers show that a template has rendered a
+            text, except those that usual text spells: ``<s>`` and ``</s>`` are also HTML. The
+            token with which a rendered text begins counts at this place only.
+    """
 
-    @classmethod
-    def of(cls, tokenizer: Tokenizer, chat: ChatFormat) -> TextMarkers:
-        """Return the markers of a tokenizer and of its chat format."""
+    def __init__(self, tokenizer: Tokenizer, chat: ChatFormat) -> None:
         named = tokenizer.template_variables
-        first = named.get("bos_token", "")
-        usual = {*DOCUMENT_ENDS, first, named.get("unk_token")}
-        return cls(tuple(sorted(chat.turn_markers - usual)), first)
+        self._first = named.get("bos_token", "")
+        usual = {*DOCUMENT_ENDS, *(token for name, token in named.items() if name != "eos_token")}
+        self._special = frozenset(tokenizer.special_tokens)
+        self._markers = chat.turn_markers - usual if self._special else frozenset()
+        self._others = [token for token in self._special if not _IN_BRACKETS.fullmatch(token)]
 
-    def spelled(self, text: str) -> list[str]:
-        """Return the markers that a text spells."""
-        found = [token for token in self.anywhere if token in text]
-        return [self.first, *found] if self.first and text.startswith(self.first) else found
+    def of(self, text: str) -> Notes:
+        """Return the notes of one text."""
+        notes: Notes = Counter()
+        found = [token for token in _IN_BRACKETS.findall(text) if token in self._special]
+        found += [token for token in self._others if token in text]
+        for token, count in Counter(found).items():
+            kind = "turn_markers" if token in self._markers else "letters"
+            notes[kind, token] = 1 if kind == "turn_markers" else count
+        if self._first and text.startswith(self._first):
+            notes["turn_markers", self._first] = 1
+        return notes
+
+
+_IN_BRACKETS = re.compile(r"<[^<>\n]{1,80}>|\[[^\[\]\n]{1,80}\]")
+"""Form of nearly all special tokens. One search for it is faster than one for each token."""
 
 
 def with_special_tokens(tokenizer: Tokenizer, pieces: list[TextPiece]) -> list[TextPiece]:
@@ -143,21 +156,23 @@ class SampleEncoder:
         """
         known: KnownTokens | None = {} if self.shortens else None
         outcomes: list[EncodedLine | BadLine] = []
-        drafts: list[tuple[int, TextDocument | list[ChatDocument]]] = []
+        numbers: list[int] = []
+        drafts: list[tuple[Notes, TextDocument | list[ChatDocument]]] = []
         for number, samples in enumerate(lines):
             notes: Notes = Counter()
             try:
-                of_line = [(number, self._draft(sample, notes)) for sample in samples]
+                of_line = [(notes, self._draft(sample, notes)) for sample in samples]
             except BadLine as bad:
                 outcomes.append(bad)
                 continue
             outcomes.append(EncodedLine([], notes))
-            drafts.extend(of_line)
-        parts = self._text_documents([draft for _, draft in drafts])
+            numbers += [number] * len(of_line)
+            drafts += of_line
+        parts = self._text_documents(drafts)
         encoded = iter(
             encode_pieces(self.tokenizer, [part.pieces for group in parts for part in group], known)
         )
-        for (number, _), group in zip(drafts, parts):
+        for number, group in zip(numbers, parts):
             documents = [next(encoded) for _ in group]
             outcome = outcomes[number]
             if isinstance(outcome, BadLine):
@@ -192,23 +207,28 @@ class SampleEncoder:
         if self.special_tokens_in_text == TOKENS:
             pieces = with_special_tokens(self.tokenizer, [TextPiece(sample.text, True, True)])
             return TextDocument(sample, pieces)
-        self._note_turn_markers(sample.text, notes)
+        notes.update(self._text_notes.of(sample.text))
         return TextDocument(sample, [TextPiece(sample.text, True, False)])
 
     def _text_documents(
-        self, drafts: Sequence[TextDocument | list[ChatDocument]]
+        self, drafts: Sequence[tuple[Notes, TextDocument | list[ChatDocument]]]
     ) -> list[list[TextDocument]]:
-        """Return the documents of each draft."""
-        chats = [draft for draft in drafts if isinstance(draft, list)]
+        """Return the documents of each draft, and add to the notes of its line."""
+        chats = [draft for _, draft in drafts if isinstance(draft, list)]
+        natural = [(documents, 0) for documents in chats]
         if self.tokenizer.splits_cleanly and chats:
-            chats = with_natural_seams(chats, self.chat, self.tokenizer, self._special_texts)
-        rest = iter(chats)
-        return [
-            [draft]
-            if isinstance(draft, TextDocument)
-            else [TextDocument(part.conversation, part.pieces) for part in next(rest)]
-            for draft in drafts
-        ]
+            natural = with_natural_seams(chats, self.chat, self.tokenizer, self._special_texts)
+        rest = iter(natural)
+        groups = []
+        for notes, draft in drafts:
+            if isinstance(draft, TextDocument):
+                groups.append([draft])
+                continue
+            documents, left_out = next(rest)
+            if left_out:
+                notes["not_served", "answers of earlier turns"] += left_out
+            groups.append([TextDocument(part.conversation, part.pieces) for part in documents])
+        return groups
 
     def _prompt_completion(self, sample: PromptCompletion, notes: Notes) -> list[TextPiece]:
         """Return the pieces of a prompt and its completion.
@@ -221,12 +241,12 @@ class SampleEncoder:
             return with_special_tokens(
                 self.tokenizer, [TextPiece(prompt, False, True), TextPiece(completion, True, True)]
             )
-        self._note_turn_markers(prompt + completion, notes)
+        notes.update(self._text_notes.of(prompt))
+        of_completion = self._text_notes.of(completion)
+        notes.update(key for key in of_completion if key[0] == "turn_markers")
         pieces = [TextPiece(prompt, False, False), TextPiece(completion, True, False)]
         if not self._special or self.special_tokens_in_text == LETTERS:
             return pieces
-        for token in self._special_texts.findall(prompt):
-            notes["letters", token] += 1
         parts = self._special_texts.split(completion)
         if len(parts) == 1:
             return pieces
@@ -235,13 +255,9 @@ class SampleEncoder:
             parts = [token[0] + BROKEN + token[1:] if part == token else part for part in parts]
         return [pieces[0], TextPiece("".join(parts), True, True)]
 
-    def _note_turn_markers(self, text: str, notes: Notes) -> None:
-        for token in self._markers_of_text.spelled(text):
-            notes["turn_markers", token] += 1
-
     @cached_property
-    def _markers_of_text(self) -> TextMarkers:
-        return TextMarkers.of(self.tokenizer, self.chat)
+    def _text_notes(self) -> TextNotes:
+        return TextNotes(self.tokenizer, self.chat)
 
     @cached_property
     def _special_texts(self) -> re.Pattern[str]:

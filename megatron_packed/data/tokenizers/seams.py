@@ -4,7 +4,7 @@ Trained text is encoded separately from the text before it, as at inference. In 
 several answers, an earlier answer is also part of the history of a later one, and a served history
 is encoded at once. If the answer begins with a line end, for example, one token may then cover this
 line end and the one before it. Such an answer gets a document of its own, so that the tokens before
-every trained answer are those of its prompt.
+every trained answer are those of its prompt. With ``--multi-turn last`` it is context instead.
 """
 
 from __future__ import annotations
@@ -41,13 +41,15 @@ def with_natural_seams(
     chat: ChatFormat,
     tokenizer: Tokenizer,
     special: re.Pattern[str],
-) -> list[list[ChatDocument]]:
+) -> list[tuple[list[ChatDocument], int]]:
     """Return documents of conversations whose histories have the tokens of the served histories.
 
     Args:
         conversations: documents of each conversation.
         chat: chat format that made them.
         special: pattern whose ``split`` divides a text at special tokens.
+    Returns:
+        The documents of each conversation, and the number of answers that became context.
     """
     seams = [[list(_seams(part, special)) for part in parts] for parts in conversations]
     texts = {
@@ -67,10 +69,16 @@ def with_natural_seams(
     result = []
     for documents, of_conversation in zip(conversations, seams):
         found: list[ChatDocument] = []
+        left_out = 0
         for document, of_document in zip(documents, of_conversation):
-            alone = {seam.answer for seam in of_document if not is_natural(seam)}
-            found += _apart(document, chat, sorted(alone)) if alone else [document]
-        result.append(sorted(found, key=lambda document: len(document.conversation.messages)))
+            alone = sorted({seam.answer for seam in of_document if not is_natural(seam)})
+            parts = _apart(document, chat, alone) if alone else [document]
+            if chat.last_only:
+                left_out += len(alone)
+                parts = parts[-1:]
+            found += parts
+        found.sort(key=lambda document: len(document.conversation.messages))
+        result.append((found, left_out))
     return result
 
 

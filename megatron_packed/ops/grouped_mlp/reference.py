@@ -1,8 +1,9 @@
 """MLPs of the experts in plain PyTorch: each expert runs on all rows, and a mask selects the results.
 
 This is E times the work. Each product takes a block of rows of a fixed size, so a row's result depends
-only on the row. Autograd adds up a weight's gradient block by block, and the unused rows at the end
-add zeros. So it does not depend on their number.
+only on the row. On some CPUs its last bits also depend on its place in the block. Autograd adds up a
+weight's gradient block by block, and the unused rows at the end add zeros. So it does not depend on
+their number.
 """
 
 from __future__ import annotations

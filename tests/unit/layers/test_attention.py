@@ -71,7 +71,8 @@ def test_a_tail_beyond_the_rotary_tables_keeps_real_rows_as_they_are():
     x = torch.randn(100, 16, generator=torch.Generator().manual_seed(1))
     out = layer(x, PackedSeqParams.from_lengths([32, 6], 100))
     assert torch.isfinite(out).all()
-    torch.testing.assert_close(out[32:38], layer(x[32:38], PackedSeqParams.from_lengths([6], 6)))
+    alone = layer(x[32:38], PackedSeqParams.from_lengths([6], 6))
+    torch.testing.assert_close(out[32:38], alone, rtol=1e-5, atol=1e-4)
 
 
 def test_biases():

@@ -242,9 +242,9 @@ def test_a_leaking_gated_delta_rule_is_found(monkeypatch, dtype):
 def test_a_leak_by_rounding_alone_is_found(monkeypatch):
     """The running sum of mamba-ssm continues across documents, which changes only the rounding."""
     monkeypatch.setattr(ssd_reference, "document_sum", cases.sum_without_restart)
-    results = check("M")
-    assert ("M", "outputs") in failures(results)
-    assert 0 < results[0].difference < 1e-4
+    # The kernels of a CPU decide which quantities the rounding reaches.
+    failed = [result for result in check("M") if not result.passed]
+    assert failed and all(0 < result.difference < 1e-4 for result in failed)
 
 
 def test_leaking_attention_is_found(monkeypatch):

@@ -40,11 +40,11 @@ class FileOptions(Section):
 
     data_path: tuple[str, ...] = option(
         (),
-        "Training data. A path is a file of JSON lines, a JSON array, a .parquet file, a directory "
-        "or pattern of such files, or a Hugging Face data set on disk (save_to_disk). It may also "
-        "be the prefix of an indexed data set (.bin and .idx). Lines and rows have messages, "
-        "conversations, prompt/completion, instruction/output or text. With a weight before each "
-        "path, the data is a blend.",
+        "Training data. A path is a file of JSON lines, a JSON array, a .parquet or .txt file, or "
+        "a directory or pattern of such files. It may also be a Hugging Face data set on disk "
+        "(save_to_disk), or the prefix of an indexed data set (.bin and .idx). Lines and rows have "
+        "messages, conversations, prompt/completion, instruction/output, text or input_ids. With a "
+        "weight before each path, the data is a blend.",
         group="files",
         path="input_data",
     )
@@ -105,9 +105,10 @@ class FileOptions(Section):
     data_fields: tuple[str, ...] = option(
         (),
         "Names of the fields in all data, for example prompt=question,completion=answers.text. "
-        "Targets: prompt and completion; instruction and output (with input, system, history); "
-        "messages or conversations (with system, tools); text. A dot enters an object, and a "
-        "number selects an element of a list.",
+        "Targets: prompt and completion; instruction and output (with input, system, history, "
+        "tools); messages or conversations (with system, tools); text. All but text may have "
+        "label, the field that is true for an accepted answer. A dot enters an object, a number "
+        "selects an element of a list, and [*] after a list makes a document of each element.",
         group="files",
     )
     max_bad_fraction: float = option(

@@ -160,6 +160,7 @@ def test_every_reason_of_a_line_is_covered():
         "not_printed",
         "no_question",
         "question_too_long",
+        "token_outside",
     }
     preprocessing = {
         "missing_key",

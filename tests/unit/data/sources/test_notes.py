@@ -6,10 +6,12 @@ import pytest
 
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.notes import NOTES, note_lines
+from megatron_packed.data.sources.line_schema import Text, TokenSequence, parse_line
 from megatron_packed.data.sources.tokenized_dataset import open_dataset
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.data.tokenizers.chat_format import TemplateFormat
-from support.data_helpers import open_lines
+from megatron_packed.data.tokenizers.encode import SampleEncoder
+from support.data_helpers import byte_level, marked, open_lines, save_tokenizer
 
 BYTES = ByteTokenizer()
 USER = {"role": "user", "content": "q"}
@@ -64,10 +66,25 @@ def test_documents_of_answers_with_their_own_history_are_counted_with_their_cost
     report = dataset.report
     assert (report.documents, report.split_conversations, report.split_documents) == (4, 1, 3)
     assert report.split_tokens == int(dataset.lengths[:2].sum()) < int(dataset.lengths[:3].sum())
-    assert any("3 of them are from 1 conversations" in text for text in dataset.sentences())
+    assert any("3 of them are from 1 conversation with" in text for text in dataset.sentences())
     last = open_with(tmp_path, lines, TemplateFormat(THINKS_LAST, BYTES, multi_turn="last"))
     assert (last.report.documents, last.report.split_conversations) == (2, 0)
     assert last.report.notes == {"not_served": {"answers of earlier turns": 2}}
+
+
+def test_last_leaves_out_answers_whose_place_changes_a_token(tmp_path):
+    """After "A: ", the served history has one token for the space and the answer."""
+    source = "{% for m in messages %}{{ 'Q: ' if m.role == 'user' else ' A: ' }}{{ m.content }}{% endfor %}"
+    tokenizer = save_tokenizer(tmp_path, byte_level(), eos_token="</s>")
+    chat = TemplateFormat(
+        source + "{{ ' A: ' if add_generation_prompt }}", tokenizer, multi_turn="last"
+    )
+    encoder = SampleEncoder(tokenizer=tokenizer, chat=chat)
+    [outcome] = encoder.encode([parse_line(line("are", "today").encode())])
+    assert [marked(tokenizer, part) for part in outcome.documents] == [
+        "Q: q A: areQ: q A: [today</s>]"
+    ]
+    assert outcome.notes == {("not_served", "answers of earlier turns"): 1}
 
 
 RENDERED = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na<|im_end|>"
@@ -120,3 +137,21 @@ def test_bad_templates_end_the_run_as_early_as_bad_fields(tmp_path, capsys):
     said = capsys.readouterr().err
     assert "4096 of the first 4096 lines" in said and "of 20 that were rendered, 20 fail" in said
     assert "tokenising" not in said
+
+
+def test_special_tokens_that_a_text_spells_are_counted_by_name(tmp_path):
+    tokenizer = save_tokenizer(tmp_path, byte_level(["</s>", "<extra>", "§"]), eos_token="</s>")
+    encoder = SampleEncoder(tokenizer=tokenizer, chat=TemplateFormat(None, tokenizer))
+    [outcome] = encoder.encode([[Text("a <b><extra> <<extra>> [x] § </s>")]])
+    assert outcome.notes == {
+        ("letters", token): n for token, n in [("<extra>", 2), ("§", 1), ("</s>", 1)]
+    }
+
+
+def test_a_given_token_outside_of_the_vocabulary_makes_its_line_unusable():
+    encoder = SampleEncoder(tokenizer=BYTES, chat=TemplateFormat(None, BYTES))
+    good, bad = encoder.encode(
+        [[parsed] for parsed in (TokenSequence([1, 2], None), TokenSequence([1, 999], None))]
+    )
+    assert good.documents[0].ids.tolist() == [1, 2] and good.documents[0].targets.tolist() == [0, 1]
+    assert bad.reason == "token_outside" and "999" in bad.detail

@@ -101,7 +101,9 @@ def documents(source, messages, tools=None, special=THINKING, **rules):
     renderer = ConversationRenderer(source, {"eos_token": "</s>"}, special)
     found, notes = renderer.documents(messages, tools, RenderingRules(**rules))
     for document in found:
-        for number, (start, _) in zip(document.learned, document.spans):
+        for number, (start, _) in zip(
+            document.learned, document.spans if document.as_served else ()
+        ):
             assert document.text[:start] == renderer.prompt(messages[:number], tools)
     return [[d.text[start:end] for start, end in d.spans] for d in found], dict(notes)
 
@@ -203,6 +205,13 @@ def test_what_a_template_does_not_print_is_refused_or_counted(messages, tools, n
     learned, notes = documents(UNPRINTED, messages, tools, counts_unprinted=True)
     assert notes["not_printed", name] == 1
     assert learned[-1][-1] == f"{messages[-1]['content']}]"
+
+
+def test_tools_that_a_template_refuses_are_counted_if_the_policy_says_so():
+    with pytest.raises(BadLine, match="template_error"):
+        documents(DEFAULT_TEMPLATE, TALK, [{"name": "f"}])
+    counted = documents(DEFAULT_TEMPLATE, TALK, [{"name": "f"}], counts_unprinted=True)
+    assert counted == (documents(DEFAULT_TEMPLATE, TALK)[0], {("not_printed", "tools"): 1})
 
 
 def test_an_answer_that_is_empty_as_it_is_printed_is_no_answer():
