@@ -31,6 +31,22 @@ MAX_TENSORS = 100_000
 """Limit of the number of tensors in one file. It bounds the memory of a decoded header."""
 
 _METADATA = "__metadata__"
+_OTHER_DTYPES = (
+    "F8_E4M3",
+    "F8_E5M2",
+    "F8_E8M0",
+    "F8_E4M3FNUZ",
+    "F8_E5M2FNUZ",
+    "F6_E2M3",
+    "F6_E3M2",
+    "F4",
+    "C64",
+    "U16",
+    "U32",
+    "U64",
+)
+"""Dtypes of the format that are not supported. The 8-bit and smaller ones are quantised weights."""
+_OTHER_DTYPE_CURE = "if the weights are quantised, dequantise them and save them in bf16"
 _CURE = "the file is damaged or is not a safetensors file; use another checkpoint"
 
 
@@ -207,6 +223,13 @@ def _entry(key: str, value: object, path: Path) -> TensorEntry:
             "the description", "an object with dtype, shape, data_offsets", repr(value)[:200]
         )
     dtype = NAMED_DTYPES.get(value["dtype"]) if isinstance(value["dtype"], str) else None
+    if value["dtype"] in _OTHER_DTYPES:
+        raise CheckpointError(
+            f"the dtype {value['dtype']} of tensor {key!r} is not supported; "
+            f"{', '.join(NAMED_DTYPES)} are",
+            path=path,
+            cure=_OTHER_DTYPE_CURE,
+        )
     if dtype is None:
         raise wrong("the dtype", "one of " + ", ".join(NAMED_DTYPES), repr(value["dtype"])[:50])
     shape, offsets = value["shape"], value["data_offsets"]

@@ -36,12 +36,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     config = parse_or_exit(with_unused_flags(run_flags), launched=False)
     from megatron_packed.data.errors import DataError
+    from megatron_packed.data.tokenizers.base import vocabulary
     from megatron_packed.training.data_messages import packing_sentences
     from megatron_packed.training.open_documents import build_tokenizer, open_documents
     from megatron_packed.training.plan_packs import plan_data
 
     try:
         tokenizer = build_tokenizer(config.data, config.model.vocab_size)
+        vocabulary(tokenizer, config.model.vocab_size)
         documents = open_documents(
             config.data,
             tokenizer,

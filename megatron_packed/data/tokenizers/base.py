@@ -116,9 +116,13 @@ def vocabulary(tokenizer: Tokenizer, vocab_size: int | None) -> int:
         DataError: ``--vocab-size`` is smaller than the tokenizer's vocabulary.
     """
     if vocab_size is not None and vocab_size < tokenizer.vocab_size:
+        entries = tokenizer.vocab_size
         raise DataError(
-            f"{flags.VOCAB_SIZE} {vocab_size} is less than the {tokenizer.vocab_size} entries of the tokenizer; "
-            "leave the option out, or give at least that number."
+            f"{flags.VOCAB_SIZE} {vocab_size} is less than the {entries} entries of the tokenizer. "
+            f"Weights that were converted or trained have {vocab_size} rows: take the tokenizer of "
+            f"these weights, or enlarge their tables with resize_token_embeddings({entries}) of "
+            "transformers and convert them again. For a model that begins with random weights, "
+            f"leave the option out, or give at least {entries}."
         )
     return vocab_size or tokenizer.vocab_size
 

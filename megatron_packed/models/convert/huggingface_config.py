@@ -12,13 +12,33 @@ from megatron_packed.checkpoint.sealed_json import parse_object, read_small_file
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.layer_pattern import DEPTH
+from megatron_packed.config.section import section_fields
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.families.family import Family, Fields
+from megatron_packed.models.convert.families.field_types import FIELD_TYPES, shown, wrong_types
+from megatron_packed.models.convert.families.qwen_hybrid import OUTSIDE_TEXT
 from megatron_packed.models.convert.families.registry import FAMILIES
+from megatron_packed.models.convert.tensor_mismatch import QUANTISED_CURE
 
 MAX_CONFIG_BYTES = 16 << 20
 CHUNK_SIZES = {"chunk_size", "mamba_chunk_size"}
 """Keys of the chunk size of Mamba layers."""
+QUANTISED_KEYS = {"quantization_config", "compression_config"}
+"""Keys of models whose weights are not floating-point numbers of 16 or 32 bits."""
+_NAMES_OF_FUNCTIONS = {"swish": "silu"}
+"""Other names of activation functions, as transformers reads them."""
+_KNOWN_ELSEWHERE = """
+    attn_logit_softcapping clip_qkv embedding_scale final_logit_softcapping layer_scale
+    logit_scale mamba_dt_limit mamba_dt_max mamba_dt_min no_rope_layers per_layer_config qk_norm
+    query_pre_attn_scalar scale_depth scale_emb use_qk_norm
+"""
+"""Keys that decide what models of other families of transformers compute."""
+_DECIDING = frozenset(FIELD_TYPES).union(
+    *(family.deciding_keys for family in FAMILIES.values()),
+    _KNOWN_ELSEWHERE.split(),
+)
+"""Keys that decide what models of some family compute."""
+_DECIDING_PREFIXES = ("rope_", "rope.", "rotary_", "text_config.")
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -70,8 +90,10 @@ def model_of(
             expected=" or ".join(FAMILIES),
             found=repr(fields.get("model_type"))[:100],
         )
-    fields = family.spelled(fields)
+    if wrong := list(wrong_types(fields, family.read_keys)):
+        raise CheckpointError("; ".join(wrong), path=path, cure="correct config.json")
     try:
+        fields = family.spelled(fields)
         main = family.pattern(fields)
         parts = _depths(fields, family, depths) if depths else {}
     except ValueError as error:
@@ -80,9 +102,9 @@ def model_of(
     fields = {**{of: fields[key] for key, of in family.repeats.items() if key in fields}, **fields}
     problems = list(_problems(fields, family, pattern, ignored))
     if problems:
-        raise CheckpointError(
-            "; ".join(problems), path=path, cure="convert a model without these options"
-        )
+        quantised = QUANTISED_KEYS & fields.keys() - set(ignored)
+        cure = QUANTISED_CURE if quantised else "convert a model without these options"
+        raise CheckpointError("; ".join(problems), path=path, cure=cure)
     values = {**parts, "hybrid_layer_pattern": pattern, **chosen(family.fixed, pattern)}
     values |= {mine: fields[theirs] for theirs, mine in chosen(family.options, pattern).items()}
     values |= family.derive(fields, pattern)
@@ -92,7 +114,20 @@ def model_of(
     try:
         return family, ModelConfig(**values)
     except ConfigError as error:
-        raise CheckpointError(f"invalid sizes: {error}", path=path) from None
+        raise CheckpointError(_invalid(error, family, pattern), path=path) from None
+
+
+def _invalid(error: ConfigError, family: Family, pattern: str) -> str:
+    """Return a sentence about invalid sizes, with the key of config.json of each."""
+    their = {mine: key for key, mine in chosen(family.options, pattern).items()}
+    keys = {
+        about.flag: their[about.name]
+        for about in section_fields(ModelConfig)
+        if about.name in their
+    }
+    found = [keys[problem.option] for problem in error.problems if problem.option in keys]
+    named = f" ({', '.join(dict.fromkeys(found))})" if found else ""
+    return f"invalid sizes{named}: {error}"
 
 
 def _depths(fields: Fields, family: Family, depths: int) -> dict[str, Any]:
@@ -126,23 +161,38 @@ def _problems(
 ) -> Iterator[str]:
     options = chosen(family.options, pattern)
     # Every option must be present: the project's defaults differ from those of transformers.
-    yield from (f"{key} is missing" for key in options if fields.get(key) is None)
+    for key in options:
+        if fields.get(key) is None:
+            yield (
+                f"{key} is null, but it must have a value" if key in fields else f"{key} is missing"
+            )
     for key, value in chosen(family.must_be, pattern).items():
-        if key in fields and not _same(fields[key], value):
-            yield f"{key} is {fields[key]!r}, but only {value!r} is supported"
+        if key in fields and not _same(
+            _NAMES_OF_FUNCTIONS.get(str(fields[key]), fields[key]), value
+        ):
+            yield f"{key} is {shown(fields[key])}, but only {value!r} is supported"
     for key, of in family.repeats.items():
         if key in fields and not _same(fields[key], fields[of]):
-            yield f"{key} is {fields[key]!r}, which contradicts {of} {fields[of]!r}"
-    if not isinstance(fields.get("tie_word_embeddings", False), bool):
-        yield f"tie_word_embeddings is {fields['tie_word_embeddings']!r}; it must be true or false"
+            yield f"{key} is {shown(fields[key])}, which contradicts {of} {shown(fields[of])}"
     yield from family.rules(fields)
-    known = {
-        key for table in (family.options, family.must_be) for keys in table.values() for key in keys
-    }
-    known |= set(f"{family.no_effect} {family.derived_from}".split()) | set(family.repeats)
+    known = family.deciding_keys | set(family.no_effect.split())
     for key in sorted(set(fields) - known - set(ignored)):
-        cure = f"if it changes no output, give {flags.IGNORE_KEY} {key}"
-        yield f"{key} is {fields[key]!r}, but this option is unknown ({cure})"
+        yield _unknown(key, fields[key], family)
+
+
+def _unknown(key: str, value: Any, family: Family) -> str:
+    """Return a clause about a key that the family does not read.
+
+    Keys that decide what some model computes are not offered to be ignored.
+    """
+    if key in QUANTISED_KEYS:
+        method = value.get("quant_method", "") if isinstance(value, dict) else ""
+        return f"{key} says that the weights are quantised ({shown(method or value)})"
+    if key in _DECIDING or key.startswith(_DECIDING_PREFIXES) or key.endswith(OUTSIDE_TEXT):
+        model = f"{family.model_type} models with this option"
+        return f"{key} is {shown(value)}, but {model} are not supported"
+    cure = f"if it changes no output, give {flags.IGNORE_KEY} {key}"
+    return f"{key} is {shown(value)}, but this option is unknown ({cure})"
 
 
 def _same(found: object, value: object) -> bool:

@@ -26,12 +26,15 @@ from megatron_packed.checkpoint.sealed_json import open_plain_file, parse_object
 from megatron_packed.checkpoint.tensor_shard import DTYPE_NAMES, byte_view
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.families.family import OUTPUT, TABLE, Family
-from megatron_packed.models.convert.weight_rows import Shape, Weight, their_shapes, weights_of
+from megatron_packed.models.convert.tensor_mismatch import QUANTISED_CURE, check_tensors, some
+from megatron_packed.models.convert.weight_rows import Shape, Weight, weights_of
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_INDEX_BYTES = 64 << 20
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of weights that can be imported."""
+ROTARY_BUFFER = ".rotary_emb.inv_freq"
+"""End of the names of rotary buffers in old files."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors")
 _MOST_AT_ONCE = 1 << 30
 _CURE = "download the model again"
@@ -70,7 +73,7 @@ class ModelFiles:
         missing = sorted(set(listed or ()) - set(self.places))
         if missing:
             raise CheckpointError(
-                f"the index lists tensors that its files do not contain: {_some(missing)}",
+                f"the index lists tensors that its files do not contain: {some(missing)}",
                 path=index,
             )
 
@@ -86,11 +89,13 @@ class ModelFiles:
             )
         if dtype not in DTYPES:
             allowed = ", ".join(DTYPE_NAMES[dtype] for dtype in DTYPES)
+            quantised = not dtype.is_floating_point
             raise CheckpointError(
                 f"the dtype of {key}",
                 path=place.path,
                 expected=f"one of {allowed}",
                 found=DTYPE_NAMES[dtype],
+                cure=QUANTISED_CURE if quantised else "save the model in float32 or bf16",
             )
         self.places[key] = place
 
@@ -101,24 +106,6 @@ class ModelFiles:
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
         return {name: place.entry.dtype for name, place in self.places.items()}
-
-    def check(self, shapes: Mapping[str, Shape], directory: Path) -> None:
-        """Check that the files contain exactly the tensors of ``shapes``.
-
-        Raises:
-            CheckpointError: tensors are missing, extra or of another shape; the message lists every
-                problem.
-        """
-        problems = [f"{name} is missing" for name in shapes if name not in self.places]
-        problems += [f"{name} is extra" for name in self.places if name not in shapes]
-        for name in shapes.keys() & self.places.keys():
-            found = self.places[name].entry.shape
-            if found != shapes[name]:
-                problems.append(
-                    f"{name} has shape {list(found)}, but config.json implies {list(shapes[name])}"
-                )
-        if problems:
-            raise CheckpointError(_some(sorted(problems), "; "), path=directory, cure=_CURE)
 
     def drop_copy(self, table: str, copy: str) -> None:
         """Ignore an output table that equals the embedding table to the bit, in a tied model.
@@ -134,8 +121,16 @@ class ModelFiles:
             self.copies[table] = copy  # an export writes both tables again
 
     def set_aside(self, prefixes: tuple[str, ...]) -> None:
-        """Move the tensors whose names have one of the prefixes from ``places`` to ``aside``."""
-        names = [name for name in self.places if name.startswith(prefixes)]
+        """Move tensors that are not part of the text model from ``places`` to ``aside``.
+
+        These are the tensors whose names have one of the prefixes, and the rotary buffers of old
+        files, which follow from config.json. transformers ignores these buffers, too.
+        """
+        names = [
+            name
+            for name in self.places
+            if name.startswith(prefixes) or name.endswith(ROTARY_BUFFER)
+        ]
         self.aside |= {name: self.places.pop(name) for name in names}
 
     def read(self, name: str) -> Tensor:
@@ -171,7 +166,7 @@ def open_weights(
     weights = weights_of(family, config, dtype, files.shapes)
     if not config.untie_embeddings_and_output_weights:
         files.drop_copy(weights[TABLE].parts[0].name, family.outside[OUTPUT])
-    files.check(their_shapes(weights), directory)
+    check_tensors(files.shapes, weights, config, family.outside[OUTPUT], directory)
     return files, weights
 
 
@@ -280,10 +275,6 @@ def _write_file(
     return entries[-1].end
 
 
-def _some(lines: Sequence[str], between: str = ", ") -> str:
-    return between.join(lines[:20]) + (f" and {len(lines) - 20} more" if len(lines) > 20 else "")
-
-
 def by_prefix(names: Collection[str]) -> str:
     """Return the number of names with each prefix, or the names if they are patterns.
 
@@ -292,6 +283,12 @@ def by_prefix(names: Collection[str]) -> str:
     """
     if all(name.endswith("*") for name in names):
         return ", ".join(names)
-    parts = (name.split(".") for name in names)
-    counted = Counter(".".join(part[: 2 if part[0] == "model" else 1]) for part in parts)
-    return ", ".join(f"{count} tensors {prefix}.*" for prefix, count in sorted(counted.items()))
+    counted = Counter(map(_group, names))
+    return ", ".join(f"{count} tensors {group}" for group, count in sorted(counted.items()))
+
+
+def _group(name: str) -> str:
+    if name.endswith(ROTARY_BUFFER):
+        return f"*{ROTARY_BUFFER}"
+    part = name.split(".")
+    return ".".join(part[: 2 if part[0] == "model" else 1]) + ".*"

@@ -20,12 +20,9 @@ from megatron_packed.checkpoint.save import SavedCheckpoint, save_checkpoint
 from megatron_packed.checkpoint.tensor_shard import TensorShard
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.layer_pattern import MAMBA
+from megatron_packed.config.model_flags import model_flags
 from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.config.serialise import (
-    as_flags,
-    model_hash,
-    section_to_dict,
-)
+from megatron_packed.config.serialise import model_hash, section_to_dict
 from megatron_packed.models.convert.huggingface_config import CHUNK_SIZES, model_of, read_config
 from megatron_packed.models.convert.huggingface_files import ModelFiles, by_prefix, open_weights
 from megatron_packed.models.convert.weight_rows import Weight
@@ -117,16 +114,18 @@ def from_huggingface(
     Raises:
         CheckpointError: the model cannot be imported (see `open_model`), a value is not finite,
             ``root`` already contains checkpoints, or another process writes there. No checkpoint
-            was written.
+            was written. ``root`` was not created for a model that cannot be imported.
     """
     check_empty(root)
     model, files, weights = open_model(directory, bf16=bf16, ignored=ignored, depths=depths)
     flags = _flags(model, directory, bf16)
+    check, write = halves(on_progress)
+    check_values(directory, files.read, weights, on_progress=check)
     root.mkdir(parents=True, exist_ok=True)
     with closing(RootLock(root, RUN_LOCK)):
         check_empty(root)  # another process may have saved there before the lock
         saved = save_weights(
-            root, directory, model, files.read, weights, bf16=bf16, on_progress=on_progress
+            root, directory, model, files.read, weights, bf16=bf16, on_progress=write
         )
         (root / ARGS_FILE).write_text(flags)
     narrower = [
@@ -163,7 +162,7 @@ def check_empty(root: Path) -> None:
 
 
 def _flags(model: ModelConfig, directory: Path, bf16: bool) -> str:
-    lines = as_flags(model) + [flags.BF16] * bf16
+    lines = model_flags(model) + [flags.BF16] * bf16
     if (directory / TOKENIZER).is_file():
         lines += [
             f"{flags.TOKENIZER_TYPE} HuggingFaceTokenizer",
@@ -190,9 +189,8 @@ def save_weights(
         read: returns the tensor of a part of a weight by name.
         trained: state of training to save with the weights.
     """
-    sources = {f"model/{w.name}": (w, read) for w in weights.values()}
-    sources.update(trained.tensors if trained else {})
-    total, done = sum(math.prod(w.shape) * w.dtype.itemsize for w, _ in sources.values()), 0
+    sources = _sources(read, weights, trained)
+    total, done = _total_bytes(sources), 0
 
     def value(shard: TensorShard) -> Tensor:
         nonlocal done
@@ -232,6 +230,51 @@ def save_weights(
         config_hash=model_hash(model),
         values=value,
     )
+
+
+def _sources(
+    read: Callable[[str], Tensor], weights: Mapping[str, Weight], trained: TrainedState | None
+) -> dict[str, tuple[Weight, Callable[[str], Tensor]]]:
+    """Return every tensor of a checkpoint by name, with the function that reads its parts."""
+    sources = {f"model/{w.name}": (w, read) for w in weights.values()}
+    sources.update(trained.tensors if trained else {})
+    return sources
+
+
+def _total_bytes(sources: Mapping[str, tuple[Weight, Callable[[str], Tensor]]]) -> int:
+    return sum(math.prod(w.shape) * w.dtype.itemsize for w, _ in sources.values())
+
+
+def halves(on_progress: OnProgress) -> tuple[OnProgress, OnProgress]:
+    """Return the callbacks of the two passes of a conversion: the check, and the writing."""
+    return (
+        lambda done, total: on_progress(done, 2 * total),
+        lambda done, total: on_progress(total + done, 2 * total),
+    )
+
+
+def check_values(
+    directory: Path,
+    read: Callable[[str], Tensor],
+    weights: Mapping[str, Weight],
+    *,
+    on_progress: OnProgress,
+    trained: TrainedState | None = None,
+) -> None:
+    """Check the values that `save_weights` would write, before a directory is made for them.
+
+    Reads every tensor once. Host memory is that of `save_weights`.
+
+    Raises:
+        CheckpointError: a value is not finite, or a second moment is negative.
+    """
+    sources = _sources(read, weights, trained)
+    total, done = _total_bytes(sources), 0
+    for name, (weight, read_part) in sources.items():
+        whole = weight.join(read_part).view(-1)
+        _check_values(name, whole, directory)
+        done += whole.nbytes
+        on_progress(done, total)
 
 
 def _check_values(name: str, values: Tensor, directory: Path) -> None:

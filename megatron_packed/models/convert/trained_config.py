@@ -30,7 +30,7 @@ from megatron_packed.models.convert.huggingface_config import chosen
 
 _MOST_FAMILIES = 3
 """Number of families, the nearest first, that the refusal of a model describes."""
-_LEFT_OUT = ("rope_type", "time_step_limit", "rope_scaling", "sliding_window")
+_LEFT_OUT = ("rope_type", "time_step_limit", "sliding_window")
 """Keys with one supported value that config.json leaves out, because the value is the default."""
 _SYMBOLS_OF_GROUP = {ATTN: ATTENTION, SSM: MAMBA, EXPERTS: MOE, GDN: GATED_DELTA_NET}
 _SYMBOLS_OF_FIELD = {

@@ -173,6 +173,17 @@ def test_packing_says_who_validates_as_the_run_does(more, said, data, capsys):
     assert line in capsys.readouterr().out.splitlines()
 
 
+def test_packing_refuses_a_tokenizer_that_training_refuses(data, capsys):
+    """The cure fits weights that were converted, whose tables have a fixed number of rows."""
+    assert exit_code(["packing", *data, "--seq-length", 64, "--vocab-size", 256]) == 3
+    said = capsys.readouterr().err
+    assert (
+        "--vocab-size 256 is less than the 260 entries of the tokenizer. Weights that were" in said
+    )
+    assert "take the tokenizer of these weights, or enlarge their tables with " in said
+    assert "resize_token_embeddings(260)" in said
+
+
 def test_packing_obeys_the_packing_flags(data, capsys):
     assert exit_code(["packing", *data, "--seq-length", 64, "--overlong-policy", "drop"]) == 0
     assert "+ 101 dropped (1 documents)" in capsys.readouterr().out

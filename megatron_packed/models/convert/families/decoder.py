@@ -9,6 +9,7 @@ from typing import Any
 from megatron_packed.config.layer_pattern import ATTENTION, MAMBA
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.families.family import OUTPUT, TABLE, Fields
+from megatron_packed.models.convert.families.field_types import shown
 
 LLAMA3 = "llama3"
 """``rope_type`` of the scaled positions of Llama 3.1 and later."""
@@ -57,35 +58,56 @@ ATTENTION_WORDS = ("full_attention", "attention")
 """Words for attention in ``layer_types``: that of transformers 5, and that of older files."""
 
 
+_LIFTED = ("rope_theta", "rope_type", "partial_rotary_factor")
+"""Rotary options that become flat keys; the others keep the prefix ``rope_parameters.``."""
+
+
 def flat_rotary(fields: Fields, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields with flat rotary options, with derived values filled in.
 
     transformers 5 nests the rotary options in ``rope_parameters``; older files have ``rope_theta``
-    and, for scaled positions, ``rope_scaling``. The number of key-value heads and the head size may
-    be missing; they are derived.
+    and, for scaled positions, ``rope_scaling``. A nested value counts before a flat one, as in
+    transformers. The head size and the number of key-value heads may be null or missing; they are
+    derived.
 
     Args:
         defaults: values of keys that may be missing, such as ``rope_theta``.
+    Raises:
+        ValueError: ``rope_scaling`` and ``rope_parameters`` contradict each other.
     """
-    flat = {key: value for key, value in fields.items() if key != "rope_parameters"}
-    rotary = fields.get("rope_parameters")
-    scaling = fields.get("rope_scaling")
-    if isinstance(scaling, dict) and LLAMA3 in (scaling.get("rope_type"), scaling.get("type")):
-        flat.pop("rope_scaling")
-        renamed = {"rope_type" if key == "type" else key: scaling[key] for key in scaling}
-        rotary = {**renamed, **rotary} if isinstance(rotary, dict) else renamed
-    if isinstance(rotary, dict):
-        for key, value in rotary.items():
-            lifted = key in ("rope_theta", "rope_type", "partial_rotary_factor")
-            alone = lifted and fields.get(key, value) == value
-            flat[key if alone else f"rope_parameters.{key}"] = value
-    elif rotary is not None:
-        flat["rope_parameters.?"] = rotary
+    flat = {key: fields[key] for key in fields if key not in ("rope_parameters", "rope_scaling")}
+    rotary = _rotary(fields, defaults)
+    for key, value in rotary.items():
+        flat[key if key in _LIFTED else f"rope_parameters.{key}"] = value
+    flat = {**defaults, **flat}
     heads, hidden = fields.get("num_attention_heads"), fields.get("hidden_size")
-    derived: dict[str, Any] = {**defaults, "num_key_value_heads": heads}
+    derived: dict[str, Any] = {"num_key_value_heads": heads}
     if isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
         derived["head_dim"] = hidden // heads
     return {**flat, **{key: value for key, value in derived.items() if flat.get(key) is None}}
+
+
+def _rotary(fields: Fields, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rotary options of the nested object that counts, with the key ``rope_type``.
+
+    transformers takes ``rope_scaling`` before ``rope_parameters``, and other libraries only one of
+    them. A file with both is read if both mean the same.
+    """
+    found = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        if fields.get(name):
+            nested = dict(fields[name])
+            found[name] = {"rope_type": nested.pop("type", "default"), **nested}
+    flat = {**defaults, **{key: fields[key] for key in _LIFTED if key in fields}}
+    if len(found) == 2 and {**flat, **found["rope_scaling"]} != {
+        **flat,
+        **found["rope_parameters"],
+    }:
+        raise ValueError(
+            f"rope_scaling is {shown(fields['rope_scaling'])}, which contradicts rope_parameters "
+            f"{shown(fields['rope_parameters'])}; keep the key that the model was trained with"
+        )
+    return next(iter(found.values()), {})
 
 
 def rope_scaling(fields: Fields) -> dict[str, Any]:
@@ -99,7 +121,7 @@ def rope_scaling_rules(fields: Fields) -> Iterator[str]:
     """Check the keys of scaled positions."""
     kind = fields.get("rope_type", "default")
     if kind not in ("default", LLAMA3):
-        yield f"rope_type is {kind!r}, but only 'default' and {LLAMA3!r} are supported"
+        yield f"rope_type is {shown(kind)}, but only 'default' and {LLAMA3!r} are supported"
     for key in _SCALING:
         if kind == LLAMA3 and fields.get(key) is None:
             yield f"{key} is missing"
@@ -111,7 +133,7 @@ def rope_unscaled(fields: Fields) -> Iterator[str]:
     """Check that positions are not scaled."""
     kind = fields.get("rope_type", "default")
     if kind != "default":
-        yield f"rope_type is {kind!r}, but only 'default' is supported"
+        yield f"rope_type is {shown(kind)}, but only 'default' is supported"
 
 
 def rope_scaling_written(model: ModelConfig) -> dict[str, Any]:
@@ -147,7 +169,7 @@ def typed_pattern(fields: Fields, words: Mapping[str, str], after: str, key: str
     """
     layers, number = fields.get(key), number_of_layers(fields)
     if not isinstance(layers, list) or len(layers) != number:
-        raise ValueError(f"{key} is {layers!r}; it must list the {number} layers")
+        raise ValueError(f"{key} is {shown(layers)}; it must list the {number} layers")
     unknown = [word for word in layers if not isinstance(word, str) or word not in words]
     if unknown:
         raise ValueError(

@@ -133,10 +133,25 @@ class Family:
     """Names of the fields that ``derive`` returns."""
     derived_from: str = ""
     """Keys, separated by spaces, that only ``derive``, ``pattern`` and ``rules`` read."""
+    nullable: str = ""
+    """Keys, separated by spaces, for which null has a meaning in this family alone."""
     unfit: Callable[[ModelConfig], Iterator[str]] = lambda model: iter(())
     """Function that yields, as clauses, sizes of a trained model that transformers refuses."""
     depths: Depths | None = None
     """Multi-token prediction; None if the files of the family have none."""
+
+    @property
+    def deciding_keys(self) -> frozenset[str]:
+        """Keys that decide what a model of the family computes."""
+        tables = (*self.options.values(), *self.must_be.values(), self.repeats)
+        return frozenset(self.derived_from.split()).union(*tables)
+
+    @property
+    def read_keys(self) -> frozenset[str]:
+        """Keys that the functions of the family read, and whose null would have no meaning."""
+        return frozenset({*self.derived_from.split(), "tie_word_embeddings"}) - set(
+            self.nullable.split()
+        )
 
     def aside(self, model: ModelConfig) -> tuple[str, ...]:
         """Return the prefixes of tensors that are not part of ``model``."""

@@ -28,6 +28,7 @@ from megatron_packed.models.convert.families.family import (
     Fields,
     Names,
 )
+from megatron_packed.models.convert.families.field_types import shown
 from megatron_packed.models.convert.families.llama import QKV
 from megatron_packed.models.convert.families.mamba2 import expand, mamba_unfit
 
@@ -38,22 +39,48 @@ _ROTATED = 0.5
 
 def _mamba_width(flat: dict[str, Any]) -> None:
     """Fill in the width of a Mamba head if it is ``auto``."""
-    if flat.get("mamba_d_head") in (None, "auto"):
+    if flat.get("mamba_d_head", "auto") == "auto":
         sizes = [flat.get(key) for key in ("mamba_expand", "hidden_size", "mamba_n_heads")]
-        known = [size for size in sizes if type(size) is int and size > 0]
+        known = [size for size in sizes if size is not None and size > 0]
         if len(known) == 3:
             flat["mamba_d_head"] = known[0] * known[1] // known[2]
 
 
+def _one_list(flat: dict[str, Any]) -> None:
+    """Move the types of the layers to ``layer_types``, whose other name some files have.
+
+    Raises:
+        ValueError: the two keys have different lists.
+    """
+    other = flat.pop("layers_block_type", None)
+    listed = flat.get("layer_types")
+    if None not in (other, listed) and _symbols(other) != _symbols(listed):
+        raise ValueError(
+            f"layers_block_type is {shown(other)}, which contradicts layer_types {shown(listed)}"
+        )
+    flat["layer_types"] = other if listed is None else listed
+
+
+def _symbols(words: list[str]) -> list[str]:
+    return [_WORDS.get(word, word) for word in words]
+
+
 def _bamba_spelled(fields: Fields) -> Fields:
-    flat = flat_rotary(fields, {"rope_theta": 10_000.0, "mamba_expand": 2})
+    defaults = {"rope_theta": 10_000.0, "mamba_expand": 2, "num_key_value_heads": 8}
+    flat = flat_rotary(fields, defaults)
     _mamba_width(flat)
-    if flat.get("layer_types") is None and type(flat.get("num_hidden_layers")) is int:
-        attention = flat.get("attn_layer_indices") or []
-        flat["layer_types"] = [
-            "attention" if isinstance(attention, list) and n in attention else "mamba"
-            for n in range(number_of_layers(flat))
-        ]
+    _one_list(flat)
+    attention = flat.get("attn_layer_indices")
+    if flat["layer_types"] is None or attention is not None:
+        number = number_of_layers(flat)
+        words = ["attention" if n in (attention or ()) else "mamba" for n in range(number)]
+        listed = flat["layer_types"]
+        if listed is not None and _symbols(listed) != _symbols(words):
+            key = "layer_types" if fields.get("layer_types") else "layers_block_type"
+            raise ValueError(
+                f"{key} is {shown(listed)}, which contradicts attn_layer_indices {attention}"
+            )
+        flat["layer_types"] = words
     return flat
 
 
@@ -134,12 +161,12 @@ BAMBA = Family(
             "mamba_proj_bias": False,
             "time_step_limit": [0.0, math.inf],
         },
-        ATTENTION: {"attention_bias": False, "attention_dropout": 0.0, "rope_scaling": None},
+        ATTENTION: {"attention_bias": False, "attention_dropout": 0.0},
     },
     repeats={},
     no_effect=LIBRARY
     + """attention_bias attention_dropout head_dim mamba_expand max_position_embeddings
-    num_attention_heads num_key_value_heads num_logits_to_keep rope_scaling rope_theta
+    num_attention_heads num_key_value_heads num_logits_to_keep rope_theta
     tie_word_embeddings z_loss_coefficient""",
     rules=_bamba_rules,
     derive=lambda fields, pattern: mamba_norm_epsilon(fields["rms_norm_eps"], pattern),
@@ -166,23 +193,28 @@ _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
 
 
 def _granite_spelled(fields: Fields) -> Fields:
-    flat = flat_rotary(fields, {"rope_theta": 10_000.0, "mamba_expand": 2})
+    flat = flat_rotary(fields, {"rope_theta": 10_000.0, "mamba_expand": 2, "num_local_experts": 8})
+    if flat.get("position_embedding_type") != "rope":
+        flat = {
+            key: value
+            for key, value in flat.items()
+            if key != "rope_type" and not key.startswith("rope_parameters.")
+        }
     _mamba_width(flat)
-    if "layers_block_type" in flat:
-        flat.setdefault("layer_types", flat.pop("layers_block_type"))
-    if flat.get("layer_types") is None and type(flat.get("num_hidden_layers")) is int:
+    _one_list(flat)
+    if flat["layer_types"] is None:
         flat["layer_types"] = ["mamba"] * number_of_layers(flat)
     return flat
 
 
 def _granite_pattern(fields: Fields) -> str:
-    after = MOE if fields.get("num_local_experts") else MLP
+    after = MOE if fields["num_local_experts"] else MLP
     return typed_pattern(fields, _WORDS, after, "layer_types")
 
 
 def _granite_derive(fields: Fields, pattern: str) -> dict[str, Any]:
     """Return multipliers, positions and the factor of attention; a factor of 1 is left out."""
-    values = {key: fields.get(key) for key in _MULTIPLIERS}
+    values = {key: fields.get(key, 1.0) for key in _MULTIPLIERS}
     derived: dict[str, Any] = {key: None if values[key] == 1 else values[key] for key in values}
     derived |= mamba_norm_epsilon(fields["rms_norm_eps"], pattern)
     if ATTENTION in pattern:
@@ -199,6 +231,8 @@ def _granite_rules(fields: Fields) -> Iterator[str]:
     rope = fields.get("position_embedding_type")
     if rope == "rope":
         yield from rope_unscaled(fields)
+        if fields["rope_theta"] is None:
+            yield "rope_theta is null, but it must have a value"
     if rope not in (None, "rope", "nope"):
         yield f"position_embedding_type is {rope!r}, but only 'rope' and 'nope' are supported"
 
@@ -245,8 +279,8 @@ GRANITE = replace(
     },
     must_be={**BAMBA.must_be, "": {"hidden_act": "silu", "normalization_function": "rmsnorm"}},
     no_effect=BAMBA.no_effect
-    + """ attention_multiplier init_method intermediate_size num_experts_per_tok
-    num_local_experts output_router_logits position_embedding_type router_aux_loss_coef""",
+    + """ init_method intermediate_size num_experts_per_tok output_router_logits
+    router_aux_loss_coef""",
     rules=_granite_rules,
     derive=_granite_derive,
     derived=(
@@ -257,7 +291,8 @@ GRANITE = replace(
         "rotary_base",
     ),
     derived_from=" ".join(_MULTIPLIERS)
-    + " layer_types num_hidden_layers partial_rotary_factor rope_type",
+    + """ attention_multiplier layer_types layers_block_type num_hidden_layers num_local_experts
+    partial_rotary_factor position_embedding_type rope_type""",
     written=_granite_written,
     outside=OUTSIDE,
     names={

@@ -31,6 +31,7 @@ from megatron_packed.models.convert.families.family import (
     Names,
     OneOf,
 )
+from megatron_packed.models.convert.families.field_types import shown
 from megatron_packed.models.convert.row_maps import qkv
 
 QKV = Joined(tuple(f"self_attn.{part}_proj.weight" for part in "qkv"), qkv)
@@ -85,7 +86,6 @@ LLAMA = Family(
         ATTENTION: {
             "attention_bias": False,
             "attention_dropout": 0.0,
-            "rope_scaling": None,
             "sliding_window": None,
         },
     },
@@ -117,7 +117,9 @@ MIXTRAL = replace(
     LLAMA,
     model_type="mixtral",
     architecture="MixtralForCausalLM",
-    spelled=lambda fields: flat_rotary(fields, {"rope_theta": 1_000_000.0}),
+    spelled=lambda fields: flat_rotary(
+        fields, {"rope_theta": 1_000_000.0, "num_key_value_heads": 8}
+    ),
     pattern=lambda fields: repeated_pattern(fields, ATTENTION + MOE),
     blocks=(ATTENTION + MOE,),
     options={
@@ -145,6 +147,10 @@ MIXTRAL = replace(
 )
 
 
+_WINDOW_TOKENS = 4096
+"""Default of ``sliding_window`` in transformers."""
+
+
 def _without_window(family: Family) -> dict[str, dict[str, Any]]:
     """Return the table ``must_be`` of a family whose windows are read."""
     table = {symbol: dict(keys) for symbol, keys in family.must_be.items()}
@@ -167,10 +173,9 @@ MISTRAL = replace(
     LLAMA,
     model_type="mistral",
     architecture="MistralForCausalLM",
-    spelled=lambda fields: {
-        "sliding_window": 4096,  # the default of transformers
-        **flat_rotary(fields, {"rope_theta": 10_000.0}),
-    },
+    spelled=lambda fields: flat_rotary(
+        fields, {"rope_theta": 10_000.0, "num_key_value_heads": 8, "sliding_window": _WINDOW_TOKENS}
+    ),
     must_be=_without_window(LLAMA),
     derive=_mistral_derive,
     derived=(*ROPE_SCALING, *WINDOW),
@@ -188,24 +193,31 @@ def _qwen_rules(fields: Fields) -> Iterator[str]:
     listed, layers = fields.get("layer_types"), fields.get("num_hidden_layers")
     if listed is None:
         return
+    switched = fields["use_sliding_window"]
     words = ", ".join(_WINDOW_WORDS)
-    if not isinstance(listed, list) or len(listed) != layers:
-        yield f"layer_types is {listed!r}; it must list the {layers!r} layers"
+    if len(listed) != layers:
+        yield f"layer_types is {shown(listed)}; it must list the {layers!r} layers"
     elif unknown := [word for word in listed if word not in _WINDOW_WORDS]:
         yield f"layer_types has the entry {unknown[0]!r}, but only {words} are supported"
-    elif not fields.get("use_sliding_window") and "sliding_attention" in listed:
-        yield "layer_types has the entry 'sliding_attention', but use_sliding_window is False"
+    elif _qwen_window(fields) is None and "sliding_attention" in listed:
+        off = "sliding_window is null" if switched else "use_sliding_window is False"
+        yield f"layer_types has the entry 'sliding_attention', but {off}"
+
+
+def _qwen_window(fields: Fields) -> int | None:
+    """Return the window in tokens; None if it is switched off."""
+    tokens: int | None = fields["sliding_window"]
+    return tokens if fields["use_sliding_window"] else None
 
 
 def _qwen_derive(fields: Fields, pattern: str) -> dict[str, Any]:
     """Return the scaled positions, and a window in the layers that config.json names."""
     listed, layers = fields.get("layer_types"), len(pattern) // 2
-    tokens = fields.get("sliding_window") if fields.get("use_sliding_window") else None
     if listed is not None:
         windowed = [_WINDOW_WORDS[word] for word in listed]
     else:
-        windowed = [number >= fields.get("max_window_layers", 28) for number in range(layers)]
-    return {**rope_scaling(fields), **window(tokens, windowed, 2)}
+        windowed = [number >= fields["max_window_layers"] for number in range(layers)]
+    return {**rope_scaling(fields), **window(_qwen_window(fields), windowed, 2)}
 
 
 def _qwen_written(model: ModelConfig) -> dict[str, Any]:
@@ -232,22 +244,31 @@ def _qwen3_moe_written(model: ModelConfig) -> dict[str, Any]:
 
 def _qwen3_moe_derive(fields: Fields, pattern: str) -> dict[str, Any]:
     """Return the scaled positions, a window in every layer, and the normalisation of scores."""
-    tokens = fields.get("sliding_window") if fields.get("use_sliding_window") else None
     return {
         **rope_scaling(fields),
-        **window(tokens, [True] * (len(pattern) // 2), 2),
+        **window(_qwen_window(fields), [True] * (len(pattern) // 2), 2),
         "moe_router_pre_softmax": not fields.get("norm_topk_prob", False),
     }
 
+
+_QWEN_DEFAULTS = {
+    "rope_theta": 10_000.0,
+    "num_key_value_heads": 32,
+    "use_sliding_window": False,
+    "sliding_window": _WINDOW_TOKENS,
+    "max_window_layers": 28,
+}
+"""Values of missing keys in transformers."""
 
 QWEN2 = replace(
     LLAMA,
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
+    spelled=lambda fields: flat_rotary(fields, _QWEN_DEFAULTS),
     fixed={**LLAMA.fixed, ATTENTION: {"add_qkv_bias": True}},
     must_be={
         "": {"hidden_act": "silu"},
-        ATTENTION: {"attention_dropout": 0.0, "rope_scaling": None, "use_mrope": False},
+        ATTENTION: {"attention_dropout": 0.0, "use_mrope": False},
     },
     rules=_qwen_rules,
     derive=_qwen_derive,
@@ -267,6 +288,7 @@ QWEN3 = replace(
     QWEN2,
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
+    spelled=lambda fields: flat_rotary(fields, {**_QWEN_DEFAULTS, "head_dim": 128}),
     fixed={**LLAMA.fixed, ATTENTION: {"qk_layernorm": True}},
     must_be={**QWEN2.must_be, ATTENTION: {**QWEN2.must_be[ATTENTION], "attention_bias": False}},
     names={
@@ -283,6 +305,7 @@ QWEN3_MOE = replace(
     QWEN3,
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
+    spelled=lambda fields: flat_rotary(fields, {**_QWEN_DEFAULTS, "num_key_value_heads": 4}),
     pattern=lambda fields: repeated_pattern(fields, ATTENTION + MOE),
     blocks=(ATTENTION + MOE,),
     options={

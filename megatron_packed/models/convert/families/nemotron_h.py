@@ -44,11 +44,7 @@ def _nemotron_h_pattern(fields: Fields) -> str:
     It is given as ``hybrid_override_pattern`` ("M*-E") or as a list of layer types. transformers
     and the files on the hub use different words for these types; both are read.
     """
-    text, layers = (
-        fields.get("hybrid_override_pattern"),
-        fields.get("layers_block_type", fields.get("layer_types")),
-    )
-    text = _layers_of(text, layers, "")
+    text = _layers_of(fields, "hybrid_override_pattern", ("layers_block_type", "layer_types"))
     if fields.get("num_hidden_layers", len(text)) != len(text):
         raise ValueError(
             f"num_hidden_layers is {fields['num_hidden_layers']!r}, but the pattern has {len(text)} layers"
@@ -56,31 +52,30 @@ def _nemotron_h_pattern(fields: Fields) -> str:
     return text
 
 
-def _layers_of(text: object, layers: object, prefix: str) -> str:
-    """Return the layers that a pattern, a list of types or both name.
+def _layers_of(fields: Fields, pattern: str, lists: tuple[str, ...]) -> str:
+    """Return the layers that a pattern or lists of types name; all that are there must agree.
 
     Args:
-        prefix: beginning of the keys, ``mtp_`` for multi-token prediction.
+        pattern: key of the pattern.
+        lists: keys of lists of types.
     """
-    if isinstance(layers, list):
-        unknown = [word for word in layers if not isinstance(word, str) or word not in _WORDS]
+    text = fields.get(pattern)
+    for key in lists:
+        layers = fields.get(key)
+        if layers is None:
+            continue
+        unknown = [word for word in layers if word not in _WORDS]
         if unknown:
             raise ValueError(
-                f"{prefix}layers_block_type has the entry {unknown[0]!r}, but only "
-                f"{', '.join(_WORDS)} are supported"
+                f"{key} has the entry {unknown[0]!r}, but only {', '.join(_WORDS)} are supported"
             )
         spelled = "".join(_WORDS[word] for word in layers)
         if text not in (None, spelled):
-            raise ValueError(
-                f"{prefix}hybrid_override_pattern {text!r} contradicts {prefix}layers_block_type, "
-                f"which is {spelled!r}"
-            )
-        text = spelled
-    if not isinstance(text, str) or not text or not set(text) <= {MAMBA, ATTENTION, MLP, MOE}:
-        raise ValueError(
-            f"{prefix}hybrid_override_pattern is {text!r}; only M, *, - and E may occur in it"
-        )
-    return text
+            raise ValueError(f"{pattern} {text!r} contradicts {key}, which is {spelled!r}")
+        text, pattern = spelled, key
+    if not text or not set(text) <= {MAMBA, ATTENTION, MLP, MOE}:
+        raise ValueError(f"{pattern} is {text!r}; only M, *, - and E may occur in it")
+    return str(text)
 
 
 def _nemotron_h_depths(fields: Fields) -> tuple[str, int]:
@@ -91,12 +86,11 @@ def _nemotron_h_depths(fields: Fields) -> tuple[str, int]:
     depths = fields.get("num_nextn_predict_layers", 0)
     if type(depths) is not int or depths < 1:
         return "", 0
-    keys = ("mtp_hybrid_override_pattern", "mtp_layers_block_type")
-    text, layers = (fields.get(key) for key in keys)
     repeated = fields.get("mtp_use_repeated_layer", True)
     if not isinstance(repeated, bool):
         raise ValueError(f"mtp_use_repeated_layer is {repeated!r}; it must be true or false")
-    return _layers_of(text, layers, "mtp_"), 1 if repeated else depths
+    layers = _layers_of(fields, "mtp_hybrid_override_pattern", ("mtp_layers_block_type",))
+    return layers, 1 if repeated else depths
 
 
 def _nemotron_h_depths_written(model: ModelConfig) -> Fields:
@@ -171,8 +165,15 @@ NEMOTRON_H = Family(
     pattern=_nemotron_h_pattern,
     blocks=(MAMBA, ATTENTION, MLP, MOE),
     fixed={
-        "": {"normalization": "RMSNorm", "add_bias_linear": False, "squared_relu": True},
-        MOE: {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+        "": {"normalization": "RMSNorm"},
+        ATTENTION: {"add_bias_linear": False},
+        MLP: {"add_bias_linear": False, "squared_relu": True},
+        MOE: {
+            "add_bias_linear": False,
+            "squared_relu": True,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+        },
     },
     options={
         "": {
@@ -226,7 +227,8 @@ NEMOTRON_H = Family(
     mtp_hybrid_override_pattern mtp_layers_block_type mtp_loss_scaling_factor
     mtp_use_repeated_layer norm_topk_prob num_hidden_layers num_logits_to_keep
     num_nextn_predict_layers output_router_logits
-    partial_rotary_factor rescale_prenorm_residual rope_theta tie_word_embeddings time_step_floor time_step_max
+    partial_rotary_factor rescale_prenorm_residual rope_parameters
+    rope_scaling rope_theta tie_word_embeddings time_step_floor time_step_max
     time_step_min time_step_rank use_mamba_kernels""",
     rules=_nemotron_h_rules,
     derive=_nemotron_h_derive,

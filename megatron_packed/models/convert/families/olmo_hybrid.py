@@ -15,6 +15,7 @@ from megatron_packed.models.convert.families.decoder import (
     OUTSIDE,
     SIZES,
     flat_rotary,
+    number_of_layers,
     rope_unscaled,
     typed_pattern,
 )
@@ -57,13 +58,15 @@ def _spelled(fields: Fields) -> Fields:
         flat.get(key) for key in ("num_hidden_layers", "num_attention_heads", "hidden_size")
     )
     derived: dict[str, Any] = {"linear_num_key_heads": heads, "linear_num_value_heads": heads}
-    if type(layers) is int:
+    if layers is not None:
+        layers = number_of_layers(flat)
         words = ["full_attention" if n % 4 == 3 else "linear_attention" for n in range(layers)]
         derived["layer_types"] = words if layers > 3 else [*words[:-1], "full_attention"]
     for key, value in derived.items():
         flat[key] = value if flat.get(key) is None else flat[key]
-    if flat.get("linear_key_head_dim") is None and type(hidden) is int:
-        flat["linear_key_head_dim"] = int(0.75 * hidden / flat["linear_num_key_heads"])
+    key_heads = flat["linear_num_key_heads"]
+    if flat.get("linear_key_head_dim") is None and hidden is not None and key_heads:
+        flat["linear_key_head_dim"] = int(0.75 * hidden / key_heads)
     if flat.get("linear_value_head_dim") is None and flat.get("linear_key_head_dim") is not None:
         flat["linear_value_head_dim"] = 2 * flat["linear_key_head_dim"]
     return flat
@@ -135,7 +138,7 @@ OLMO_HYBRID = Family(
     },
     must_be={
         "": {"hidden_act": "silu"},
-        ATTENTION: {"attention_bias": False, "attention_dropout": 0.0, "rope_scaling": None},
+        ATTENTION: {"attention_bias": False, "attention_dropout": 0.0},
     },
     repeats={},
     no_effect=LIBRARY
@@ -145,6 +148,7 @@ OLMO_HYBRID = Family(
     derive=_derive,
     derived=("linear_norm_epsilon", "position_embedding_type", "rotary_base"),
     derived_from="layer_types num_hidden_layers rope_parameters rope_theta rope_type",
+    nullable="rope_theta rope_type",
     written=_written,
     unfit=_unfit,
     outside=OUTSIDE,

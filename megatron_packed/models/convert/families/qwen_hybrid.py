@@ -49,15 +49,23 @@ _GATES = ("silu", "swish")
 """Values of ``output_gate_type``: the function of the gate in gated delta nets."""
 
 
-def _spelled(fields: Fields) -> Fields:
-    """Return the flat fields, with the kind of every layer."""
-    flat = flat_rotary(fields, {"rope_theta": 10_000.0, "partial_rotary_factor": 0.25})
-    interval, layers = flat.get("full_attention_interval"), flat.get("num_hidden_layers")
-    if flat.get("layer_types") is None and type(layers) is int:
-        every = _INTERVAL if interval is None else interval
-        if type(every) is int and every > 0:
-            number = number_of_layers(flat)
-            flat["layer_types"] = [_word((n + 1) % every == 0) for n in range(number)]
+def _spelled(fields: Fields, key_value_heads: int) -> dict[str, Any]:
+    """Return the flat fields, with the kind of every layer.
+
+    Args:
+        key_value_heads: number of key-value heads if the key is missing.
+    """
+    defaults = {
+        "rope_theta": 10_000.0,
+        "partial_rotary_factor": 0.25,
+        "num_key_value_heads": key_value_heads,
+        "head_dim": 256,
+    }
+    flat = flat_rotary(fields, defaults)
+    every = flat.get("full_attention_interval", _INTERVAL)
+    if flat.get("layer_types") is None and every > 0:
+        number = number_of_layers(flat)
+        flat["layer_types"] = [_word((n + 1) % every == 0) for n in range(number)]
     return flat
 
 
@@ -65,14 +73,27 @@ def _word(attention: bool) -> str:
     return "full_attention" if attention else "linear_attention"
 
 
-def _text_spelled(fields: Fields) -> Fields:
-    """Return the flat fields of the text model of a file with vision."""
+def _text_spelled(fields: Fields, family: Family) -> Fields:
+    """Return the flat fields of the text model of a file with vision.
+
+    transformers reads the model from ``text_config`` alone, except that the outer
+    ``tie_word_embeddings`` ties the tables. An outer key of the text model is marked as unknown.
+
+    Args:
+        family: family of the text model.
+    """
     text = fields.get("text_config")
-    if not isinstance(text, dict):
-        return _spelled(fields)
-    outside = {key: value for key, value in fields.items() if key != "text_config"}
-    # transformers ties the tables by the outer key if both are there.
-    return _spelled({**text, **outside})
+    if text is None:
+        raise ValueError("text_config is missing; it has the options of the text model")
+    inside = (family.deciding_keys | set(family.no_effect.split())) - _OUTER_KEYS
+    flat = dict(family.spelled(text))
+    for key, value in fields.items():
+        if key not in inside:
+            flat[key] = value
+        elif key not in text or text[key] != value:
+            flat[key + OUTSIDE_TEXT] = value
+    del flat["text_config"]
+    return flat
 
 
 def _rules(fields: Fields) -> Iterator[str]:
@@ -164,7 +185,7 @@ _EXPERTS: Names = {
 QWEN3_5_TEXT = Family(
     model_type="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
-    spelled=_spelled,
+    spelled=lambda fields: _spelled(fields, 4),
     pattern=lambda fields: typed_pattern(fields, _WORDS, MLP, "layer_types"),
     blocks=(GATED_DELTA_NET + MLP, ATTENTION + MLP),
     fixed={
@@ -196,7 +217,6 @@ QWEN3_5_TEXT = Family(
             "attention_bias": False,
             "attention_dropout": 0.0,
             "attn_output_gate": True,
-            "rope_scaling": None,
         },
     },
     repeats={},
@@ -205,7 +225,7 @@ QWEN3_5_TEXT = Family(
     linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim
     mamba_ssm_dtype max_position_embeddings mtp_num_hidden_layers mtp_use_dedicated_embeddings
     num_attention_heads num_key_value_heads partial_rotary_factor rope_parameters.mrope_interleaved
-    rope_parameters.mrope_section rope_scaling rope_theta tie_word_embeddings""",
+    rope_parameters.mrope_section rope_theta tie_word_embeddings""",
     rules=_rules,
     derived_from="full_attention_interval layer_types mlp_only_layers num_hidden_layers "
     "output_gate_type rope_type",
@@ -223,6 +243,7 @@ QWEN3_5_MOE_TEXT = replace(
     QWEN3_5_TEXT,
     model_type="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
+    spelled=lambda fields: _spelled(fields, 2),
     pattern=lambda fields: typed_pattern(fields, _WORDS, MOE, "layer_types"),
     blocks=(GATED_DELTA_NET + MOE, ATTENTION + MOE),
     depths=_depths(MOE),
@@ -274,6 +295,10 @@ _VISION = (
     " image_token_id video_token_id vision_config vision_end_token_id vision_start_token_id"
     " language_model_only"
 )
+_OUTER_KEYS = frozenset(LIBRARY.split()) | {"tie_word_embeddings"}
+"""Keys of the text model that files with vision also have outside ``text_config``."""
+OUTSIDE_TEXT = " outside text_config"
+"""End of the names of keys of the text model in another place, which are not read."""
 
 
 def _with_vision(text: Family, model_type: str) -> Family:
@@ -285,7 +310,7 @@ def _with_vision(text: Family, model_type: str) -> Family:
         text,
         model_type=model_type,
         architecture="",
-        spelled=_text_spelled,
+        spelled=lambda fields: _text_spelled(fields, text),
         no_effect=text.no_effect + _VISION,
         prefixes=("model.language_model.", "model."),
     )

@@ -8,17 +8,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from megatron_packed.checkpoint.directory_lock import RUN_LOCK, RootLock
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.config import flag_names as flags
+from megatron_packed.config.model_flags import model_flags
 from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.config.serialise import as_flags
 from megatron_packed.models.convert.import_huggingface import (
     ARGS_FILE,
     Imported,
     OnProgress,
     check_empty,
+    check_values,
+    halves,
     save_weights,
     silent,
 )
@@ -75,7 +78,14 @@ def from_megatron(
         state = optimizer_state(source, found)
         if not isinstance(state, str):
             _take_masters(found, state)
-        text = "\n".join(as_flags(model) + [flags.BF16] * bf16) + "\n"
+        trained = None if isinstance(state, str) else state.trained
+        text = "\n".join(model_flags(model) + [flags.BF16] * bf16) + "\n"
+        check, write = halves(on_progress)
+
+        def read(name: str) -> Tensor:
+            return source.read(*found.sources[name])
+
+        check_values(source.directory, read, found.weights, on_progress=check, trained=trained)
         root.mkdir(parents=True, exist_ok=True)
         with closing(RootLock(root, RUN_LOCK)), in_one_sentence():
             check_empty(root)  # another process may have saved there before the lock
@@ -83,11 +93,11 @@ def from_megatron(
                 root,
                 source.directory,
                 model,
-                lambda name: source.read(*found.sources[name]),
+                read,
                 found.weights,
                 bf16=bf16,
-                on_progress=on_progress,
-                trained=None if isinstance(state, str) else state.trained,
+                on_progress=write,
+                trained=trained,
             )
             (root / ARGS_FILE).write_text(text)
         rounded = _rounded(source, found)

@@ -187,10 +187,9 @@ def test_rotary_options_nested_flat_and_absent(name, base):
             {"rope_parameters": {**nested, "rope_type": "llama3", "factor": 8.0}},
             "rope_parameters.low_freq_factor is missing",
         ),
-        ({"rope_parameters": nested, "rope_theta": 1.5}, "rope_parameters.rope_theta is 2000.0"),
         (
             {"rope_scaling": {"type": "linear"}},
-            "rope_scaling is {'type': 'linear'}, but only None is supported",
+            "rope_type is 'linear', but only 'default' and 'llama3' are supported",
         ),
         ({"sliding_window": 4096}, "sliding_window is 4096"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
@@ -226,14 +225,17 @@ REFUSED = {
         "norm_topk_prob is False, but with num_experts_per_tok 2 only True is supported",
     ),
     "n_group": (4, "gives a token groups with 1 experts"),
-    "topk_group": ("1", "n_group is 1 and topk_group '1'; they must be numbers"),
+    "topk_group": ("1", "topk_group is '1'; it must be a whole number"),
     "rms_norm_eps": (1e-6, "rms_norm_eps is 1e-06, which contradicts layer_norm_epsilon 1e-05"),
     "num_hidden_layers": (6, "num_hidden_layers is 6, but the pattern has 5 layers"),
     "hybrid_override_pattern": ("MG", "'MG'; only M, *, - and E may occur in it"),
-    "quantization_config": ({"quant_method": "fp8"}, "give --ignore-key quantization_config"),
+    "quantization_config": (
+        {"quant_method": "fp8"},
+        "quantization_config says that the weights are quantised ('fp8'); take the model in bf16",
+    ),
     "_attn_implementation_internal": ("some/kernel", "but this option is unknown"),
-    "hidden_size": (31.5, "invalid sizes"),
-    "vocab_size": (True, "invalid sizes"),
+    "hidden_size": (31.5, "hidden_size is 31.5; it must be a whole number"),
+    "vocab_size": (True, "vocab_size is True; it must be a whole number"),
 }
 
 
@@ -287,7 +289,7 @@ def test_all_problems_are_told_and_keys_can_be_vouched_for():
     del fields["chunk_size"]
     with pytest.raises(CheckpointError) as error:
         model_of(fields, Path())
-    missing = ("chunk_size is missing", "vocab_size is missing", "head_dim is missing")
+    missing = ("chunk_size is missing", "vocab_size is null", "head_dim is null")
     for words in (*missing, "sliding_window is 8", "attention_bias is True", "new is 1"):
         assert words in str(error.value)
     assert model_of({**FIELDS, "new": 1}, Path(), ["new"]) == model_of(FIELDS, Path())

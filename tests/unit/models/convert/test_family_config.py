@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.models.convert import huggingface_config
+from megatron_packed.models.convert.families.field_types import FIELD_TYPES, NULLABLE
 from megatron_packed.models.convert.families.registry import FAMILIES
 from megatron_packed.models.convert.huggingface_config import model_of
 
@@ -568,3 +570,191 @@ def test_what_a_family_refuses(case, values):
     with pytest.raises(CheckpointError) as error:
         values({**READ[name][0], **changes})
     assert sentence in str(error.value)
+
+
+WRONG = (None, "false", "4", True, 2.5, [], [None], [["a"]], {}, {"a": 1}, 10**30, 1e308)
+"""Values of which each has a wrong type for most keys."""
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_value_of_a_wrong_type_is_refused_with_its_key(name):
+    """A key that decides what the model computes is read with its type, or it is named."""
+    fields = READ[name][0]
+    family = FAMILIES[fields["model_type"]]
+    text = fields.get("text_config", fields)
+    for key in family.deciding_keys & text.keys() & FIELD_TYPES.keys():
+        for value in WRONG:
+            # A key in ``no_effect`` decides only if the pattern has its layers.
+            nullable = key in NULLABLE or key in family.no_effect.split()
+            if FIELD_TYPES[key].holds(value) or (value is None and nullable):
+                continue
+            changed = {**text, key: value}
+            if text is not fields:
+                changed = {**fields, "text_config": changed}
+            with pytest.raises(CheckpointError) as error:
+                model_of(changed, Path("config.json"))
+            assert f"{key} is " in str(error.value), (key, value)
+
+
+TRUTHS = {
+    "a switch in quotation marks": (
+        "Qwen2 with a window in its last layer",
+        {"use_sliding_window": "false"},
+        "use_sliding_window is 'false'; it must be true or false",
+    ),
+    "no first layer with a window": (
+        "Qwen2 with a window in its last layer",
+        {"max_window_layers": None},
+        "max_window_layers is null; it must be a whole number",
+    ),
+    "no normalisation of scores": (
+        "Qwen3-MoE",
+        {"norm_topk_prob": None},
+        "norm_topk_prob is null; it must be true or false",
+    ),
+    "no multiplier": (
+        "Granite 4.0-H",
+        {"embedding_multiplier": None},
+        "embedding_multiplier is null; it must be a number",
+    ),
+    "no base of the positions": (
+        "Mistral 7B v0.1",
+        {"rope_theta": None},
+        "rope_theta is null, but it must have a value",
+    ),
+    "no experts": (
+        "Granite 4.0-H",
+        {"num_local_experts": None},
+        "num_local_experts is null; it must be a whole number",
+    ),
+    "a window in quotation marks, in a file with vision": (
+        "Qwen3.5 with vision, tied by the outer key",
+        {"text_config": {**QWEN3_5, "full_attention_interval": "2"}},
+        "text_config.full_attention_interval is '2'; it must be a whole number",
+    ),
+    "a size out of bounds": (
+        "Qwen3-MoE",
+        {"num_experts_per_tok": -1},
+        "invalid sizes (num_experts_per_tok): --moe-router-topk -1: must be >= 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TRUTHS)
+def test_nulls_and_truth_are_no_defaults(case):
+    name, changes, sentence = TRUTHS[case]
+    with pytest.raises(CheckpointError) as error:
+        model_of({**READ[name][0], **changes}, Path("config.json"))
+    assert sentence in str(error.value)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_key_has_the_type_of_transformers(name):
+    """Each key that a family reads has a type, and null is read only where it has a meaning."""
+    family = FAMILIES[name]
+    single = {key for keys in family.must_be.values() for key in keys} | family.repeats.keys()
+    bare = {key.rpartition(".")[2] for key in family.deciding_keys - single}
+    assert bare <= FIELD_TYPES.keys()
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(name)
+    words = {
+        "a whole number": "int",
+        "a number": "float",
+        "true or false": "bool",
+        "a text": "str",
+        "a list of texts": "list[str]",
+        "a list of whole numbers": "list[int]",
+    }
+    for about in dataclasses.fields(config):
+        if about.name in bare and about.name not in ("rope_parameters", "text_config"):
+            theirs = str(getattr(about.type, "__name__", about.type))
+            assert words.get(FIELD_TYPES[about.name].said, "str") in theirs, about.name
+
+
+WITHOUT_KEY = {
+    "mistral": ("num_key_value_heads", "sliding_window"),
+    "mixtral": ("num_key_value_heads",),
+    "qwen2": ("num_key_value_heads", "max_window_layers", "sliding_window"),
+    "qwen3": ("num_key_value_heads", "head_dim", "sliding_window"),
+    "qwen3_moe": ("num_key_value_heads", "sliding_window"),
+    "qwen3_next": ("num_key_value_heads", "head_dim"),
+    "qwen3_5_text": ("num_key_value_heads", "head_dim"),
+    "qwen3_5_moe_text": ("num_key_value_heads", "head_dim"),
+    "bamba": ("num_key_value_heads",),
+    "granitemoehybrid": ("num_local_experts",),
+}
+"""Keys that may be missing, by family."""
+
+
+@pytest.mark.parametrize("name", WITHOUT_KEY)
+def test_a_missing_key_has_the_value_of_transformers(name):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"num_attention_heads": 8, "hidden_size": 64, "num_hidden_layers": 2}
+    held = transformers.AutoConfig.for_model(name, **sizes)
+    flat = FAMILIES[name].spelled(sizes)
+    for key in WITHOUT_KEY[name]:
+        theirs = type(held).__dataclass_fields__[key].default
+        assert flat[key] == theirs, key
+
+
+@pytest.mark.parametrize("name", ["Qwen2 with a window in its last layer", "Qwen3-MoE"])
+def test_a_switched_window_without_its_size_is_that_of_transformers(name, values):
+    fields = {**READ[name][0], "use_sliding_window": True}
+    del fields["sliding_window"]
+    assert values(fields)["window_size"] == "4095,0"
+    layered = {"layer_types": ["sliding_attention"] * 4}
+    with pytest.raises(CheckpointError, match="'sliding_attention', but sliding_window is null"):
+        values({**fields, **layered, "sliding_window": None})
+
+
+CONTRADICTIONS = {
+    "Granite's lists": (
+        "Granite 4.0-H",
+        {"layers_block_type": ["mamba"] * 4},
+        "layers_block_type is ['mamba', 'mamba', 'mamba', 'mamba'], which contradicts layer_types",
+    ),
+    "Bamba's lists": (
+        "Bamba",
+        {"layers_block_type": ["mamba"] * 4},
+        "which contradicts attn_layer_indices [2]",
+    ),
+    "a size of the text model outside it": (
+        "Qwen3.5 with vision, tied by the outer key",
+        {"hidden_size": 32},
+        "hidden_size outside text_config is 32, but qwen3_5 models with this option are not",
+    ),
+    "no text model": (
+        "Qwen3.5 with vision, tied by the outer key",
+        {"text_config": None},
+        "text_config is missing; it has the options of the text model",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_keys_that_contradict_each_other_are_refused(case):
+    name, changes, sentence = CONTRADICTIONS[case]
+    with pytest.raises(CheckpointError) as error:
+        model_of({**READ[name][0], **changes}, Path("config.json"))
+    assert sentence in str(error.value)
+
+
+def test_two_lists_of_nemotron_h_must_agree():
+    lists = {"layers_block_type": ["mamba", "mlp"], "layer_types": ["mamba", "moe"]}
+    with pytest.raises(CheckpointError, match="layers_block_type 'M-' contradicts layer_types"):
+        model_of({"model_type": "nemotron_h", **lists}, Path("config.json"))
+
+
+@pytest.mark.parametrize("name", READ)
+def test_advice_never_names_a_key_that_decides_what_a_model_computes(name):
+    fields = READ[name][0]
+    keys = {key for family in FAMILIES.values() for key in family.deciding_keys} - {"model_type"}
+    keys |= {"quantization_config", "rope_theta", "rope_scaling", "partial_rotary_factor"}
+    for key in keys - fields.keys():
+        value = {"quant_method": "fp8"} if key == "quantization_config" else 3
+        try:
+            model_of({**fields, key: value}, Path("config.json"))
+        except CheckpointError as error:
+            assert "--ignore-key" not in str(error), key
+    with pytest.raises(CheckpointError, match="if it changes no output, give --ignore-key mine"):
+        model_of({**fields, "mine": 3}, Path("config.json"))

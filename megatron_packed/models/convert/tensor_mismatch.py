@@ -1,0 +1,115 @@
+"""Sentences about files whose tensors do not fit config.json, each with the cure that helps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_packed.checkpoint.errors import CheckpointError
+from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.models.convert.families.family import OUTPUT, TABLE
+from megatron_packed.models.convert.weight_rows import Shape, Weight, their_shapes
+
+QUANTISED_CURE = (
+    "take the model in bf16, which is often published beside the quantised one, or dequantise the "
+    "weights and save them in bf16"
+)
+_QUANTISED_ENDINGS = (
+    ".absmax",
+    ".input_scale",
+    ".qweight",
+    ".qzeros",
+    ".scales",
+    ".weight_packed",
+    ".weight_scale",
+    ".weight_scale_inv",
+)
+"""Ends of the names of tensors that only quantised models have."""
+_OTHER_MODEL = "config.json and the weights belong to different models; take both from one model"
+
+
+class _Problem(NamedTuple):
+    sentence: str
+    cure: str
+
+
+def check_tensors(
+    found: Mapping[str, Shape],
+    weights: Mapping[str, Weight],
+    model: ModelConfig,
+    output: str,
+    directory: Path,
+) -> None:
+    """Check that files have exactly the tensors of a model.
+
+    Args:
+        found: shape of each tensor of the files by name.
+        weights: the model's tensors by name.
+        output: name of the output table in the files, also of a model without one.
+    Raises:
+        CheckpointError: tensors are missing, extra or of another shape; the message lists every
+            problem.
+    """
+    expected = their_shapes(weights)
+    tables = [weights[name].parts[0].name for name in (TABLE, OUTPUT) if name in weights]
+    problems = _resized(found, expected, tables, model)
+    resized = tables if problems else []
+    for name in sorted(expected.keys() | found.keys()):
+        if name not in found and name == output:
+            problems.append(_without_head(name))
+        elif name not in found:
+            problems.append(_Problem(f"{name} is missing", _OTHER_MODEL))
+        elif name not in expected and name == output:
+            problems.append(_other_head(name, weights[TABLE].parts[0].name))
+        elif name not in expected:
+            quantised = name.endswith(_QUANTISED_ENDINGS)
+            cure = QUANTISED_CURE if quantised else _OTHER_MODEL
+            problems.append(_Problem(f"{name} is extra", cure))
+        elif found[name] != expected[name] and name not in resized:
+            shapes = f"{list(found[name])}, but config.json implies {list(expected[name])}"
+            problems.append(_Problem(f"{name} has shape {shapes}", _OTHER_MODEL))
+    if problems:
+        cures = dict.fromkeys(problem.cure for problem in problems)
+        sentences = [problem.sentence for problem in problems]
+        raise CheckpointError(some(sentences, "; "), path=directory, cure="; ".join(cures))
+
+
+def _resized(
+    found: Mapping[str, Shape],
+    expected: Mapping[str, Shape],
+    tables: Sequence[str],
+    model: ModelConfig,
+) -> list[_Problem]:
+    """Return the problem of tables with the same number of rows, which is not ``vocab_size``."""
+    there = [name for name in tables if len(found.get(name, ())) == 2]
+    rows = {found[name][0] for name in there if found[name][1:] == expected[name][1:]}
+    if len(rows) != 1 or rows == {model.vocab_size} or not there:
+        return []
+    count = rows.pop()
+    have = "have" if len(there) > 1 else "has"
+    return [
+        _Problem(
+            f"{' and '.join(there)} {have} {count} rows, but vocab_size is {model.vocab_size}",
+            f"set vocab_size to {count} in config.json, if the model's tables were resized",
+        )
+    ]
+
+
+def _without_head(name: str) -> _Problem:
+    return _Problem(
+        f"tie_word_embeddings is false, but the files have no {name}",
+        "set tie_word_embeddings to true in config.json, if the model shares its table",
+    )
+
+
+def _other_head(name: str, table: str) -> _Problem:
+    return _Problem(
+        f"tie_word_embeddings is true, but {name} differs from {table}",
+        "set tie_word_embeddings to false in config.json, if the model has two tables",
+    )
+
+
+def some(lines: Sequence[str], between: str = ", ") -> str:
+    """Return at most 20 lines, and the number of the others."""
+    return between.join(lines[:20]) + (f" and {len(lines) - 20} more" if len(lines) > 20 else "")
