@@ -111,20 +111,23 @@ def test_targets_are_the_answers(
 ) -> None:
     """Every step trains on all its answers: their bytes and the end of the turn.
 
-    This includes the answers of documents that were too long.
+    Documents that were too long keep their short question, which leaves less room for the answer.
     """
     lines = [json.loads(line)["messages"] for line in data.train.read_text().splitlines()]
     config = parse(command_line({**dropout_options, "save_interval": None}), 1)
     stream = build_data(config, ParallelGroups.single(), lambda line: None).train
-    assert (stream.dataset.source_lengths > stream.dataset.lengths).sum() > 10
+    dataset = stream.dataset
+    whole = dataset.source_lengths == dataset.lengths
+    assert len(dataset) == len(lines) and (~whole).sum() > 10
+    answers = np.array([len(messages[1]["content"]) + 1 for messages in lines])
+    kept = np.array([dataset.document(number)[1].sum() for number in range(len(lines))])
+    assert (kept[whole] == answers[whole]).all()
+    assert (kept > 0).all() and (kept <= answers).all()
     for number, line in enumerate(trained):
         numbers = np.concatenate(
             [numbers for rank in stream.plan.step(number).packs for numbers in rank]
         )
-        answers = [
-            lines[document][1]["content"] for document in stream.plan.pieces.document[numbers]
-        ]
-        assert line["target_tokens"] == sum(len(answer) + 1 for answer in answers)
+        assert line["target_tokens"] == kept[stream.plan.pieces.document[numbers]].sum()
 
 
 def test_the_log_describes_the_run_its_checkpoints_and_its_end(
