@@ -28,7 +28,7 @@ from megatron_packed.config.sections.data_parts.tokenizer import (
 )
 from megatron_packed.data.sources.hub import local_path
 from megatron_packed.data.tokenizers.base import ByteTokenizer, Tokenizer, meaning_hash, vocabulary
-from megatron_packed.data.tokenizers.chat_format import template_source
+from megatron_packed.data.tokenizers.chat_format import lacks_chatml, template_source
 from megatron_packed.data.tokenizers.chat_template import DEFAULT_TEMPLATE
 from megatron_packed.data.tokenizers.exported_files import (
     Files,
@@ -39,6 +39,7 @@ from megatron_packed.data.tokenizers.exported_files import (
 )
 from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron_packed.data.tokenizers.prompt_formats import PROMPT_FORMATS
+from megatron_packed.data.tokenizers.served_template import served_template
 from megatron_packed.models.convert.export_huggingface import (
     newest_checkpoint,
     trained_to_huggingface,
@@ -96,10 +97,10 @@ def export_trained(
     family_for(config.model, family)  # refuse the model before any file is read
     used, files, missing, ids, warning = None, {}, _NO_TOKENIZER, SpecialIds(), None
     if tokenizer is not None or "data" in stored:
-        data = config.data if tokenizer is None else _moved(config.data, tokenizer)
+        data = config.data if tokenizer is None else moved_tokenizer(config.data, tokenizer)
         used = build_tokenizer(data, config.model.vocab_size, build_missing=False)
-        files, missing = _files(data, used)
-        ids = _ids(config, used)
+        files, missing = tokenizer_files(data, used)
+        ids = special_ids(config, used)
         warning = tokenizer_warning(found, metadata, meaning_hash(used))
     elif config.model.vocab_size is None:
         raise CheckpointError("names no vocabulary", path=found)
@@ -133,7 +134,7 @@ def _sized(config: RunConfig, tokenizer: Tokenizer) -> Any:
     return replace(config.model, vocab_size=vocabulary(tokenizer, config.model.vocab_size))
 
 
-def _moved(data: DataConfig, path: str) -> DataConfig:
+def moved_tokenizer(data: DataConfig, path: str) -> DataConfig:
     """Return the options of the data with a tokenizer that is read from ``path``."""
     if data.tokenizer_type in MODEL_FILES:
         return replace(data, tokenizer_model=path)
@@ -147,7 +148,7 @@ def _moved(data: DataConfig, path: str) -> DataConfig:
     )
 
 
-def _ids(config: RunConfig, tokenizer: Tokenizer) -> SpecialIds:
+def special_ids(config: RunConfig, tokenizer: Tokenizer) -> SpecialIds:
     """Return the tokens with a meaning; the end of a turn comes before the end of a document."""
     # A NullTokenizer encodes numbers only.
     ends = encode_prompts(config, tokenizer, texts(["0"])).ends
@@ -157,9 +158,10 @@ def _ids(config: RunConfig, tokenizer: Tokenizer) -> SpecialIds:
     return SpecialIds(bos=bos, pad=pad, ends=tuple(ordered))
 
 
-def _files(data: DataConfig, tokenizer: Tokenizer) -> tuple[Files, str]:
+def tokenizer_files(data: DataConfig, tokenizer: Tokenizer) -> tuple[Files, str]:
     """Return the tokenizer's files, and a sentence about files that cannot be written."""
-    template = _template(data, tokenizer)
+    templates = trained_templates(data, tokenizer)
+    template = None if templates is None else templates.default
     kind = data.tokenizer_type
     if kind == BYTES:
         return files_of_bytes(ByteTokenizer(), template), ""
@@ -182,12 +184,30 @@ def _tokenizer_path(data: DataConfig) -> Path:
     return Path(local_path(str(data.tokenizer_model), MODEL))
 
 
-def _template(data: DataConfig, tokenizer: Tokenizer) -> str | None:
-    """Return the chat template of the training; None if it is the tokenizer's or unknown."""
+class ServedTemplates(NamedTuple):
+    """Chat templates that print on a server what the training printed."""
+
+    default: str
+    for_tools: str | None
+    """Template for conversations with tools; None if ``default`` prints them."""
+
+
+def trained_templates(data: DataConfig, tokenizer: Tokenizer) -> ServedTemplates | None:
+    """Return the chat templates of a training; None if no template rendered its conversations."""
     if not data.sft or data.sft_tokenizer_prompt_format == "identity":
         return None
     form = PROMPT_FORMATS.get(data.sft_tokenizer_prompt_format or "")
+    source, for_tools = template_source(tokenizer, data.chat_template), None
     if form is not None and form.template is not None:
-        return form.template
-    source = template_source(tokenizer, data.chat_template)
-    return source or DEFAULT_TEMPLATE
+        source = form.template
+    elif data.chat_template is None:
+        for_tools = tokenizer.tool_chat_template
+    if source is None:
+        if lacks_chatml(tokenizer):
+            return None
+        source = DEFAULT_TEMPLATE
+
+    def served(template: str) -> str:
+        return served_template(template, data.chat_template_kwargs, tokenizer.template_variables)
+
+    return ServedTemplates(served(source), None if for_tools is None else served(for_tools))
