@@ -89,6 +89,15 @@ MODELS = {
         f"M-*- {MAMBA} {ROPE} --norm-epsilon 1e-6 --mamba-norm-epsilon 1e-6 "
         "--disable-mamba-conv-bias"
     ).replace("--squared-relu", ""),
+    "granitemoehybrid, all attention": f"*-*- {ROPE} --softmax-scale 0.2",
+    "granitemoehybrid, all attention and experts": (
+        f"*E*E {EXPERTS} --moe-shared-expert-intermediate-size 24 --swiglu"
+    ),
+    "granitemoehybrid, all Mamba": f"M-M- {MAMBA} --swiglu --residual-multiplier 0.5".replace(
+        "--squared-relu", ""
+    ),
+    "bamba, all attention": f"*-*- {ROPE} --rotary-percent 0.5",
+    "bamba, all Mamba": f"M-M- {MAMBA} --swiglu".replace("--squared-relu", ""),
     "bamba": f"M-*- {MAMBA} {UNTIED} {ROPE} --rotary-percent 0.5".replace("--squared-relu", ""),
     "mamba2, given": f"MM {MAMBA}",
     "mistral": f"*-*- {ROPE} --window-size 3,0",
