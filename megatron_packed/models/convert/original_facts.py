@@ -36,7 +36,10 @@ _COUNTS = """
     max_length max_new_tokens min_length min_new_tokens no_repeat_ngram_size num_beam_groups
     num_beams num_return_sequences top_k
 """
-_SWITCHES = "do_sample remove_invalid_values renormalize_logits use_cache"
+_SWITCHES = """
+    do_sample output_attentions output_hidden_states output_logits output_scores
+    remove_invalid_values renormalize_logits return_dict_in_generate use_cache
+"""
 _SAMPLING = {
     **dict.fromkeys(_NUMBERS.split(), "a number"),
     **dict.fromkeys(_COUNTS.split(), "a whole number"),

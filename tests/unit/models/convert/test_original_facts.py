@@ -28,7 +28,7 @@ FIELDS = {
     "tie_word_embeddings": True,
 }
 SAMPLING = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.0}
-SAMPLING |= {"repetition_penalty": 1.05, "max_new_tokens": 2048}
+SAMPLING |= {"repetition_penalty": 1.05, "max_new_tokens": 2048, "output_attentions": False}
 GENERATION = {**SAMPLING, "bos_token_id": 3, "eos_token_id": [5, 6], "pad_token_id": 4}
 RUN = """--seq-length 128 --lr 1e-3 --global-batch-size 2 --no-isolation-self-test --device cpu
     --train-iters 1 --log-interval 1"""
