@@ -397,7 +397,8 @@ def _export(arguments: argparse.Namespace) -> None:
     print(f"{directory}: written as a {exported.family.model_type} model for transformers")
     if exported.ends:
         print(f"Answers end at {' or '.join(exported.ends)} (eos_token_id).")
-    if exported.missing:
-        print(exported.missing)
+    for sentence in (exported.positions, exported.missing):
+        if sentence:
+            print(sentence)
     if exported.warning:
         print(f"warning: {exported.warning}", file=sys.stderr)

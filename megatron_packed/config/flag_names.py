@@ -55,6 +55,7 @@ VOCAB_SIZE = "--vocab-size"
 # Flags of single commands.
 APPEND_EOD = "--append-eod"
 FROM_HF = "--from-hf"
+HF_BASE = "--hf-base"
 HF_FAMILY = "--hf-family"
 KEEP_BASE_TEMPLATE = "--keep-base-template"
 MTP_DEPTHS = "--mtp-depths"

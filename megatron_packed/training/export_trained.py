@@ -7,6 +7,7 @@ model is needed.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,6 +47,7 @@ from megatron_packed.models.convert.export_huggingface import (
 )
 from megatron_packed.models.convert.families.family import Family
 from megatron_packed.models.convert.import_huggingface import OnProgress, silent
+from megatron_packed.models.convert.original_facts import CONFIG, IDS, MAX_POSITIONS, ORIGINAL
 from megatron_packed.models.convert.trained_config import SpecialIds, TrainedOptions, family_for
 from megatron_packed.training.checkpoint_metadata import metadata_problem, tokenizer_warning
 from megatron_packed.training.open_documents import build_tokenizer
@@ -63,6 +65,10 @@ class Exported(NamedTuple):
     """Sentence about tokenizer files that the model lacks; empty if none is missing."""
     warning: str | None
     """Sentence about a tokenizer that is not that of the training; None if it is."""
+    positions: str
+    """Sentence about documents of the training that are longer than ``max_position_embeddings``;
+    empty if there is none.
+    """
 
 
 def export_trained(
@@ -107,8 +113,9 @@ def export_trained(
     options = TrainedOptions(
         model=config.model if used is None else _sized(config, used),
         bf16=config.training.bf16,
-        max_positions=config.max_positions,
+        max_positions=_max_positions(config, metadata),
         ids=ids,
+        original=_original(config, metadata),
     )
     made = trained_to_huggingface(
         found,
@@ -121,13 +128,50 @@ def export_trained(
     ends = () if used is None else tuple(used.decode([end]) for end in ids.ends)
     if used is not None:
         used.close()
-    return Exported(made, ends, missing, warning)
+    return Exported(made, ends, missing, warning, _longer(config, options, stored))
 
 
 _NO_TOKENIZER = (
     "The checkpoint names no tokenizer, so the model has no tokenizer files and no token that ends "
     f"an answer. To add them, give {flags.TOKENIZER_MODEL}."
 )
+
+
+def _max_positions(config: RunConfig, metadata: Mapping[str, Any]) -> int | None:
+    """Return ``max_position_embeddings``: the option of the run, else that of the original.
+
+    A model that was trained from scratch has that of its longest document. None if the config.json
+    of the original has no value.
+    """
+    if config.model.max_position_embeddings is None and ORIGINAL in metadata:
+        return metadata[ORIGINAL].get(CONFIG, {}).get(MAX_POSITIONS)
+    return config.max_positions
+
+
+def _longer(config: RunConfig, options: TrainedOptions, stored: Mapping[str, Any]) -> str:
+    trained, positions = config.packing.max_document_length, options.max_positions
+    if "packing" not in stored or positions is None or trained <= positions:
+        return ""
+    return (
+        f"{MAX_POSITIONS} is {positions:,}, as in the original, but documents of the training may have "
+        f"{trained:,} tokens ({flags.MAX_DOCUMENT_LENGTH}). To raise the value, edit config.json, or "
+        f"train with {flags.MAX_POSITION_EMBEDDINGS}."
+    )
+
+
+def _original(config: RunConfig, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the facts of the original, without token numbers that no longer hold.
+
+    The ends of the training's answers replace those of the original. If a tokenizer was learned from
+    the training data, token numbers mean other text.
+    """
+    gone: tuple[str, ...] = ("eos_token_id",) if config.data.sft else ()
+    if config.data.tokenizer_type == TRAINED_BPE:
+        gone = IDS
+    return {
+        part: {key: value for key, value in keys.items() if key not in gone}
+        for part, keys in metadata.get(ORIGINAL, {}).items()
+    }
 
 
 def _sized(config: RunConfig, tokenizer: Tokenizer) -> Any:

@@ -208,7 +208,7 @@ def trained_to_huggingface(
     )
     texts: dict[str, str | Path] = {
         CONFIG: json_text(config_fields(chosen, model, trained)),
-        GENERATION_CONFIG: json_text(generation_fields(trained.ids)),
+        GENERATION_CONFIG: json_text(generation_fields(trained)),
         **tokenizer_files,
     }
 
