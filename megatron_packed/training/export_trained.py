@@ -165,6 +165,7 @@ def _original(config: RunConfig, metadata: Mapping[str, Any]) -> dict[str, Any]:
     The ends of the training's answers replace those of the original. If a tokenizer was learned from
     the training data, token numbers mean other text.
     """
+    # The original's tokenizer is not at hand, so its other ends might be tokens of other text.
     gone: tuple[str, ...] = ("eos_token_id",) if config.data.sft else ()
     if config.data.tokenizer_type == TRAINED_BPE:
         gone = IDS

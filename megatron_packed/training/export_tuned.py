@@ -30,7 +30,6 @@ from megatron_packed.data.tokenizers.served_template import served_template
 from megatron_packed.data.tokenizers.untrusted_tokenizer import open_tokenizer
 from megatron_packed.models.convert.answer_ends import ends_of, with_ends
 from megatron_packed.models.convert.export_huggingface import (
-    GENERATION_CONFIG,
     TOKENIZER_FILES,
     Converted,
     check_new,
@@ -39,6 +38,7 @@ from megatron_packed.models.convert.export_huggingface import (
 )
 from megatron_packed.models.convert.huggingface_config import MAX_CONFIG_BYTES, read_config
 from megatron_packed.models.convert.import_huggingface import CONFIG, TOKENIZER, OnProgress, silent
+from megatron_packed.models.convert.original_facts import GENERATION_CONFIG
 from megatron_packed.models.convert.trained_config import json_text
 from megatron_packed.training.checkpoint_metadata import metadata_problem, tokenizer_warning
 from megatron_packed.training.export_trained import (

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_packed.models.convert.original_facts import IDS
+from megatron_packed.models.convert.trained_config import SpecialIds
+
 ENDS = "eos_token_id"
-_SPECIAL = ("bos_token_id", ENDS, "pad_token_id")
 _TEXT = "text_config"
 """Object of config.json that describes the text model of a model with vision."""
 
@@ -31,10 +33,8 @@ def with_ends(
     Args:
         ends: tokens that end an answer of the training.
     """
-    known = (*ends, *ends_of(config, generation))
-    # A single end is a number, as transformers writes it.
-    listed = list(dict.fromkeys(known))
-    value = listed if len(listed) > 1 else listed[0]
+    both = SpecialIds(ends=tuple(ends)).keeping({ENDS: list(ends_of(config, generation))})
+    value = both.fields()[ENDS]
     changed = dict(config)
     if _TEXT in config:
         changed[_TEXT] = {**config[_TEXT], ENDS: value}
@@ -42,7 +42,7 @@ def with_ends(
         changed[ENDS] = value
     if generation is None:
         text = _text_model(config)
-        generation = {name: text[name] for name in _SPECIAL if text.get(name) is not None}
+        generation = {name: text[name] for name in IDS if text.get(name) is not None}
     return changed, {**generation, ENDS: value}
 
 

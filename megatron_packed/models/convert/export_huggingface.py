@@ -38,6 +38,7 @@ from megatron_packed.models.convert.huggingface_files import (
     write_files,
 )
 from megatron_packed.models.convert.import_huggingface import CONFIG, TOKENIZER, OnProgress, silent
+from megatron_packed.models.convert.original_facts import GENERATION_CONFIG
 from megatron_packed.models.convert.trained_config import (
     TrainedOptions,
     config_fields,
@@ -47,8 +48,6 @@ from megatron_packed.models.convert.trained_config import (
     zero_parameters,
 )
 from megatron_packed.models.convert.weight_rows import Weight, weights_of
-
-GENERATION_CONFIG = "generation_config.json"
 
 CHAT_TEMPLATE = "chat_template.jinja"
 TOKENIZER_FILES = (
