@@ -78,7 +78,7 @@ def leaves(size: Size, dtype: torch.dtype, device: torch.device) -> list[Tensor]
 
 
 def call_of(
-    tensors: list[Tensor], lengths: list[int], capacity: int, backend: str
+    tensors: list[Tensor], lengths: list[int], capacity: int, backend: str, doubled: bool = False
 ) -> Callable[[], Tensor]:
     """Return a function that runs the op; the tables are made once, as a model does."""
     device, tokens = tensors[0].device, sum(lengths)
@@ -87,7 +87,8 @@ def call_of(
     documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     seq_idx_1T = documents.int()[None].to(device)
     tables = build_tables(offsets, tokens)
-    return lambda: gated_delta_rule(*tensors, seq_idx_1T, offsets, tables=tables, backend=backend)
+    options = {"tables": tables, "backend": backend, "allow_neg_eigval": doubled}
+    return lambda: gated_delta_rule(*tensors, seq_idx_1T, offsets, **options)
 
 
 def times(call: Callable[[], Tensor], tensors: list[Tensor], quick: bool) -> dict[str, Any]:
@@ -195,10 +196,10 @@ def sweep(call: Callable[[], Tensor], tensors: list[Tensor]) -> dict[str, dict[s
     """Return the milliseconds of each kernel for other sizes of the programs; GPU only."""
     from megatron_packed.ops.gated_delta_rule.triton_tiles import TILES, Tiles
 
-    tiles, found = TILES[tensors[0].dtype], {}
-    for name, usual in list(tiles.items()):
+    tiles, found = TILES[tensors[0].dtype, tensors[0].dtype], {}
+    for name, usual in [item for item in tiles.items() if item[0] != "scores"]:
         for values, warps, stages in product(*SWEPT.values()):
-            tiles[name] = Tiles(values, warps, stages)
+            tiles[name] = Tiles(values, warps, stages, usual.precision)
             try:
                 busy = harness.gpu_busy(lambda: torch.autograd.grad(call().sum(), tensors))
             except Exception as failure:  # Some sizes need more memory than a program has.

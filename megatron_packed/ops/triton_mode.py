@@ -11,14 +11,24 @@ import torch
 from megatron_packed.config.triton_assembler import release_of
 
 
+def interprets() -> bool:
+    """Return whether Triton's interpreter runs the kernels."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def splits_into_bf16() -> bool:
+    """Return whether this Triton can multiply fp32 tiles as sums of two or three bf16 tiles."""
+    from triton.backends.nvidia.compiler import CUDAOptions
+
+    return "bf16x6" in CUDAOptions.allowed_dot_input_precisions and not interprets()
+
+
 def device_reasons(device_type: str) -> list[str]:
     """Return the reasons why a Triton kernel cannot run on this type of device.
 
     On a CPU only Triton's interpreter can run kernels; tests use it.
     """
-    if device_type == "cuda" or (
-        device_type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
-    ):
+    if device_type == "cuda" or (device_type == "cpu" and interprets()):
         return []
     return [
         f"the Triton kernel needs a CUDA device, not {device_type!r} (on a CPU, TRITON_INTERPRET=1 interprets it)"

@@ -171,10 +171,10 @@ def kernel(op: Op, inputs: Hashable, asked: str, device: torch.device) -> Capabi
     cost = chosen.cost if device.type == "cuda" else ""
     if asked != "auto":
         state, advice = (PARTIAL, "auto") if cost else (ON, "")
-        return Capability(name, state, f"{chosen.name}, as requested{cost}", advice)
+        return Capability(name, state, f"{chosen.name}, as requested{cost}{chosen.remark}", advice)
     faster = chosen.passed_over
     if not faster:
-        return Capability(name, ON, f"{chosen.name}, the fastest backend")
+        return Capability(name, ON, f"{chosen.name}, the fastest backend{chosen.remark}")
     why = "; ".join(f"{other}: {reasons[0]}" for other, reasons in faster.items())
     missing = any("does not import" in reasons[0] for reasons in faster.values())
     advice = "install the extra 'gpu'" if missing else ""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,6 +30,7 @@ from megatron_packed.layers.transformer_impl import (
 from megatron_packed.ops.activation import api as activation
 from megatron_packed.ops.backend_dispatch import NoBackendError, Op
 from megatron_packed.ops.context_parallel_attention import api as context_parallel_attention
+from megatron_packed.ops.gated_delta_rule import precision
 from megatron_packed.ops.grouped_mlp import api as grouped_mlp
 from megatron_packed.ops.varlen_attention import backends as varlen_attention
 from megatron_packed.training.build_job import dtype_of
@@ -79,6 +80,10 @@ FASTEST_MEASURED = {"ssd": "mamba_ssm", "moe": "grouped_mm"}
 The benchmark has no times of `triton` for the scan, and of quack's kernels for experts, yet.
 """
 
+_REMARKS: dict[tuple[str, str], Callable[[Any], str]] = {
+    ("gated_delta_rule", "triton"): precision.remark,
+}
+"""Functions of remarks for ``--explain``, by op and backend."""
 WIDTH = 118
 NO_FLOAT32 = "torch.float32"
 """Text in the reasons of backends that do not support float32, that is, a run without --bf16."""
@@ -132,6 +137,12 @@ class Kernel(NamedTuple):
             return f", slower than {self.fastest} by a factor that is not measured"
         measured = FASTEST_MEASURED.get(_case(self), self.fastest)
         return f", taking {factor:g} times as long as {measured} (measured on an H200)"
+
+    @property
+    def remark(self) -> str:
+        """Sentence part about how the backend computes these inputs, after a comma; or empty."""
+        remark = _REMARKS.get((self.op.name, self.name))
+        return "" if remark is None else remark(self.inputs)
 
 
 def choose(op: Op, inputs: Hashable, asked: str = "auto", option: str = "") -> Kernel:

@@ -50,6 +50,17 @@ def inputs(tokens, sizes, *, decay=1.0, beta=0.0, spread=1.0, device="cpu"):
     return {name: value.to(device) for name, value in values.items()}
 
 
+def repeated_keys(tokens, sizes, *, device="cpu"):
+    """Return `inputs` of one key without decay, with a beta near 1 (2 if doubled).
+
+    A token then writes the state of the token before it with the other sign, so roundings add up.
+    """
+    values = inputs(tokens, sizes, beta=12.0, device=device)
+    same = {"k": values["k"][:1].expand_as(values["k"]).contiguous()}
+    same |= {name: torch.full_like(values[name], -20.0) for name in ("A_log", "dt_bias")}
+    return {**values, **same}
+
+
 def cast(values, dtype):
     """Return the inputs with the tensors of tokens in ``dtype`` and the parameters in float32."""
     return {k: v.to(dtype if k in PER_TOKEN else torch.float32) for k, v in values.items()}

@@ -35,16 +35,20 @@ def gated_delta_net_footprint(rank: RankSizes, name: str, layer: nn.Module) -> F
     mixer: Any = layer.mixer
     sizes = RecurrentSizes(rank, mixer)
     (key_heads, key_dim), _, (heads, value_dim) = mixer.conv_shapes
+    # With a doubled beta the kernels multiply in fp32; see `precision.tile_dtype`.
+    of_tiles = FP32 if mixer.allow_neg_eigval else rank.element
+    written = sizes.y * of_tiles // rank.element
     # States at the start of all chunks, and their gradients.
-    states = -(-sizes.rows // CHUNK) * heads * key_dim * value_dim * rank.element
+    states = -(-sizes.rows // CHUNK) * heads * key_dim * value_dim * of_tiles
     vectors = key_heads * _VECTORS_OF_KEY_HEADS + heads * _VECTORS_OF_VALUE_HEADS
-    matrices = _MATRICES * heads * CHUNK * rank.element
+    matrices = _MATRICES * heads * CHUNK * of_tiles
     scores = sizes.rows * (FP32 * vectors + matrices)
     backward = rank.backward_start(
         projected=sizes.projected,
         do=sizes.y,
         convolved=sizes.convolved,
-        writes=sizes.y,
+        writes=written,
+        exact_dv=written if of_tiles > rank.element else 0,
         gates=FP32 * _GATE_GRADIENTS * heads * sizes.rows,
     )
     rule = Recurrence(

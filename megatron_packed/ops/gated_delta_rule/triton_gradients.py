@@ -26,7 +26,6 @@ from megatron_packed.ops.gated_delta_rule.triton_gates import GateGradients
 from megatron_packed.ops.gated_delta_rule.triton_scores import ChunkScores, pair_decay
 from megatron_packed.ops.gated_delta_rule.triton_tiles import (
     chunk_programs,
-    dot_precision,
     key_block,
     tiles_of,
 )
@@ -42,7 +41,7 @@ class BackwardTensors(NamedTuple):
     u_TNV: Tensor
     """Vector that each token adds to the state along its key."""
     dv_TNV: Tensor
-    """Gradient of v."""
+    """Gradient of v, in the dtype of the tiles."""
 
 
 def chunk_gradients(
@@ -71,6 +70,7 @@ def chunk_gradients(
         (q_TGK, k_TGK, do_TNV, out[0]),
         (*factors, states_SNVK, u_TNV, gates_3NT),
         tables,
+        u_TNV.dtype,
     )
     _launch(
         _key_kernel,
@@ -78,6 +78,7 @@ def chunk_gradients(
         (q_TGK, k_TGK, v_TNV, do_TNV, dv_TNV, out[1]),
         (*factors, states_SNVK, d_states_SNVK, u_TNV, gates_3NT),
         tables,
+        u_TNV.dtype,
     )
     return GateGradients(*gates_3NT)
 
@@ -88,15 +89,17 @@ def _launch(
     strided: tuple[Tensor, ...],
     contiguous: tuple[Tensor, ...],
     tables: DeltaRuleTables,
+    dtype: torch.dtype,
 ) -> None:
     """Launch a kernel over all chunks and key heads.
 
     Args:
         strided: (T, heads, channels) of q, k, a tensor of the value heads, and others; the kernel
             gets their strides, too.
+        dtype: dtype of the tiles.
     """
     (tokens, key_heads, key_dim), (_, heads, value_dim) = strided[0].shape, strided[2].shape
-    tiles = tiles_of(name, strided[0].dtype, value_dim)
+    tiles = tiles_of(name, strided[0].dtype, dtype, value_dim)
     kernel[(key_heads, chunk_programs(tokens, tables))](
         *strided,
         *contiguous,
@@ -113,7 +116,7 @@ def _launch(
         HEADS_PER_KEY=heads // key_heads,
         CHUNK=CHUNK,
         STAGES=tiles.stages,
-        PRECISION=dot_precision(strided[0].dtype),
+        PRECISION=tiles.precision,
         num_warps=tiles.warps,
     )
 
@@ -156,6 +159,7 @@ def _query_kernel(
     PRECISION: tl.constexpr,
 ):
     """Compute dq of chunks i, i + programs, ... of key head g in program (g, i); see README.md."""
+    dtype = u_ptr.dtype.element_ty
     key_head = tl.program_id(0)
     token = tl.arange(0, CHUNK)
     channel = tl.arange(0, BLOCK_K)
@@ -193,27 +197,27 @@ def _query_kernel(
             do_state = tl.zeros((CHUNK, BLOCK_K), dtype=tl.float32)
             for block in tl.range(0, V, BLOCK_V, num_stages=STAGES):
                 mask = real[:, None] & (block + own_value < V)[None, :]
-                do = tl.load(do_base + block + do_tile, mask=mask, other=0.0)
+                do = tl.load(do_base + block + do_tile, mask=mask, other=0.0).to(dtype)
                 u = tl.load(u_base + block + u_tile, mask=mask, other=0.0)
                 mask = (block + own_value < state_values)[:, None] & (channel < K)[None, :]
                 state = tl.load(state_base + block * K + state_tile, mask=mask, other=0.0)
                 d_qk = tl.dot(do, tl.trans(u), d_qk, input_precision=PRECISION)
                 do_state = tl.dot(do, state, do_state, input_precision=PRECISION)
-            q = tl.load(q_base + q_tile, mask=key_mask, other=0.0)
+            q = tl.load(q_base + q_tile, mask=key_mask, other=0.0).to(dtype)
             do_state *= tl.load(gates_ptr + 2 * gates + gate + token, mask=real, other=0.0)[:, None]
             dq += do_state
             d_reach = tl.sum(q.to(tl.float32) * do_state, axis=1)
-            k = tl.load(k_base + k_tile, mask=key_mask, other=0.0)
+            k = tl.load(k_base + k_tile, mask=key_mask, other=0.0).to(dtype)
             g_sum = tl.load(gates_ptr + gate + token, mask=real, other=0.0)
             g_error = tl.load(gates_ptr + gates + gate + token, mask=real, other=0.0)
             d_qk *= pair_decay(g_sum, g_error) * ((rstd_q * scale)[:, None] * rstd_k[None, :])
             d_qk = tl.where(above, 0.0, d_qk)
-            dq = tl.dot(d_qk.to(k.dtype), k, dq, input_precision=PRECISION)
+            dq = tl.dot(d_qk.to(dtype), k, dq, input_precision=PRECISION)
             pairs = tl.where(below, d_qk * tl.dot(q, tl.trans(k), input_precision=PRECISION), 0.0)
             dg = _sums_over_later_and_earlier(pairs, below, k, PRECISION)
             dg += tl.sum(tl.where(below, 0.0, d_reach[None, :]), axis=1)
             tl.store(d_gates_ptr + gate + token, dg, mask=real)
-        q = tl.load(q_base + q_tile, mask=key_mask, other=0.0)
+        q = tl.load(q_base + q_tile, mask=key_mask, other=0.0).to(dtype)
         dq = _across(dq, q, rstd_q)
         dq_base = dq_ptr + (start * dq_stride + key_head * dq_head_stride)
         dq_tile = token[:, None] * dq_stride + channel[None, :]
@@ -265,6 +269,7 @@ def _key_kernel(
     PRECISION: tl.constexpr,
 ):
     """Compute dk of chunks i, i + programs, ... of key head g in program (g, i); see README.md."""
+    dtype = u_ptr.dtype.element_ty
     key_head = tl.program_id(0)
     token = tl.arange(0, CHUNK)
     channel = tl.arange(0, BLOCK_K)
@@ -318,10 +323,10 @@ def _key_kernel(
             passed = tl.zeros((BLOCK_K,), dtype=tl.float32)
             for block in tl.range(0, V, BLOCK_V, num_stages=STAGES):
                 mask = real[:, None] & (block + own_value < V)[None, :]
-                do = tl.load(do_base + block + do_tile, mask=mask, other=0.0)
+                do = tl.load(do_base + block + do_tile, mask=mask, other=0.0).to(dtype)
                 u = tl.load(u_base + block + u_tile, mask=mask, other=0.0)
-                dv = tl.load(dv_base + block + dv_tile, mask=mask, other=0.0)
-                v = tl.load(v_base + block + v_tile, mask=mask, other=0.0)
+                dv = tl.load(dv_base + block + dv_tile, mask=mask, other=0.0).to(dtype)
+                v = tl.load(v_base + block + v_tile, mask=mask, other=0.0).to(dtype)
                 mask = (block + own_value < state_values)[:, None] & (channel < K)[None, :]
                 state = tl.load(state_base + block * K + state_tile, mask=mask, other=0.0)
                 mask = (block + own_value < next_values)[:, None] & (channel < K)[None, :]
@@ -338,7 +343,7 @@ def _key_kernel(
                 d_kk_T -= tl.dot(u, tl.trans(dv), input_precision=PRECISION)
             dv_state *= tl.load(gates_ptr + 3 * gates + gate + token, mask=real, other=0.0)[:, None]
             u_state *= tl.load(gates_ptr + 4 * gates + gate + token, mask=real, other=0.0)[:, None]
-            k = tl.load(k_base + k_tile, mask=key_mask, other=0.0)
+            k = tl.load(k_base + k_tile, mask=key_mask, other=0.0).to(dtype)
             d_read = tl.sum(k.to(tl.float32) * dv_state, axis=1)
             d_rest = tl.sum(k.to(tl.float32) * u_state, axis=1)
             dk += u_state - dv_state
@@ -346,12 +351,12 @@ def _key_kernel(
             g_error = tl.load(gates_ptr + gates + gate + token, mask=real, other=0.0)
             decay = pair_decay(g_sum, g_error) * rstd_k[:, None]
             d_qk = tl.where(below, 0.0, d_qk * decay * scaled_q[None, :])
-            q = tl.load(q_base + q_tile, mask=key_mask, other=0.0)
-            dk = tl.dot(d_qk.to(q.dtype), q, dk, input_precision=PRECISION)
+            q = tl.load(q_base + q_tile, mask=key_mask, other=0.0).to(dtype)
+            dk = tl.dot(d_qk.to(dtype), q, dk, input_precision=PRECISION)
             decay *= rstd_k[None, :]
             d_kk = tl.where(below, -d_kk * decay, 0.0)
             d_kk_T = tl.where(above, d_kk_T * decay, 0.0)
-            dk = tl.dot((d_kk + d_kk_T).to(k.dtype), k, dk, input_precision=PRECISION)
+            dk = tl.dot((d_kk + d_kk_T).to(dtype), k, dk, input_precision=PRECISION)
             pairs = d_kk * tl.dot(k, tl.trans(k), input_precision=PRECISION)
             d_log_beta += tl.sum(pairs, axis=1) - d_read
             dg = _sums_over_later_and_earlier(pairs, below, k, PRECISION)
@@ -360,7 +365,7 @@ def _key_kernel(
             dg += tl.sum(passed, axis=0) * tl.exp(total)
             tl.store(d_gates_ptr + gates + gate + token, dg, mask=real)
             tl.store(d_gates_ptr + 2 * gates + gate + token, d_log_beta, mask=real)
-        k = tl.load(k_base + k_tile, mask=key_mask, other=0.0)
+        k = tl.load(k_base + k_tile, mask=key_mask, other=0.0).to(dtype)
         dk = _across(dk, k, rstd_k)
         dk_tile = token[:, None] * dk_stride + channel[None, :]
         dk_base = dk_ptr + (start * dk_stride + key_head * dk_head_stride)

@@ -147,16 +147,22 @@ class _DeltaRule(torch.autograd.Function):
             gradient_like, (q_TGK, k_TGK, v_TNV, a_TN, b_TN), ctx.slots
         )
         states_SNVK, u_TNV = states_and_writes(k_TGK, v_TNV, scores, cu_seqlens, tables)
+        # Other kernels read the gradient of v, so it must be as exact as their tiles.
+        exact_dv_TNV = dv_TNV
+        if u_TNV.dtype != dv_TNV.dtype:
+            exact_dv_TNV = torch.empty_like(u_TNV)
         d_states_SNVK = gradients_of_states(
-            q_TGK, k_TGK, do_TNV, scores, cu_seqlens, tables, out=dv_TNV
+            q_TGK, k_TGK, do_TNV, scores, cu_seqlens, tables, out=exact_dv_TNV
         )
+        if exact_dv_TNV is not dv_TNV:
+            dv_TNV.copy_(exact_dv_TNV)
         d_gates = chunk_gradients(
             q_TGK,
             k_TGK,
             v_TNV,
             do_TNV,
             scores,
-            BackwardTensors(states_SNVK, d_states_SNVK, u_TNV, dv_TNV),
+            BackwardTensors(states_SNVK, d_states_SNVK, u_TNV, exact_dv_TNV),
             tables,
             out=(dq_TGK, dk_TGK),
         )

@@ -17,11 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_packed.ops.gated_delta_rule.precision import tile_dtype
 from megatron_packed.ops.gated_delta_rule.tables import CHUNK, DeltaRuleTables
 from megatron_packed.ops.gated_delta_rule.triton_tiles import (
     chunk_programs,
-    dot_precision,
     key_block,
+    tiles_of,
 )
 
 NORM_EPSILON = 1e-6
@@ -43,7 +44,7 @@ class ChunkScores(NamedTuple):
     the chunk. The factor of k when it writes to the state after the chunk.
     """
     matrices_2NTC: Tensor
-    """``(2, N, T, 64)`` in the dtype of q: scores, and inverse of 1 + A of `_scores_kernel` times beta_j.
+    """``(2, N, T, 64)`` in the dtype of the tiles: scores, and inverse of 1 + A of `_scores_kernel` times beta_j.
 
     The scores are ``q_i . k_j exp(sum_i - sum_j)`` of the normalised q and k for j <= i, else 0.
     """
@@ -65,7 +66,9 @@ def chunk_scores(
     device = q_TGK.device
     rstd_2GT = torch.empty(2, key_heads, tokens, dtype=torch.float32, device=device)
     gates_5NT = torch.empty(5, heads, tokens, dtype=torch.float32, device=device)
-    matrices_2NTC = torch.empty(2, heads, tokens, CHUNK, dtype=q_TGK.dtype, device=device)
+    dtype = tile_dtype(q_TGK.dtype, allow_neg_eigval)
+    tiles = tiles_of("scores", q_TGK.dtype, dtype, key_dim)
+    matrices_2NTC = torch.empty(2, heads, tokens, CHUNK, dtype=dtype, device=device)
     _scores_kernel[(heads, chunk_programs(tokens, tables))](
         q_TGK,
         k_TGK,
@@ -96,9 +99,9 @@ def chunk_scores(
         BETA_SCALE=2.0 if allow_neg_eigval else 1.0,
         EPSILON=NORM_EPSILON,
         BLOCK=_BLOCK,
-        PRECISION=dot_precision(q_TGK.dtype),
-        num_warps=4,
-        num_stages=1,
+        PRECISION=tiles.precision,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
     )
     return ChunkScores(rstd_2GT, gates_5NT, matrices_2NTC)
 
@@ -140,6 +143,7 @@ def _scores_kernel(
 
     For the tokens i, j of a chunk: A_ij = beta_i k_i . k_j exp(sum_i - sum_j) for j < i, else 0.
     """
+    dtype = matrices_ptr.dtype.element_ty
     head = tl.program_id(0)
     key_head = head // HEADS_PER_KEY
     token = tl.arange(0, 4 * BLOCK)
@@ -153,8 +157,8 @@ def _scores_kernel(
         mask = real[:, None] & (channel < K)[None, :]
         q_tile = row[:, None] * q_stride + key_head * q_head_stride + channel[None, :]
         k_tile = row[:, None] * k_stride + key_head * k_head_stride + channel[None, :]
-        q = tl.load(q_ptr + q_tile, mask=mask, other=0.0)
-        k = tl.load(k_ptr + k_tile, mask=mask, other=0.0)
+        q = tl.load(q_ptr + q_tile, mask=mask, other=0.0).to(dtype)
+        k = tl.load(k_ptr + k_tile, mask=mask, other=0.0).to(dtype)
         rstd_q = inverse_norm(q, EPSILON)
         rstd_k = inverse_norm(k, EPSILON)
         # All value heads of a key head have the same norms; the first one stores them.
@@ -185,7 +189,6 @@ def _scores_kernel(
 
         matrix = head.to(tl.int64) * tokens + row
         matrix = matrices_ptr + matrix[:, None] * (4 * BLOCK) + token[None, :]
-        dtype = matrices_ptr.dtype.element_ty
         decay = pair_decay(g_sum, g_error)
         scores = tl.where(token[:, None] >= token[None, :], qk * decay, 0.0)
         tl.store(matrix, scores.to(dtype), mask=real[:, None])

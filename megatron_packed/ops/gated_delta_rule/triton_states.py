@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megatron_packed.ops.gated_delta_rule.tables import CHUNK, DeltaRuleTables
 from megatron_packed.ops.gated_delta_rule.triton_scores import ChunkScores
-from megatron_packed.ops.gated_delta_rule.triton_tiles import dot_precision, key_block, tiles_of
+from megatron_packed.ops.gated_delta_rule.triton_tiles import key_block, tiles_of
 
 _MOST_PROGRAMS = 1024
 """Programs of a launch, which share the documents; each head and block of channels has at least 16."""
@@ -59,8 +59,8 @@ def states_and_writes(
         ``(S, N, V, K)``, the transposed state at the start of the chunk of each slot; unwritten for
         slots without a chunk. ``(T, N, V)``, the vector u_t of ``S <- S + k_t u_t^T``.
     """
-    states_SNVK = new_states(k_TGK, v_TNV)
-    u_TNV = torch.empty(v_TNV.shape, dtype=v_TNV.dtype, device=v_TNV.device)
+    states_SNVK = new_states(k_TGK, v_TNV, scores.matrices_2NTC.dtype)
+    u_TNV = torch.empty(v_TNV.shape, dtype=states_SNVK.dtype, device=v_TNV.device)
     strided, written = (k_TGK, k_TGK, v_TNV), (u_TNV, states_SNVK)
     _launch(_forward_kernel, "states", strided, scores, cu_seqlens, tables, written, OUTPUTS=False)
     return states_SNVK, u_TNV
@@ -84,17 +84,17 @@ def gradients_of_states(
         ``(S, N, V, K)``, the gradient of the transposed state at the start of the chunk of each slot;
         unwritten for slots without a chunk.
     """
-    d_states_SNVK = new_states(k_TGK, do_TNV)
+    d_states_SNVK = new_states(k_TGK, do_TNV, scores.matrices_2NTC.dtype)
     strided, written = (q_TGK, k_TGK, do_TNV, out), (d_states_SNVK,)
     _launch(_backward_kernel, "back", strided, scores, cu_seqlens, tables, written)
     return d_states_SNVK
 
 
-def new_states(k_TGK: Tensor, v_TNV: Tensor) -> Tensor:
-    """Return uninitialised memory for the states of all slots, in the dtype of v."""
+def new_states(k_TGK: Tensor, v_TNV: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return uninitialised memory for the states of all slots."""
     slots = triton.cdiv(v_TNV.shape[0], CHUNK)
     shape = (slots, v_TNV.shape[1], v_TNV.shape[2], k_TGK.shape[2])
-    return torch.empty(shape, dtype=v_TNV.dtype, device=v_TNV.device)
+    return torch.empty(shape, dtype=dtype, device=v_TNV.device)
 
 
 def _launch(
@@ -115,7 +115,7 @@ def _launch(
         written: contiguous results.
     """
     (_, key_heads, key_dim), (tokens, heads, value_dim) = strided[1].shape, strided[2].shape
-    tiles = tiles_of(name, strided[2].dtype, value_dim)
+    tiles = tiles_of(name, strided[1].dtype, scores.matrices_2NTC.dtype, value_dim)
     blocks = heads * triton.cdiv(value_dim, tiles.values)
     kernel[(blocks, _document_programs(blocks, cu_seqlens.shape[0] - 1))](
         *strided,
@@ -135,7 +135,7 @@ def _launch(
         HEADS_PER_KEY=heads // key_heads,
         CHUNK=CHUNK,
         STAGES=tiles.stages,
-        PRECISION=dot_precision(strided[2].dtype),
+        PRECISION=tiles.precision,
         num_warps=tiles.warps,
         **constants,
     )
@@ -183,6 +183,7 @@ def _forward_kernel(
     BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     head = tl.program_id(0) // BLOCKS
     key_head = head // HEADS_PER_KEY
+    dtype = scores_ptr.dtype.element_ty
     gates = HEADS * tokens.to(tl.int64)
     value = (tl.program_id(0) % BLOCKS) * BLOCK_V + tl.arange(0, BLOCK_V)
     token = tl.arange(0, CHUNK)
@@ -207,8 +208,8 @@ def _forward_kernel(
             value_mask = (value < V)[:, None] & real[None, :]
             k_base = k_ptr + (start * k_stride + key_head * k_head_stride)
             v_base = v_ptr + (start * v_stride + head * v_head_stride)
-            k = tl.load(k_base + k_tile, mask=key_mask, other=0.0)
-            v = tl.load(v_base + v_tile, mask=value_mask, other=0.0)
+            k = tl.load(k_base + k_tile, mask=key_mask, other=0.0).to(dtype)
+            v = tl.load(v_base + v_tile, mask=value_mask, other=0.0).to(dtype)
             solve = tl.load(
                 scores_ptr + (gates + row) * CHUNK + square, mask=real[:, None], other=0.0
             )
@@ -217,7 +218,7 @@ def _forward_kernel(
                 gates_ptr + row + CHUNK - 1, mask=chunk * CHUNK + CHUNK <= length, other=0.0
             )
 
-            low = state.to(k.dtype)
+            low = state.to(dtype)
             if not OUTPUTS:
                 slot = (start // CHUNK) * HEADS + head
                 mask = (value < tl.where(chunk > 0, V, 0))[:, None] & (channel < K)[None, :]
@@ -225,21 +226,21 @@ def _forward_kernel(
             read = tl.dot(low, tl.trans(k), input_precision=PRECISION)
             factor = tl.load(gates_ptr + 3 * gates + row + token, mask=real, other=0.0)
             read = v.to(tl.float32) - read * factor[None, :]
-            u = tl.dot(read.to(k.dtype), tl.trans(solve), input_precision=PRECISION)
+            u = tl.dot(read.to(dtype), tl.trans(solve), input_precision=PRECISION)
             out = out_ptr + (start * HEADS + head) * V + out_tile
             if OUTPUTS:
                 q_base = q_ptr + (start * q_stride + key_head * q_head_stride)
-                q = tl.load(q_base + q_tile, mask=key_mask, other=0.0)
+                q = tl.load(q_base + q_tile, mask=key_mask, other=0.0).to(dtype)
                 scores = tl.load(scores_ptr + row * CHUNK + square, mask=real[:, None], other=0.0)
                 factor = tl.load(gates_ptr + 2 * gates + row + token, mask=real, other=0.0)
                 o = tl.dot(low, tl.trans(q), input_precision=PRECISION) * factor[None, :]
-                o = tl.dot(u.to(k.dtype), tl.trans(scores), o, input_precision=PRECISION)
+                o = tl.dot(u.to(dtype), tl.trans(scores), o, input_precision=PRECISION)
                 tl.store(out, o.to(out_ptr.dtype.element_ty), mask=value_mask)
             else:
                 tl.store(out, u.to(out_ptr.dtype.element_ty), mask=value_mask)
             u *= tl.load(gates_ptr + 4 * gates + row + token, mask=real, other=0.0)[None, :]
             state *= tl.exp(total)
-            state = tl.dot(u.to(k.dtype), k, state, input_precision=PRECISION)
+            state = tl.dot(u.to(dtype), k, state, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -277,6 +278,7 @@ def _backward_kernel(
     BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     head = tl.program_id(0) // BLOCKS
     key_head = head // HEADS_PER_KEY
+    dtype = scores_ptr.dtype.element_ty
     gates = HEADS * tokens.to(tl.int64)
     value = (tl.program_id(0) % BLOCKS) * BLOCK_V + tl.arange(0, BLOCK_V)
     token = tl.arange(0, CHUNK)
@@ -303,9 +305,9 @@ def _backward_kernel(
             q_base = q_ptr + (start * q_stride + key_head * q_head_stride)
             k_base = k_ptr + (start * k_stride + key_head * k_head_stride)
             do_base = do_ptr + (start * do_stride + head * do_head_stride)
-            q = tl.load(q_base + q_tile, mask=key_mask, other=0.0)
-            k = tl.load(k_base + k_tile, mask=key_mask, other=0.0)
-            do = tl.load(do_base + do_tile, mask=value_mask, other=0.0)
+            q = tl.load(q_base + q_tile, mask=key_mask, other=0.0).to(dtype)
+            k = tl.load(k_base + k_tile, mask=key_mask, other=0.0).to(dtype)
+            do = tl.load(do_base + do_tile, mask=value_mask, other=0.0).to(dtype)
             scores = tl.load(scores_ptr + row * CHUNK + square, mask=real[:, None], other=0.0)
             solve = tl.load(
                 scores_ptr + (gates + row) * CHUNK + square, mask=real[:, None], other=0.0
@@ -316,19 +318,19 @@ def _backward_kernel(
             )
 
             # The gradient at the end of this chunk belongs to the start of the next chunk.
-            low = d_state.to(k.dtype)
+            low = d_state.to(dtype)
             slot = (start // CHUNK + 1) * HEADS + head
             mask = (value < tl.where(done > 0, V, 0))[:, None] & (channel < K)[None, :]
             tl.store(d_states_ptr + slot * (V * K) + state_tile, low, mask=mask)
             du = tl.dot(low, tl.trans(k), input_precision=PRECISION)
             du *= tl.load(gates_ptr + 4 * gates + row + token, mask=real, other=0.0)[None, :]
             du = tl.dot(do, scores, du, input_precision=PRECISION)
-            dv = tl.dot(du.to(k.dtype), solve, input_precision=PRECISION)
+            dv = tl.dot(du.to(dtype), solve, input_precision=PRECISION)
             dv_base = dv_ptr + (start * dv_stride + head * dv_head_stride)
             tl.store(dv_base + dv_tile, dv.to(dv_ptr.dtype.element_ty), mask=value_mask)
             dv *= -tl.load(gates_ptr + 3 * gates + row + token, mask=real, other=0.0)[None, :]
             d_state *= tl.exp(total)
-            d_state = tl.dot(dv.to(k.dtype), k, d_state, input_precision=PRECISION)
+            d_state = tl.dot(dv.to(dtype), k, d_state, input_precision=PRECISION)
             factor = tl.load(gates_ptr + 2 * gates + row + token, mask=real, other=0.0)
             do = do.to(tl.float32) * factor[None, :]
-            d_state = tl.dot(do.to(k.dtype), q, d_state, input_precision=PRECISION)
+            d_state = tl.dot(do.to(dtype), q, d_state, input_precision=PRECISION)

@@ -19,6 +19,7 @@ from support.delta_rule_cases import (
     forward_backward,
     inputs,
     low_precision,
+    repeated_keys,
     with_gradients,
 )
 from support.op_packs import leaks, relative_error
@@ -100,6 +101,19 @@ def test_bfloat16_errs_at_most_twice_as_much_as_pytorch(strength, bfloat16_of_a_
     for name in want:
         error, of_plain = (relative_error(x[name], want[name]) for x in (got, plain))
         assert error < max(2 * of_plain, 2**-7), (name, error, of_plain)
+
+
+def test_repeated_keys_with_a_doubled_beta_keep_their_precision(bfloat16_of_a_gpu):
+    """One key, no decay and a beta near 2: products in bf16 would err by some percent."""
+    lengths, options = [130, 1, 66], {"allow_neg_eigval": True}
+    low = cast(repeated_keys(sum(lengths), (1, 2, 32, 32)), torch.bfloat16)
+    exact = {name: value.double() for name, value in low.items()}
+    want = forward_backward(exact, lengths, backend="reference", **options)
+    reference = forward_backward(low, lengths, backend="reference", **options)
+    got = triton_rule(low, lengths, **options)
+    for name in want:
+        error, bound = (relative_error(x[name], want[name]) for x in (got, reference))
+        assert error <= 2 * bound, (name, error, bound)
 
 
 def test_documents_do_not_touch_each_other_by_a_bit():
