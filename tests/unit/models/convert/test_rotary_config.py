@@ -103,6 +103,34 @@ def test_rotary_options_of_a_granite_model_without_positions_have_no_effect():
         model_of({**fields, "position_embedding_type": "rope"}, Path())
 
 
+OLMO = {
+    "the newer key": ({"rope_parameters": {"rope_theta": 5e5}}, 5e5),
+    "the older key": ({"rope_scaling": {"rope_type": "default", "rope_theta": 5e5}}, 5e5),
+    "no positions, by the older key": (
+        {"rope_scaling": {"rope_type": "default", "rope_theta": None}},
+        None,
+    ),
+    "the older key beside null": (
+        {"rope_scaling": {"rope_type": "default", "rope_theta": 5e5}, "rope_parameters": None},
+        5e5,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OLMO)
+def test_positions_of_olmo_hybrid_are_those_of_transformers(case):
+    changes, base = OLMO[case]
+    fields = {key: value for key, value in LLAMA.items() if key != "model_type"}
+    fields |= {"layer_types": ["linear_attention", "full_attention"], "linear_conv_kernel_dim": 4}
+    fields |= {"linear_allow_neg_eigval": True, "model_type": "olmo_hybrid", **changes}
+    model = model_of(fields, Path())[1]
+    assert model.position_embedding_type == ("none" if base is None else "rope")
+    assert base is None or model.rotary_base == base
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.OlmoHybridConfig.from_dict(json.loads(json.dumps(fields)))
+    assert theirs.rope_parameters["rope_theta"] == base
+
+
 OLD = {
     "a stale base": {"rope_theta": 100.0},
     "another name of the activation": {"hidden_act": "swish"},

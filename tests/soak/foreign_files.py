@@ -1,0 +1,143 @@
+"""Convert random models of transformers and altered copies of their files.
+
+Each random model is converted, exported with its original and with a new config.json, and loaded by
+transformers again. The logits are those of transformers, and all tensors are the same to the bit.
+An altered copy has the logits that transformers computes from the same files, or it is refused in
+one sentence that names the key or the file, and nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import _paths  # noqa: F401  helpers of the tests
+import torch
+import transformers
+
+from support import foreign_conversion as foreign
+from support.altered_models import alter, old_form
+from support.huggingface_models import FAMILIES
+
+VARIANTS = 10
+"""Number of models of a family whose copies are altered."""
+COMMANDS = 5
+"""One of so many conversions runs the command."""
+Row = dict[str, Any]
+
+
+def save(family: str, number: int, seed: int, folder: Path) -> None:
+    """Save a random model of transformers in one of three dtypes, in one file or in several."""
+    draw = random.Random(f"{seed} {family} {number}")
+    model = FAMILIES[family](draw, number)
+    dtype = draw.choice([torch.float32, torch.float32, torch.bfloat16, torch.float16])
+    model.to(dtype).save_pretrained(folder, max_shard_size=draw.choice(["5GB", "20KB"]))
+
+
+def random_model(family: str, number: int, seed: int, folder: Path) -> Iterator[Row]:
+    """Yield the outcome of the conversion and of both exports of a random model."""
+    hf, roots = folder / "hf", folder / "roots"
+    roots.mkdir()
+    save(family, number, seed, hf)
+    found = foreign.outcome(hf, roots / "ours", (), command=number % COMMANDS == 0)
+    yield {"case": "converted", **found._asdict()}
+    if found.outcome == foreign.EQUAL:
+        for case, exported in foreign.exports(hf, roots / "ours", folder / "back"):
+            yield {"case": case, **exported._asdict()}
+
+
+def write_old_form(path: Path) -> None:
+    fields = json.loads(path.read_text())
+    old_form(fields)
+    path.write_text(json.dumps(fields))
+
+
+def altered_model(originals: Path, number: int, seed: int, folder: Path) -> Row:
+    """Return the outcome of the conversion of one altered copy."""
+    families = list(FAMILIES)
+    family = families[number % len(families)]
+    draw = random.Random(f"{seed} altered {number}")
+    original = originals / f"{family}_{draw.randrange(VARIANTS)}"
+    if not original.exists():
+        save(family, int(original.name[-1]), seed, original)
+    copy, roots = folder / "hf", folder / "roots"
+    shutil.copytree(original, copy)
+    roots.mkdir()
+    if draw.random() < 0.5:
+        write_old_form(copy / "config.json")
+    made = alter(copy, draw)
+    command = number // len(families) % COMMANDS == 0
+    found = foreign.outcome(copy, roots / "ours", made.named, command=command)
+    row = {"family": family, "case": made.text, **found._asdict()}
+    if found.outcome == foreign.EQUAL:
+        for case, exported in foreign.exports(copy, roots / "ours", folder / "back"):
+            if exported.outcome in foreign.BAD:
+                row |= {"case": f"{made.text}, {case}", **exported._asdict()}
+    return row
+
+
+def rows(models: int, altered: int, seed: int, families: list[str]) -> Iterator[Row]:
+    """Yield the outcome of each case, with its family and number."""
+    for family in families:
+        for number in range(models):
+            with tempfile.TemporaryDirectory() as name:
+                for row in random_model(family, number, seed, Path(name)):
+                    yield {"kind": "random", "family": family, "number": number, **row}
+    with tempfile.TemporaryDirectory() as originals:
+        for number in range(altered):
+            with tempfile.TemporaryDirectory() as name:
+                row = altered_model(Path(originals), number, seed, Path(name))
+            yield {"kind": "altered", "number": number, **row}
+
+
+def table(found: list[Row]) -> str:
+    """Return the number of each outcome, for each kind of case and for altered copies by family."""
+    lines = [" | ".join(["", *foreign.OUTCOMES])]
+    for title in dict.fromkeys(
+        row["case"] if row["kind"] == "random" else f"altered {row['family']}" for row in found
+    ):
+        counted = Counter(
+            row["outcome"]
+            for row in found
+            if title == (row["case"] if row["kind"] == "random" else f"altered {row['family']}")
+        )
+        lines.append(" | ".join([title, *(str(counted[kind]) for kind in foreign.OUTCOMES)]))
+    return "\n".join(lines)
+
+
+def main(models: int, altered: int, seed: int, families: list[str], out: Path | None) -> int:
+    """Return the exit code."""
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    found = []
+    for row in rows(models, altered, seed, families):
+        found.append(row)
+        if row["outcome"] in (*foreign.BAD, foreign.ACCEPTED):
+            print(json.dumps(row), flush=True)
+    if out is not None:
+        out.write_text("".join(json.dumps(row) + "\n" for row in found))
+    bad = sum(row["outcome"] in foreign.BAD for row in found)
+    print(table(found))
+    print(f"{len(found) - bad} of {len(found)}")
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", type=int, default=10, help="random models of each family")
+    parser.add_argument("--altered", type=int, default=200, help="altered copies of all families")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--family", action="append", choices=FAMILIES, help="may be repeated")
+    parser.add_argument("--out", type=Path, help="JSON Lines file with every outcome")
+    given = parser.parse_args()
+    sys.exit(
+        main(given.models, given.altered, given.seed, given.family or list(FAMILIES), given.out)
+    )
