@@ -60,23 +60,27 @@ def write_old_form(path: Path) -> None:
     path.write_text(json.dumps(fields))
 
 
-def altered_model(originals: Path, number: int, seed: int, folder: Path) -> Row:
-    """Return the outcome of the conversion of one altered copy."""
-    families = list(FAMILIES)
-    family = families[number % len(families)]
-    draw = random.Random(f"{seed} altered {number}")
-    original = originals / f"{family}_{draw.randrange(VARIANTS)}"
+def altered_model(
+    family: str, number: int, seed: int, originals: Path, folder: Path, *, command: bool
+) -> Row:
+    """Return the outcome of the conversion of one altered copy, and of its exports if one is bad.
+
+    Args:
+        originals: folder of the models that are altered; a missing one is made.
+    """
+    draw = random.Random(f"{seed} altered {family} {number}")
+    variant = draw.randrange(VARIANTS)
+    original = originals / f"{family}_{variant}"
     if not original.exists():
-        save(family, int(original.name[-1]), seed, original)
+        save(family, variant, seed, original)
     copy, roots = folder / "hf", folder / "roots"
     shutil.copytree(original, copy)
     roots.mkdir()
     if draw.random() < 0.5:
         write_old_form(copy / "config.json")
     made = alter(copy, draw)
-    command = number // len(families) % COMMANDS == 0
     found = foreign.outcome(copy, roots / "ours", made.named, command=command)
-    row = {"family": family, "case": made.text, **found._asdict()}
+    row = {"case": made.text, **found._asdict()}
     if found.outcome == foreign.EQUAL:
         for case, exported in foreign.exports(copy, roots / "ours", folder / "back"):
             if exported.outcome in foreign.BAD:
@@ -93,23 +97,24 @@ def rows(models: int, altered: int, seed: int, families: list[str]) -> Iterator[
                     yield {"kind": "random", "family": family, "number": number, **row}
     with tempfile.TemporaryDirectory() as originals:
         for number in range(altered):
+            turn, family = number // len(families), families[number % len(families)]
+            command = turn % COMMANDS == 0
             with tempfile.TemporaryDirectory() as name:
-                row = altered_model(Path(originals), number, seed, Path(name))
-            yield {"kind": "altered", "number": number, **row}
+                row = altered_model(
+                    family, turn, seed, Path(originals), Path(name), command=command
+                )
+            yield {"kind": "altered", "family": family, "number": turn, **row}
 
 
 def table(found: list[Row]) -> str:
     """Return the number of each outcome, for each kind of case and for altered copies by family."""
+    counted: dict[str, Counter[str]] = {}
+    for row in found:
+        title = row["case"] if row["kind"] == "random" else f"altered {row['family']}"
+        counted.setdefault(title, Counter())[row["outcome"]] += 1
     lines = [" | ".join(["", *foreign.OUTCOMES])]
-    for title in dict.fromkeys(
-        row["case"] if row["kind"] == "random" else f"altered {row['family']}" for row in found
-    ):
-        counted = Counter(
-            row["outcome"]
-            for row in found
-            if title == (row["case"] if row["kind"] == "random" else f"altered {row['family']}")
-        )
-        lines.append(" | ".join([title, *(str(counted[kind]) for kind in foreign.OUTCOMES)]))
+    for title, numbers in counted.items():
+        lines.append(" | ".join([title, *(str(numbers[kind]) for kind in foreign.OUTCOMES)]))
     return "\n".join(lines)
 
 
@@ -132,7 +137,7 @@ def main(models: int, altered: int, seed: int, families: list[str], out: Path | 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", type=int, default=10, help="random models of each family")
+    parser.add_argument("--models", type=int, default=10, help="random models of a family")
     parser.add_argument("--altered", type=int, default=200, help="altered copies of all families")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--family", action="append", choices=FAMILIES, help="may be repeated")
