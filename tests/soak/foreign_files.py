@@ -3,7 +3,7 @@
 Each random model is converted, exported with its original and with a new config.json, and loaded by
 transformers again. The logits are those of transformers, and all tensors are the same to the bit.
 An altered copy has the logits that transformers computes from the same files, or it is refused in
-one sentence that names the key or the file, and nothing is left behind.
+one sentence that names the key or the file. A refusal makes no folder.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from support.huggingface_models import FAMILIES
 VARIANTS = 10
 """Number of models of a family whose copies are altered."""
 COMMANDS = 5
-"""One of so many conversions runs the command."""
+"""One of this number of conversions runs the command."""
 Row = dict[str, Any]
 
 

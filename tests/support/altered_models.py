@@ -356,7 +356,7 @@ def tensor_names(folder: Path, draw: random.Random) -> Alteration:
 
 
 def index(folder: Path, draw: random.Random) -> Alteration:
-    """Change the index, or make one that does not belong to the files."""
+    """Change the index, or add an index of other files."""
     path = folder / "model.safetensors.index.json"
     if not path.exists():
         path.write_text('{"weight_map": {}}')

@@ -195,7 +195,7 @@ def exports(folder: Path, checkpoint: Path, out: Path) -> Iterator[tuple[str, Ou
         out: new folder for the exported models.
     """
     theirs = load_theirs(folder)
-    expected, kind = theirs_logits(theirs), theirs.config.get_text_config().model_type
+    expected, kind = theirs_logits(theirs), type(theirs.config.get_text_config()).model_type
     for case in (WITH_BASE, NEW_CONFIG):
         back = out / str(case == WITH_BASE)
         try:

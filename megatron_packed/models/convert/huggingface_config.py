@@ -94,6 +94,8 @@ def model_of(
         )
     if wrong := list(wrong_types(fields, family.read_keys)):
         raise CheckpointError("; ".join(wrong), path=path, cure="correct config.json")
+    inside = fields.get("text_config") or fields
+    rotary = "rope_scaling" if inside.get("rope_scaling") else "rope_parameters"
     try:
         fields = family.spelled(fields)
         main = family.pattern(fields)
@@ -102,7 +104,11 @@ def model_of(
         raise CheckpointError(str(error), path=path) from None
     pattern = main + parts.get("hybrid_layer_pattern", "")
     fields = {**{of: fields[key] for key, of in family.repeats.items() if key in fields}, **fields}
-    problems = list(_problems(fields, family, pattern, ignored))
+    # Messages have the key of the file, and the tables that of transformers 5.
+    problems = [
+        problem.replace("rope_parameters.", f"{rotary}.")
+        for problem in _problems(fields, family, pattern, ignored)
+    ]
     if problems:
         quantised = QUANTISED_KEYS & fields.keys() - set(ignored)
         cure = QUANTISED_CURE if quantised else "convert a model without these options"

@@ -85,6 +85,15 @@ def test_two_forms_that_differ_are_refused_with_both_values(scaling, parameters)
     assert "which contradicts rope_parameters {'rope_type'" in str(error.value)
 
 
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_a_refusal_names_the_key_of_the_file(key):
+    scaling = {name: value for name, value in LLAMA3.items() if name != "factor"}
+    fields = {**LLAMA, key: {"rope_type": "llama3", **scaling, "beta": 1.0}}
+    with pytest.raises(CheckpointError) as error:
+        model_of(fields, Path("config.json"))
+    assert f"config.json: {key}.factor is missing; {key}.beta is 1.0, but" in str(error.value)
+
+
 def test_rotary_options_of_a_granite_model_without_positions_have_no_effect():
     transformers = pytest.importorskip("transformers")
     config = transformers.GraniteMoeHybridConfig(
