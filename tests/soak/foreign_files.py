@@ -1,7 +1,7 @@
 """Convert random models of transformers and altered copies of their files.
 
-Each random model is converted, exported with its original and with a new config.json, and loaded by
-transformers again. The logits are those of transformers, and all tensors are the same to the bit.
+Each random model is converted, exported with its original, with its config.json and with a new one,
+and loaded by transformers again. The logits are those of transformers, and all tensors are the same to the bit.
 An altered copy has the logits that transformers computes from the same files, or it is refused in
 one sentence that names the key or the file. A refusal makes no folder.
 """
@@ -43,7 +43,7 @@ def save(family: str, number: int, seed: int, folder: Path) -> None:
 
 
 def random_model(family: str, number: int, seed: int, folder: Path) -> Iterator[Row]:
-    """Yield the outcome of the conversion and of both exports of a random model."""
+    """Yield the outcome of the conversion and of each export of a random model."""
     hf, roots = folder / "hf", folder / "roots"
     roots.mkdir()
     save(family, number, seed, hf)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -183,38 +184,53 @@ def outcome(
 
 
 WITH_BASE, NEW_CONFIG = "exported with its original", "exported with a new config.json"
+WITH_CONFIG = "exported with its config.json alone"
 
 
 def exports(folder: Path, checkpoint: Path, out: Path) -> Iterator[tuple[str, Outcome]]:
     """Yield the outcome of each way to export a conversion of ``folder``.
 
     The logits of the exported model in transformers are those of the original, and the tensors are
-    equal to the bit. With the original, the files are, too.
+    equal to the bit. With the original, the files are, too. A model with vision needs its original.
 
     Args:
         out: new folder for the exported models.
     """
     theirs = load_theirs(folder)
-    expected, kind = theirs_logits(theirs), type(theirs.config.get_text_config()).model_type
-    for case in (WITH_BASE, NEW_CONFIG):
-        back = out / str(case == WITH_BASE)
-        try:
-            if case == WITH_BASE:
-                to_huggingface(checkpoint, back, folder / "config.json", base=folder)
-            else:
-                export_trained(checkpoint, back, family=kind)
-            again = load_theirs(back)
-            error = difference(theirs_logits(again), expected)
-        except CheckpointError as error:
-            yield case, Outcome(REFUSED, str(error))
+    logits = theirs_logits(theirs)
+    for case in (WITH_BASE, NEW_CONFIG, WITH_CONFIG):
+        back = out / case.replace(" ", "_")
+        if case == WITH_CONFIG and theirs.config.model_type in _VISION:
             continue
-        except Exception as error:
-            yield case, Outcome(TRACEBACK, f"{type(error).__name__}: {error}")
+        try:
+            export(case, folder, checkpoint, back)
+            again = load_theirs(back)
+            error = difference(theirs_logits(again), logits)
+        except CheckpointError as refusal:
+            yield case, Outcome(REFUSED, str(refusal))
+            continue
+        except Exception as fault:
+            yield case, Outcome(TRACEBACK, f"{type(fault).__name__}: {fault}")
             continue
         same = same_files(folder, back) if case == WITH_BASE else same_tensors(theirs, again)
         equal = same and error <= TOLERANCE
         said = f"{error:.1e}" + ", other tensors" * (not same)
         yield case, Outcome(EQUAL if equal else WRONG, said)
+
+
+def export(case: str, folder: Path, checkpoint: Path, back: Path) -> None:
+    """Export the conversion of ``folder`` to ``back``."""
+    config = folder / "config.json"
+    if case == WITH_BASE:
+        to_huggingface(checkpoint, back, config, base=folder)
+    elif case == NEW_CONFIG:
+        kind = json.loads(config.read_text())["model_type"]
+        export_trained(checkpoint, back, family=f"{kind}_text" if kind in _VISION else kind)
+    else:
+        alone = back.with_name("config")
+        alone.mkdir(parents=True)
+        shutil.copy(config, alone)
+        to_huggingface(checkpoint, back, alone / config.name)
 
 
 def same_files(one: Path, other: Path) -> bool:

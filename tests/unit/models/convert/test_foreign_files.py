@@ -15,13 +15,15 @@ import pytest
 pytest.importorskip("transformers")
 from support import foreign_conversion as foreign
 from support.altered_models import FILE_CHANGES, alter, old_form
-from support.huggingface_models import FAMILIES
+from support.huggingface_models import FAMILIES, computes_wrong_groups
 
 MISSING = object()
 
 
 def saved(folder: Path, family: str, number: int = 0) -> Path:
     model = FAMILIES[family](random.Random(f"{family} {number}"), number)
+    if computes_wrong_groups(model):
+        pytest.skip("this version of transformers computes wrong logits of several groups")
     model.save_pretrained(folder / "hf", max_shard_size="20KB")
     (folder / "roots").mkdir()
     return folder / "hf"
