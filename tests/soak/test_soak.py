@@ -1,5 +1,6 @@
 """A few cases of each long check; README.md lists commands for more cases."""
 
+import json
 import random
 from pathlib import Path
 
@@ -23,6 +24,29 @@ def test_models_of_transformers():
         )
         == 0
     )
+
+
+def test_files_of_transformers():
+    """A random model of each family, and two altered copies, are equal or refused by name."""
+    pytest.importorskip("transformers")
+    import foreign_files
+
+    assert foreign_files.main(1, 30, 2, list(foreign_files.FAMILIES), None) == 0
+
+
+def test_outcomes_of_files_are_counted(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("transformers")
+    import foreign_files
+
+    out = tmp_path / "outcomes.jsonl"
+    rows = [
+        {"kind": "random", "family": "llama", "number": 0, "case": "converted", "outcome": kind}
+        for kind in (foreign_files.foreign.EQUAL, foreign_files.foreign.WRONG)
+    ]
+    monkeypatch.setattr(foreign_files, "rows", lambda *given: iter(rows))
+    assert foreign_files.main(2, 0, 1, ["llama"], out) == 1
+    assert capsys.readouterr().out.endswith("converted | 1 | 0 | 0 | 1 | 0 | 0 | 0\n1 of 2\n")
+    assert [json.loads(line) for line in out.read_text().splitlines()] == rows
 
 
 def test_random_models():

@@ -54,11 +54,13 @@ def nemotron_h(draw: random.Random, number: int, pattern: str | None = None, **m
         "n_routed_experts": draw.choice([4, 5, 8]),
         "moe_intermediate_size": draw.choice([8, 16]),
         "moe_shared_expert_intermediate_size": 24,
-        "num_experts_per_tok": draw.randint(2, 4),
+        "num_experts_per_tok": draw.randint(1, 4),
         "routed_scaling_factor": draw.choice([1.0, 2.5]),
+        "layer_norm_epsilon": draw.choice([1e-5, 1e-3]),
         "time_step_min": NO_STEP_LIMIT,
         **more,
     }
+    sizes["norm_topk_prob"] = sizes["num_experts_per_tok"] > 1
     config = transformers.NemotronHConfig(
         vocab_size=cases.VOCAB,
         layers_block_type=None,
@@ -79,11 +81,12 @@ def common(draw: random.Random, *, head_dim: bool = True, **more: Any) -> dict[s
     Args:
         head_dim: False if the width of a head must be hidden size / heads.
     """
+    heads = draw.choice([2, 4, 8])
     sizes = {
         "vocab_size": cases.VOCAB,
         "hidden_size": draw.choice([16, 24, 40]),
-        "num_attention_heads": 4,
-        "num_key_value_heads": draw.choice([1, 2, 4]),
+        "num_attention_heads": heads,
+        "num_key_value_heads": draw.choice([1, heads // 2, heads]),
         "intermediate_size": draw.choice([12, 48]),
         "num_hidden_layers": draw.randint(1, 3),
         "rms_norm_eps": draw.choice([1e-6, 1e-5]),
@@ -93,7 +96,7 @@ def common(draw: random.Random, *, head_dim: bool = True, **more: Any) -> dict[s
     if head_dim:
         sizes["head_dim"] = draw.choice([4, 8, 12])
     else:
-        sizes["hidden_size"] = draw.choice([16, 24, 48])
+        sizes["hidden_size"] = heads * draw.choice([4, 8, 12])
     return sizes | more
 
 
@@ -120,36 +123,49 @@ def mixtral(draw: random.Random, number: int) -> Any:
     config = transformers.MixtralConfig(
         **common(draw),
         num_local_experts=draw.randint(3, 6),
-        num_experts_per_tok=2,
+        num_experts_per_tok=draw.randint(2, 3),
         sliding_window=None,
+        rope_parameters=rotary(draw, draw.random() < 0.3),
     )
     return filled(transformers.MixtralForCausalLM(config), draw)
 
 
 def mistral(draw: random.Random, number: int) -> Any:
-    window = draw.choice([1, 3, 7]) if number % 2 else None
-    config = transformers.MistralConfig(**common(draw), sliding_window=window)
+    config = transformers.MistralConfig(
+        **common(draw),
+        sliding_window=draw.choice([1, 3, 7, 40]) if number % 2 else None,
+        rope_parameters=rotary(draw, draw.random() < 0.3),
+    )
     return filled(transformers.MistralForCausalLM(config), draw)
 
 
-def windows(draw: random.Random, number: int) -> dict[str, Any]:
-    """Return the window of some layers of a Qwen model."""
+def windows(draw: random.Random, number: int, layers: int) -> dict[str, Any]:
+    """Return the scaled positions of a Qwen model and, if ``number`` is odd, windows of layers."""
+    rope = {"rope_parameters": rotary(draw, draw.random() < 0.3)}
     if number % 2 == 0:
-        return {}
-    return {
+        return rope
+    options = {
+        **rope,
         "use_sliding_window": True,
-        "sliding_window": draw.choice([2, 5]),
-        "max_window_layers": draw.randint(0, 2),
+        "sliding_window": draw.choice([2, 5, 40]),
+        "max_window_layers": draw.randrange(layers),
     }
+    if number % 4 == 1:
+        words = ["sliding_attention", "full_attention"]
+        options["layer_types"] = [words[0], *draw.choices(words, k=layers - 1)]
+        draw.shuffle(options["layer_types"])
+    return options
 
 
 def qwen2(draw: random.Random, number: int) -> Any:
-    config = transformers.Qwen2Config(**common(draw, head_dim=False), **windows(draw, number))
+    sizes = common(draw, head_dim=False)
+    config = transformers.Qwen2Config(**sizes, **windows(draw, number, sizes["num_hidden_layers"]))
     return filled(transformers.Qwen2ForCausalLM(config), draw)
 
 
 def qwen3(draw: random.Random, number: int) -> Any:
-    config = transformers.Qwen3Config(**common(draw), **windows(draw, number))
+    sizes = common(draw)
+    config = transformers.Qwen3Config(**sizes, **windows(draw, number, sizes["num_hidden_layers"]))
     return filled(transformers.Qwen3ForCausalLM(config), draw)
 
 
@@ -161,6 +177,7 @@ def qwen3_moe(draw: random.Random, number: int) -> Any:
         num_experts_per_tok=draw.randint(2, 3),
         moe_intermediate_size=draw.choice([8, 12]),
         norm_topk_prob=number % 2 == 0,
+        rope_parameters=rotary(draw, draw.random() < 0.3),
         **window,
     )
     return filled(transformers.Qwen3MoeForCausalLM(config), draw)
@@ -189,7 +206,7 @@ def qwen_hybrid(draw: random.Random, **more: Any) -> dict[str, Any]:
     sizes = common(draw, head_dim=False, head_dim_=draw.choice([8, 16, 32]))
     sizes["head_dim"] = sizes.pop("head_dim_")
     layers = sizes["num_hidden_layers"]
-    rope = {"partial_rotary_factor": draw.choice([0.25, 0.5]), **rotary(draw, False)}
+    rope = {"partial_rotary_factor": draw.choice([0.25, 0.5, 1.0]), **rotary(draw, False)}
     listed = kinds(draw, layers)
     return {**sizes, **delta_net(draw), "layer_types": listed, "rope_parameters": rope, **more}
 
@@ -285,11 +302,11 @@ def mamba2(draw: random.Random, number: int) -> Any:
 
 
 def mamba_sizes(draw: random.Random, hidden: int) -> dict[str, Any]:
-    heads = draw.choice([2, 4])
+    heads, expand = draw.choice([2, 4]), draw.choice([1, 2, 3])
     return {
         "mamba_n_heads": heads,
-        "mamba_expand": 2,
-        "mamba_d_head": 2 * hidden // heads,
+        "mamba_expand": expand,
+        "mamba_d_head": expand * hidden // heads,
         "mamba_n_groups": draw.choice([1, 2]),
         "mamba_d_state": draw.choice([4, 16]),
         "mamba_chunk_size": draw.choice([4, 6, 16]),
@@ -298,12 +315,14 @@ def mamba_sizes(draw: random.Random, hidden: int) -> dict[str, Any]:
 
 def bamba(draw: random.Random, number: int) -> Any:
     sizes = common(draw, head_dim=False, num_hidden_layers=draw.randint(2, 3))
-    sizes["hidden_size"] = draw.choice([16, 48])  # half of a head must be even
+    sizes["hidden_size"] = sizes["num_attention_heads"] * draw.choice([4, 12])  # half must be even
+    layers = sizes["num_hidden_layers"]
     config = transformers.BambaConfig(
         **sizes,
         **mamba_sizes(draw, sizes["hidden_size"]),
-        attn_layer_indices=[draw.randrange(sizes["num_hidden_layers"])],
+        attn_layer_indices=sorted(draw.sample(range(layers), draw.randint(1, layers - 1))),
         mamba_conv_bias=number % 2 == 0,
+        rope_parameters=rotary(draw, False),
     )
     return filled(transformers.BambaForCausalLM(config), draw)
 
@@ -315,7 +334,9 @@ def granitemoehybrid(draw: random.Random, number: int) -> Any:
         **mamba_sizes(draw, sizes["hidden_size"]),
         layer_types=kinds(draw, sizes["num_hidden_layers"]),
         num_local_experts=draw.randint(3, 5) if number % 2 == 0 else 0,
-        num_experts_per_tok=2,
+        num_experts_per_tok=draw.randint(2, 3),
+        mamba_conv_bias=draw.random() < 0.8,
+        rope_parameters=rotary(draw, False),
         shared_intermediate_size=draw.choice([12, 20]),
         position_embedding_type="rope" if number % 4 == 1 else None,
         embedding_multiplier=draw.choice([1.0, 3.0]),

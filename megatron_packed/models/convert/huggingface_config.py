@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.layer_pattern import DEPTH
 from megatron_packed.config.section import section_fields
 from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.models.convert.families.decoder import KEYS_OF_DERIVED
 from megatron_packed.models.convert.families.family import Family, Fields
 from megatron_packed.models.convert.families.field_types import FIELD_TYPES, shown, wrong_types
 from megatron_packed.models.convert.families.qwen_hybrid import OUTSIDE_TEXT
@@ -92,6 +94,8 @@ def model_of(
         )
     if wrong := list(wrong_types(fields, family.read_keys)):
         raise CheckpointError("; ".join(wrong), path=path, cure="correct config.json")
+    inside = fields.get("text_config") or fields
+    rotary = "rope_scaling" if inside.get("rope_scaling") else "rope_parameters"
     try:
         fields = family.spelled(fields)
         main = family.pattern(fields)
@@ -100,7 +104,11 @@ def model_of(
         raise CheckpointError(str(error), path=path) from None
     pattern = main + parts.get("hybrid_layer_pattern", "")
     fields = {**{of: fields[key] for key, of in family.repeats.items() if key in fields}, **fields}
-    problems = list(_problems(fields, family, pattern, ignored))
+    # Messages have the key of the file, and the tables that of transformers 5.
+    problems = [
+        problem.replace("rope_parameters.", f"{rotary}.")
+        for problem in _problems(fields, family, pattern, ignored)
+    ]
     if problems:
         quantised = QUANTISED_KEYS & fields.keys() - set(ignored)
         cure = QUANTISED_CURE if quantised else "convert a model without these options"
@@ -119,15 +127,17 @@ def model_of(
 
 def _invalid(error: ConfigError, family: Family, pattern: str) -> str:
     """Return a sentence about invalid sizes, with the key of config.json of each."""
-    their = {mine: key for key, mine in chosen(family.options, pattern).items()}
+    options = {mine: key for key, mine in chosen(family.options, pattern).items()}
+    their = {**KEYS_OF_DERIVED, **options}
     keys = {
         about.flag: their[about.name]
         for about in section_fields(ModelConfig)
         if about.name in their
     }
-    found = [keys[problem.option] for problem in error.problems if problem.option in keys]
+    sentences = "; ".join(str(problem).removesuffix(".") for problem in error.problems)
+    found = [keys[flag] for flag in re.findall(r"--[a-z-]+", sentences) if flag in keys]
     named = f" ({', '.join(dict.fromkeys(found))})" if found else ""
-    return f"invalid sizes{named}: {error}"
+    return f"invalid sizes{named}: {sentences}"
 
 
 def _depths(fields: Fields, family: Family, depths: int) -> dict[str, Any]:
@@ -163,9 +173,12 @@ def _problems(
     # Every option must be present: the project's defaults differ from those of transformers.
     for key in options:
         if fields.get(key) is None:
-            yield (
-                f"{key} is null, but it must have a value" if key in fields else f"{key} is missing"
-            )
+            names = [*(one for one, of in family.repeats.items() if of == key), key]
+            nulls = [name for name in names if name in fields]
+            if nulls:
+                yield f"{nulls[0]} is null, but it must have a value"
+            else:
+                yield f"{' or '.join(reversed(names))} is missing"
     for key, value in chosen(family.must_be, pattern).items():
         if key in fields and not _same(
             _NAMES_OF_FUNCTIONS.get(str(fields[key]), fields[key]), value

@@ -104,7 +104,7 @@ class MambaOptions(StackOptions):
             yield Problem(
                 "--mamba-num-groups",
                 str(self.mamba_num_groups),
-                f"must divide the number of Mamba heads ({self.mamba_num_heads})",
+                f"must divide --mamba-num-heads ({self.mamba_num_heads})",
                 f"choose from {divisors(self.mamba_num_heads)}",
             )
         if (

@@ -23,6 +23,19 @@ ROPE_SCALING = ("use_rope_scaling", *_SCALING.values())
 """Fields of `ModelConfig` that `rope_scaling` returns."""
 ROPE_SCALING_KEYS = " ".join(_SCALING) + " rope_type "
 """Keys that `rope_scaling` reads."""
+KEYS_OF_DERIVED = {mine: key for key, mine in _SCALING.items()} | {
+    "embedding_multiplier": "embedding_multiplier",
+    "logits_scaling": "logits_scaling",
+    "moe_latent_size": "moe_latent_size",
+    "moe_router_group_topk": "topk_group",
+    "moe_router_num_groups": "n_group",
+    "mtp_loss_scaling_factor": "mtp_loss_scaling_factor",
+    "residual_multiplier": "residual_multiplier",
+    "rotary_base": "rope_theta",
+    "softmax_scale": "attention_multiplier",
+    "window_size": "sliding_window",
+}
+"""Fields of `ModelConfig` that families derive, with the key that messages name for each."""
 WINDOW = ("window_size", "window_attn_skip_freq")
 """Fields of `ModelConfig` that `window` returns."""
 MAMBA_NORM = ("mamba_norm_epsilon",)
@@ -82,8 +95,8 @@ def flat_rotary(fields: Fields, defaults: Mapping[str, Any]) -> dict[str, Any]:
     flat = {**defaults, **flat}
     heads, hidden = fields.get("num_attention_heads"), fields.get("hidden_size")
     derived: dict[str, Any] = {"num_key_value_heads": heads}
-    if isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
-        derived["head_dim"] = hidden // heads
+    if isinstance(heads, int) and isinstance(hidden, int):
+        derived["head_dim"] = hidden // max(heads, 1)  # fewer heads are refused as such
     return {**flat, **{key: value for key, value in derived.items() if flat.get(key) is None}}
 
 
@@ -169,7 +182,9 @@ def typed_pattern(fields: Fields, words: Mapping[str, str], after: str, key: str
     """
     layers, number = fields.get(key), number_of_layers(fields)
     if not isinstance(layers, list) or len(layers) != number:
-        raise ValueError(f"{key} is {shown(layers)}; it must list the {number} layers")
+        raise ValueError(
+            f"{key} is {shown(layers)}; it must list the {number} layers of num_hidden_layers"
+        )
     unknown = [word for word in layers if not isinstance(word, str) or word not in words]
     if unknown:
         raise ValueError(

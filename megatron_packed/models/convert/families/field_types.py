@@ -69,9 +69,11 @@ _KEYS = {
     _WIDTH: "mamba_d_head",
     _NUMBER: """attention_multiplier embedding_multiplier factor high_freq_factor
     layer_norm_epsilon logits_scaling low_freq_factor mtp_loss_scaling_factor
-    partial_rotary_factor residual_multiplier rms_norm_eps rope_theta routed_scaling_factor""",
+    partial_rotary_factor residual_multiplier rms_norm_eps rope_theta routed_scaling_factor
+    time_step_min""",
     _SWITCH: """linear_allow_neg_eigval mamba_conv_bias mtp_use_dedicated_embeddings
-    mtp_use_repeated_layer norm_topk_prob tie_word_embeddings use_conv_bias use_sliding_window""",
+    mtp_use_repeated_layer norm_topk_prob rescale_prenorm_residual tie_word_embeddings
+    use_conv_bias use_sliding_window""",
     _TEXT: """hybrid_override_pattern mtp_hybrid_override_pattern output_gate_type
     position_embedding_type rope_type type""",
     _TEXTS: "layer_types layers_block_type mtp_layers_block_type",

@@ -196,7 +196,7 @@ def _qwen_rules(fields: Fields) -> Iterator[str]:
     switched = fields["use_sliding_window"]
     words = ", ".join(_WINDOW_WORDS)
     if len(listed) != layers:
-        yield f"layer_types is {shown(listed)}; it must list the {layers!r} layers"
+        yield f"layer_types is {shown(listed)}; it must list the {layers!r} layers of num_hidden_layers"
     elif unknown := [word for word in listed if word not in _WINDOW_WORDS]:
         yield f"layer_types has the entry {unknown[0]!r}, but only {words} are supported"
     elif _qwen_window(fields) is None and "sliding_attention" in listed:

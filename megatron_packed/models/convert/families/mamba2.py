@@ -13,7 +13,13 @@ from megatron_packed.models.convert.families.decoder import (
     mamba_norm_epsilon,
     repeated_pattern,
 )
-from megatron_packed.models.convert.families.family import LIBRARY, OUTPUT, TABLE, Family
+from megatron_packed.models.convert.families.family import (
+    LIBRARY,
+    OUTPUT,
+    TABLE,
+    Family,
+    Fields,
+)
 from megatron_packed.models.convert.families.nemotron_h import NEMOTRON_H
 
 
@@ -28,6 +34,19 @@ def mamba_unfit(model: ModelConfig) -> Iterator[str]:
         yield (
             f"{flags.MAMBA_NUM_HEADS} {model.mamba_num_heads} (the family has a multiple of the hidden "
             "size as inner width)"
+        )
+
+
+def _rules(fields: Fields) -> Iterator[str]:
+    """Check the option that changes weights when transformers loads them.
+
+    ``rescale_prenorm_residual`` concerns initial weights, but transformers 5.24 also divides loaded
+    weights of ``out_proj`` by the root of the number of layers.
+    """
+    if fields.get("rescale_prenorm_residual", False):
+        yield (
+            "rescale_prenorm_residual is True, with which transformers divides the loaded weights of "
+            "out_proj; set it to false, if the model was trained without this division"
         )
 
 
@@ -61,11 +80,12 @@ MAMBA2 = Family(
     },
     repeats={},
     no_effect=LIBRARY
-    + """expand max_position_embeddings norm_before_gate num_hidden_layers rescale_prenorm_residual residual_in_fp32
-    rms_norm tie_word_embeddings time_step_floor time_step_max time_step_min time_step_rank""",
-    rules=lambda fields: iter(()),
+    + """expand max_position_embeddings norm_before_gate num_hidden_layers residual_in_fp32 rms_norm
+    tie_word_embeddings time_step_floor time_step_max time_step_min time_step_rank""",
+    rules=_rules,
     derive=lambda fields, pattern: mamba_norm_epsilon(fields["layer_norm_epsilon"], pattern),
     derived=MAMBA_NORM,
+    derived_from="rescale_prenorm_residual",
     written=lambda model: {"num_hidden_layers": model.num_layers, "expand": expand(model)},
     unfit=mamba_unfit,
     outside={

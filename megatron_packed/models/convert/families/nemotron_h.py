@@ -38,6 +38,29 @@ _WORDS = {
 """Types of layers in the words of transformers and of the files on the hub."""
 
 
+_EPSILON = 1e-5
+"""Value of a missing ``layer_norm_epsilon`` in transformers."""
+_LARGEST_STEP_LIMIT = 1e-3
+"""Largest ``time_step_min`` of a model with Mamba layers, which is the default. Steps below it are so
+small that the missing limit changes little.
+"""
+
+
+def _nemotron_h_spelled(fields: Fields) -> Fields:
+    """Return the fields; refuse an epsilon that transformers does not read.
+
+    transformers reads only ``layer_norm_epsilon``. Other libraries also read its other names.
+    """
+    if "layer_norm_epsilon" not in fields:
+        for key in ("norm_eps", "rms_norm_eps"):
+            if fields.get(key, _EPSILON) != _EPSILON:
+                raise ValueError(
+                    f"{key} is {fields[key]!r} without layer_norm_epsilon, for which transformers "
+                    f"takes {_EPSILON}; add layer_norm_epsilon with the value of the training"
+                )
+    return fields
+
+
 def _nemotron_h_pattern(fields: Fields) -> str:
     """Return the layer pattern of a Nemotron-H model.
 
@@ -73,6 +96,8 @@ def _layers_of(fields: Fields, pattern: str, lists: tuple[str, ...]) -> str:
         if text not in (None, spelled):
             raise ValueError(f"{pattern} {text!r} contradicts {key}, which is {spelled!r}")
         text, pattern = spelled, key
+    if text is None:
+        raise ValueError(f"{pattern}, {' and '.join(lists)} are missing or null")
     if not text or not set(text) <= {MAMBA, ATTENTION, MLP, MOE}:
         raise ValueError(f"{pattern} is {text!r}; only M, *, - and E may occur in it")
     return str(text)
@@ -107,12 +132,19 @@ def _nemotron_h_depths_written(model: ModelConfig) -> Fields:
 
 
 def _nemotron_h_rules(fields: Fields) -> Iterator[str]:
-    """Check ``norm_topk_prob`` and the groups of experts.
+    """Check the limit of time steps, ``norm_topk_prob`` and the groups of experts.
 
     The model divides the weights of the chosen experts by their sum, except if a token has only one
     expert, as in Megatron.
     """
-    if MOE not in _nemotron_h_pattern(fields):
+    pattern = _nemotron_h_pattern(fields)
+    limit = fields.get("time_step_min", _LARGEST_STEP_LIMIT)
+    if MAMBA in pattern and limit > _LARGEST_STEP_LIMIT:
+        yield (
+            f"time_step_min is {limit!r}, to which transformers raises shorter time steps, but only "
+            f"values up to {_LARGEST_STEP_LIMIT} are supported"
+        )
+    if MOE not in pattern:
         return
     divides, chosen = fields.get("norm_topk_prob", True), fields.get("num_experts_per_tok")
     if divides is not (chosen != 1):
@@ -121,10 +153,9 @@ def _nemotron_h_rules(fields: Fields) -> Iterator[str]:
             f"only {chosen != 1} is supported"
         )
     groups, open_groups = (fields.get(key, 1) for key in ("n_group", "topk_group"))
-    numbers = (groups, open_groups, chosen)
-    if not all(type(number) is int and number > 0 for number in numbers):
-        yield f"n_group is {groups!r} and topk_group {open_groups!r}; they must be numbers"
-    elif open_groups != groups and chosen // open_groups != 2:
+    if min(groups, open_groups) < 1:
+        yield f"n_group is {groups} and topk_group {open_groups}; they must be at least 1"
+    elif open_groups != groups and type(chosen) is int and chosen // open_groups != 2:
         yield (
             f"n_group is {groups} and topk_group {open_groups}, but groups are chosen by their two "
             "best experts only if num_experts_per_tok // topk_group is 2"
@@ -180,7 +211,7 @@ NEMOTRON_H = Family(
     model_type="nemotron_h",
     architecture="NemotronHForCausalLM",
     unties=True,
-    spelled=lambda fields: fields,
+    spelled=_nemotron_h_spelled,
     pattern=_nemotron_h_pattern,
     blocks=(MAMBA, ATTENTION, MLP, MOE),
     fixed={
@@ -248,7 +279,7 @@ NEMOTRON_H = Family(
     num_nextn_predict_layers output_router_logits
     partial_rotary_factor rescale_prenorm_residual rope_parameters
     rope_scaling rope_theta tie_word_embeddings time_step_floor time_step_max
-    time_step_min time_step_rank use_mamba_kernels""",
+    time_step_rank use_mamba_kernels""",
     rules=_nemotron_h_rules,
     derive=_nemotron_h_derive,
     derived=(
@@ -257,7 +288,7 @@ NEMOTRON_H = Family(
         "moe_router_num_groups",
         "moe_router_group_topk",
     ),
-    derived_from="moe_latent_size n_group topk_group",
+    derived_from="moe_latent_size n_group time_step_min topk_group",
     unfit=_nemotron_h_unfit,
     written=_nemotron_h_written,
     set_aside=(MTP,),

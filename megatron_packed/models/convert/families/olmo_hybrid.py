@@ -46,8 +46,8 @@ def _spelled(fields: Fields) -> Fields:
     released models.
     """
     flat = flat_rotary(fields, {})
-    nested = fields.get("rope_parameters")
-    given = {**fields, **nested} if isinstance(nested, dict) else fields
+    nested = fields.get("rope_scaling") or fields.get("rope_parameters")
+    given = {**fields, **(nested or {})}
     if given.get("rope_type", "default") is None:
         given = {"rope_theta": None}
         flat["rope_type"] = "default"

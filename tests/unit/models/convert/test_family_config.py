@@ -13,8 +13,18 @@ from megatron_packed.models.convert import huggingface_config
 from megatron_packed.models.convert.families.field_types import FIELD_TYPES, NULLABLE
 from megatron_packed.models.convert.families.registry import FAMILIES
 from megatron_packed.models.convert.huggingface_config import model_of
+from support.converted_model import FIELDS as NEMOTRON
 
 LIBRARY = {"architectures": ["A"], "torch_dtype": "bfloat16", "use_cache": True, "eos_token_id": 2}
+MISSING = object()
+"""Value of a key that is removed."""
+
+
+def changed(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    both = {**fields, **changes}
+    return {key: value for key, value in both.items() if value is not MISSING}
+
+
 ATTENTION = {
     **LIBRARY,
     "vocab_size": 100,
@@ -514,7 +524,7 @@ REFUSED = {
     "a short list": (
         "Qwen3.5",
         {"layer_types": ["full_attention"]},
-        "layer_types is ['full_attention']; it must list the 4 layers",
+        "layer_types is ['full_attention']; it must list the 4 layers of num_hidden_layers",
     ),
     "other positions": (
         "Qwen3.5",
@@ -637,6 +647,41 @@ TRUTHS = {
         {"num_experts_per_tok": -1},
         "invalid sizes (num_experts_per_tok): --moe-router-topk -1: must be >= 1",
     ),
+    "the other name of a size": (
+        "Qwen3-MoE",
+        {"num_experts": None, "num_local_experts": None},
+        "num_local_experts is null, but it must have a value",
+    ),
+    "a base out of bounds": (
+        "OLMo Hybrid without positions",
+        {"rope_parameters": {"rope_theta": 0}},
+        "invalid sizes (rope_theta): --rotary-base 0.0: must be > 1",
+    ),
+    "a negative window": (
+        "Mistral 7B v0.1",
+        {"sliding_window": -7},
+        "invalid sizes (sliding_window): --window-size -7: ",
+    ),
+    "no heads": (
+        "Mistral 7B v0.1",
+        {"num_attention_heads": 0},
+        "invalid sizes (num_attention_heads",
+    ),
+    "two sizes that do not fit": (
+        "OLMo Hybrid without positions",
+        {"linear_num_key_heads": 3},
+        "invalid sizes (linear_num_key_heads, linear_num_value_heads): ",
+    ),
+    "a division of loaded weights": (
+        "Mamba-2 with a chunk size that is no power of two",
+        {"rescale_prenorm_residual": True},
+        "rescale_prenorm_residual is True, with which transformers divides the loaded weights",
+    ),
+    "a list for fewer layers": (
+        "Qwen3 whose window is off",
+        {"layer_types": ["full_attention"]},
+        "layer_types is ['full_attention']; it must list the 4 layers of num_hidden_layers",
+    ),
 }
 
 
@@ -646,6 +691,15 @@ def test_nulls_and_truth_are_no_defaults(case):
     with pytest.raises(CheckpointError) as error:
         model_of({**READ[name][0], **changes}, Path("config.json"))
     assert sentence in str(error.value)
+
+
+def test_two_problems_of_sizes_are_one_line():
+    fields = {**READ["Granite 4.0-H"][0], "rms_norm_eps": 0}
+    with pytest.raises(CheckpointError) as error:
+        model_of(fields, Path("config.json"))
+    said = str(error.value)
+    assert said.startswith("config.json: invalid sizes (rms_norm_eps): --norm-epsilon 0.0: ")
+    assert "; --mamba-norm-epsilon 0.0: " in said and "\n" not in said
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -737,6 +791,62 @@ def test_keys_that_contradict_each_other_are_refused(case):
     with pytest.raises(CheckpointError) as error:
         model_of({**READ[name][0], **changes}, Path("config.json"))
     assert sentence in str(error.value)
+
+
+NEMOTRON_H = {
+    "a limit of time steps": (
+        {"time_step_min": 0.5},
+        "time_step_min is 0.5, to which transformers raises shorter time steps, but only values up to "
+        "0.001 are supported",
+    ),
+    "an epsilon under another name": (
+        {"layer_norm_epsilon": MISSING, "norm_eps": 1e-3},
+        "norm_eps is 0.001 without layer_norm_epsilon, for which transformers takes 1e-05; add "
+        "layer_norm_epsilon",
+    ),
+    "no layers": (
+        {"hybrid_override_pattern": None},
+        "hybrid_override_pattern, layers_block_type and layer_types are missing or null",
+    ),
+    "no expert of a token": (
+        {"num_experts_per_tok": -1},
+        "invalid sizes (num_experts_per_tok): --moe-router-topk -1: must be >= 1",
+    ),
+    "no group of experts": (
+        {"n_group": 0},
+        "n_group is 0 and topk_group 1; they must be at least 1",
+    ),
+    "a width of latent experts": (
+        {"moe_latent_size": -1},
+        "invalid sizes (moe_latent_size): --moe-latent-size -1: must be >= 1",
+    ),
+    "no number of experts": ({"n_routed_experts": MISSING}, "n_routed_experts is missing"),
+    "no number of key-value heads": (
+        {"num_key_value_heads": MISSING},
+        "num_key_value_heads or num_query_groups is missing",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NEMOTRON_H)
+def test_what_nemotron_h_refuses(case):
+    changes, sentence = NEMOTRON_H[case]
+    with pytest.raises(CheckpointError) as error:
+        model_of(changed(NEMOTRON, changes), Path("config.json"))
+    assert sentence in str(error.value)
+
+
+def test_other_names_and_limits_of_nemotron_h_that_change_nothing():
+    expected = model_of(NEMOTRON, Path("config.json"))[1]
+    for changes in (
+        {"layer_norm_epsilon": MISSING, "norm_eps": 1e-5},
+        {"layer_norm_epsilon": MISSING, "rms_norm_eps": 1e-5},
+        {"num_key_value_heads": MISSING, "num_query_groups": 2},
+        {"time_step_min": 0.001},
+    ):
+        assert model_of(changed(NEMOTRON, changes), Path("config.json"))[1] == expected
+    limited = {"hybrid_override_pattern": "*-", "time_step_min": 0.5}
+    assert model_of({**NEMOTRON, **limited}, Path("config.json"))[1].main_layers == "*-"
 
 
 def test_two_lists_of_nemotron_h_must_agree():

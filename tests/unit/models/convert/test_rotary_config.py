@@ -85,6 +85,15 @@ def test_two_forms_that_differ_are_refused_with_both_values(scaling, parameters)
     assert "which contradicts rope_parameters {'rope_type'" in str(error.value)
 
 
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_a_refusal_names_the_key_of_the_file(key):
+    scaling = {name: value for name, value in LLAMA3.items() if name != "factor"}
+    fields = {**LLAMA, key: {"rope_type": "llama3", **scaling, "beta": 1.0}}
+    with pytest.raises(CheckpointError) as error:
+        model_of(fields, Path("config.json"))
+    assert f"config.json: {key}.factor is missing; {key}.beta is 1.0, but" in str(error.value)
+
+
 def test_rotary_options_of_a_granite_model_without_positions_have_no_effect():
     transformers = pytest.importorskip("transformers")
     config = transformers.GraniteMoeHybridConfig(
@@ -101,6 +110,34 @@ def test_rotary_options_of_a_granite_model_without_positions_have_no_effect():
     assert model_of(fields, Path())[1].position_embedding_type == "none"
     with pytest.raises(CheckpointError, match="rope_type is 'llama3', but only 'default'"):
         model_of({**fields, "position_embedding_type": "rope"}, Path())
+
+
+OLMO = {
+    "the newer key": ({"rope_parameters": {"rope_theta": 5e5}}, 5e5),
+    "the older key": ({"rope_scaling": {"rope_type": "default", "rope_theta": 5e5}}, 5e5),
+    "no positions, by the older key": (
+        {"rope_scaling": {"rope_type": "default", "rope_theta": None}},
+        None,
+    ),
+    "the older key beside null": (
+        {"rope_scaling": {"rope_type": "default", "rope_theta": 5e5}, "rope_parameters": None},
+        5e5,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OLMO)
+def test_positions_of_olmo_hybrid_are_those_of_transformers(case):
+    changes, base = OLMO[case]
+    fields = {key: value for key, value in LLAMA.items() if key != "model_type"}
+    fields |= {"layer_types": ["linear_attention", "full_attention"], "linear_conv_kernel_dim": 4}
+    fields |= {"linear_allow_neg_eigval": True, "model_type": "olmo_hybrid", **changes}
+    model = model_of(fields, Path())[1]
+    assert model.position_embedding_type == ("none" if base is None else "rope")
+    assert base is None or model.rotary_base == base
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.OlmoHybridConfig.from_dict(json.loads(json.dumps(fields)))
+    assert theirs.rope_parameters["rope_theta"] == base
 
 
 OLD = {
