@@ -28,10 +28,11 @@ import os
 import sys
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch.distributed as dist
 
+from megatron_packed.checkpoint.attached_files import read_attached
 from megatron_packed.checkpoint.directory import Candidate, examine, is_checkpoint_name, scan
 from megatron_packed.checkpoint.errors import (
     CheckpointError,
@@ -160,6 +161,68 @@ def newest_metadata(
         on_rank_0(rank, read), f"reading the newest checkpoint in {path}", cure=_CURE
     )
     return found
+
+
+class Attachments(NamedTuple):
+    """Attached files of a checkpoint."""
+
+    path: Path
+    """Directory of the checkpoint."""
+    metadata: dict[str, Json]
+    texts: dict[str, str]
+    """Text of each file by its name."""
+
+
+def read_attachments(
+    path: str | os.PathLike[str],
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    group: dist.ProcessGroup | None = None,
+    step: Step = None,
+    warn: Callable[[str], None] | None = None,
+) -> Attachments | None:
+    """Return the attached files of the newest checkpoint whose manifest and attached files are intact.
+
+    A collective of all ranks. Rank 0 reads, and all ranks return what it has read.
+
+    Args:
+        path: the directory of a run's checkpoints, or one checkpoint.
+        step: take only this step, or `BEST`.
+        warn: called on rank 0 with a line for each rejected checkpoint; None prints to standard
+            error.
+    Returns:
+        The files; None if there is no checkpoint.
+    Raises:
+        CheckpointError: on all ranks: there are checkpoints, and the attached files of none are
+            intact; or the directory cannot be listed.
+    """
+    say = warn or _print_to_stderr
+
+    def read() -> Json:
+        problems: list[str] = []
+        for name in _list_candidates(Path(path), step)["names"]:
+            manifest = read_manifest(Path(name))
+            try:
+                texts = {one.name: read_attached(Path(name), one) for one in manifest.attached}
+            except CheckpointError as error:
+                problems.append(str(error))
+                say(
+                    f"WARNING: checkpoint {name} is rejected, trying the previous checkpoint: {error}"
+                )
+                continue
+            return {"path": name, "metadata": manifest.metadata, "texts": texts}
+        if problems:
+            raise _none_is_intact(path, problems)
+        return None
+
+    ranks = Ranks(rank=rank, world_size=world_size, group=group)
+    [found, *_] = ranks.agree(
+        on_rank_0(rank, read), f"reading the newest checkpoint in {path}", cure=_CURE
+    )
+    if found is None:
+        return None
+    return Attachments(Path(found["path"]), found["metadata"], found["texts"])
 
 
 def _none_is_intact(path: str | os.PathLike[str], problems: Sequence[str]) -> CheckpointError:

@@ -19,6 +19,7 @@ from megatron_packed.cli.errors import EXIT_DATA, UsageError
 from megatron_packed.cli.lengths import read_numbers
 from megatron_packed.cli.packing import with_unused_flags
 from megatron_packed.config.batch_ramp import BatchStage
+from megatron_packed.config.parser import stored_options
 from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.parser.precedence import gather
 from megatron_packed.config.run import RunConfig
@@ -36,7 +37,7 @@ GIB = 2**30
 MIB = 2**20
 MOST_PROCESSES = 2**20
 """Maximum number of processes, because all their ranks are listed."""
-NO_DATA = ("--data-path", "(none)")
+NO_DATA = ("--data-path", *stored_options.NO_DATA)
 """Placeholder for data when only lengths are used; the file is never opened."""
 
 

@@ -9,7 +9,7 @@ and the configuration.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -140,6 +140,7 @@ class RunState:
         implied: options that checkpoints decide (`implied_keys`).
         lock: rank 0's lock on the directory of checkpoints, verified at every save.
         planned: the checkpoint for which the plan was made.
+        attached: texts that each checkpoint contains, by file name.
     """
 
     def __init__(
@@ -156,6 +157,7 @@ class RunState:
         implied: Collection[str] = (),
         lock: RootLock | None = None,
         planned: Resumed | None = None,
+        attached: Mapping[str, str] | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -165,6 +167,7 @@ class RunState:
         self.hashes = hashes
         self.config = config
         self.model_hash = model_hash
+        self.attached = dict(attached or {})
         self.refusals = CheckpointRefusals(
             model=model,
             plan=plan,
@@ -291,6 +294,7 @@ class RunState:
             keep_every=options.save_retain_interval,
             keep_step=metadata[BEST_STEP] if options.save_best else None,
             run_lock=self._lock,
+            attached=self.attached,
         )
 
     def load(self, options: CheckpointConfig) -> LoadedCheckpoint:

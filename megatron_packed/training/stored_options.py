@@ -37,7 +37,9 @@ def stored_options(given: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]] 
         except CheckpointError as error:
             fault = str(error).rstrip(".")
         if fault is not None:
-            cure = "load another checkpoint, or leave --use-checkpoint-args out"
+            cure = "load another checkpoint"
+            if given.get("checkpoint.use_checkpoint_args"):
+                cure += ", or leave --use-checkpoint-args out"
             raise ConfigError([Problem(f"--{name.replace('_', '-')}", folder, fault, cure)])
         if found is not None:
             config: Mapping[str, Mapping[str, Any]] = found["config"]

@@ -110,7 +110,11 @@ def test_generate_takes_model_length_and_tokenizer_from_the_checkpoint(
     assert main(["generate", "--use-checkpoint-args", *words]) == 0
     found = capsys.readouterr()
     assert found.out == expected != ""
-    assert "options of the checkpoint (--use-checkpoint-args): " in found.err
+    assert main(["generate", "--verbose", *words]) == 0
+    assert (
+        "options of the checkpoint: --hybrid-layer-pattern --; --hidden-size 16; "
+        in capsys.readouterr().err
+    )
     with pytest.raises(SystemExit):
         main(["generate", "--use-checkpoint-args", *words[2:], "--load", "nowhere"])
     assert "1. --load nowhere\n     rule: has no checkpoint" in capsys.readouterr().err
