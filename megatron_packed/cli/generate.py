@@ -90,9 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
-    given = gather(run_flags)
-    if "checkpoint.load" not in given.values and not given.actions and not given.problems:
-        raise UsageError("--load is required: the directory of the run's checkpoints.")
+    _check(arguments, run_flags)
     config = parse_or_exit(
         run_flags,
         launched=False,
@@ -101,17 +99,6 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
         infers=True,
         shows_taken=arguments.verbose,
     )
-    if not arguments.prompt and arguments.prompts_file is None:
-        raise UsageError("--prompt or --prompts-file is required: the texts to answer.")
-    for prompt in arguments.prompt:
-        try:
-            prompt.encode()
-        except UnicodeEncodeError:
-            raise UsageError(
-                f"--prompt {prompt!a} is not UTF-8 text; give it in that encoding."
-            ) from None
-    if arguments.max_new_tokens < 1:
-        raise UsageError(f"--max-new-tokens {arguments.max_new_tokens}: must be at least 1.")
     apply_environment(config.training)  # must precede the import of torch
     from megatron_packed.checkpoint.errors import CheckpointError
     from megatron_packed.data.errors import DataError
@@ -130,17 +117,43 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     return 0
 
 
+def _check(arguments: argparse.Namespace, run_flags: Sequence[str]) -> None:
+    """Check the command's own options, before the checkpoint is read."""
+    given = gather(run_flags)
+    if "checkpoint.load" not in given.values and not given.actions and not given.problems:
+        raise UsageError("--load is required: the directory of the run's checkpoints.")
+    if not arguments.prompt and arguments.prompts_file is None and not given.actions:
+        raise UsageError("--prompt or --prompts-file is required: the texts to answer.")
+    for prompt in arguments.prompt:
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:
+            raise UsageError(
+                f"--prompt {prompt!a} is not UTF-8 text; give it in that encoding."
+            ) from None
+    if arguments.max_new_tokens < 1:
+        raise UsageError(f"--max-new-tokens {arguments.max_new_tokens}: must be at least 1.")
+
+
 def _stored(given: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
     """Return the configuration in the checkpoint that is loaded.
 
     Raises:
-        ConfigError: the directory has no checkpoint, its checkpoint cannot be read, or no tokenizer
-            is known.
+        UsageError: the directory has no checkpoint, or its checkpoint cannot be read.
+        ConfigError: the checkpoint names no tokenizer, and none is given.
     """
-    found, folder = stored_options(given), str(given.get("checkpoint.load", ""))
+    folder, step = str(given["checkpoint.load"]), given.get("checkpoint.ckpt_step")
+    try:
+        found = stored_options(given)
+    except ConfigError as error:
+        [problem] = error.problems
+        raise UsageError(
+            f"checkpoint error: {problem.rule}; {problem.cure}.", EXIT_CHECKPOINT
+        ) from None
     if found is None:
-        cure = "give the directory of a run's checkpoints"
-        raise ConfigError([Problem("--load", folder, "has no checkpoint", cure)])
+        from megatron_packed.checkpoint.load import no_checkpoint
+
+        raise UsageError(f"checkpoint error: {no_checkpoint(folder, step, None)}", EXIT_CHECKPOINT)
     if "data" not in found and not any(f"data.{name}" in given for name in TOKENIZER_CHOICE):
         cure = f"give --tokenizer-type {HUGGING_FACE} --tokenizer-model with its tokenizer.json"
         rule = "holds converted weights, which name no tokenizer"
@@ -152,20 +165,17 @@ def _with_files(config: RunConfig) -> RunConfig:
     """Return the configuration with the paths of the checkpoint's tokenizer and chat template, and
     print what was loaded in one line.
     """
-    from megatron_packed.checkpoint.load import no_checkpoint
     from megatron_packed.training.stored_files import stored_files
 
-    folder, step = str(config.checkpoint.load), config.checkpoint.ckpt_step
-    files = stored_files(folder, step)
-    if files is None:
-        raise no_checkpoint(folder, step, None)
+    files = stored_files(str(config.checkpoint.load), config.checkpoint.ckpt_step)
+    assert files is not None  # the configuration was read from a checkpoint
     print(f"{files.checkpoint}: {_contents(config)}", file=sys.stderr, flush=True)
     of_checkpoint = (config.origins or {}).get("data.chat_template") == STORED
     data = files.for_inference(config.data, prefers_stored=of_checkpoint)
     if data.tokenizer_type == TRAINED_BPE and data.train_paths == NO_DATA:
         raise UsageError(
-            f"--data-path is required: an earlier version saved {files.checkpoint} without its "
-            f"{TRAINED_BPE}, which is found by the data of its training."
+            f"--data-path is required: {TRAINED_BPE} is trained on it, and {files.checkpoint} "
+            "contains none of this size."
         )
     return replace(config, data=data)
 

@@ -297,6 +297,7 @@ def _build_model(launch: Launch, data: RunData) -> tuple[Job, RunState]:
         lock=launch.lock,
         planned=launch.resumed,
         attached=data.attached,
+        changed_files=data.changed_files,
     )
     restore(config, state, console)
     # Set after the restore: with lengths in samples, the last iteration depends on the position at

@@ -79,6 +79,8 @@ class RunData:
     """Prompts of ``--valid-metric``."""
     attached: Mapping[str, str] = field(default_factory=dict)
     """Texts that the checkpoints contain, by file name (`files_to_attach`)."""
+    changed_files: str = ""
+    """Clause about files that have changed since the checkpoint (`StoredFiles.changed_files`)."""
 
     @property
     def valid(self) -> Stream | None:
@@ -193,6 +195,7 @@ def build_data(
         samples=samples,
         metric=metric,
         attached=attached,
+        changed_files="" if stored is None else stored.changed_files(options, attached),
     )
 
 

@@ -141,6 +141,7 @@ class RunState:
         lock: rank 0's lock on the directory of checkpoints, verified at every save.
         planned: the checkpoint for which the plan was made.
         attached: texts that each checkpoint contains, by file name.
+        changed_files: see `CheckpointRefusals`.
     """
 
     def __init__(
@@ -158,6 +159,7 @@ class RunState:
         lock: RootLock | None = None,
         planned: Resumed | None = None,
         attached: Mapping[str, str] | None = None,
+        changed_files: str = "",
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -177,6 +179,7 @@ class RunState:
             schedule_units=schedule_units,
             implied=set(implied),
             planned=planned,
+            changed_files=changed_files,
         )
         self.progress = RunProgress()
         phase = begun_phase(config)

@@ -90,6 +90,21 @@ class StoredFiles(NamedTuple):
             return options
         return replace(options, chat_template=str(self.checkpoint / TEMPLATE))
 
+    def changed_files(self, options: DataConfig, attached: Mapping[str, str]) -> str:
+        """Return a clause about a chat template that has another text than the checkpoint's.
+
+        Args:
+            options: options of the data of a run that starts from the checkpoint.
+            attached: the files that its own checkpoints will contain.
+        """
+        then, now = self.texts.get(TEMPLATE), attached.get(TEMPLATE)
+        if then is None or now is None or then == now:
+            return ""
+        return (
+            f"the text of --chat-template {options.chat_template} has changed "
+            "(--use-checkpoint-args without this flag takes the text of the checkpoint)"
+        )
+
     def for_inference(self, options: DataConfig, *, prefers_stored: bool) -> DataConfig:
         """Return the options with the paths of the checkpoint's tokenizer and chat template.
 

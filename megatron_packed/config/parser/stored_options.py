@@ -183,7 +183,7 @@ def _missing(given: Given, stored: Mapping[str, Mapping[str, Any]]) -> Iterator[
     named = given.values.keys() | given.unsound
     takes_tokenizer = _takes_tokenizer(given, stored)
     overrides = given.values.get("checkpoint.use_checkpoint_args")
-    kind = given.values.get(_TYPE, stored.get("data", {}).get("tokenizer_type"))
+    trained = stored.get("data", {}).get("tokenizer_type") == TRAINED_BPE and takes_tokenizer
     for about in every_field():
         if about.name not in stored.get(about.section, {}) or not _infers(about.key):
             continue
@@ -195,7 +195,7 @@ def _missing(given: Given, stored: Mapping[str, Mapping[str, Any]]) -> Iterator[
             if about.name in TOKENIZER_CHOICE:
                 takes &= takes_tokenizer
             elif about.name in _OF_TRAINED_BPE:
-                takes &= kind == TRAINED_BPE and named.isdisjoint(TRAINING_DATA)
+                takes &= trained and named.isdisjoint(TRAINING_DATA)
             takes &= not _other_form(about, named)
         elif about.key == _LENGTH:
             # A document may be longer than a pack has slots for one sample.
