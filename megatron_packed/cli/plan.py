@@ -68,10 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
-    if arguments.world_size is not None and not 1 <= arguments.world_size <= MOST_PROCESSES:
-        raise UsageError(
-            f"--world-size {arguments.world_size}: must be at least 1 and at most {MOST_PROCESSES:,}."
-        )
+    check_world_size(arguments.world_size)
     if not 0 < arguments.gpu_memory_gib * GIB < inf:
         raise UsageError(
             f"--gpu-memory-gib {arguments.gpu_memory_gib}: must be a finite number above 0."
@@ -107,6 +104,18 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
             )
         )
     return 0
+
+
+def check_world_size(world_size: int | None) -> None:
+    """Check the value of ``--world-size``.
+
+    Raises:
+        UsageError: the number is too small or too large.
+    """
+    if world_size is not None and not 1 <= world_size <= MOST_PROCESSES:
+        raise UsageError(
+            f"--world-size {world_size}: must be at least 1 and at most {MOST_PROCESSES:,}."
+        )
 
 
 def without_data(run_flags: Sequence[str], uses: Collection[str] = ()) -> list[str]:

@@ -26,6 +26,7 @@ from megatron_packed.data.tokenizers.chat_format import template_source
 from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.training.checkpoint_metadata import metadata_problem
+from megatron_packed.training.open_documents import build_tokenizer
 
 # Not `chat_template.jinja`: that file would be the template of the tokenizer.json next to it.
 TEMPLATE = "template.jinja"
@@ -173,6 +174,21 @@ def with_stored_template(config: RunConfig, files: StoredFiles | None) -> RunCon
         return config
     taken = (config.origins or {}).get("data.chat_template") == STORED
     return replace(config, data=files.with_template(config.data, prefers_stored=taken))
+
+
+def with_tokenizer(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
+    """Return the tokenizer of a run in one process, and the configuration for its documents.
+
+    Both are those of the checkpoint with which the run starts, as in `build_data`.
+
+    Raises:
+        CheckpointError: see `stored_files`.
+        DataError: see `build_tokenizer`.
+    """
+    files = files_of_start(config)
+    config = with_stored_template(config, files)
+    trained = None if files is None else files.trained_tokenizer(config.data)
+    return config, build_tokenizer(config.data, config.model.vocab_size, trained=trained)
 
 
 def _is_file(chat_template: str | None) -> bool:

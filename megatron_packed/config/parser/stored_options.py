@@ -75,7 +75,7 @@ def take_stored(given: Given, read: ReadStored | None) -> str:
     Returns:
         A line with the options of the checkpoint; empty if none is taken.
     """
-    if not _loads(given) or not given.values.get("checkpoint.use_checkpoint_args"):
+    if not uses_checkpoint(given):
         return ""
     if read is None:
         cure = (
@@ -116,6 +116,11 @@ def take_for_inference(given: Given, read: ReadStored) -> str:
     if not any(given.values.get(key) for key in TRAINING_DATA):
         given.values["data.data_path"] = NO_DATA
     return line
+
+
+def uses_checkpoint(given: Given) -> bool:
+    """Return whether ``--use-checkpoint-args`` is given with the directory of a checkpoint."""
+    return _loads(given) and bool(given.values.get("checkpoint.use_checkpoint_args"))
 
 
 def _infers(key: str) -> bool:
