@@ -208,9 +208,13 @@ def _answer(
     from megatron_packed.training.load_for_inference import load_model
     from megatron_packed.training.open_documents import build_tokenizer
     from megatron_packed.training.prompts import encode_prompts
-    from megatron_packed.training.trained_model import inference_device
+    from megatron_packed.training.trained_model import (
+        inference_device,
+        with_layers_of_this_machine,
+    )
 
     try:
+        config = with_layers_of_this_machine(config)
         device = inference_device(config)
     except ValueError as error:
         raise UsageError(str(error)) from None

@@ -262,6 +262,7 @@ def _build_data(launch: Launch) -> tuple[Launch, RunData]:
     for line in lines:
         launch.console.say(line)
     console = launch.console
+    # Read before the data is opened: retention may remove this checkpoint while the run trains.
     stored = files_of_start(config, launch.groups)
     data = build_data(
         config, launch.groups, console.say, resumed, detail=console.detail, stored=stored

@@ -283,6 +283,7 @@ def _tokens(
                 "format; give the text to continue."
             )
         text = content.text if isinstance(content, Text) else content
+        # As `SampleEncoder` encodes texts of the training data.
         pieces = [TextPiece(text, False, special)]
         if special:
             pieces = with_special_tokens(tokenizer, pieces)

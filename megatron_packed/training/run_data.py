@@ -157,6 +157,7 @@ def build_data(
     tokenizer = build_tokenizer(options, config.model.vocab_size, say, trained=trained)
     if stored is not None and trained is not None:
         say(f"tokenizer: the {TRAINED_BPE} of {stored.checkpoint}")
+    # Texts, not paths: a save hours later must not read files that were changed in the meantime.
     attached = files_to_attach(options, tokenizer)
     vocab_size = _vocabulary(config, tokenizer)
     # Before the data, because tokenising it may take hours.

@@ -8,6 +8,7 @@ and the configuration.
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -34,6 +35,7 @@ from megatron_packed.distributed.tensor_parallel_shards import ShardedParameter
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.training.checkpoint_metadata import (
+    FOLDER,
     NO_HASHES,
     PHASES,
     SPIKE_WINDOW,
@@ -273,6 +275,7 @@ class RunState:
             "room": None if self.plan is None else self.plan.room,
             BEST_STEP: self.progress.best_at or None,
             PHASES: [phase._asdict() for phase in self.phases],
+            FOLDER: os.getcwd(),
         }
 
     def _write(

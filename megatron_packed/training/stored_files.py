@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_packed.checkpoint.load import Step, read_attachments
+from megatron_packed.config.hub_paths import is_hub_path
 from megatron_packed.config.parser.stored_options import STORED
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.data import DataConfig
@@ -25,7 +26,7 @@ from megatron_packed.data.tokenizers.bpe_training import TOKENIZER, tokenizer_fi
 from megatron_packed.data.tokenizers.chat_format import template_source
 from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.training.checkpoint_metadata import metadata_problem
+from megatron_packed.training.checkpoint_metadata import FOLDER, metadata_problem
 from megatron_packed.training.open_documents import build_tokenizer
 
 # Not `chat_template.jinja`: that file would be the template of the tokenizer.json next to it.
@@ -43,6 +44,8 @@ def files_to_attach(options: DataConfig, tokenizer: Tokenizer) -> dict[str, str]
         DataError: the chat template cannot be read.
     """
     texts: dict[str, str] = {}
+    # Other tokenizers are files of the user: they may be large, and other runs share them. Only the
+    # paths of such files are stored.
     if options.tokenizer_type == TRAINED_BPE:
         assert isinstance(tokenizer, HuggingFaceTokenizer)
         texts |= tokenizer_files(tokenizer)
@@ -60,12 +63,15 @@ class StoredFiles(NamedTuple):
     data: Mapping[str, Any]
     """Section of the data in the checkpoint's configuration."""
     texts: Mapping[str, str]
+    folder: str | None = None
+    """Working directory of the run; None for a checkpoint of an earlier version."""
 
     def trained_tokenizer(self, options: DataConfig) -> str | None:
         """Return the tokenizer.json of the checkpoint's ``TrainedBPETokenizer``.
 
         Returns None if the options name another tokenizer, or the checkpoint has no such file.
         """
+        # Another size requests another tokenizer, which the load then refuses or reports.
         same = options.tokenizer_vocab_size == self.data.get("tokenizer_vocab_size")
         if options.tokenizer_type != TRAINED_BPE or not same:
             return None
@@ -87,6 +93,8 @@ class StoredFiles(NamedTuple):
         ):
             return options
         assert path is not None
+        # A given flag names the file itself. If its text has changed, the data differs, and the
+        # load says so: see `changed_files`.
         if Path(path).is_file() and not prefers_stored:
             return options
         return replace(options, chat_template=str(self.checkpoint / TEMPLATE))
@@ -109,8 +117,13 @@ class StoredFiles(NamedTuple):
     def for_inference(self, options: DataConfig, *, prefers_stored: bool) -> DataConfig:
         """Return the options with the paths of the checkpoint's tokenizer and chat template.
 
-        The tokenizer is then read as any ``tokenizer.json``, in a process of its own.
+        The tokenizer is then read as any ``tokenizer.json``, in a process of its own. Relative
+        paths of other tokenizers are found from another working directory, too.
         """
+        # First, because the paths of attached files replace those of the options.
+        moved = found_paths(vars(options), self.folder)
+        if moved:
+            options = replace(options, **moved)
         if self.trained_tokenizer(options) is not None:
             path = str(self.checkpoint)
             options = replace(options, tokenizer_type=HUGGING_FACE, tokenizer_model=path)
@@ -142,9 +155,31 @@ def stored_files(
     if groups is not None:
         ranks = {"rank": groups.rank, "world_size": groups.world_size, "group": groups.world_group}
     found = read_attachments(folder, step=step, warn=warn, **ranks)
+    # The load reads the same metadata later, and refuses it with its problem.
     if found is None or metadata_problem(found.metadata) is not None:
         return None
-    return StoredFiles(found.path, found.metadata["config"].get("data", {}), found.texts)
+    data = found.metadata["config"].get("data", {})
+    return StoredFiles(found.path, data, found.texts, found.metadata.get(FOLDER))
+
+
+def found_paths(data: Mapping[str, Any], folder: str | None) -> dict[str, str]:
+    """Return absolute paths of a tokenizer's files that exist only below the folder of the training.
+
+    Args:
+        data: options of the data, by name.
+        folder: working directory of the run that gave them; None if it is unknown.
+    """
+    if folder is None:
+        return {}
+    found = {}
+    for name in ("tokenizer_model", "vocab_file", "merge_file"):
+        path = data.get(name)
+        if path is None or is_hub_path(path) or Path(path).exists():
+            continue
+        then = Path(folder, path)
+        if then.exists():
+            found[name] = str(then)
+    return found
 
 
 def files_of_start(config: RunConfig, groups: ParallelGroups | None = None) -> StoredFiles | None:
@@ -156,6 +191,7 @@ def files_of_start(config: RunConfig, groups: ParallelGroups | None = None) -> S
         CheckpointError: see `stored_files`.
     """
     options = config.checkpoint
+    # The order of `restore`: a run that has saved a checkpoint continues with its own files.
     found = None
     if options.load is not None:
         found = stored_files(options.load, options.ckpt_step, groups)

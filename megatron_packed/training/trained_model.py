@@ -14,16 +14,21 @@ import torch
 from megatron_packed.checkpoint.errors import NoCheckpointError
 from megatron_packed.checkpoint.load import BEST, Step, newest_metadata
 from megatron_packed.config.parser.precedence import Given
-from megatron_packed.config.parser.stored_options import take_for_inference
+from megatron_packed.config.parser.stored_options import STORED, take_for_inference
 from megatron_packed.config.run import SECTIONS, RunConfig
 from megatron_packed.config.section import section_fields
 from megatron_packed.config.serialise import from_dict
 from megatron_packed.data.tokenizers.base import Tokenizer, answer_text
 from megatron_packed.data.tokenizers.untrusted_tokenizer import open_tokenizer
+from megatron_packed.layers.transformer_impl import (
+    LOCAL_NAME,
+    TRANSFORMER_ENGINE_NAME,
+    transformer_engine_refusal,
+)
 from megatron_packed.models.generate import generate
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.sampling import Sampling
-from megatron_packed.training.build_job import device_of
+from megatron_packed.training.build_job import device_of, dtype_of
 from megatron_packed.training.checkpoint_metadata import metadata_problem
 from megatron_packed.training.kernels import chosen_kernels
 from megatron_packed.training.load_for_inference import load_model
@@ -43,6 +48,25 @@ def inference_device(config: RunConfig) -> torch.device:
     check_implementation(config, device)
     chosen_kernels(config, device)
     return device
+
+
+def with_layers_of_this_machine(config: RunConfig) -> RunConfig:
+    """Return the configuration with local layers if the checkpoint's cannot run on this machine.
+
+    ``--transformer-impl`` of a training on GPUs may name TransformerEngine, which a CPU or another
+    installation does not have. Local layers compute the same function. A given flag is not changed.
+
+    Raises:
+        ValueError: the device of ``--device`` is missing.
+    """
+    key = "training.transformer_impl"
+    taken = config.origins is None or config.origins[key] == STORED
+    name = config.training.transformer_impl
+    if not taken or name != TRANSFORMER_ENGINE_NAME:
+        return config
+    if transformer_engine_refusal(device_of(config), dtype_of(config)) is None:
+        return config
+    return replace(config, training=replace(config.training, transformer_impl=LOCAL_NAME))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +117,7 @@ class TrainedModel:
                 f"{os.fspath(folder)} holds converted weights, which name no tokenizer; give tokenizer=, the path of "
                 "a tokenizer.json."
             )
-        config = stored_run(stored, folder, step, device)
+        config = with_layers_of_this_machine(stored_run(stored, folder, step, device))
         where = inference_device(config)
         if tokenizer is None:
             used = build_tokenizer(config.data, config.model.vocab_size)
@@ -180,6 +204,7 @@ def stored_run(
     values: dict[str, Any] = {"checkpoint.load": os.fspath(folder), "training.device": device}
     if step is not None:
         values["checkpoint.ckpt_step"] = step
+    # The parser's rules decide which options count, so that `generate` and Python agree.
     given = Given(values=values)
     take_for_inference(given, lambda values: stored)
     sections: dict[str, dict[str, Any]] = {

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_packed.checkpoint.sealed_json import seal, unseal
 from megatron_packed.cli.main import main
 from megatron_packed.config.run import RunConfig
 from megatron_packed.models import generate as generation
@@ -127,6 +128,13 @@ class Trained(NamedTuple):
     """Tokens of it before the first target that is learned; the first token never is one."""
 
 
+class Printed(NamedTuple):
+    """Standard output and standard error of a command."""
+
+    out: str
+    err: str
+
+
 def trained(folder: Path, flags: list[str], line: dict[str, object]) -> Trained:
     """Train a step on one line, then delete the line, its tokens and the template file."""
     data = folder / "data"
@@ -144,14 +152,20 @@ def trained(folder: Path, flags: list[str], line: dict[str, object]) -> Trained:
     return Trained(folder / "run", flags, tokens.tolist(), tokens[:first].tolist())
 
 
-def answer(
-    capsys: pytest.CaptureFixture[str], run: Path, prompt: str, *more: str
-) -> tuple[str, str]:
-    """Return what ``generate`` prints to standard output and to standard error."""
+def edit_config(run: Path, edit: Callable[[dict[str, dict]], None]) -> None:
+    """Change the stored configuration of the only checkpoint of a run."""
+    [path] = run.glob("step_*/manifest.json")
+    fields = unseal(path.read_bytes(), path)
+    edit(fields["metadata"]["config"])
+    path.write_bytes(seal(fields))
+
+
+def answer(capsys: pytest.CaptureFixture[str], run: Path, prompt: str, *more: str) -> Printed:
+    """Return what ``generate`` prints."""
     capsys.readouterr()
     words = ["generate", "--load", str(run), "--device", "cpu", "--prompt", prompt]
     assert main([*words, "--max-new-tokens", "4", *more]) == 0
-    return capsys.readouterr()
+    return Printed(*capsys.readouterr())
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
@@ -252,6 +266,26 @@ def test_given_flags_win_and_contradictions_are_refused_by_name(
     assert "--load is required" in capsys.readouterr().err
 
 
+def test_relative_paths_of_a_tokenizer_are_those_of_the_training(
+    tmp_path: Path,
+    asked: list[Asked],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_huggingface(Path())
+    flags = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model hf"
+    found = trained(tmp_path, flags.split(), {"text": TEXT})
+    fresh = tmp_path / "fresh"
+    fresh.mkdir()
+    monkeypatch.chdir(fresh)
+    answer(capsys, found.run, TEXT)
+    assert asked[0].prompts == [found.document[:-1]]
+    assert TrainedModel.load(found.run, device="cpu").config.data.tokenizer_model == str(
+        tmp_path / "hf"
+    )
+
+
 def test_an_args_file_of_the_run_needs_no_part_of_the_training(
     tmp_path: Path, asked: list[Asked], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -297,17 +331,31 @@ def test_checkpoints_of_earlier_versions_find_their_tokenizer_in_the_cache(
     assert "kept.jsonl" in capsys.readouterr().err
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_layers_that_cannot_run_here_are_replaced_unless_their_flag_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = trained(tmp_path, ["--bf16"], {"text": TEXT})
+    expected = answer(capsys, found.run, TEXT).out
+    name = "transformer_engine"
+    edit_config(found.run, lambda config: config["training"].update(transformer_impl=name))
+    assert answer(capsys, found.run, TEXT).out == expected
+    assert TrainedModel.load(found.run).config.training.transformer_impl == "local"
+    words = ["generate", "--load", str(found.run), "--prompt", TEXT, "--transformer-impl", name]
+    assert main(words) == 2
+    assert "TransformerEngine runs on CUDA GPUs only; give local" in capsys.readouterr().err
+
+
 def test_converted_weights_need_the_name_of_a_tokenizer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from megatron_packed.checkpoint.sealed_json import seal, unseal
-
     found = trained(tmp_path, ["--vocab-size", "300"], {"text": TEXT})
-    path = found.run / "step_00000001" / "manifest.json"
-    fields = unseal(path.read_bytes(), path)
-    config = fields["metadata"]["config"]
-    fields["metadata"]["config"] = {name: config[name] for name in ("model", "training")}
-    path.write_bytes(seal(fields))
+
+    def convert(config: dict[str, dict]) -> None:
+        for name in config.keys() - {"model", "training"}:
+            del config[name]
+
+    edit_config(found.run, convert)
     words = ["generate", "--load", str(found.run), "--prompt", TEXT, "--max-new-tokens", "1"]
     with pytest.raises(SystemExit):
         main(words)
