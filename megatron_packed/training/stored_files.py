@@ -29,7 +29,7 @@ from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.training.checkpoint_metadata import FOLDER, metadata_problem
 from megatron_packed.training.open_documents import build_tokenizer
 
-# Not `chat_template.jinja`: that file would be the template of the tokenizer.json next to it.
+# transformers' name of the file would make it the template of the tokenizer.json next to it.
 TEMPLATE = "template.jinja"
 """Name of the attached chat template."""
 
