@@ -184,7 +184,7 @@ def read_attachments(
 ) -> Attachments | None:
     """Return the attached files of the newest checkpoint whose manifest and attached files are intact.
 
-    A collective of all ranks. Rank 0 reads, and all ranks return what it has read.
+    A collective of all ranks. Rank 0 chooses the checkpoint, and each rank reads its files.
 
     Args:
         path: the directory of a run's checkpoints, or one checkpoint.
@@ -195,34 +195,46 @@ def read_attachments(
         The files; None if there is no checkpoint.
     Raises:
         CheckpointError: on all ranks: there are checkpoints, and the attached files of none are
-            intact; or the directory cannot be listed.
+            intact; or the directory cannot be listed, or a rank cannot read the files.
     """
     say = warn or _print_to_stderr
 
-    def read() -> Json:
+    def choose() -> Json:
         problems: list[str] = []
         for name in _list_candidates(Path(path), step)["names"]:
-            manifest = read_manifest(Path(name))
             try:
-                texts = {one.name: read_attached(Path(name), one) for one in manifest.attached}
+                _read_attachments(Path(name))
             except CheckpointError as error:
                 problems.append(str(error))
                 say(
                     f"WARNING: checkpoint {name} is rejected, trying the previous checkpoint: {error}"
                 )
                 continue
-            return {"path": name, "metadata": manifest.metadata, "texts": texts}
+            return name
         if problems:
             raise _none_is_intact(path, problems)
         return None
 
     ranks = Ranks(rank=rank, world_size=world_size, group=group)
-    [found, *_] = ranks.agree(
-        on_rank_0(rank, read), f"reading the newest checkpoint in {path}", cure=_CURE
+    [name, *_] = ranks.agree(
+        on_rank_0(rank, choose), f"reading the newest checkpoint in {path}", cure=_CURE
     )
-    if found is None:
+    if name is None:
         return None
-    return Attachments(Path(found["path"]), found["metadata"], found["texts"])
+    # Each rank reads: a gather of a file of 20 MiB over 1,000 ranks would need 20 GiB on each.
+    found: list[Attachments] = []
+    ranks.agree(
+        lambda: found.append(_read_attachments(Path(name))),
+        f"reading the files of {name}",
+        cure=_CURE,
+    )
+    return found[0]
+
+
+def _read_attachments(path: Path) -> Attachments:
+    manifest = read_manifest(path)
+    texts = {record.name: read_attached(path, record) for record in manifest.attached}
+    return Attachments(path, manifest.metadata, texts)
 
 
 def _none_is_intact(path: str | os.PathLike[str], problems: Sequence[str]) -> CheckpointError:
