@@ -232,7 +232,7 @@ def _resolve(
         taken_options = take_for_inference(given, read_stored)
     # Programs that never read the checkpoint of another machine ignore its options.
     elif here or read_stored is not None:
-        taken_options = take_stored(given, read_stored)
+        taken_options = take_stored(given, read_stored, trains=launched)
     problems = list(given.problems)
     unsound = set(given.unsound)
     sections = {name: unchecked(kind, _values_of(name, given)) for name, kind in SECTIONS.items()}

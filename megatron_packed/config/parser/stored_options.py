@@ -32,6 +32,7 @@ _FLAG = "--use-checkpoint-args"
 UNKNOWN_LENGTH = 2048
 """Length of documents that text generation assumes for converted weights, which store none."""
 _LENGTH = "packing.seq_length"
+_BF16 = "training.bf16"
 _TYPE = "data.tokenizer_type"
 _TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
 _FORMS = ("chat_template", "sft_tokenizer_prompt_format")
@@ -65,13 +66,18 @@ _OF_INFERENCE = {
 """Options that text generation uses, by section, next to those of the model."""
 
 
-def take_stored(given: Given, read: ReadStored | None) -> str:
+def take_stored(given: Given, read: ReadStored | None, *, trains: bool) -> str:
     """Take options of the checkpoint, if ``--use-checkpoint-args`` is given.
 
     The model's options replace given ones, except those that only affect training, such as dropout.
     ``--seq-length``, the tokenizer and the settings of its chat template are taken only if they are
-    not given.
+    not given. The precision is the run's own and must be that of the checkpoint. A program that does
+    not train takes it from the checkpoint.
 
+    Args:
+        given: options of the command line.
+        read: reads the checkpoint; None if this command cannot.
+        trains: the program trains.
     Returns:
         A line with the options of the checkpoint; empty if none is taken.
     """
@@ -88,7 +94,9 @@ def take_stored(given: Given, read: ReadStored | None) -> str:
     stored = _read(given, read)
     if stored is None:
         return ""
-    return _taken(given, _replaced(given, stored), f" ({_FLAG})")
+    if stored and trains:
+        given.problems += _precision_problem(given, stored)
+    return _taken(given, _replaced(given, stored, trains), f" ({_FLAG})")
 
 
 def take_for_inference(given: Given, read: ReadStored) -> str:
@@ -128,6 +136,21 @@ def _infers(key: str) -> bool:
     return section == ModelConfig.title or name in _OF_INFERENCE.get(section, ())
 
 
+def _precision_problem(given: Given, stored: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
+    """Return the problem of a training run in another precision than its checkpoint's.
+
+    The load refuses it too, but only after the data was tokenised.
+    """
+    then, now = stored["training"]["bf16"], bool(given.values.get(_BF16))
+    if then == now or _BF16 in given.unsound:
+        return []
+    rule = (
+        f"is {'not ' * then}given, and the checkpoint was made {'with' if then else 'without'} it"
+    )
+    cure = "give it; a load does not change precisions"
+    return [Problem("--bf16", "", rule, cure if then else cure.replace("give it", "leave it out"))]
+
+
 def _loads(given: Given) -> bool:
     return bool({"checkpoint.load", "checkpoint.pretrained_checkpoint"} & given.values.keys())
 
@@ -162,8 +185,10 @@ def _taken(given: Given, options: Iterator[tuple[Field, Any]], by: str = "") -> 
     return f"options of the checkpoint{by}: {'; '.join(taken)}" if taken else ""
 
 
-def _replaced(given: Given, stored: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[Field, Any]]:
-    """Yield the options that a training run takes from the checkpoint, with their stored values."""
+def _replaced(
+    given: Given, stored: Mapping[str, Mapping[str, Any]], trains: bool
+) -> Iterator[tuple[Field, Any]]:
+    """Yield the options that `take_stored` takes from the checkpoint, with their stored values."""
     named = given.values.keys() | given.unsound
     takes_tokenizer = _takes_tokenizer(given, stored)
     for about in every_field():
@@ -177,6 +202,8 @@ def _replaced(given: Given, stored: Mapping[str, Mapping[str, Any]]) -> Iterator
             # Without --sft, texts have no chat template.
             applies = given.values.get("data.sft") or about.name == "special_tokens_in_text"
             takes = bool(applies) and about.key not in named and not _other_form(about, named)
+        elif about.section == "training":
+            takes = not trains and about.name in PRECISION and about.key not in named
         else:
             takes = about.key == _LENGTH and about.key not in named
         if takes:

@@ -11,7 +11,7 @@ from megatron_packed.config.run import RunConfig
 from megatron_packed.training.from_python import train
 
 FLAGS = """--hybrid-layer-pattern - --hidden-size 16 --seq-length 96 --lr 1e-2 --train-iters 1
-    --no-isolation-self-test --device cpu --sft --chat-template own.jinja
+    --no-isolation-self-test --device cpu --bf16 --sft --chat-template own.jinja
     --tokenizer-type TrainedBPETokenizer --tokenizer-vocab-size 270 --data-path talk.jsonl"""
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
 

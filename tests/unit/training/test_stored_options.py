@@ -119,6 +119,16 @@ def test_generate_takes_model_length_and_tokenizer_from_the_checkpoint(
     assert "checkpoint error: nowhere: no checkpoint" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("start", ["--load", "--pretrained-checkpoint"])
+def test_the_precision_is_the_runs_own_and_must_be_that_of_the_checkpoint(
+    run: RunConfig, start: str
+) -> None:
+    words = REST.replace("--load runs", f"{start} runs").replace("--save runs", "--save new")
+    argv = [*words.split(), "--train-iters", "5", "--use-checkpoint-args", "--bf16"]
+    with pytest.raises(ConfigError, match=r"--bf16: is given, and the checkpoint was made without"):
+        parse_with_sources(argv, read_stored=stored_options)
+
+
 def test_a_damaged_checkpoint_and_other_programs_are_one_problem(run: RunConfig) -> None:
     argv = [*RUN.split(), "--train-iters", "5", "--use-checkpoint-args"]
     with pytest.raises(ConfigError) as caught:
