@@ -54,6 +54,15 @@ def test_a_run_that_resumes_is_described_with_its_tokenizer(report: dict, capsys
     assert list(Path(".megatron_packed_cache").glob("tokenizer-*")) == []
 
 
+def test_plan_knows_the_vocabulary_of_the_checkpoint(report: dict, capsys) -> None:
+    vocabularies = []
+    for more in ([], ["--load", "run"]):
+        assert main(["plan", *FLAGS.split(), *more, "--json"]) == 0
+        vocabularies.append(json.loads(capsys.readouterr().out)["vocab_size"])
+    size = len(json.loads(Path("run/step_00000001/tokenizer.json").read_text())["model"]["vocab"])
+    assert vocabularies == [270, size] and size < 270
+
+
 def test_a_damaged_tokenizer_is_a_sentence(report: dict, capsys) -> None:
     Path("run/step_00000001/tokenizer.json").write_text("{}")
     words = ["--sft", "--data-path", "talk.jsonl", "--load", "run", "--use-checkpoint-args"]

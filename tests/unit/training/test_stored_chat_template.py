@@ -10,6 +10,8 @@ from megatron_packed.checkpoint.errors import CheckpointMismatchError
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.parser.parse import parse_with_sources
 from megatron_packed.config.run import RunConfig
+from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
+from megatron_packed.training.export_trained import export_trained
 from megatron_packed.training.from_python import train
 from megatron_packed.training.stored_options import stored_options
 
@@ -88,6 +90,23 @@ def test_other_data_gets_the_template_and_the_tokenizer(run: list[float], start:
     [first, *_] = sorted(Path("new").glob("step_*"))
     for name in ("template.jinja", "tokenizer.json"):
         assert (first / name).read_bytes() == Path("run/step_00000002", name).read_bytes()
+
+
+def test_an_export_has_the_template_whose_file_is_gone(run: list[float], tmp_path: Path) -> None:
+    model = (
+        "--hybrid-layer-pattern *- --hidden-size 16 --num-attention-heads 2 --seq-length 128 --swiglu "
+        "--normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
+        "--untie-embeddings-and-output-weights"
+    )
+    trained(f"{model} {BPE} {CHAT} --save exported --exit-interval 2")
+    Path("own.jinja").unlink()
+    Path("talk.jsonl").unlink()
+    shutil.rmtree(".megatron_packed_cache")
+    export_trained("exported", tmp_path / "hf")
+    tokenizer = HuggingFaceTokenizer(tmp_path / "hf")
+    assert tokenizer.chat_template == TEMPLATE
+    text = Path("exported/step_00000002/tokenizer.json").read_text()
+    assert (tmp_path / "hf" / "tokenizer.json").read_text() == text
 
 
 def test_given_settings_and_runs_without_conversations_do_not_take_them(run: list[float]) -> None:
