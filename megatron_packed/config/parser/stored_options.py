@@ -32,7 +32,8 @@ _FLAG = "--use-checkpoint-args"
 UNKNOWN_LENGTH = 2048
 """Length of documents that text generation assumes for converted weights, which store none."""
 _LENGTH = "packing.seq_length"
-_BF16 = "training.bf16"
+_STARTS = ("checkpoint.load", "checkpoint.pretrained_checkpoint")
+_PATTERN, _BF16 = "model.hybrid_layer_pattern", "training.bf16"
 _TYPE = "data.tokenizer_type"
 _TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
 _FORMS = ("chat_template", "sft_tokenizer_prompt_format")
@@ -94,6 +95,12 @@ def take_stored(given: Given, read: ReadStored | None, *, trains: bool) -> str:
     stored = _read(given, read)
     if stored is None:
         return ""
+    if not stored and _PATTERN not in given.values:
+        folders = " or ".join(str(given.values[key]) for key in _STARTS if key in given.values)
+        cure = "give the flags of the model, or the directory of a run's checkpoints"
+        given.problems.append(Problem(_FLAG, "", f"finds no checkpoint in {folders}", cure))
+        given.expect(_expected())
+        return ""
     if stored and trains:
         given.problems += _precision_problem(given, stored)
     return _taken(given, _replaced(given, stored, trains), f" ({_FLAG})")
@@ -152,7 +159,7 @@ def _precision_problem(given: Given, stored: Mapping[str, Mapping[str, Any]]) ->
 
 
 def _loads(given: Given) -> bool:
-    return bool({"checkpoint.load", "checkpoint.pretrained_checkpoint"} & given.values.keys())
+    return not given.values.keys().isdisjoint(_STARTS)
 
 
 def _expected() -> list[str]:

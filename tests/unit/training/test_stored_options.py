@@ -87,6 +87,9 @@ def test_without_a_checkpoint_the_flags_count(run: RunConfig) -> None:
         read_stored=stored_options,
     )
     assert found.config.model.hidden_size == 32 and found.taken_options == ""
+    alone = [*RUN.replace("runs", "new").split(), "--train-iters", "5", "--use-checkpoint-args"]
+    with pytest.raises(ConfigError, match=r"^--use-checkpoint-args: finds no checkpoint in new;"):
+        parse_with_sources(alone, read_stored=stored_options)
     fine_tuned = parse_with_sources(
         [
             *RUN.replace("runs", "new").split(),
