@@ -133,6 +133,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "tensors of vision and of multi-token prediction are copied",
     )
     parser.add_argument(
+        "--keep-base-template",
+        action="store_true",
+        help="with --hf-base or --hf-config: keep the chat template of the original, although the "
+        "training had another one",
+    )
+    parser.add_argument(
         "--hf-family",
         metavar="NAME",
         help=f"with --to-hf: family of a new config.json ({', '.join(FAMILIES)}); the first family "
@@ -187,7 +193,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
 def _check_options(arguments: argparse.Namespace) -> None:
     """Refuse options that are missing, or that have no effect in this conversion."""
     way, needed, other = "--from-hf", ["save"], ["load", "hf_config", "hf_base", "hf_family"]
-    other += ["tokenizer_model", "ckpt_step"]
+    other += ["keep_base_template", "tokenizer_model", "ckpt_step"]
     if arguments.from_megatron:
         way, other = "--from-megatron", [*other[:-1], "ignore_key", "mtp_depths"]
     if arguments.to_megatron:
@@ -197,7 +203,9 @@ def _check_options(arguments: argparse.Namespace) -> None:
         way, needed, other = "--to-hf", ["load"], ["save", "bf16", "mtp_depths"]
         if arguments.hf_config or arguments.hf_base:
             way = "--hf-config" if arguments.hf_config else "--hf-base"
-            other = [*other, "hf_family", "tokenizer_model"]
+            other = [*other, "hf_family"]
+        else:
+            other = [*other, "keep_base_template"]
     for name in needed:
         if not getattr(arguments, name):
             raise UsageError(f"--{name.replace('_', '-')} is required with {way}.")
@@ -332,11 +340,10 @@ def _print_command(root: Path) -> None:
 def _to_huggingface(arguments: argparse.Namespace) -> None:
     from megatron_packed.data.progress_bar import ProgressBar
     from megatron_packed.data.sources.hub import local_path
-    from megatron_packed.models.convert.export_huggingface import newest_checkpoint, to_huggingface
     from megatron_packed.models.convert.huggingface_files import by_prefix
+    from megatron_packed.training.export_tuned import export_tuned
 
-    directory, step = Path(arguments.to_hf).absolute(), _step(arguments)
-    base = None
+    directory, base = Path(arguments.to_hf).absolute(), None
     if arguments.hf_base:
         base = Path(local_path(arguments.hf_base, MODEL, print, files=_MODEL_FILES))
     config = base / "config.json" if base else None
@@ -344,15 +351,22 @@ def _to_huggingface(arguments: argparse.Namespace) -> None:
         config = Path(local_path(arguments.hf_config, MODEL, print))
     assert config is not None
     with ProgressBar("converting", 1) as bar:
-        made = to_huggingface(
-            Path(arguments.load) if step is None else newest_checkpoint(Path(arguments.load), step),
+        made, sentences, warning = export_tuned(
+            Path(arguments.load),
             directory,
             config,
             base=base,
+            step=_step(arguments),
             ignored=arguments.ignore_key,
+            tokenizer=arguments.tokenizer_model,
+            keep_base_template=arguments.keep_base_template,
             on_progress=lambda done, total: bar.update(done, total=total),
         )
     print(f"{directory}: written")
+    for sentence in sentences:
+        print(sentence)
+    if warning:
+        print(f"warning: {warning}", file=sys.stderr)
     if made.rounded:
         print(
             f"{len(made.rounded)} tensors were rounded to the dtype of the original, for example "
@@ -383,7 +397,8 @@ def _export(arguments: argparse.Namespace) -> None:
     print(f"{directory}: written as a {exported.family.model_type} model for transformers")
     if exported.ends:
         print(f"Answers end at {' or '.join(exported.ends)} (eos_token_id).")
-    if exported.missing:
-        print(exported.missing)
+    for sentence in (exported.positions, exported.missing):
+        if sentence:
+            print(sentence)
     if exported.warning:
         print(f"warning: {exported.warning}", file=sys.stderr)

@@ -17,6 +17,7 @@ from megatron_packed.config.sections.checkpoint import PHASE_NAME
 from megatron_packed.config.sections.packing import PackingConfig
 from megatron_packed.config.stored_config import is_number, stored_problem, wrong
 from megatron_packed.config.value_checks import INT32_MAX
+from megatron_packed.models.convert.original_facts import ORIGINAL, facts_problem
 
 MOST_PACKS_PER_STEP = 1 << 20
 """Largest accepted number of packs per step.
@@ -197,6 +198,7 @@ def metadata_problem(metadata: Mapping[str, Any]) -> str | None:
         PHASES: _phases_problem,
         EXPERT_BOUNDS: _bounds_problem,
         FOLDER: _is_text,
+        ORIGINAL: facts_problem,
     }
     problems = ((key, checks[key](metadata[key])) for key in checks if key in metadata)
     found = next((f"{key}{problem}" for key, problem in problems if problem is not None), None)

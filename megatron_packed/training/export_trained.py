@@ -7,6 +7,7 @@ model is needed.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from megatron_packed.config.sections.data_parts.tokenizer import (
 )
 from megatron_packed.data.sources.hub import local_path
 from megatron_packed.data.tokenizers.base import ByteTokenizer, Tokenizer, meaning_hash, vocabulary
-from megatron_packed.data.tokenizers.chat_format import template_source
+from megatron_packed.data.tokenizers.chat_format import lacks_chatml, template_source
 from megatron_packed.data.tokenizers.chat_template import DEFAULT_TEMPLATE
 from megatron_packed.data.tokenizers.exported_files import (
     Files,
@@ -39,12 +40,14 @@ from megatron_packed.data.tokenizers.exported_files import (
 )
 from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron_packed.data.tokenizers.prompt_formats import PROMPT_FORMATS
+from megatron_packed.data.tokenizers.served_template import served_template
 from megatron_packed.models.convert.export_huggingface import (
     newest_checkpoint,
     trained_to_huggingface,
 )
 from megatron_packed.models.convert.families.family import Family
 from megatron_packed.models.convert.import_huggingface import OnProgress, silent
+from megatron_packed.models.convert.original_facts import CONFIG, IDS, MAX_POSITIONS, ORIGINAL
 from megatron_packed.models.convert.trained_config import SpecialIds, TrainedOptions, family_for
 from megatron_packed.training.checkpoint_metadata import metadata_problem, tokenizer_warning
 from megatron_packed.training.open_documents import build_tokenizer
@@ -62,6 +65,10 @@ class Exported(NamedTuple):
     """Sentence about tokenizer files that the model lacks; empty if none is missing."""
     warning: str | None
     """Sentence about a tokenizer that is not that of the training; None if it is."""
+    positions: str
+    """Sentence about documents of the training that are longer than ``max_position_embeddings``;
+    empty if there is none.
+    """
 
 
 def export_trained(
@@ -96,18 +103,19 @@ def export_trained(
     family_for(config.model, family)  # refuse the model before any file is read
     used, files, missing, ids, warning = None, {}, _NO_TOKENIZER, SpecialIds(), None
     if tokenizer is not None or "data" in stored:
-        data = config.data if tokenizer is None else _moved(config.data, tokenizer)
+        data = config.data if tokenizer is None else moved_tokenizer(config.data, tokenizer)
         used = build_tokenizer(data, config.model.vocab_size, build_missing=False)
-        files, missing = _files(data, used)
-        ids = _ids(config, used)
+        files, missing = tokenizer_files(data, used)
+        ids = special_ids(config, used)
         warning = tokenizer_warning(found, metadata, meaning_hash(used))
     elif config.model.vocab_size is None:
         raise CheckpointError("names no vocabulary", path=found)
     options = TrainedOptions(
         model=config.model if used is None else _sized(config, used),
         bf16=config.training.bf16,
-        max_positions=config.max_positions,
+        max_positions=_max_positions(config, metadata),
         ids=ids,
+        original=_original(config, metadata),
     )
     made = trained_to_huggingface(
         found,
@@ -120,7 +128,7 @@ def export_trained(
     ends = () if used is None else tuple(used.decode([end]) for end in ids.ends)
     if used is not None:
         used.close()
-    return Exported(made, ends, missing, warning)
+    return Exported(made, ends, missing, warning, _longer(config, options, stored))
 
 
 _NO_TOKENIZER = (
@@ -129,11 +137,50 @@ _NO_TOKENIZER = (
 )
 
 
+def _max_positions(config: RunConfig, metadata: Mapping[str, Any]) -> int | None:
+    """Return ``max_position_embeddings``: the option of the run, else that of the original.
+
+    A model that was trained from scratch has that of its longest document. None if the config.json
+    of the original has no value.
+    """
+    if config.model.max_position_embeddings is None and ORIGINAL in metadata:
+        return metadata[ORIGINAL].get(CONFIG, {}).get(MAX_POSITIONS)
+    return config.max_positions
+
+
+def _longer(config: RunConfig, options: TrainedOptions, stored: Mapping[str, Any]) -> str:
+    trained, positions = config.packing.max_document_length, options.max_positions
+    if "packing" not in stored or positions is None or trained <= positions:
+        return ""
+    return (
+        f"{MAX_POSITIONS} is {positions:,}, as in the original, but documents of the training may have "
+        f"{trained:,} tokens ({flags.MAX_DOCUMENT_LENGTH}). To raise the value, edit config.json, or "
+        f"train with {flags.MAX_POSITION_EMBEDDINGS}."
+    )
+
+
+def _original(config: RunConfig, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the facts of the original, without token numbers that no longer hold.
+
+    The ends of the training's answers replace those of the original. If a tokenizer was learned from
+    the training data, token numbers mean other text.
+    """
+    # The original's tokenizer is not at hand, so its other ends might be tokens of other text.
+    gone: tuple[str, ...] = ("eos_token_id",) if config.data.sft else ()
+    # Not `config`, which names the copy of this tokenizer in the checkpoint as a file.
+    if metadata["config"].get("data", {}).get("tokenizer_type") == TRAINED_BPE:
+        gone = IDS
+    return {
+        part: {key: value for key, value in keys.items() if key not in gone}
+        for part, keys in metadata.get(ORIGINAL, {}).items()
+    }
+
+
 def _sized(config: RunConfig, tokenizer: Tokenizer) -> Any:
     return replace(config.model, vocab_size=vocabulary(tokenizer, config.model.vocab_size))
 
 
-def _moved(data: DataConfig, path: str) -> DataConfig:
+def moved_tokenizer(data: DataConfig, path: str) -> DataConfig:
     """Return the options of the data with a tokenizer that is read from ``path``."""
     if data.tokenizer_type in MODEL_FILES:
         return replace(data, tokenizer_model=path)
@@ -147,7 +194,7 @@ def _moved(data: DataConfig, path: str) -> DataConfig:
     )
 
 
-def _ids(config: RunConfig, tokenizer: Tokenizer) -> SpecialIds:
+def special_ids(config: RunConfig, tokenizer: Tokenizer) -> SpecialIds:
     """Return the tokens with a meaning; the end of a turn comes before the end of a document."""
     # A NullTokenizer encodes numbers only.
     ends = encode_prompts(config, tokenizer, texts(["0"])).ends
@@ -157,9 +204,10 @@ def _ids(config: RunConfig, tokenizer: Tokenizer) -> SpecialIds:
     return SpecialIds(bos=bos, pad=pad, ends=tuple(ordered))
 
 
-def _files(data: DataConfig, tokenizer: Tokenizer) -> tuple[Files, str]:
+def tokenizer_files(data: DataConfig, tokenizer: Tokenizer) -> tuple[Files, str]:
     """Return the tokenizer's files, and a sentence about files that cannot be written."""
-    template = _template(data, tokenizer)
+    templates = trained_templates(data, tokenizer)
+    template = None if templates is None else templates.default
     kind = data.tokenizer_type
     if kind == BYTES:
         return files_of_bytes(ByteTokenizer(), template), ""
@@ -182,12 +230,30 @@ def _tokenizer_path(data: DataConfig) -> Path:
     return Path(local_path(str(data.tokenizer_model), MODEL))
 
 
-def _template(data: DataConfig, tokenizer: Tokenizer) -> str | None:
-    """Return the chat template of the training; None if it is the tokenizer's or unknown."""
+class ServedTemplates(NamedTuple):
+    """Chat templates that print on a server what the training printed."""
+
+    default: str
+    for_tools: str | None
+    """Template for conversations with tools; None if ``default`` prints them."""
+
+
+def trained_templates(data: DataConfig, tokenizer: Tokenizer) -> ServedTemplates | None:
+    """Return the chat templates of a training; None if no template rendered its conversations."""
     if not data.sft or data.sft_tokenizer_prompt_format == "identity":
         return None
     form = PROMPT_FORMATS.get(data.sft_tokenizer_prompt_format or "")
+    source, for_tools = template_source(tokenizer, data.chat_template), None
     if form is not None and form.template is not None:
-        return form.template
-    source = template_source(tokenizer, data.chat_template)
-    return source or DEFAULT_TEMPLATE
+        source = form.template
+    elif data.chat_template is None:
+        for_tools = tokenizer.tool_chat_template
+    if source is None:
+        if lacks_chatml(tokenizer):
+            return None
+        source = DEFAULT_TEMPLATE
+
+    def served(template: str) -> str:
+        return served_template(template, data.chat_template_kwargs, tokenizer.template_variables)
+
+    return ServedTemplates(served(source), None if for_tools is None else served(for_tools))

@@ -32,6 +32,7 @@ from megatron_packed.data.progress_bar import ProgressBar
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.rng import RngState
 from megatron_packed.distributed.tensor_parallel_shards import ShardedParameter
+from megatron_packed.models.convert.original_facts import ORIGINAL
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.training.checkpoint_metadata import (
@@ -187,6 +188,8 @@ class RunState:
         phase = begun_phase(config)
         self.phases = () if phase is None else (Phase(phase, 0),)
         """Phases of the run, the current one last."""
+        self.original: Any = None
+        """Facts of the Hugging Face model whose weights the run began with; None if there is none."""
         self.resumed: Resumed | None = None
         """The checkpoint from which the run continues."""
         self._device = groups.device
@@ -276,6 +279,7 @@ class RunState:
             BEST_STEP: self.progress.best_at or None,
             PHASES: [phase._asdict() for phase in self.phases],
             FOLDER: os.getcwd(),
+            **({} if self.original is None else {ORIGINAL: self.original}),
         }
 
     def _write(
@@ -352,6 +356,7 @@ class RunState:
         # Masters still hold the start values, which the next step would copy over the weights.
         if not with_optimizer:
             self.optimizer.reset_masters()
+        self.original = loaded.metadata.get(ORIGINAL)
         if options.finetune:
             return loaded
         self._go_on(loaded, rng if with_rng else None)

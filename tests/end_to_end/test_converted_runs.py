@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.models.convert.huggingface_files import ModelFiles
 from megatron_packed.models.generate import generate
 from megatron_packed.training.trained_model import TrainedModel
-from support.runs import TINY_RUN, Data, losses, run, trained
+from support.runs import TINY_RUN, Data, flags_of, losses, run, trained
 
 SIZES: dict[str, Any] = {
     "vocab_size": ByteTokenizer.vocab_size,
@@ -35,12 +34,6 @@ SIZES: dict[str, Any] = {
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
 VISION |= {"num_position_embeddings": 16, "out_hidden_size": 32}
 NEW_TOKENS = 24
-
-
-def flags_of(path: Path) -> dict[str, Any]:
-    """Return the flags of a model.args file as options of a run."""
-    lines = [shlex.split(line) for line in path.read_text().splitlines()]
-    return {words[0].removeprefix("--"): (words[1:] or [True])[0] for words in lines}
 
 
 def test_a_tuned_qwen3_5_continues_texts_alike_in_transformers(
@@ -80,3 +73,23 @@ def test_a_tuned_qwen3_5_continues_texts_alike_in_transformers(
         given = torch.as_tensor(prompt)[None]
         [expected] = theirs.generate(given, max_new_tokens=NEW_TOKENS, do_sample=False)
         assert list(tokens) == expected[len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize(
+    "name, template, expected",
+    [
+        ("qwen3_5", "file", "Unlike the original: the chat template is that of the training."),
+        ("granite", "own", "out: written\n"),
+    ],
+)
+def test_a_tuned_model_answers_alike_in_transformers(
+    name: str, template: str, expected: str, tmp_path: Path
+) -> None:
+    """transformers prompts it as it was trained, gives its answers, and stops where it stops."""
+    pytest.importorskip("transformers")
+    from support.served_models import check
+
+    found = check(name, template, tmp_path)
+    assert found.ours == found.theirs and found.stopped
+    assert len(set(map(tuple, found.ours))) == len(found.ours)
+    assert expected in found.said and ("Unlike" in found.said) == (template != "own")

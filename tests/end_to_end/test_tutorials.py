@@ -16,7 +16,7 @@ from support.runs import REPOSITORY
 from support.slurm_jobs import job_number
 
 TUTORIALS = REPOSITORY / "docs" / "tutorials"
-PAGES = ("first_run", "sft", "pretrain", "capacities", "multi_node", "fallback")
+PAGES = ("first_run", "sft", "published", "pretrain", "capacities", "multi_node", "fallback")
 ON_THEIR_OWN = ("first_run", "sft", "pretrain")
 FEWER = (
     "--train-iters 3 --lr-warmup-iters 1 --eval-interval 2 --eval-iters 1 --no-isolation-self-test"
@@ -29,6 +29,13 @@ SAID = {
         "5800 tokens, 1000 of them targets",
         "step 3/3",
         "runs/chat/plot.html",
+    ],
+    "published": [
+        "200 lines in 1 file: 200 used (200 messages)",
+        "step 3/3",
+        "models/tuned: written",
+        "model.safetensors differ",
+        "transformers answers:",
     ],
     "pretrain": [
         "written: data/python_text_document.bin, .idx and .crc32c",
@@ -53,6 +60,19 @@ set -eu
 [ "$1 $2" = "--nodes 2" ]
 export FAKE_SLURM=$PWD SLURM_JOB_ID={number} SLURM_JOB_NODELIST="node[1-2]" SLURM_JOB_NUM_NODES=2 PATH={fakes}:$PATH
 exec bash "${{@:3}}"
+"""
+HF = f"""#!{sys.executable}
+# Fake of the Hugging Face CLI: a random model of the same family in place of a download
+import sys
+
+sys.path[:0] = {[str(REPOSITORY), str(REPOSITORY / "tests")]}
+from pathlib import Path
+
+from support.served_models import write_base
+
+download, name, option, folder = sys.argv[1:]
+assert (download, option) == ("download", "--local-dir") and "granite-4.0-h" in name
+write_base("granite", Path(folder))
 """
 
 
@@ -98,7 +118,9 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (commands / "sbatch").write_text(
         SBATCH.format(number=job_number(), fakes=Path(__file__).parent / "fake_slurm")
     )
-    (commands / "sbatch").chmod(0o755)
+    (commands / "hf").write_text(HF)
+    for fake in ("sbatch", "hf"):
+        (commands / fake).chmod(0o755)
     stamp = hashlib.sha256(
         (REPOSITORY / "setup.cfg").read_bytes() + sys.version.encode()
     ).hexdigest()[:16]
@@ -133,6 +155,8 @@ def type_into_shell(script: str, checkout: Path) -> str:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_command_of_a_tutorial(page: str, checkout: Path) -> None:
+    if page == "published":
+        pytest.importorskip("transformers")
     prepared = blocks("sft") if page not in ON_THEIR_OWN else []
     before = [block for block in prepared if block.startswith(("bash .ci", "mkdir", "cat >"))]
     typed = [smaller(block) for block in blocks(page)]

@@ -12,6 +12,7 @@ import os
 import random
 import re
 import runpy
+import shlex
 import signal
 import subprocess
 import sys
@@ -167,6 +168,12 @@ def few_documents(folder: Path, **changes: Any) -> dict[str, Any]:
         eval_iters=2,
         **changes,
     )
+
+
+def flags_of(path: Path) -> dict[str, Any]:
+    """Return the flags of a model.args file as options of a run."""
+    lines = [shlex.split(line) for line in path.read_text().splitlines()]
+    return {words[0].removeprefix("--"): (words[1:] or [True])[0] for words in lines}
 
 
 def in_folder(folder: Path) -> dict[str, Any]:

@@ -425,9 +425,14 @@ class TemplateFormat:
         self._with_tools.close()
 
 
+def lacks_chatml(tokenizer: Tokenizer) -> list[str]:
+    """Return the tokens of ChatML that a tokenizer does not have."""
+    return [token for token in (TURN_START, TURN_END) if token not in tokenizer.special_tokens]
+
+
 def _no_chatml(tokenizer: Tokenizer) -> str | None:
     """Return the refusal of a tokenizer without template and without ChatML's tokens, else None."""
-    missing = [token for token in (TURN_START, TURN_END) if token not in tokenizer.special_tokens]
+    missing = lacks_chatml(tokenizer)
     if not missing:
         return None
     return (

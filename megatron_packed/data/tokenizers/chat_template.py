@@ -94,6 +94,13 @@ class _Generation(Extension):
         return f"{GENERATION_START}{caller()}{GENERATION_END}"
 
 
+def template_environment() -> ImmutableSandboxedEnvironment:
+    """Return the jinja2 environment of Hugging Face tokenizers, without its functions."""
+    return ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+
+
 class TemplateRenderer:
     """Compiled chat template.
 
@@ -116,9 +123,7 @@ class TemplateRenderer:
         special_tokens: Sequence[str],
         date: str | None = None,
     ) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-        )
+        environment = template_environment()
         environment.filters["tojson"] = _to_json
         # Random functions are removed: the same data must give the same tokens.
         del environment.filters["random"]

@@ -23,12 +23,17 @@ from megatron_packed.data.tokenizers.huggingface_settings import (
     ADDED_TOKENS,
     CONFIG,
     SPECIAL_TOKENS_MAP,
+    TEMPLATE,
+    TEMPLATE_FOLDER,
+    TOOL_USE,
     default_template,
     read_json,
     read_templates,
 )
 
 TOKENIZER = "tokenizer.json"
+PROCESSOR_TEMPLATE = "chat_template.json"
+"""File in which older models with vision have the chat template."""
 Files = dict[str, "str | Path"]
 """Name of each file, with its text or with the file to copy."""
 
@@ -56,6 +61,25 @@ def files_of_huggingface(path: Path, chat_template: str | None) -> Files:
     elif templates is not None:
         config["chat_template"] = templates
     files[CONFIG] = _text(config)
+    return files
+
+
+def files_of_template(directory: Path, chat_template: str, for_tools: str | None = None) -> Files:
+    """Return the files of a model's directory that contain its chat template, with another one.
+
+    transformers reads chat_template.jinja first; other programs read tokenizer_config.json.
+
+    Args:
+        directory: directory of the model.
+        chat_template: jinja2 source.
+        for_tools: template for conversations with tools; None for ``chat_template``.
+    """
+    files: Files = {TEMPLATE: chat_template}
+    if for_tools is not None:
+        files[f"{TEMPLATE_FOLDER}/{TOOL_USE}.jinja"] = for_tools
+    for name in (CONFIG, PROCESSOR_TEMPLATE):
+        if name == CONFIG or (directory / name).is_file():
+            files[name] = _text({**read_json(directory / name), "chat_template": chat_template})
     return files
 
 

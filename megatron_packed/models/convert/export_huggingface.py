@@ -38,6 +38,7 @@ from megatron_packed.models.convert.huggingface_files import (
     write_files,
 )
 from megatron_packed.models.convert.import_huggingface import CONFIG, TOKENIZER, OnProgress, silent
+from megatron_packed.models.convert.original_facts import GENERATION_CONFIG
 from megatron_packed.models.convert.trained_config import (
     TrainedOptions,
     config_fields,
@@ -48,17 +49,19 @@ from megatron_packed.models.convert.trained_config import (
 )
 from megatron_packed.models.convert.weight_rows import Weight, weights_of
 
-GENERATION_CONFIG = "generation_config.json"
-
-BESIDE = (
+CHAT_TEMPLATE = "chat_template.jinja"
+TOKENIZER_FILES = (
     TOKENIZER,
     "tokenizer_config.json",
     "special_tokens_map.json",
-    "chat_template.jinja",
     "tokenizer.model",
     "vocab.json",
     "merges.txt",
     "added_tokens.json",
+)
+BESIDE = (
+    *TOKENIZER_FILES,
+    CHAT_TEMPLATE,
     "chat_template.json",
     "preprocessor_config.json",
     "processor_config.json",
@@ -66,6 +69,8 @@ BESIDE = (
     GENERATION_CONFIG,
 )
 """Files that are copied to an export if they are next to config.json; code is not among them."""
+NAMED_TEMPLATES = "additional_chat_templates"
+"""Directory of chat templates that is copied unless an export has another chat template."""
 MAX_FILE_BYTES = 5_000_000_000
 """Limit for the tensors of one file, as in transformers."""
 
@@ -90,6 +95,7 @@ def to_huggingface(
     *,
     base: Path | None = None,
     ignored: Collection[str] = (),
+    replaced: Mapping[str, str | Path | None] = {},
     max_file_bytes: int = MAX_FILE_BYTES,
     on_progress: OnProgress = silent,
 ) -> Converted:
@@ -104,11 +110,13 @@ def to_huggingface(
         checkpoint: one checkpoint, or a directory of checkpoints, of which the newest is exported.
         config: the config.json of the model that the checkpoint was made from.
         base: directory of the original. Its tensors that are not part of the text model are copied.
+        replaced: names of files beside the weights that differ from the original, and the text of
+            each or the file to copy; None leaves the file out.
     Raises:
         CheckpointError: the checkpoint is damaged or belongs to another model, or ``directory`` is
             not empty or cannot be written. ``directory`` is unchanged.
     """
-    _check_new(directory)
+    check_new(directory)
     fields = read_config(config)
     model_of(fields, config, ignored)
     found = newest_checkpoint(checkpoint)
@@ -130,10 +138,12 @@ def to_huggingface(
     )
 
     def beside(temporary: Path) -> None:
-        shutil.copyfile(config, temporary / CONFIG)
-        for name in BESIDE:
-            if (config.parent / name).is_file():
-                shutil.copyfile(config.parent / name, temporary / name)
+        copied = {name: config.parent / name for name in BESIDE if (config.parent / name).is_file()}
+        _write_texts(temporary, {CONFIG: config, **copied, **replaced})
+        named = config.parent / NAMED_TEMPLATES
+        if CHAT_TEMPLATE not in replaced:
+            paths = (path for path in named.glob("*.jinja") if path.is_file())
+            _write_texts(temporary, {f"{NAMED_TEMPLATES}/{path.name}": path for path in paths})
 
     _write_model(directory, exported, max_file_bytes, beside)
     aside = tuple(files.aside) if files else tuple(_patterns_aside(family, model, fields))
@@ -181,7 +191,7 @@ def trained_to_huggingface(
         CheckpointError: no family can hold the model, the checkpoint is damaged, or ``directory``
             is not empty or cannot be written. ``directory`` is unchanged.
     """
-    _check_new(directory)
+    check_new(directory)
     chosen, model = family_for(trained.model, family)
     found = newest_checkpoint(checkpoint)
     manifest = read_manifest(found)
@@ -197,22 +207,29 @@ def trained_to_huggingface(
     )
     texts: dict[str, str | Path] = {
         CONFIG: json_text(config_fields(chosen, model, trained)),
-        GENERATION_CONFIG: json_text(generation_fields(trained.ids)),
+        GENERATION_CONFIG: json_text(generation_fields(trained)),
         **tokenizer_files,
     }
 
-    def beside(temporary: Path) -> None:
-        for name, content in texts.items():
-            if isinstance(content, Path):
-                shutil.copyfile(content, temporary / name)
-            else:
-                (temporary / name).write_text(content, encoding="utf-8")
-
-    _write_model(directory, exported, max_file_bytes, beside)
+    _write_model(
+        directory, exported, max_file_bytes, lambda temporary: _write_texts(temporary, texts)
+    )
     return chosen
 
 
-def _check_new(directory: Path) -> None:
+def _write_texts(directory: Path, files: Mapping[str, str | Path | None]) -> None:
+    """Write texts and copies of files into ``directory``; None stands for no file."""
+    for name, content in files.items():
+        if content is None:
+            continue
+        (directory / name).parent.mkdir(exist_ok=True)
+        if isinstance(content, Path):
+            shutil.copyfile(content, directory / name)
+        else:
+            (directory / name).write_text(content, encoding="utf-8")
+
+
+def check_new(directory: Path) -> None:
     """Refuse an existing ``directory`` unless it is an empty, real directory.
 
     At the end the temporary directory is renamed to it, which only an empty directory permits.

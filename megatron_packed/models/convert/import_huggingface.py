@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.serialise import model_hash, section_to_dict
 from megatron_packed.models.convert.huggingface_config import CHUNK_SIZES, model_of, read_config
 from megatron_packed.models.convert.huggingface_files import ModelFiles, by_prefix, open_weights
+from megatron_packed.models.convert.original_facts import GENERATION_CONFIG, ORIGINAL, read_facts
 from megatron_packed.models.convert.weight_rows import Weight
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
@@ -103,7 +104,7 @@ def from_huggingface(
     The checkpoint serves ``--pretrained-checkpoint``. The flags of the model are written to
     ``root/model.args``. During the conversion a lock keeps training runs and other conversions
     out of ``root``. Host memory: the largest tensor of the checkpoint plus the largest tensor of
-    the Hugging Face model.
+    the Hugging Face model. The metadata has the facts of `original_facts`, for a later export.
 
     Args:
         bf16: write weights for training with ``--bf16``. Parameters that such a training keeps in
@@ -118,6 +119,8 @@ def from_huggingface(
     """
     check_empty(root)
     model, files, weights = open_model(directory, bf16=bf16, ignored=ignored, depths=depths)
+    fields = read_config(directory / CONFIG)
+    original, left_out = read_facts(directory / CONFIG, fields)
     flags = _flags(model, directory, bf16)
     check, write = halves(on_progress)
     check_values(directory, files.read, weights, on_progress=check)
@@ -125,7 +128,14 @@ def from_huggingface(
     with closing(RootLock(root, RUN_LOCK)):
         check_empty(root)  # another process may have saved there before the lock
         saved = save_weights(
-            root, directory, model, files.read, weights, bf16=bf16, on_progress=write
+            root,
+            directory,
+            model,
+            files.read,
+            weights,
+            bf16=bf16,
+            on_progress=write,
+            original=original,
         )
         (root / ARGS_FILE).write_text(flags)
     narrower = [
@@ -133,16 +143,28 @@ def from_huggingface(
         for w in weights.values()
         if any(torch.promote_types(files.dtypes[part.name], w.dtype) != w.dtype for part in w.parts)
     ]
-    return Imported(saved, model, flags, tuple(narrower), tuple(_notes(directory, model, files)))
+    notes = tuple(_notes(fields, left_out, model, files))
+    return Imported(saved, model, flags, tuple(narrower), notes)
 
 
-def _notes(directory: Path, model: ModelConfig, files: ModelFiles) -> Iterator[str]:
-    """Yield sentences about tensors that were passed over and about another chunk size."""
+def _notes(
+    fields: Mapping[str, Any], left_out: Sequence[str], model: ModelConfig, files: ModelFiles
+) -> Iterator[str]:
+    """Yield sentences about what was passed over, and about another chunk size.
+
+    Args:
+        fields: keys of config.json.
+        left_out: keys of generation_config.json that the checkpoint does not keep.
+    """
     if files.aside:
         yield f"Passed over, because they are not part of the text model: {by_prefix(files.aside)}."
         if any(name.startswith("mtp.") for name in files.aside):
             yield f"{flags.MTP_DEPTHS} N converts multi-token prediction (mtp.*) too, as N depths."
-    fields = read_config(directory / CONFIG)
+    if left_out:
+        yield (
+            f"The checkpoint does not keep these keys of {GENERATION_CONFIG}: "
+            f"{', '.join(left_out)}. An export with {flags.HF_BASE} has them."
+        )
     for key in CHUNK_SIZES & fields.keys():
         if MAMBA in model.hybrid_layer_pattern and fields[key] != model.mamba_chunk_size:
             yield (
@@ -181,6 +203,7 @@ def save_weights(
     bf16: bool,
     on_progress: OnProgress,
     trained: TrainedState | None = None,
+    original: Mapping[str, Any] | None = None,
 ) -> SavedCheckpoint:
     """Write the checkpoint of step 0, or of the iteration of ``trained``.
 
@@ -188,6 +211,7 @@ def save_weights(
         directory: source of the weights, for messages.
         read: returns the tensor of a part of a weight by name.
         trained: state of training to save with the weights.
+        original: facts of the Hugging Face model, as `read_facts` returns them.
     """
     sources = _sources(read, weights, trained)
     total, done = _total_bytes(sources), 0
@@ -214,6 +238,7 @@ def save_weights(
         "layout": {},
         "rng": [],
         "config": config,
+        **({} if original is None else {ORIGINAL: original}),
     }
     meta = {
         name: torch.empty(w.shape, dtype=w.dtype, device="meta") for name, (w, _) in sources.items()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_packed.checkpoint.errors import CheckpointError
@@ -27,6 +27,7 @@ from megatron_packed.models.convert.families.decoder import ROPE_SCALING, plain_
 from megatron_packed.models.convert.families.family import Family
 from megatron_packed.models.convert.families.registry import FAMILIES, WRITTEN
 from megatron_packed.models.convert.huggingface_config import chosen
+from megatron_packed.models.convert.original_facts import CONFIG, GENERATION, IDS, MAX_POSITIONS
 
 _MOST_FAMILIES = 3
 """Number of families, the nearest first, that the refusal of a model describes."""
@@ -64,9 +65,25 @@ class SpecialIds:
     """Tokens that end an answer; empty if they are unknown."""
 
     def fields(self) -> dict[str, Any]:
-        """Return the keys of transformers; a single end is a number, several ends are a list."""
+        """Return the keys of config.json; a single end is a number, several ends are a list."""
         ends = list(self.ends) if len(self.ends) > 1 else next(iter(self.ends), None)
         return {"bos_token_id": self.bos, "eos_token_id": ends, "pad_token_id": self.pad}
+
+    def keeping(self, original: Mapping[str, Any]) -> SpecialIds:
+        """Return the numbers, with those of the original where the training has none.
+
+        Ends of the original are added to the ends of the training.
+
+        Args:
+            original: token numbers by key, as `original_facts` has them.
+        """
+        ends = original.get("eos_token_id") or []
+        ends = ends if isinstance(ends, list) else [ends]
+        return SpecialIds(
+            bos=original.get("bos_token_id") if self.bos is None else self.bos,
+            pad=original.get("pad_token_id") if self.pad is None else self.pad,
+            ends=tuple(dict.fromkeys((*self.ends, *ends))),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +94,12 @@ class TrainedOptions:
     """Options of the model, with ``vocab_size``."""
     bf16: bool
     """True if the run trained with ``--bf16``."""
-    max_positions: int
-    """Longest document of the training, in tokens."""
+    max_positions: int | None
+    """Longest document that the model can read, in tokens; None leaves it to transformers."""
     ids: SpecialIds = SpecialIds()
+    """Token numbers that the training decided."""
+    original: Mapping[str, Any] = field(default_factory=dict)
+    """Facts of the Hugging Face model whose weights the training began with; see `original_facts`."""
 
 
 def json_text(fields: Mapping[str, Any]) -> str:
@@ -221,14 +241,28 @@ def config_fields(family: Family, model: ModelConfig, trained: TrainedOptions) -
         model: options of the model as `family_for` returns them.
         trained: other facts of the training.
     """
+    longest = trained.max_positions
     return {
         **_model_fields(family, model),
         "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
-        "max_position_embeddings": trained.max_positions,
+        **({} if longest is None else {MAX_POSITIONS: longest}),
         "initializer_range": model.init_method_std,
         "torch_dtype": "bfloat16" if trained.bf16 else "float32",
-        **trained.ids.fields(),
+        **_token_numbers(trained),
     }
+
+
+def _token_numbers(trained: TrainedOptions) -> dict[str, Any]:
+    """Return the token numbers of config.json; null for no token.
+
+    A key that neither the original nor the training has is left out if there is an original:
+    transformers then takes the family's default, as for the original.
+    """
+    facts = trained.original.get(CONFIG)
+    if facts is None:
+        return trained.ids.fields()
+    found = trained.ids.keeping(facts).fields()
+    return {key: value for key, value in found.items() if key in facts or value is not None}
 
 
 def _model_fields(family: Family, model: ModelConfig) -> dict[str, Any]:
@@ -244,10 +278,17 @@ def _model_fields(family: Family, model: ModelConfig) -> dict[str, Any]:
     return {**fields, **family.written(model), **depths}
 
 
-def generation_fields(ids: SpecialIds) -> dict[str, Any]:
-    """Return generation_config.json: greedy decoding that stops where answers end."""
-    known = {key: value for key, value in ids.fields().items() if value is not None}
-    return {"do_sample": False, **known}
+def generation_fields(trained: TrainedOptions) -> dict[str, Any]:
+    """Return generation_config.json, which stops where answers end.
+
+    Sampling values are those of the original. Without an original, decoding is greedy.
+    """
+    facts = trained.original.get(GENERATION)
+    numbers = trained.original.get(CONFIG, {}) if facts is None else facts
+    sampling = {"do_sample": False} if facts is None else facts
+    ids = trained.ids.keeping(numbers).fields()
+    known = {key: value for key, value in ids.items() if value is not None}
+    return {**{key: value for key, value in sampling.items() if key not in IDS}, **known}
 
 
 def zero_parameters(trained: ModelConfig, exported: ModelConfig) -> tuple[str, ...]:

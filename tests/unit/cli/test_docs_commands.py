@@ -32,15 +32,18 @@ SHELL = {
         "cd",
         "conda",
         "do",
+        "diff",
         "docker",
         "done",
         "export",
         "for",
         "git",
+        "hf",
         "kill",
         "mkdir",
     ),
     *("module", "nsys", "nvidia-smi", "pip", "printf", "prlimit", "rm", "source", "srun", "uv"),
+    "true",
     "wait",
 }
 """First words of command lines that run other programs than this project's."""

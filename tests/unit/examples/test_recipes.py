@@ -69,3 +69,33 @@ def test_there_is_a_recipe_for_each_model_and_kind() -> None:
     assert {recipe.stem for recipe in RECIPES} == {
         f"{model}.{kind}" for model in models for kind in kinds
     }
+
+
+OWN = {"hybrid_1b", "gated_delta_1b"}
+"""Models without published weights; their recipes continue their own pretraining."""
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [recipe for recipe in RECIPES if ".sft." in recipe.name],
+    ids=lambda recipe: recipe.stem,
+)
+def test_a_recipe_for_published_weights_keeps_their_chat_format(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    config = parse_or_exit(
+        [f"@{recipe.relative_to(ROOT)}"], launched=False, world_size=32, here=False
+    )
+    name, data = recipe.name.removesuffix(".sft.args"), config.data
+    start = config.checkpoint.pretrained_checkpoint
+    if name in OWN:
+        assert start == f"runs/{name}.pretrain/checkpoints" and data.chat_template == "chatml"
+        return
+    assert (start, data.tokenizer_model) == (f"weights/{name}", f"models/{name}")
+    assert data.chat_template is None
+    assert (data.sft_tokenizer_prompt_format, data.chat_template_kwargs) in (
+        ("nemotron-nano-v2", None),
+        (None, '{"enable_thinking": false}'),
+    )
+    assert f"| `{name}` |" in (recipe.parent / "README.md").read_text()

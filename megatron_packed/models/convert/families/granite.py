@@ -33,6 +33,8 @@ from megatron_packed.models.convert.families.llama import QKV
 from megatron_packed.models.convert.families.mamba2 import expand, mamba_unfit
 
 _WORDS = {"linear_attention": MAMBA, "mamba": MAMBA} | dict.fromkeys(ATTENTION_WORDS, ATTENTION)
+_UNUSED_EXPAND, _UNUSED_STATE = 2, 16
+"""Inner width by hidden size, and state size, of Mamba in a model without Mamba layers."""
 _ROTATED = 0.5
 """Rotated fraction of the channels of a head in Bamba, a constant of transformers."""
 
@@ -99,15 +101,31 @@ def _bamba_written(model: ModelConfig) -> dict[str, Any]:
     return {
         "num_hidden_layers": len(symbols),
         "attn_layer_indices": [n for n, symbol in enumerate(symbols) if symbol == ATTENTION],
-        "mamba_expand": expand(model) if MAMBA in symbols else 2,
+        **_mamba_written(model),
+    }
+
+
+def _mamba_written(model: ModelConfig) -> dict[str, Any]:
+    """Return the inner width of Mamba layers, and sizes that a model without such layers needs.
+
+    transformers, vLLM and SGLang check the sizes of Mamba layers, or reserve a state for them, also
+    if all layers have attention. As many heads as attention has can be split as often.
+    """
+    if MAMBA in model.hybrid_layer_pattern:
+        return {"mamba_expand": expand(model)}
+    return {
+        "mamba_expand": _UNUSED_EXPAND,
+        "mamba_n_heads": model.num_attention_heads,
+        "mamba_d_head": _UNUSED_EXPAND * model.hidden_size // model.num_attention_heads,
+        "mamba_n_groups": 1,
+        "mamba_d_state": _UNUSED_STATE,
+        "mamba_d_conv": ModelConfig.mamba_d_conv,
     }
 
 
 def _unfit(model: ModelConfig) -> Iterator[str]:
     if MAMBA in model.hybrid_layer_pattern:
         yield from mamba_unfit(model)
-    else:
-        yield "a model without Mamba layers"
     if ATTENTION in model.hybrid_layer_pattern:
         width = model.hidden_size // model.num_attention_heads
         if model.head_dim != width:
@@ -244,7 +262,7 @@ def _granite_written(model: ModelConfig) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "num_hidden_layers": len(symbols),
         "layer_types": [words[symbol] for symbol in symbols],
-        "mamba_expand": expand(model) if MAMBA in symbols else 2,
+        **_mamba_written(model),
         **{key: 1.0 if value is None else value for key, value in values.items()},
     }
     if MOE not in model.hybrid_layer_pattern:

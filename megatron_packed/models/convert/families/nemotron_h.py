@@ -157,6 +157,25 @@ def _nemotron_h_derive(fields: Fields, pattern: str) -> Fields:
     return found
 
 
+def _nemotron_h_written(model: ModelConfig) -> Fields:
+    """Return the keys of a new config.json that the tables do not describe.
+
+    The configuration of SGLang reads the groups of Mamba layers also in a model without such layers.
+    """
+    groups = {} if MAMBA in model.hybrid_layer_pattern else {"n_groups": 1}
+    return {
+        "hybrid_override_pattern": model.main_layers,
+        "num_nextn_predict_layers": 0,
+        "num_hidden_layers": model.num_layers,
+        "norm_topk_prob": model.moe_router_topk != 1,
+        "moe_latent_size": model.moe_latent_size,
+        "n_group": model.moe_router_num_groups or 1,
+        "topk_group": model.moe_router_group_topk or 1,
+        "time_step_min": NO_STEP_LIMIT,
+        **groups,
+    }
+
+
 NEMOTRON_H = Family(
     model_type="nemotron_h",
     architecture="NemotronHForCausalLM",
@@ -240,16 +259,7 @@ NEMOTRON_H = Family(
     ),
     derived_from="moe_latent_size n_group topk_group",
     unfit=_nemotron_h_unfit,
-    written=lambda model: {
-        "hybrid_override_pattern": model.main_layers,
-        "num_nextn_predict_layers": 0,
-        "num_hidden_layers": model.num_layers,
-        "norm_topk_prob": model.moe_router_topk != 1,
-        "moe_latent_size": model.moe_latent_size,
-        "n_group": model.moe_router_num_groups or 1,
-        "topk_group": model.moe_router_group_topk or 1,
-        "time_step_min": NO_STEP_LIMIT,
-    },
+    written=_nemotron_h_written,
     set_aside=(MTP,),
     depths=Depths(
         stored=_nemotron_h_depths,

@@ -105,10 +105,30 @@ def _rules(fields: Fields) -> Iterator[str]:
 
 
 def _written(model: ModelConfig) -> dict[str, Any]:
+    """Return the layers; SGLang reads only the interval, and transformers and vLLM the list."""
+    layers = [symbol == ATTENTION for symbol in model.main_layers[::2]]
+    every = layers.index(True) + 1 if True in layers else len(layers) + 1
+    regular = layers == [(n + 1) % every == 0 for n in range(len(layers))]
     return {
-        "num_hidden_layers": model.num_layers // 2,
-        "layer_types": [_word(symbol == ATTENTION) for symbol in model.main_layers[::2]],
+        "num_hidden_layers": len(layers),
+        "layer_types": [_word(has) for has in layers],
+        **({"full_attention_interval": every} if regular else {}),
     }
+
+
+def _text_written(model: ModelConfig) -> dict[str, Any]:
+    """Return the layers, and the rotary options as files of Qwen3.5 nest them.
+
+    The configuration of SGLang reads the base from the nested object alone.
+    """
+    if ATTENTION not in model.hybrid_layer_pattern:
+        return _written(model)
+    rotary = {
+        "rope_type": "default",
+        "rope_theta": model.rotary_base,
+        "partial_rotary_factor": model.rotary_percent,
+    }
+    return {**_written(model), "rope_parameters": rotary}
 
 
 def _depths(after: str) -> Depths:
@@ -229,7 +249,7 @@ QWEN3_5_TEXT = Family(
     rules=_rules,
     derived_from="full_attention_interval layer_types mlp_only_layers num_hidden_layers "
     "output_gate_type rope_type",
-    written=_written,
+    written=_text_written,
     outside=OUTSIDE,
     prefixes=("model.", "model.language_model."),
     set_aside=("model.visual.", "visual.", MTP),
