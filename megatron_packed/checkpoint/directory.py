@@ -2,7 +2,8 @@
 
 The directory contains:
 
-- ``step_00000010/``: a checkpoint (``manifest.json``, ``rank_00000.safetensors``, ...)
+- ``step_00000010/``: a checkpoint (``manifest.json``, ``rank_00000.safetensors``, ..., and attached
+  files such as ``tokenizer.json``)
 - ``step_00000020.tmp-<id>/``: an unfinished save, running or killed; never read
 - ``step_00000010.replaced-<id>/``: the previous checkpoint of a step that was saved again
 - ``step_00000010.deleting-<id>/``: a checkpoint that is being removed; never read
@@ -116,7 +117,8 @@ def check_sizes(directory: Path, manifest: Manifest) -> None:
     Raises:
         CheckpointError: a file is missing, is not a regular file, or has another size.
     """
-    for record in manifest.files:
+    owners = {record.name: f"the file of rank {record.rank}" for record in manifest.files}
+    for record in (*manifest.files, *manifest.attached):
         path = directory / record.name
         try:
             status = os.stat(path, follow_symlinks=False)
@@ -130,7 +132,7 @@ def check_sizes(directory: Path, manifest: Manifest) -> None:
             or not path.is_file()
         ):
             raise CheckpointError(
-                f"rank 0 finds the file of rank {record.rank} missing or with another size",
+                f"rank 0 finds {owners.get(record.name, record.name)} missing or with another size",
                 path=path,
                 expected=f"{record.size} bytes",
                 found=found,

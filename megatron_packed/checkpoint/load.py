@@ -28,10 +28,11 @@ import os
 import sys
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch.distributed as dist
 
+from megatron_packed.checkpoint.attached_files import read_attached
 from megatron_packed.checkpoint.directory import Candidate, examine, is_checkpoint_name, scan
 from megatron_packed.checkpoint.errors import (
     CheckpointError,
@@ -160,6 +161,80 @@ def newest_metadata(
         on_rank_0(rank, read), f"reading the newest checkpoint in {path}", cure=_CURE
     )
     return found
+
+
+class Attachments(NamedTuple):
+    """Attached files of a checkpoint."""
+
+    path: Path
+    """Directory of the checkpoint."""
+    metadata: dict[str, Json]
+    texts: dict[str, str]
+    """Text of each file by its name."""
+
+
+def read_attachments(
+    path: str | os.PathLike[str],
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    group: dist.ProcessGroup | None = None,
+    step: Step = None,
+    warn: Callable[[str], None] | None = None,
+) -> Attachments | None:
+    """Return the attached files of the newest checkpoint whose manifest and attached files are intact.
+
+    A collective of all ranks. Rank 0 chooses the checkpoint, and each rank reads its files.
+
+    Args:
+        path: the directory of a run's checkpoints, or one checkpoint.
+        step: take only this step, or `BEST`.
+        warn: called on rank 0 with a line for each rejected checkpoint; None prints to standard
+            error.
+    Returns:
+        The files; None if there is no checkpoint.
+    Raises:
+        CheckpointError: on all ranks: there are checkpoints, and the attached files of none are
+            intact; or the directory cannot be listed, or a rank cannot read the files.
+    """
+    say = warn or _print_to_stderr
+
+    def choose() -> Json:
+        problems: list[str] = []
+        for name in _list_candidates(Path(path), step)["names"]:
+            try:
+                _read_attachments(Path(name))
+            except CheckpointError as error:
+                problems.append(str(error))
+                say(
+                    f"WARNING: checkpoint {name} is rejected, trying the previous checkpoint: {error}"
+                )
+                continue
+            return name
+        if problems:
+            raise _none_is_intact(path, problems)
+        return None
+
+    ranks = Ranks(rank=rank, world_size=world_size, group=group)
+    [name, *_] = ranks.agree(
+        on_rank_0(rank, choose), f"reading the newest checkpoint in {path}", cure=_CURE
+    )
+    if name is None:
+        return None
+    # Each rank reads: a gather of a file of 20 MiB over 1,000 ranks would need 20 GiB on each.
+    found: list[Attachments] = []
+    ranks.agree(
+        lambda: found.append(_read_attachments(Path(name))),
+        f"reading the files of {name}",
+        cure=_CURE,
+    )
+    return found[0]
+
+
+def _read_attachments(path: Path) -> Attachments:
+    manifest = read_manifest(path)
+    texts = {record.name: read_attached(path, record) for record in manifest.attached}
+    return Attachments(path, manifest.metadata, texts)
 
 
 def _none_is_intact(path: str | os.PathLike[str], problems: Sequence[str]) -> CheckpointError:

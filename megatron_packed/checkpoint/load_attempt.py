@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_packed.checkpoint.attached_files import read_attached
 from megatron_packed.checkpoint.directory import examine
 from megatron_packed.checkpoint.errors import CheckpointError, CheckpointMismatchError
 from megatron_packed.checkpoint.manifest import (
@@ -150,7 +151,7 @@ class LoadAttempt:
         )
 
     def _verify(self) -> None:
-        """Read and check all bytes of this rank's share of the files.
+        """Read and check all bytes of this rank's share of the files; rank 0 also the attached files.
 
         The ranges of a file fill its data section, so reading all ranges reads all blocks.
         """
@@ -159,6 +160,8 @@ class LoadAttempt:
         self.total = sum(manifest.files[i].data_bytes for i in mine) + sum(
             shard.tensor.nbytes for shard in self.wanted
         )
+        for record in manifest.attached if self.ranks.rank == 0 else ():
+            read_attached(self.directory, record)
         for index in mine:
             ranges: list[StoredRange] = [
                 (name, extent, None, None) for name, _, extent in manifest.held[index]

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_packed.checkpoint.attached_files import MAX_ATTACHED_BYTES, AttachedFile
 from megatron_packed.checkpoint.checksum import ALGORITHMS
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.safetensors_header import MAX_HEADER_BYTES, is_sizes
@@ -34,6 +35,7 @@ With blocks of 4 MiB a manifest needs about 3 MiB per TiB of checkpoint.
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 _CHECKSUM = re.compile(r"[0-9a-f]{8}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _BLOCK_BYTES_RANGE = (1 << 12, 1 << 26)
 _CURE = "megatron_packed did not write this manifest; use another checkpoint"
 
@@ -92,6 +94,8 @@ class Manifest:
     metadata: dict[str, Json]
     files: tuple[FileRecord, ...]
     tensors: dict[str, TensorRecord] = field(repr=False)
+    attached: tuple[AttachedFile, ...] = ()
+    """Files of text; none in older checkpoints."""
 
     @cached_property
     def held(self) -> list[list[tuple[str, torch.dtype, Extent]]]:
@@ -148,6 +152,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
                 }
                 for name, record in manifest.tensors.items()
             },
+            "attached": [record.to_json() for record in manifest.attached],
         }
     )
 
@@ -181,8 +186,10 @@ def decode_manifest(data: bytes, path: Path) -> Manifest:
         )
     check = _Fields(fields, path, "the manifest")
     files = tuple(_file_record(value, path) for value in check.take("files", list))
-    names = [record.name for record in files]
-    if len(set(names)) != len(names):
+    given = check.take("attached", list) if "attached" in fields else []
+    attached = tuple(_attached_file(value, path) for value in given)
+    names = [record.name for record in (*files, *attached)]
+    if len({*names, MANIFEST}) != len(names) + 1:
         raise CheckpointError(
             "a file is listed twice", path=path, found=sorted(names)[:20], cure=_CURE
         )
@@ -199,6 +206,7 @@ def decode_manifest(data: bytes, path: Path) -> Manifest:
             name: _tensor_record(name, value, len(files), path)
             for name, value in check.take("tensors", dict).items()
         },
+        attached=attached,
     )
     for record, held in zip(files, manifest.held):
         found = sum(extent.numel * dtype.itemsize for _, dtype, extent in held)
@@ -304,17 +312,39 @@ def _decode_range(part: Sequence[int]) -> tuple[Extent, int]:
     return Extent(start, end, *more), index
 
 
-def _file_record(value: Json, path: Path) -> FileRecord:
-    check = _Fields(value, path, "a file record")
-    name = check.take("name", str)
+def _file_name(check: _Fields) -> str:
+    """Return the name of a file, which must be a plain name inside the checkpoint."""
+    name = str(check.take("name", str))
     if not _FILE_NAME.fullmatch(name):
         raise CheckpointError(
             "a file name is not a plain name inside the checkpoint",
-            path=path,
+            path=check.path,
             expected="letters, digits and _.- without a slash",
             found=repr(name)[:200],
             cure=_CURE,
         )
+    return name
+
+
+def _attached_file(value: Json, path: Path) -> AttachedFile:
+    check = _Fields(value, path, "an attached file")
+    record = AttachedFile(
+        name=_file_name(check), size=check.size("size"), sha256=check.take("sha256", str)
+    )
+    if record.size > MAX_ATTACHED_BYTES or not _SHA256.fullmatch(record.sha256):
+        raise CheckpointError(
+            f"the record of file {record.name} is inconsistent",
+            path=path,
+            expected=f"at most {MAX_ATTACHED_BYTES} bytes, and a sha256 of 64 hex digits",
+            found=f"{record.size} bytes, sha256 {record.sha256}"[:200],
+            cure=_CURE,
+        )
+    return record
+
+
+def _file_record(value: Json, path: Path) -> FileRecord:
+    check = _Fields(value, path, "a file record")
+    name = _file_name(check)
     checksums = check.take("block_checksums", list)
     record = FileRecord(
         name=name,

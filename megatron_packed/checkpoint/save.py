@@ -5,7 +5,7 @@
  1. Rank 0 checks that the lock file of the run is still in the root and takes the lock for saves.
     It removes files of killed saves and creates ``step_N.tmp-<id>/``.
  2. Each rank writes its file to that directory, with checksums of the bytes in memory. It syncs the
-    file and the directory.
+    file and the directory. Rank 0 also writes and syncs the attached files.
  3. Rank 0 gathers the records of all files and compares the file sizes with those that it sees. It
     writes ``manifest.json`` (temporary file, sync, rename) and syncs the directory, which is then
     complete.
@@ -25,14 +25,15 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_packed.checkpoint.attached_files import AttachedFile, attached_problem
 from megatron_packed.checkpoint.directory import (
     LATEST,
     check_sizes,
@@ -101,6 +102,7 @@ def save_checkpoint(
     on_site: Callable[[str], None] = _no_fault,
     values: Callable[[TensorShard], Tensor] | None = None,
     run_lock: RootLock | None = None,
+    attached: Mapping[str, str] | None = None,
 ) -> SavedCheckpoint:
     """Write and publish a checkpoint of ``step``; a collective of all ranks.
 
@@ -124,6 +126,7 @@ def save_checkpoint(
             then be on the meta device.
         run_lock: on rank 0, the result of `claim_directory`. The save fails if the lock file is no
             longer in ``root``.
+        attached: texts that belong to the weights, by file name. Those of rank 0 are written.
     Raises:
         CheckpointError: the same on all ranks, with the failing rank and the path. Nothing was
             published unless the message reports a publication. The previous checkpoint is
@@ -142,6 +145,7 @@ def save_checkpoint(
         on_site=on_site,
         values=values,
         run_lock=run_lock,
+        attached=dict(attached or {}),
     )
     return save.run(shards)
 
@@ -165,6 +169,7 @@ class CheckpointSave:
     on_site: Callable[[str], None]
     values: Callable[[TensorShard], Tensor] | None = None
     run_lock: RootLock | None = None
+    attached: Mapping[str, str] = field(default_factory=dict)
     temporary: Path | None = None
     """Directory of this save on rank 0 until it is published; None before, after, and elsewhere."""
 
@@ -268,6 +273,9 @@ class CheckpointSave:
         )
         path = temporary / f"rank_{rank:05d}.safetensors"
         record = write_shard_file(path, rank, shards, strings, self.on_site, values=self.values)
+        for name, text in self.attached.items() if rank == 0 else ():
+            data = text.encode()
+            write_durably(temporary / name, data, save_id, self.on_site, "attached")
         sync_directory(temporary)
         self.on_site("shard.directory_synced")
         held: dict[str, Json] = {}
@@ -300,6 +308,9 @@ class CheckpointSave:
             metadata=self.metadata,
             files=tuple(files),
             tensors=merge_tensors([f["tensors"] for f in facts], temporary),
+            attached=tuple(
+                AttachedFile.of(name, text.encode()) for name, text in self.attached.items()
+            ),
         )
         check_sizes(temporary, manifest)
         write_durably(
@@ -317,7 +328,8 @@ class CheckpointSave:
             self.on_site("save.old_moved")
         os.rename(temporary, final)
         self.temporary = None
-        return {"sequence": manifest.sequence, "num_bytes": sum(record.size for record in files)}
+        num_bytes = sum(record.size for record in (*files, *manifest.attached))
+        return {"sequence": manifest.sequence, "num_bytes": num_bytes}
 
     def finish(self, save_id: str) -> Json:
         """Verify the published checkpoint, write ``latest`` and remove old checkpoints, on rank 0.
@@ -369,6 +381,9 @@ class CheckpointSave:
             raise ValueError(
                 f"{twice} occurs twice in the shards of rank {self.ranks.rank}; pass each range once."
             )
+        problem = attached_problem(self.attached)
+        if problem is not None:
+            raise ValueError(f"{problem}.")
         try:
             text = json.dumps([self.metadata, self.run_id, self.config_hash], allow_nan=False)
             same = json.loads(text) == [self.metadata, self.run_id, self.config_hash]

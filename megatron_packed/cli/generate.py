@@ -1,10 +1,13 @@
 """Answer prompts with the newest valid checkpoint of a run.
 
-Takes the flags of the run, also from --config and @files; --load gives the checkpoints. Flags of
-the optimizer and the training loop may be left out. The data may also be left out or be in another
-place, except for a TrainedBPETokenizer, which is trained on the data. --use-checkpoint-args takes
-model, length and tokenizer from the checkpoint. With --sft a prompt is a user's message, formatted
-with the chat template. Without --sft it is the beginning of a text.
+--load gives the checkpoints, and is all that is needed: model, length, tokenizer, chat template,
+precision and seed are those of the checkpoint. Flags of the run, also from --config and @files,
+replace them, for example the path of a tokenizer that was moved, or --device. A model or a precision
+that is not that of the checkpoint is refused. --use-checkpoint-args takes the model of the
+checkpoint in place of given flags. Flags of the optimizer, the training loop and the data have no
+effect, except that a TrainedBPETokenizer of a checkpoint of an earlier version is found by its data.
+For a run with --sft a prompt is a user's message, formatted with the chat template. Otherwise it is
+the beginning of a text.
 
 The next token is the most likely one. With --temperature it is drawn at random; the run's flag
 --seed is the seed. In a terminal the answer to one prompt is shown token by token. Several answers
@@ -16,15 +19,21 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_packed.cli.errors import EXIT_CHECKPOINT, EXIT_DATA, UsageError
-from megatron_packed.cli.plan import NO_DATA, without_data
 from megatron_packed.config.environment_variables import apply_environment
 from megatron_packed.config.errors import ConfigError, Problem
 from megatron_packed.config.parser.parse import parse_or_exit
+from megatron_packed.config.parser.precedence import gather
+from megatron_packed.config.parser.stored_options import NO_DATA, STORED
 from megatron_packed.config.run import RunConfig
-from megatron_packed.config.sections.data_parts.tokenizer import TRAINED_BPE
+from megatron_packed.config.sections.data_parts.tokenizer import (
+    HUGGING_FACE,
+    TOKENIZER_CHOICE,
+    TRAINED_BPE,
+)
 from megatron_packed.training.stored_options import stored_options
 
 if TYPE_CHECKING:
@@ -38,15 +47,15 @@ HELP = "answer prompts with a run's checkpoint"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
-        "megatron-packed generate FLAGS_OF_THE_RUN --prompt TEXT [--prompts-file FILE] [--max-new-tokens N] "
-        "[--temperature T] [--top-p P]"
+        "megatron-packed generate --load DIR --prompt TEXT [--prompts-file FILE] [--max-new-tokens N] "
+        "[--temperature T] [--top-p P] [--verbose] [FLAGS_OF_THE_RUN]"
     )
     parser.add_argument(
         "--prompt",
         action="append",
         default=[],
         metavar="TEXT",
-        help="text to continue, or with --sft a user's message; may be given several times",
+        help="text to continue, or for a run with --sft a user's message; may be given several times",
     )
     parser.add_argument(
         "--prompts-file",
@@ -75,30 +84,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="P",
         help="draw from the most likely tokens that together have probability P (default 1: all)",
     )
+    parser.add_argument(
+        "--verbose", action="store_true", help="print the options that come from the checkpoint"
+    )
 
 
 def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
+    _check(arguments, run_flags)
     config = parse_or_exit(
-        without_data(run_flags, uses=("model",)),
+        run_flags,
         launched=False,
         here=False,
         read_stored=_stored,
+        infers=True,
+        shows_taken=arguments.verbose,
     )
-    if config.checkpoint.load is None:
-        raise UsageError("--load is required: the directory of the run's checkpoints.")
-    if config.data.tokenizer_type == TRAINED_BPE and config.data.train_paths == NO_DATA[1:]:
-        raise UsageError(f"--data-path is required: {TRAINED_BPE} is trained on it.")
-    if not arguments.prompt and arguments.prompts_file is None:
-        raise UsageError("--prompt or --prompts-file is required: the texts to answer.")
-    for prompt in arguments.prompt:
-        try:
-            prompt.encode()
-        except UnicodeEncodeError:
-            raise UsageError(
-                f"--prompt {prompt!a} is not UTF-8 text; give it in that encoding."
-            ) from None
-    if arguments.max_new_tokens < 1:
-        raise UsageError(f"--max-new-tokens {arguments.max_new_tokens}: must be at least 1.")
     apply_environment(config.training)  # must precede the import of torch
     from megatron_packed.checkpoint.errors import CheckpointError
     from megatron_packed.data.errors import DataError
@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
         prompts = texts(arguments.prompt, "--prompt")
         if arguments.prompts_file is not None:
             prompts += read_prompts(arguments.prompts_file, config.data.fields)
-        _answer(config, prompts, arguments.max_new_tokens, sampling)
+        _answer(_with_files(config), prompts, arguments.max_new_tokens, sampling)
     except DataError as error:
         raise UsageError(f"data error: {error}", EXIT_DATA) from None
     except CheckpointError as error:
@@ -117,18 +117,77 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     return 0
 
 
+def _check(arguments: argparse.Namespace, run_flags: Sequence[str]) -> None:
+    """Check the command's own options, before the checkpoint is read."""
+    given = gather(run_flags)
+    if "checkpoint.load" not in given.values and not given.actions and not given.problems:
+        raise UsageError("--load is required: the directory of the run's checkpoints.")
+    if not arguments.prompt and arguments.prompts_file is None and not given.actions:
+        raise UsageError("--prompt or --prompts-file is required: the texts to answer.")
+    for prompt in arguments.prompt:
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:
+            raise UsageError(
+                f"--prompt {prompt!a} is not UTF-8 text; give it in that encoding."
+            ) from None
+    if arguments.max_new_tokens < 1:
+        raise UsageError(f"--max-new-tokens {arguments.max_new_tokens}: must be at least 1.")
+
+
 def _stored(given: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
     """Return the configuration in the checkpoint that is loaded.
 
     Raises:
-        ConfigError: the directory has no checkpoint, or its checkpoint cannot be read.
+        UsageError: the directory has no checkpoint, or its checkpoint cannot be read.
+        ConfigError: the checkpoint names no tokenizer, and none is given.
     """
-    found = stored_options(given)
+    folder, step = str(given["checkpoint.load"]), given.get("checkpoint.ckpt_step")
+    try:
+        found = stored_options(given)
+    except ConfigError as error:
+        [problem] = error.problems
+        raise UsageError(
+            f"checkpoint error: {problem.rule}; {problem.cure}.", EXIT_CHECKPOINT
+        ) from None
     if found is None:
-        folder = str(given.get("checkpoint.load", ""))
-        cure = "give the directory of a run's checkpoints"
-        raise ConfigError([Problem("--load", folder, "has no checkpoint", cure)])
+        from megatron_packed.checkpoint.load import no_checkpoint
+
+        raise UsageError(f"checkpoint error: {no_checkpoint(folder, step, None)}", EXIT_CHECKPOINT)
+    if "data" not in found and not any(f"data.{name}" in given for name in TOKENIZER_CHOICE):
+        cure = f"give --tokenizer-type {HUGGING_FACE} --tokenizer-model with its tokenizer.json"
+        rule = "holds converted weights, which name no tokenizer"
+        raise ConfigError([Problem("--load", folder, rule, cure)])
     return found
+
+
+def _with_files(config: RunConfig) -> RunConfig:
+    """Return the configuration with the paths of the checkpoint's tokenizer and chat template, and
+    print what was loaded in one line.
+    """
+    from megatron_packed.training.stored_files import stored_files
+
+    files = stored_files(str(config.checkpoint.load), config.checkpoint.ckpt_step)
+    assert files is not None  # the configuration was read from a checkpoint
+    print(f"{files.checkpoint}: {_contents(config)}", file=sys.stderr, flush=True)
+    of_checkpoint = (config.origins or {}).get("data.chat_template") == STORED
+    data = files.for_inference(config.data, prefers_stored=of_checkpoint)
+    if data.tokenizer_type == TRAINED_BPE and data.train_paths == NO_DATA:
+        raise UsageError(
+            f"--data-path is required: {TRAINED_BPE} is trained on it, and {files.checkpoint} "
+            "contains none of this size."
+        )
+    return replace(config, data=data)
+
+
+def _contents(config: RunConfig) -> str:
+    """Return a clause with tokenizer, precision and chat format of the checkpoint."""
+    data = config.data
+    words = [data.tokenizer_type, "bf16" if config.training.bf16 else "float32"]
+    if data.sft:
+        own = data.sft_tokenizer_prompt_format or "of the tokenizer"
+        words.append(f"chat template {data.chat_template or own}")
+    return ", ".join(words)
 
 
 def _sampling(arguments: argparse.Namespace, seed: int) -> Sampling:
@@ -149,9 +208,13 @@ def _answer(
     from megatron_packed.training.load_for_inference import load_model
     from megatron_packed.training.open_documents import build_tokenizer
     from megatron_packed.training.prompts import encode_prompts
-    from megatron_packed.training.trained_model import inference_device
+    from megatron_packed.training.trained_model import (
+        inference_device,
+        with_layers_of_this_machine,
+    )
 
     try:
+        config = with_layers_of_this_machine(config)
         device = inference_device(config)
     except ValueError as error:
         raise UsageError(str(error)) from None

@@ -2,7 +2,8 @@
 
 Takes the flags of pretrain_hybrid.py, also from --config and @files; pretrain_hybrid.py --help-all
 lists them. Flags of data, tokenizer and packing and --seed affect the result. Flags of the model,
-the optimizer and the training loop may be left out.
+the optimizer and the training loop may be left out. --load DIR --use-checkpoint-args takes length,
+tokenizer and chat template of a checkpoint.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import argparse
 import json
 from collections.abc import Collection, Sequence
 
-from megatron_packed.cli.errors import EXIT_DATA, UsageError
+from megatron_packed.cli.errors import EXIT_CHECKPOINT, EXIT_DATA, UsageError
 from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.parser.precedence import gather
+from megatron_packed.config.parser.stored_options import uses_checkpoint
+from megatron_packed.training.stored_options import stored_options
 
 NAME = "packing"
 HELP = "tokenise data and report how it is packed"
@@ -34,15 +37,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
-    config = parse_or_exit(with_unused_flags(run_flags), launched=False)
+    config = parse_or_exit(with_unused_flags(run_flags), launched=False, read_stored=stored_options)
+    from megatron_packed.checkpoint.errors import CheckpointError
     from megatron_packed.data.errors import DataError
     from megatron_packed.data.tokenizers.base import vocabulary
     from megatron_packed.training.data_messages import packing_sentences
-    from megatron_packed.training.open_documents import build_tokenizer, open_documents
+    from megatron_packed.training.open_documents import open_documents
     from megatron_packed.training.plan_packs import plan_data
+    from megatron_packed.training.stored_files import with_tokenizer
 
     try:
-        tokenizer = build_tokenizer(config.data, config.model.vocab_size)
+        config, tokenizer = with_tokenizer(config)
         vocabulary(tokenizer, config.model.vocab_size)
         documents = open_documents(
             config.data,
@@ -56,6 +61,8 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
         plans = plan_data(config, documents, show_progress=True)
     except DataError as error:
         raise UsageError(f"data error: {error}", EXIT_DATA) from None
+    except CheckpointError as error:
+        raise UsageError(f"checkpoint error: {error}", EXIT_CHECKPOINT) from None
     if arguments.json:
         evaluations = {name: plan.pieces.as_dict() for name, plan in plans.evaluations.items()}
         print(json.dumps({"training": plans.packing.as_dict(), **evaluations}))
@@ -70,11 +77,14 @@ def with_unused_flags(run_flags: Sequence[str], uses: Collection[str] = ()) -> l
     Args:
         uses: sections whose required flags the command uses; those are not added.
     """
-    given = gather(run_flags).values
+    gathered = gather(run_flags)
+    given = gathered.values
     sections = {
         key.partition(".")[0] for key in given if key != "model.vocab_size"
     }  # --vocab-size may also be given for the tokenizer, without a model
     found = {*uses, *given, *sections}
+    if uses_checkpoint(gathered):
+        found.add("model")
     # These options set the number of iterations.
     if {"training.train_samples", "training.train_epochs"} & given.keys():
         found.add("training.train_iters")

@@ -19,6 +19,7 @@ from megatron_packed.cli.errors import EXIT_DATA, UsageError
 from megatron_packed.cli.lengths import read_numbers
 from megatron_packed.cli.packing import with_unused_flags
 from megatron_packed.config.batch_ramp import BatchStage
+from megatron_packed.config.parser import stored_options
 from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.parser.precedence import gather
 from megatron_packed.config.run import RunConfig
@@ -36,7 +37,7 @@ GIB = 2**30
 MIB = 2**20
 MOST_PROCESSES = 2**20
 """Maximum number of processes, because all their ranks are listed."""
-NO_DATA = ("--data-path", "(none)")
+NO_DATA = ("--data-path", *stored_options.NO_DATA)
 """Placeholder for data when only lengths are used; the file is never opened."""
 
 
@@ -67,10 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
-    if arguments.world_size is not None and not 1 <= arguments.world_size <= MOST_PROCESSES:
-        raise UsageError(
-            f"--world-size {arguments.world_size}: must be at least 1 and at most {MOST_PROCESSES:,}."
-        )
+    check_world_size(arguments.world_size)
     if not 0 < arguments.gpu_memory_gib * GIB < inf:
         raise UsageError(
             f"--gpu-memory-gib {arguments.gpu_memory_gib}: must be a finite number above 0."
@@ -106,6 +104,18 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
             )
         )
     return 0
+
+
+def check_world_size(world_size: int | None) -> None:
+    """Check the value of ``--world-size``.
+
+    Raises:
+        UsageError: the number is too small or too large.
+    """
+    if world_size is not None and not 1 <= world_size <= MOST_PROCESSES:
+        raise UsageError(
+            f"--world-size {world_size}: must be at least 1 and at most {MOST_PROCESSES:,}."
+        )
 
 
 def without_data(run_flags: Sequence[str], uses: Collection[str] = ()) -> list[str]:

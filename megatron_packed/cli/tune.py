@@ -2,8 +2,10 @@
 
 Takes the flags of pretrain_hybrid.py, also from --config and @files; --data is short for
 --data-path. Flags of the model, the optimizer and the training loop may be left out, unless
---measure is given. Data is tokenised first if it is not in the cache. Instead of data, --lengths
-gives the lengths of documents, or --documents-per-pack the documents of packs made elsewhere.
+--measure is given. --load DIR --use-checkpoint-args takes model, length, tokenizer and chat
+template of a checkpoint. Data is tokenised first if it is not in the cache. Instead of data,
+--lengths gives the lengths of documents, or --documents-per-pack the documents of packs made
+elsewhere. --world-size gives the number of processes, whose replicas divide a global batch.
 docs/tune.md explains how costs are measured and how the recommendation is chosen.
 """
 
@@ -17,18 +19,21 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from megatron_packed.cli.errors import EXIT_DATA, UsageError, check_ending
+from megatron_packed.cli.errors import EXIT_CHECKPOINT, EXIT_DATA, UsageError, check_ending
 from megatron_packed.cli.lengths import read_numbers
 from megatron_packed.cli.packing import with_unused_flags
-from megatron_packed.cli.plan import NO_DATA
+from megatron_packed.cli.plan import NO_DATA, check_world_size
 from megatron_packed.cli.tune_costs import costs_of
 from megatron_packed.cli.tune_report import TuneReport
 from megatron_packed.config.environment_variables import apply_environment
 from megatron_packed.config.parser.parse import parse_or_exit
-from megatron_packed.config.parser.precedence import gather
+from megatron_packed.config.parser.precedence import Given, gather
+from megatron_packed.config.parser.stored_options import uses_checkpoint
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.config.sections.data_parts.files import TRAINING_DATA
+from megatron_packed.config.sections.parallel import fewest_processes
+from megatron_packed.training.stored_options import stored_options
 
 if TYPE_CHECKING:
     import numpy as np
@@ -45,7 +50,8 @@ HELP = "choose the packer and CUDA graph capacities for a data set"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         "megatron-packed tune FLAGS_OF_A_RUN [--data F ... | --lengths F | --documents-per-pack F] "
-        "[--capacities N ...] [--measure F | --costs F] [--plot F.png] [--html F.html] [--json]"
+        "[--capacities N ...] [--measure F | --costs F] [--world-size N] [--plot F.png] [--html F.html] "
+        "[--json]"
     )
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
@@ -78,6 +84,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="time steps of the run's model on this machine, and save the table to F",
     )
     costs.add_argument("--costs", metavar="F", help="cost table that --measure saved")
+    parser.add_argument(
+        "--world-size",
+        type=int,
+        metavar="N",
+        help="number of processes of the run (default: the fewest that form its layout)",
+    )
     parser.add_argument("--plot", metavar="F.png", help="write the charts as an image")
     parser.add_argument(
         "--html", metavar="F.html", help="write an HTML page with charts, tables and flags"
@@ -90,14 +102,16 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     from megatron_packed.data.packing.sizing import expected, recommended
 
     config, lengths, costs, again, cut = None, None, None, None, None
+    world_size, steps = 1, 1
     if arguments.documents_per_pack is not None:
         packings = [_given(arguments.documents_per_pack)]
     else:
         config, cut, lengths, packings, again = _packed(arguments, run_flags)
+        world_size = arguments.world_size or fewest_processes(config.parallel)
+        steps = config.micro_batches_per_step(config.layout(world_size).dp_size)
         costs = costs_of(
-            arguments, config, packings, "model.hybrid_layer_pattern" in gather(run_flags).values
+            arguments, _of_one_replica(config, steps), packings, _has_model(gather(run_flags))
         )
-    steps = 1 if config is None else config.packs_per_step()
     choice = recommended(packings, costs, steps)
     flags = _flags_of(choice, config, gather(run_flags).values)
     chosen = next(packing for packing in packings if packing.method == choice.method)
@@ -126,7 +140,8 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
         prices=prices,
         best=best,
         costs=costs,
-        packs_per_step=steps,
+        world_size=world_size,
+        micro_batches_per_step=steps,
         capacities=sorted({*arguments.capacities, *choice.capacities}),
     )
     try:
@@ -135,6 +150,24 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
         raise UsageError(f"{error.filename}: {error.strerror}; correct the path.") from None
     print(json.dumps(report.as_dict()) if arguments.json else "\n".join(report.lines()))
     return 0
+
+
+def _has_model(given: Given) -> bool:
+    """Return whether flags of the run, or a checkpoint that they name, describe the model."""
+    return "model.hybrid_layer_pattern" in given.values or uses_checkpoint(given)
+
+
+def _of_one_replica(config: RunConfig, micro_batches: int) -> RunConfig:
+    """Return the configuration with the batch of one replica, because one process is measured.
+
+    Args:
+        micro_batches: micro-batches of each replica in a step.
+    """
+    packing = config.packing
+    size = micro_batches * packing.micro_batch_size
+    if packing.global_batch_size == size:
+        return config
+    return replace(config, packing=replace(packing, global_batch_size=size, rampup_batch_size=()))
 
 
 def _flags_of(choice: Expected, config: RunConfig | None, given: Collection[str]) -> list[str]:
@@ -164,6 +197,7 @@ def _flags_of(choice: Expected, config: RunConfig | None, given: Collection[str]
 def _check(arguments: argparse.Namespace, run_flags: Sequence[str]) -> None:
     if any(capacity < 1 for capacity in arguments.capacities):
         raise UsageError(f"--capacities {min(arguments.capacities)}: must be at least 1.")
+    check_world_size(arguments.world_size)
     check_ending("--plot", arguments.plot, ".png")
     check_ending("--html", arguments.html, ".html")
     for flag, value in (("--plot", arguments.plot), ("--html", arguments.html)):
@@ -177,6 +211,10 @@ def _check(arguments: argparse.Namespace, run_flags: Sequence[str]) -> None:
                 raise UsageError(
                     f"--{flag} needs the lengths of documents; give --lengths or --data."
                 )
+        if arguments.world_size is not None:
+            raise UsageError(
+                "--world-size has no effect with --documents-per-pack, which names no run; leave it out."
+            )
         if run_flags:
             raise UsageError(
                 f"--documents-per-pack cannot be combined with {run_flags[0]}, because the packs "
@@ -203,10 +241,11 @@ def _packed(
     a method with a limit on documents per pack.
     """
     flags = [*run_flags, *([] if arguments.data is None else ["--data-path", *arguments.data])]
-    given = gather(flags).values
+    gathered = gather(flags)
+    given = gathered.values
     if arguments.data is not None and "data.data_path" in gather(run_flags).values:
         raise UsageError("--data-path: give the files with --data-path or --data, not with both.")
-    if arguments.measure is not None and "model.hybrid_layer_pattern" not in given:
+    if arguments.measure is not None and not _has_model(gathered):
         raise UsageError(
             "--measure needs the flags of the model: --hybrid-layer-pattern and its sizes."
         )
@@ -214,7 +253,14 @@ def _packed(
     if not here and not set(TRAINING_DATA) & set(given):
         flags += NO_DATA
     typed = {} if arguments.data is None else {"--data-path": "--data"}
-    config = parse_or_exit(with_unused_flags(flags), launched=False, here=here, typed=typed)
+    config = parse_or_exit(
+        with_unused_flags(flags),
+        launched=False,
+        world_size=arguments.world_size,
+        here=here,
+        typed=typed,
+        read_stored=stored_options,
+    )
     if arguments.measure is not None:
         apply_environment(config.training)  # must precede the import of torch, as in a run
     from megatron_packed.data.packing.packer import METHODS, Packer
@@ -246,12 +292,14 @@ def _tokenized(config: RunConfig) -> tuple[NDArray[np.int64], NDArray[np.int64],
     """Return the lengths of documents, the lengths of the pieces of the first epoch, and all
     pieces. With a blend, the first epoch has only the pieces that the blend draws.
     """
+    from megatron_packed.checkpoint.errors import CheckpointError
     from megatron_packed.data.errors import DataError
-    from megatron_packed.training.open_documents import build_tokenizer, open_documents
+    from megatron_packed.training.open_documents import open_documents
     from megatron_packed.training.plan_packs import plan_data
+    from megatron_packed.training.stored_files import with_tokenizer
 
     try:
-        tokenizer = build_tokenizer(config.data, config.model.vocab_size)
+        config, tokenizer = with_tokenizer(config)
         documents = open_documents(
             config.data,
             tokenizer,
@@ -265,6 +313,8 @@ def _tokenized(config: RunConfig) -> tuple[NDArray[np.int64], NDArray[np.int64],
         plan = plan_data(replace(config, cuda_graph=CudaGraphConfig()), documents).train
     except DataError as error:
         raise UsageError(f"data error: {error}", EXIT_DATA) from None
+    except CheckpointError as error:
+        raise UsageError(f"checkpoint error: {error}", EXIT_CHECKPOINT) from None
     lengths = plan.pieces.length
     return (
         documents.train.lengths,

@@ -38,11 +38,11 @@ def costs_of(
     from megatron_packed.data.packing.sizing import capacities_to_measure
     from megatron_packed.data.tokenizers.base import vocabulary
     from megatron_packed.training.measure_capacities import measure
-    from megatron_packed.training.open_documents import build_tokenizer
+    from megatron_packed.training.stored_files import with_tokenizer
 
     vocab_size = config.model.vocab_size
     if arguments.lengths is None:
-        vocab_size = vocabulary(build_tokenizer(config.data, vocab_size), vocab_size)
+        vocab_size = vocabulary(with_tokenizer(config)[1], vocab_size)
     if vocab_size is None:
         raise UsageError(
             "--vocab-size is required: without data there is no tokenizer that gives it."

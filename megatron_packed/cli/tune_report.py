@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from megatron_packed.data.packing.sizing import Expected, Packing
     from megatron_packed.data.packing.step_cost import StepCosts
 
+_TIMES = ("micro-batch (ms)", "step (ms)", "tokens/s of a replica")
+
 
 @dataclass(frozen=True, kw_only=True)
 class TuneReport:
@@ -32,7 +34,9 @@ class TuneReport:
     best: Sequence[Expected]
     """Expected cost of each packer, with capacities that cover all its packs."""
     costs: StepCosts | None
-    packs_per_step: int
+    world_size: int
+    micro_batches_per_step: int
+    """Micro-batches of each replica in one optimizer step."""
     capacities: list[int]
 
     def of_lengths(self) -> dict[str, Any]:
@@ -57,7 +61,8 @@ class TuneReport:
             "lengths": None if self.lengths is None else self.of_lengths(),
             "accounts": None if self.cut is None else self.cut.as_dict(),
             "packers": [as_dict(packing, self.capacities) for packing in self.packings],
-            "packs_per_step": self.packs_per_step,
+            "world_size": self.world_size,
+            "micro_batches_per_step": self.micro_batches_per_step,
             "measured": self.costs is not None,
             "device": None if self.costs is None else self.costs.device,
             "update_ms": None if self.costs is None else self.costs.update_ms,
@@ -77,7 +82,7 @@ class TuneReport:
         lines += [] if self.cut is None else self.cut.sentences()
         for title, rows in self.tables().items():
             lines += ["", title, *_aligned(rows)]
-        lines.append("")
+        lines += ["", *self._notes()]
         if self.costs is None:
             lines += [
                 "The cost of a step is not measured. As in the packers, each document of "
@@ -88,7 +93,7 @@ class TuneReport:
         else:
             lines.append(
                 f"Times of {self.costs.device}: {self.costs.update_ms:.3g} ms of a step in "
-                f"addition to its {self.packs_per_step} micro-batches; capacities "
+                f"addition to its {self.micro_batches_per_step} micro-batches; capacities "
                 f"{', '.join(map(str, self.costs.capacities))} were measured, and times between "
                 "them are interpolated."
             )
@@ -132,7 +137,7 @@ class TuneReport:
             ],
             "Packs that a capacity covers": [
                 {
-                    "capacity": str(size),
+                    "capacity (documents)": str(size),
                     **{
                         method: share(100 * float((packing.documents <= size).mean()))
                         for method, packing in zip(coverages, self.packings, strict=True)
@@ -142,29 +147,30 @@ class TuneReport:
             ],
         }
         heading = "Expected cost" if self.costs else "Expected cost (not measured)"
-        found[f"{heading}: capacities that cover every pack"] = [
-            self._price(one) for one in self.best
-        ]
+        found[f"{heading}: capacities that cover every pack"] = _prices(self.best)
         if self.costs is not None:
-            found[f"{heading}: one capacity, {self.choice.method}"] = [
-                self._price(one) for one in self.prices
-            ]
+            found[f"{heading}: one capacity, {self.choice.method}"] = _prices(self.prices)
         return found
 
-    @staticmethod
-    def _price(one: Expected) -> dict[str, str]:
-        cells = {"packer": one.method, "capacities": " ".join(map(str, one.capacities))}
-        cells |= {
-            "eager": f"{100 * one.eager_share:.2f} %",
-            "relative cost of a token": f"{one.relative:.4f}",
-        }
-        if one.step_ms is None:
-            return cells | {"micro-batch ms": "-", "step ms": "-", "tokens/s": "-"}
-        return cells | {
-            "micro-batch ms": f"{one.micro_batch_ms:,.2f}",
-            "step ms": f"{one.step_ms:,.2f}",
-            "tokens/s": f"{one.tokens_per_second:,.0f}",
-        }
+    def _notes(self) -> list[str]:
+        """Return sentences about the units of the tables of costs."""
+        unit = "at capacity 0"
+        if self.costs is not None:
+            unit = f"at capacity {self.costs.capacities[0]}, the lowest of the table"
+        notes = [f"Cost of a token: 1.0 is the cost in a full pack {unit}."]
+        if self.costs is not None and any(one.step_ms is None for one in self.prices):
+            notes.append(
+                "Times of capacities that do not cover every pack are unknown (-), because the "
+                "table has no times of packs that run eagerly."
+            )
+        if self.world_size > 1:
+            count = self.micro_batches_per_step
+            of_one = f"{count} micro-batch{'es' if count > 1 else ''}"
+            times = "" if self.costs is None else "; times do not include communication"
+            notes.append(
+                f"In a step of {self.world_size:,} processes each replica has {of_one}{times}."
+            )
+        return notes
 
     def write_pictures(self, plot: str | None, html: str | None) -> None:
         """Write the charts to ``plot`` and an HTML page to ``html``, if they are given."""
@@ -185,6 +191,30 @@ class TuneReport:
             )
         if plot is not None:
             write_png(figure(drawn), plot)
+
+
+def _prices(choices: Sequence[Expected]) -> list[dict[str, str]]:
+    """Return the rows of a table of costs, with columns of times only if a time is known."""
+    timed = any(one.step_ms is not None for one in choices)
+    rows = []
+    for one in choices:
+        cells = {
+            "packer": one.method,
+            "capacities (documents)": " ".join(map(str, one.capacities)),
+            "packs that run eagerly": f"{100 * one.eager_share:.2f} %",
+            "cost of a token": f"{one.relative:.4f}",
+        }
+        if timed:
+            cells |= _times(one)
+        rows.append(cells)
+    return rows
+
+
+def _times(one: Expected) -> dict[str, str]:
+    if one.step_ms is None:
+        return dict.fromkeys(_TIMES, "-")
+    times = (f"{one.micro_batch_ms:,.2f}", f"{one.step_ms:,.2f}", f"{one.tokens_per_second:,.0f}")
+    return dict(zip(_TIMES, times, strict=True))
 
 
 def _aligned(rows: Sequence[dict[str, str]]) -> list[str]:

@@ -67,13 +67,28 @@ def path_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:
         if wrong is not None:
             yield Problem(flag, path, *wrong, node_dependent=True)
     template = run.data.chat_template
-    if template is not None and sound("data.chat_template") and template not in CHAT_TEMPLATES:
+    # A checkpoint contains the template of its training.
+    starts = (run.checkpoint.load, run.checkpoint.pretrained_checkpoint)
+    if (
+        template is not None
+        and sound("data.chat_template")
+        and template not in CHAT_TEMPLATES
+        and not any(_has_checkpoint(path) for path in starts if path is not None)
+    ):
         wrong = _tried(_input_file, template)
         if wrong is not None:
             rule, cure = wrong
             cure = f"{cure}, or give {' or '.join(CHAT_TEMPLATES)}"
             yield Problem("--chat-template", template, rule, cure, node_dependent=True)
     yield from _cache_problems(run, sound)
+
+
+def _has_checkpoint(path: str) -> bool:
+    """Return whether a folder is or has a checkpoint, judged by names alone."""
+    try:
+        return Path(path, "manifest.json").is_file() or any(Path(path).glob("step_*"))
+    except (OSError, ValueError):
+        return False
 
 
 def _cache_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:

@@ -32,6 +32,9 @@ EXPERT_BOUNDS = "expert_bounds"
 PHASES = "phases"
 """Key of the phases of the run so far, the current one last; older checkpoints lack it."""
 
+FOLDER = "folder"
+"""Key of the working directory of the run, for relative paths; older checkpoints lack it."""
+
 
 class Phase(NamedTuple):
     """Part of a run that ``--begin-phase`` began."""
@@ -194,6 +197,7 @@ def metadata_problem(metadata: Mapping[str, Any]) -> str | None:
         SPIKE_WINDOW: _spike_window_problem,
         PHASES: _phases_problem,
         EXPERT_BOUNDS: _bounds_problem,
+        FOLDER: _is_text,
         ORIGINAL: facts_problem,
     }
     problems = ((key, checks[key](metadata[key])) for key in checks if key in metadata)

@@ -91,6 +91,7 @@ _EARLIER_RULES = (
     "and long prompts lose their middle"
 )
 """Differences between the values of --data-rules."""
+_UNNAMED_CHANGE = "the data options are unchanged, so the data files or the tokenizer have changed"
 _EARLIER_CACHE = (
     "give --data-cache-path with the folder that still has the tokens of the earlier version"
 )
@@ -175,6 +176,8 @@ class CheckpointRefusals:
     implied: Collection[str]
     planned: Resumed | None = None
     """The checkpoint for which the data was planned; None if nothing is resumed."""
+    changed_files: str = ""
+    """Clause about files that options name and whose content has changed; empty without any."""
 
     def for_fine_tuning(self, metadata: Mapping[str, Any]) -> str | None:
         """Return why a new run cannot start from the weights of a checkpoint; None if it can."""
@@ -279,7 +282,7 @@ class CheckpointRefusals:
         )
         return (
             f"was trained on {'other data' if others else 'another order of the data'}: "
-            f"{changed or 'the data options are unchanged, so the data files or the tokenizer have changed'}; "
+            f"{changed or self.changed_files or _UNNAMED_CHANGE}; "
             f"{cure or 'restore them'} to resume, {phase}give --finetune to start a new run from these weights, or "
             "name another folder by --save and --load to start from scratch"
         )

@@ -167,7 +167,8 @@ def _original(config: RunConfig, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """
     # The original's tokenizer is not at hand, so its other ends might be tokens of other text.
     gone: tuple[str, ...] = ("eos_token_id",) if config.data.sft else ()
-    if config.data.tokenizer_type == TRAINED_BPE:
+    # Not `config`, which names the copy of this tokenizer in the checkpoint as a file.
+    if metadata["config"].get("data", {}).get("tokenizer_type") == TRAINED_BPE:
         gone = IDS
     return {
         part: {key: value for key, value in keys.items() if key not in gone}

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.data import DataConfig
 from megatron_packed.config.sections.data_parts.tokenizer import TRAINED_BPE
@@ -23,6 +24,7 @@ from megatron_packed.data.tokenizers.base import vocabulary
 from megatron_packed.data.tokenizers.bpe_training import MIN_VOCAB_SIZE
 from megatron_packed.training.open_documents import build_tokenizer, names_indexed, open_documents
 from megatron_packed.training.run_estimate import StepWork
+from megatron_packed.training.stored_files import files_of_start, with_stored_template
 
 
 class KnownData(NamedTuple):
@@ -44,10 +46,16 @@ def known_data(config: RunConfig, *, given: bool = True) -> KnownData:
     Args:
         given: False if the options name no data.
     """
-    options, lengths, refusal = config.data, None, ""
+    lengths, refusal = None, ""
     vocab_size, reason = config.model.vocab_size, "" if given else "no data is given"
     try:
-        tokenizer = build_tokenizer(options, vocab_size, build_missing=False)
+        files = files_of_start(config)
+    except CheckpointError:
+        files = None  # the load reports the damage
+    options = with_stored_template(config, files).data
+    trained = None if files is None else files.trained_tokenizer(options)
+    try:
+        tokenizer = build_tokenizer(options, vocab_size, build_missing=False, trained=trained)
         vocab_size = vocabulary(tokenizer, vocab_size)
         if options.named.fault:  # the file may exist only on the training machine
             raise DataError(

@@ -37,7 +37,13 @@ from megatron_packed.data.sources.source_files import expand_paths
 from megatron_packed.data.sources.tokenize_files import BuildOptions, check_before_building
 from megatron_packed.data.sources.tokenized_dataset import cache_directory, open_dataset
 from megatron_packed.data.tokenizers.base import ByteTokenizer, NullTokenizer, Tokenizer
-from megatron_packed.data.tokenizers.bpe_training import TrainingShare, Untrained, train_bpe
+from megatron_packed.data.tokenizers.bpe_training import (
+    TOKENIZER,
+    TrainingShare,
+    Untrained,
+    from_stored,
+    train_bpe,
+)
 from megatron_packed.data.tokenizers.chat_format import ChatFormat, chat_format
 from megatron_packed.data.tokenizers.tiktoken_bpe import SPECIAL_TOKENS
 from megatron_packed.data.tokenizers.untrusted_tokenizer import UntrustedTokenizer
@@ -56,6 +62,7 @@ def build_tokenizer(
     *,
     build_missing: bool = True,
     check_data: bool = True,
+    trained: str | None = None,
 ) -> Tokenizer:
     """Return the tokenizer that the options name.
 
@@ -67,6 +74,8 @@ def build_tokenizer(
         say: prints a line of text.
         build_missing: train a tokenizer that is not in the cache; otherwise an error is raised.
         check_data: check the first lines of the data of a run before a tokenizer is trained on it.
+        trained: tokenizer.json of a checkpoint (`StoredFiles.trained_tokenizer`); if it is not
+            None, no tokenizer is trained.
     Raises:
         DataError: the tokenizer cannot be used, or is not trained and ``build_missing`` is False.
     """
@@ -83,6 +92,8 @@ def build_tokenizer(
     if options.tokenizer_type == NULL:
         assert vocab_size is not None  # checked by the configuration
         return NullTokenizer(vocab_size, options.null_tokenizer_eod_id)
+    if trained is not None:
+        return from_stored(trained, Path(TOKENIZER))
     return _trained_tokenizer(options, say, build_missing, check_data)
 
 

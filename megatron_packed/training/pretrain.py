@@ -67,6 +67,7 @@ from megatron_packed.training.run_writers import (
 )
 from megatron_packed.training.same_flags import check_same_flags
 from megatron_packed.training.signals import SignalFlag
+from megatron_packed.training.stored_files import files_of_start
 from megatron_packed.training.trainer import Trainer
 from megatron_packed.training.transformer_engine_checks import check_implementation
 
@@ -261,7 +262,11 @@ def _build_data(launch: Launch) -> tuple[Launch, RunData]:
     for line in lines:
         launch.console.say(line)
     console = launch.console
-    data = build_data(config, launch.groups, console.say, resumed, detail=console.detail)
+    # Read before the data is opened: retention may remove this checkpoint while the run trains.
+    stored = files_of_start(config, launch.groups)
+    data = build_data(
+        config, launch.groups, console.say, resumed, detail=console.detail, stored=stored
+    )
     plan, hashes = data.train.plan, data.hashes
     progress = None if resumed is None else resumed.progress_in(to_dict(config), plan, hashes)
     return replace(launch, config=with_epochs(config, plan, progress), resumed=resumed), data
@@ -292,6 +297,8 @@ def _build_model(launch: Launch, data: RunData) -> tuple[Job, RunState]:
         implied=implied_keys(config),
         lock=launch.lock,
         planned=launch.resumed,
+        attached=data.attached,
+        changed_files=data.changed_files,
     )
     restore(config, state, console)
     # Set after the restore: with lengths in samples, the last iteration depends on the position at

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from megatron_packed.config.data_fields import LABEL, DataFields
 from megatron_packed.config.run import RunConfig
+from megatron_packed.config.sections.data_parts.tokenizer import TOKENS
 from megatron_packed.data.errors import REASONS, BadLine, DataError
 from megatron_packed.data.sources.jsonl_lines import LineReader, RawLine
 from megatron_packed.data.sources.line_fields import has_field, renamed
@@ -30,7 +31,12 @@ from megatron_packed.data.sources.preference_lines import PREFERENCE_ANSWERS
 from megatron_packed.data.sources.strict_json import check_characters, parse_object
 from megatron_packed.data.tokenizers.base import Tokenizer
 from megatron_packed.data.tokenizers.chat_format import ChatFormat, TextPiece, chat_format
-from megatron_packed.data.tokenizers.encode import answer_ends, encode_pieces, prompt_tokens
+from megatron_packed.data.tokenizers.encode import (
+    answer_ends,
+    encode_pieces,
+    prompt_tokens,
+    with_special_tokens,
+)
 
 STANDARD_INPUT = "-"
 """Name of a file of prompts that stands for standard input."""
@@ -114,8 +120,9 @@ def encode_prompts(
             template does not take a prompt.
     """
     data = config.data
+    special = data.special_tokens_in_text == TOKENS
     if not data.sft:
-        tokens = [_tokens(prompt, tokenizer, None) for prompt in prompts]
+        tokens = [_tokens(prompt, tokenizer, None, special) for prompt in prompts]
         return EncodedPrompts(tokens, answer_ends(tokenizer))
     chat = chat_format(
         tokenizer,
@@ -125,7 +132,7 @@ def encode_prompts(
         kwargs=data.chat_template_kwargs,
     )
     try:
-        tokens = [_tokens(prompt, tokenizer, chat) for prompt in prompts]
+        tokens = [_tokens(prompt, tokenizer, chat, special) for prompt in prompts]
         return EncodedPrompts(tokens, answer_ends(tokenizer, chat))
     finally:
         chat.close()
@@ -253,7 +260,14 @@ def _expected(answer: str | None) -> str | None:
     return None if answer in (None, "", _NO_ANSWER) else answer
 
 
-def _tokens(prompt: GivenPrompt, tokenizer: Tokenizer, chat: ChatFormat | None) -> list[int]:
+def _tokens(
+    prompt: GivenPrompt, tokenizer: Tokenizer, chat: ChatFormat | None, special: bool
+) -> list[int]:
+    """Return the tokens of a prompt.
+
+    Args:
+        special: special tokens that a text spells act as such (``--special-tokens-in-text``).
+    """
     content = prompt.content
     try:
         if isinstance(content, str):  # other prompts were checked as lines of JSON
@@ -269,7 +283,11 @@ def _tokens(prompt: GivenPrompt, tokenizer: Tokenizer, chat: ChatFormat | None) 
                 "format; give the text to continue."
             )
         text = content.text if isinstance(content, Text) else content
-        [document] = encode_pieces(tokenizer, [[TextPiece(text, False, False)]])
+        # As `SampleEncoder` encodes texts of the training data.
+        pieces = [TextPiece(text, False, special)]
+        if special:
+            pieces = with_special_tokens(tokenizer, pieces)
+        [document] = encode_pieces(tokenizer, [pieces])
         if isinstance(document, BadLine):
             raise document
     except BadLine as error:

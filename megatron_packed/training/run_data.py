@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_packed.config.run import RunConfig
+from megatron_packed.config.sections.data_parts.tokenizer import TRAINED_BPE
 from megatron_packed.cuda_graphs.fallback_reasons import GraphFallbackError
 from megatron_packed.data.documents import Documents
 from megatron_packed.data.errors import DataError
@@ -36,6 +37,11 @@ from megatron_packed.training.plan_packs import Plans, pack_cost, plan_data
 from megatron_packed.training.questions import Questions, metric_questions, sample_questions
 from megatron_packed.training.resume import Resumed
 from megatron_packed.training.run_documents import TEST, VALIDATION, RunDocuments
+from megatron_packed.training.stored_files import (
+    StoredFiles,
+    files_to_attach,
+    with_stored_template,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +77,10 @@ class RunData:
     """Prompts of ``--sample-prompts``."""
     metric: Questions | None = None
     """Prompts of ``--valid-metric``."""
+    attached: Mapping[str, str] = field(default_factory=dict)
+    """Texts that the checkpoints contain, by file name (`files_to_attach`)."""
+    changed_files: str = ""
+    """Clause about files that have changed since the checkpoint (`StoredFiles.changed_files`)."""
 
     @property
     def valid(self) -> Stream | None:
@@ -125,6 +135,7 @@ def build_data(
     resumed: Resumed | None = None,
     *,
     detail: Callable[[str], None] | None = None,
+    stored: StoredFiles | None = None,
 ) -> RunData:
     """Tokenise data that the cache lacks, plan its packs, and print counts of tokens and targets.
 
@@ -134,13 +145,20 @@ def build_data(
         say: prints a line of text.
         resumed: the checkpoint from which the run continues.
         detail: prints a line about packs if every token is kept; None for ``say``.
+        stored: files of the checkpoint with which the run starts.
     Raises:
         DataError: the data cannot be used.
         CheckpointMismatchError: see `plan_training`.
     """
+    config = with_stored_template(config, stored)
     options, show = config.data, groups.rank == 0
     agree_on_commits(options, groups)
-    tokenizer = build_tokenizer(options, config.model.vocab_size, say)
+    trained = None if stored is None else stored.trained_tokenizer(options)
+    tokenizer = build_tokenizer(options, config.model.vocab_size, say, trained=trained)
+    if stored is not None and trained is not None:
+        say(f"tokenizer: the {TRAINED_BPE} of {stored.checkpoint}")
+    # Texts, not paths: a save hours later must not read files that were changed in the meantime.
+    attached = files_to_attach(options, tokenizer)
     vocab_size = _vocabulary(config, tokenizer)
     # Before the data, because tokenising it may take hours.
     samples = sample_questions(config, tokenizer, groups)
@@ -177,6 +195,8 @@ def build_data(
         capture_sizes=plans.capture_sizes,
         samples=samples,
         metric=metric,
+        attached=attached,
+        changed_files="" if stored is None else stored.changed_files(options, attached),
     )
 
 

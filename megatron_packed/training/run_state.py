@@ -8,8 +8,9 @@ and the configuration.
 
 from __future__ import annotations
 
+import os
 import uuid
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,6 +36,7 @@ from megatron_packed.models.convert.original_facts import ORIGINAL
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.training.checkpoint_metadata import (
+    FOLDER,
     NO_HASHES,
     PHASES,
     SPIKE_WINDOW,
@@ -141,6 +143,8 @@ class RunState:
         implied: options that checkpoints decide (`implied_keys`).
         lock: rank 0's lock on the directory of checkpoints, verified at every save.
         planned: the checkpoint for which the plan was made.
+        attached: texts that each checkpoint contains, by file name.
+        changed_files: see `CheckpointRefusals`.
     """
 
     def __init__(
@@ -157,6 +161,8 @@ class RunState:
         implied: Collection[str] = (),
         lock: RootLock | None = None,
         planned: Resumed | None = None,
+        attached: Mapping[str, str] | None = None,
+        changed_files: str = "",
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -166,6 +172,7 @@ class RunState:
         self.hashes = hashes
         self.config = config
         self.model_hash = model_hash
+        self.attached = dict(attached or {})
         self.refusals = CheckpointRefusals(
             model=model,
             plan=plan,
@@ -175,6 +182,7 @@ class RunState:
             schedule_units=schedule_units,
             implied=set(implied),
             planned=planned,
+            changed_files=changed_files,
         )
         self.progress = RunProgress()
         phase = begun_phase(config)
@@ -270,6 +278,7 @@ class RunState:
             "room": None if self.plan is None else self.plan.room,
             BEST_STEP: self.progress.best_at or None,
             PHASES: [phase._asdict() for phase in self.phases],
+            FOLDER: os.getcwd(),
             **({} if self.original is None else {ORIGINAL: self.original}),
         }
 
@@ -295,6 +304,7 @@ class RunState:
             keep_every=options.save_retain_interval,
             keep_step=metadata[BEST_STEP] if options.save_best else None,
             run_lock=self._lock,
+            attached=self.attached,
         )
 
     def load(self, options: CheckpointConfig) -> LoadedCheckpoint:

@@ -23,7 +23,8 @@ def stored_options(given: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]] 
     apply_environment(unchecked(TrainingConfig, training))
     from megatron_packed.checkpoint.errors import CheckpointError
     from megatron_packed.checkpoint.load import find_checkpoints, newest_metadata
-    from megatron_packed.training.checkpoint_metadata import metadata_problem
+    from megatron_packed.training.checkpoint_metadata import FOLDER, metadata_problem
+    from megatron_packed.training.stored_files import found_paths
 
     for name in ("load", "pretrained_checkpoint"):
         folder = given.get(f"checkpoint.{name}")
@@ -31,15 +32,20 @@ def stored_options(given: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]] 
             continue
         step = given.get("checkpoint.ckpt_step") if name == "load" else None
         try:
-            found = newest_metadata(folder, ("config",), step=step, problem=metadata_problem)
+            keys = ("config", FOLDER)
+            found = newest_metadata(folder, keys, step=step, problem=metadata_problem)
             candidates = find_checkpoints(folder) if found is None else []
             fault = next((one.problem for one in candidates if one.problem is not None), None)
         except CheckpointError as error:
             fault = str(error).rstrip(".")
         if fault is not None:
-            cure = "load another checkpoint, or leave --use-checkpoint-args out"
+            cure = "load another checkpoint"
+            if given.get("checkpoint.use_checkpoint_args"):
+                cure += ", or leave --use-checkpoint-args out"
             raise ConfigError([Problem(f"--{name.replace('_', '-')}", folder, fault, cure)])
         if found is not None:
-            config: Mapping[str, Mapping[str, Any]] = found["config"]
+            config: dict[str, dict[str, Any]] = found["config"]
+            if "data" in config:
+                config["data"] |= found_paths(config["data"], found.get(FOLDER))
             return config
     return None

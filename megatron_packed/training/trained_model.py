@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, overload
 
@@ -13,28 +13,29 @@ import torch
 
 from megatron_packed.checkpoint.errors import NoCheckpointError
 from megatron_packed.checkpoint.load import BEST, Step, newest_metadata
-from megatron_packed.config.run import RunConfig
-from megatron_packed.config.sections.data_parts.files import TRAINING_DATA
-from megatron_packed.config.sections.data_parts.tokenizer import TRAINED_BPE
+from megatron_packed.config.parser.precedence import Given
+from megatron_packed.config.parser.stored_options import STORED, take_for_inference
+from megatron_packed.config.run import SECTIONS, RunConfig
+from megatron_packed.config.section import section_fields
 from megatron_packed.config.serialise import from_dict
 from megatron_packed.data.tokenizers.base import Tokenizer, answer_text
 from megatron_packed.data.tokenizers.untrusted_tokenizer import open_tokenizer
+from megatron_packed.layers.transformer_impl import (
+    LOCAL_NAME,
+    TRANSFORMER_ENGINE_NAME,
+    transformer_engine_refusal,
+)
 from megatron_packed.models.generate import generate
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.sampling import Sampling
-from megatron_packed.training.build_job import device_of
+from megatron_packed.training.build_job import device_of, dtype_of
 from megatron_packed.training.checkpoint_metadata import metadata_problem
 from megatron_packed.training.kernels import chosen_kernels
 from megatron_packed.training.load_for_inference import load_model
 from megatron_packed.training.open_documents import build_tokenizer
 from megatron_packed.training.prompts import encode_prompts, texts
+from megatron_packed.training.stored_files import stored_files
 from megatron_packed.training.transformer_engine_checks import check_implementation
-
-_EVALUATED_DATA = ("valid_data_path", "test_data_path")
-"""Data options that generation ignores."""
-_DIVISION = ("split", "split_order")
-"""Data options that decide, with the training data, which documents train a tokenizer."""
-_KEPT_OF_TRAINING = ("bf16", "seed", "transformer_impl")
 
 
 def inference_device(config: RunConfig) -> torch.device:
@@ -47,6 +48,25 @@ def inference_device(config: RunConfig) -> torch.device:
     check_implementation(config, device)
     chosen_kernels(config, device)
     return device
+
+
+def with_layers_of_this_machine(config: RunConfig) -> RunConfig:
+    """Return the configuration with local layers if the checkpoint's cannot run on this machine.
+
+    ``--transformer-impl`` of a training on GPUs may name TransformerEngine, which a CPU or another
+    installation does not have. Local layers compute the same function. A given flag is not changed.
+
+    Raises:
+        ValueError: the device of ``--device`` is missing.
+    """
+    key = "training.transformer_impl"
+    taken = config.origins is None or config.origins[key] == STORED
+    name = config.training.transformer_impl
+    if not taken or name != TRANSFORMER_ENGINE_NAME:
+        return config
+    if transformer_engine_refusal(device_of(config), dtype_of(config)) is None:
+        return config
+    return replace(config, training=replace(config.training, transformer_impl=LOCAL_NAME))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +94,8 @@ class TrainedModel:
             step: load the checkpoint of this step, or with ``"best"`` that of the lowest validation
                 loss (``--save-best``); None loads the newest valid one.
             tokenizer: a `Tokenizer`, or the path of a ``tokenizer.json`` or of its directory. None
-                takes the files that the run was given, at the same paths.
+                takes the files that the run was given, at the same paths; a tokenizer that was
+                trained on the data is in the checkpoint.
             device: ``auto``, ``cpu`` or ``cuda``.
         Raises:
             CheckpointError: there is no valid checkpoint.
@@ -96,7 +117,7 @@ class TrainedModel:
                 f"{os.fspath(folder)} holds converted weights, which name no tokenizer; give tokenizer=, the path of "
                 "a tokenizer.json."
             )
-        config = stored_run(stored, folder, step, device)
+        config = with_layers_of_this_machine(stored_run(stored, folder, step, device))
         where = inference_device(config)
         if tokenizer is None:
             used = build_tokenizer(config.data, config.model.vocab_size)
@@ -169,39 +190,38 @@ def stored_run(
 ) -> RunConfig:
     """Return the options of a checkpoint that decide what the model computes, for one process.
 
+    Tokenizer and chat template have the paths of the checkpoint's own files, if it has such files.
+
     Args:
         stored: configuration in the checkpoint's metadata.
         folder: directory of the checkpoints.
         step: step of the checkpoint; None for the newest one.
         device: value of ``--device``.
     Raises:
+        CheckpointError: the attached files of the checkpoint are damaged.
         ConfigError: a stored option is unknown to this version.
     """
-    data = dict(stored.get("data", {}))
-    ignored = list(_EVALUATED_DATA)
-    # The training data may no longer exist. Only a tokenizer that is trained on this data needs the
-    # data, and the division by which some of it was held out: the cache finds it by both.
-    trains_tokenizer = data.get("tokenizer_type") == TRAINED_BPE
-    if not trains_tokenizer:
-        ignored += [*_DIVISION, *(key.removeprefix("data.") for key in TRAINING_DATA)]
-    for name in ignored:
-        data.pop(name, None)
-    if not trains_tokenizer:
-        data["data_path"] = ["(none)"]
-    packing = stored.get("packing", {})
-    longest = packing.get("max_document_length") or packing.get("seq_length") or 2048
-    training = {
-        name: stored["training"][name]
-        for name in _KEPT_OF_TRAINING
-        if name in stored.get("training", {})
+    values: dict[str, Any] = {"checkpoint.load": os.fspath(folder), "training.device": device}
+    if step is not None:
+        values["checkpoint.ckpt_step"] = step
+    # The parser's rules decide which options count, so that `generate` and Python agree.
+    given = Given(values=values)
+    take_for_inference(given, lambda values: stored)
+    sections: dict[str, dict[str, Any]] = {
+        # Options of a newer version are refused, because they may change what the model computes.
+        name: _unknown_options(name, stored.get(name, {}))
+        for name in ("model", "data")
     }
-    return from_dict(
-        {
-            "model": stored["model"],
-            "packing": {"seq_length": longest},
-            "data": data,
-            "optim": {"lr": 0.0},
-            "training": {**training, "train_iters": 1, "device": device},
-            "checkpoint": {"load": os.fspath(folder), "ckpt_step": step},
-        }
-    )
+    for key, value in given.values.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = value
+    config = from_dict(sections)
+    files = stored_files(os.fspath(folder), step)
+    if files is None:
+        return config
+    return replace(config, data=files.for_inference(config.data, prefers_stored=True))
+
+
+def _unknown_options(section: str, stored: Mapping[str, Any]) -> dict[str, Any]:
+    known = {about.name for about in section_fields(SECTIONS[section])}
+    return {name: value for name, value in stored.items() if name not in known}

@@ -15,7 +15,7 @@ from megatron_packed.checkpoint.errors import (
     CheckpointMismatchError,
     NoCheckpointError,
 )
-from megatron_packed.checkpoint.load import load_checkpoint
+from megatron_packed.checkpoint.load import load_checkpoint, read_attachments
 from megatron_packed.checkpoint.save import SavedCheckpoint, save_checkpoint
 from megatron_packed.checkpoint.save_sites import SAVE_SITES
 from megatron_packed.checkpoint.tensor_shard import TensorShard, split_replicated, whole_tensors
@@ -54,6 +54,7 @@ def save(
         group=groups.dp_group,
         keep_last=1,
         on_site=on_site,
+        attached={"tokenizer.json": "{}"},
     )
 
 
@@ -97,6 +98,9 @@ def _round_trip(groups: ParallelGroups, root: str) -> dict:
     return {
         "sizes": [f.stat().st_size for f in sorted(saved.path.glob("rank_*"))],
         "loaded": load(root, groups),
+        "attached": read_attachments(
+            root, rank=groups.rank, world_size=groups.world_size, group=groups.dp_group
+        ).texts,
     }
 
 
@@ -111,12 +115,14 @@ def test_two_processes_one_two(tmp_path):
         abs(one - two) < 200 and one > 30_000
     )  # Both ranks write the same amount of data, except for file headers.
     assert [result["loaded"] for result in results] == [(10, True, "")] * 2
+    assert [result["attached"] for result in results] == [{"tokenizer.json": "{}"}] * 2
     alone = ParallelGroups.single()
     assert load(str(tmp_path), alone) == (10, True, "")
     save(str(tmp_path), 20, alone)
     assert sorted(os.listdir(tmp_path / "step_00000020")) == [
         "manifest.json",
         "rank_00000.safetensors",
+        "tokenizer.json",
     ]
     assert run_distributed(_load, 2, str(tmp_path)) == [(20, True, "")] * 2
 

@@ -88,11 +88,11 @@ ACCEPTED: dict[str, AcceptedFlag] = _table(
         ),
     ),
     (
-        "checkpoints never hold the tokenizer; the run reads --tokenizer-model",
+        "checkpoints hold only a tokenizer that the run trained; others are read from --tokenizer-model",
         _switches("--no-save-tokenizer-assets --disable-save-tokenizer-assets"),
     ),
     (
-        "--use-checkpoint-args takes the tokenizer only if none is given",
+        "--use-checkpoint-args takes only options of the tokenizer that are not given",
         _switches(
             "--no-use-tokenizer-model-from-checkpoint-args "
             "--disable-use-tokenizer-model-from-checkpoint-args"

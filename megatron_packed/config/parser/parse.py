@@ -30,7 +30,11 @@ from megatron_packed.config.megatron.flags import ALWAYS, TAKEN
 from megatron_packed.config.parser.flag_registry import every_field
 from megatron_packed.config.parser.launcher import tell_launcher, wait_for_rank_0
 from megatron_packed.config.parser.precedence import Given, gather
-from megatron_packed.config.parser.stored_options import ReadStored, take_stored
+from megatron_packed.config.parser.stored_options import (
+    ReadStored,
+    take_for_inference,
+    take_stored,
+)
 from megatron_packed.config.path_checks import path_problems
 from megatron_packed.config.run import SECTIONS, RunConfig, unchecked_run
 from megatron_packed.config.section import problems_of, unchecked
@@ -118,6 +122,8 @@ def parse_or_exit(
     typed: Mapping[str, str] | None = None,
     warns: bool = True,
     read_stored: ReadStored | None = None,
+    infers: bool = False,
+    shows_taken: bool = True,
 ) -> RunConfig:
     """Parse the command line for a program: print problems and exit, instead of raising.
 
@@ -135,6 +141,8 @@ def parse_or_exit(
         typed: maps a flag of a run to the program's own flag, which problems name instead.
         warns: print warnings and options without effect; a launcher leaves them to its processes.
         read_stored: reads the checkpoint for ``--use-checkpoint-args``.
+        infers: the program generates text; see `take_for_inference`. Requires ``read_stored``.
+        shows_taken: print the options that come from a checkpoint.
     Raises:
         RefusedCommandLine: the command line is wrong.
         SystemExit: code 0 after --help and similar flags.
@@ -143,11 +151,11 @@ def parse_or_exit(
     speaks = environment_number(os.environ, "RANK", 0, given.problems) == 0
     _answer_without_checks(given, speaks)
     try:
-        parsed = _resolve(given, world_size, os.environ, launched, here, read_stored)
+        parsed = _resolve(given, world_size, os.environ, launched, here, read_stored, infers)
     except ConfigError as error:
         _refuse([_as_typed(problem, typed or {}) for problem in error.problems], speaks)
     if speaks and warns:
-        if parsed.taken_options:
+        if parsed.taken_options and shows_taken:
             _write(sys.stderr, f"{printable(parsed.taken_options, 4000)}\n")
         _write(
             sys.stderr,
@@ -216,9 +224,15 @@ def _resolve(
     launched: bool = True,
     here: bool = True,
     read_stored: ReadStored | None = None,
+    infers: bool = False,
 ) -> Parsed:
+    taken_options = ""
+    if infers:
+        assert read_stored is not None
+        taken_options = take_for_inference(given, read_stored)
     # Programs that never read the checkpoint of another machine ignore its options.
-    taken_options = take_stored(given, read_stored) if here or read_stored is not None else ""
+    elif here or read_stored is not None:
+        taken_options = take_stored(given, read_stored, trains=launched)
     problems = list(given.problems)
     unsound = set(given.unsound)
     sections = {name: unchecked(kind, _values_of(name, given)) for name, kind in SECTIONS.items()}

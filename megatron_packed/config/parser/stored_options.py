@@ -1,4 +1,4 @@
-"""Options that come from a checkpoint, for ``--use-checkpoint-args``."""
+"""Options that come from a checkpoint: for ``--use-checkpoint-args``, and for text generation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from megatron_packed.config.options import Field
 from megatron_packed.config.parser.flag_registry import every_field
 from megatron_packed.config.parser.precedence import Given
 from megatron_packed.config.section import section_fields
-from megatron_packed.config.sections.data_parts.tokenizer import TOKENIZER_CHOICE
+from megatron_packed.config.sections.data_parts.files import TRAINING_DATA
+from megatron_packed.config.sections.data_parts.tokenizer import (
+    CHAT_CHOICE,
+    TOKENIZER_CHOICE,
+    TRAINED_BPE,
+)
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.serialise import as_flag, as_given
 
@@ -18,65 +23,245 @@ ReadStored = Callable[[Mapping[str, Any]], Mapping[str, Mapping[str, Any]] | Non
 """Function that takes the given values by key, and returns the configuration in the checkpoint that
 the run loads; None if there is no checkpoint. It raises `ConfigError`.
 """
+NO_DATA = ("(none)",)
+"""Value of ``data.data_path`` when no data is read; the file is never opened."""
+STORED = "checkpoint"
+"""Origin of a value that comes from a checkpoint (`RunConfig.origins`)."""
+PRECISION = ("bf16", "transformer_impl")
 _FLAG = "--use-checkpoint-args"
+UNKNOWN_LENGTH = 2048
+"""Length of documents that text generation assumes for converted weights, which store none."""
 _LENGTH = "packing.seq_length"
+_STARTS = ("checkpoint.load", "checkpoint.pretrained_checkpoint")
+_PATTERN, _BF16 = "model.hybrid_layer_pattern", "training.bf16"
+_TYPE = "data.tokenizer_type"
+_TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
+_FORMS = ("chat_template", "sft_tokenizer_prompt_format")
+"""Options that contradict each other, so the checkpoint's one is not taken beside a given one."""
+_OF_PROMPTS = ("sft", "data_fields")
+"""Options of the files that also decide how prompts are read."""
+_OF_TRAINED_BPE = (*(key.removeprefix("data.") for key in TRAINING_DATA), "split", "split_order")
+"""Options by which the cache finds a tokenizer that was trained on the data."""
+_OF_INFERENCE = {
+    "training": {
+        *PRECISION,
+        "seed",
+        "device",
+        "deterministic_mode",
+        "attention_backend",
+        "ssd_backend",
+        "gated_delta_rule_backend",
+        "conv_backend",
+        "require_fast_kernels",
+    },
+    "packing": {"seq_length", "max_document_length"},
+    "checkpoint": {"load", "ckpt_step", "use_checkpoint_args"},
+    "data": {
+        *TOKENIZER_CHOICE,
+        *CHAT_CHOICE,
+        *_OF_PROMPTS,
+        *_OF_TRAINED_BPE,
+        "data_cache_path",
+    },
+}
+"""Options that text generation uses, by section, next to those of the model."""
 
 
-def take_stored(given: Given, read: ReadStored | None) -> str:
+def take_stored(given: Given, read: ReadStored | None, *, trains: bool) -> str:
     """Take options of the checkpoint, if ``--use-checkpoint-args`` is given.
 
     The model's options replace given ones, except those that only affect training, such as dropout.
-    ``--seq-length`` and the tokenizer are taken only if they are not given.
+    ``--seq-length``, the tokenizer and the settings of its chat template are taken only if they are
+    not given. The precision is the run's own and must be that of the checkpoint. A program that does
+    not train takes it from the checkpoint.
+
+    Args:
+        given: options of the command line.
+        read: reads the checkpoint; None if this command cannot.
+        trains: the program trains.
+    Returns:
+        A line with the options of the checkpoint; empty if none is taken.
+    """
+    if not uses_checkpoint(given):
+        return ""
+    if read is None:
+        cure = (
+            "give the model's options; pretrain_hybrid.py and megatron-packed train, generate, "
+            "packing and tune take this flag"
+        )
+        given.problems.append(Problem(_FLAG, "", "this command reads no checkpoint", cure))
+        given.expect(_expected())
+        return ""
+    stored = _read(given, read)
+    if stored is None:
+        return ""
+    if not stored and _PATTERN not in given.values:
+        folders = " or ".join(str(given.values[key]) for key in _STARTS if key in given.values)
+        cure = "give the flags of the model, or the directory of a run's checkpoints"
+        given.problems.append(Problem(_FLAG, "", f"finds no checkpoint in {folders}", cure))
+        given.expect(_expected())
+        return ""
+    if stored and trains:
+        given.problems += _precision_problem(given, stored)
+    return _taken(given, _replaced(given, stored, trains), f" ({_FLAG})")
+
+
+def take_for_inference(given: Given, read: ReadStored) -> str:
+    """Take all options of the checkpoint that text generation uses, except those that are given.
+
+    With ``--use-checkpoint-args`` the model's options replace given ones, as in `take_stored`.
+    Other options of a run, for example of its optimizer, are removed, so that they need not agree
+    with each other.
 
     Returns:
         A line with the options of the checkpoint; empty if none is taken.
     """
-    loads = {"checkpoint.load", "checkpoint.pretrained_checkpoint"} & given.values.keys()
-    if not loads or not given.values.get("checkpoint.use_checkpoint_args"):
-        return ""
-    expected = [*(about.key for about in section_fields(ModelConfig)), _LENGTH]
-    if read is None:
-        cure = (
-            "give the model's options; pretrain_hybrid.py, megatron-packed train and generate take "
-            "this flag"
-        )
-        given.problems.append(Problem(_FLAG, "", "this command reads no checkpoint", cure))
-        given.expect(expected)
-        return ""
+    for key in [key for key in given.values if not _infers(key)]:
+        del given.values[key]
+        given.sources.pop(key, None)
+    stored = _read(given, read) if _loads(given) else {}
+    line = ""
+    if stored:
+        line = _taken(given, _missing(given, stored))
+    given.values |= {"optim.lr": 0.0, "training.train_iters": 1}
+    given.values.setdefault(_LENGTH, UNKNOWN_LENGTH)
+    if given.values.get(_TYPE) != TRAINED_BPE:
+        for name in _OF_TRAINED_BPE:
+            given.values.pop(f"data.{name}", None)
+    if not any(given.values.get(key) for key in TRAINING_DATA):
+        given.values["data.data_path"] = NO_DATA
+    return line
+
+
+def uses_checkpoint(given: Given) -> bool:
+    """Return whether ``--use-checkpoint-args`` is given with the directory of a checkpoint."""
+    return _loads(given) and bool(given.values.get("checkpoint.use_checkpoint_args"))
+
+
+def _infers(key: str) -> bool:
+    section, _, name = key.partition(".")
+    return section == ModelConfig.title or name in _OF_INFERENCE.get(section, ())
+
+
+def _precision_problem(given: Given, stored: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
+    """Return the problem of a training run in another precision than its checkpoint's.
+
+    The load refuses it too, but only after the data was tokenised.
+    """
+    then, now = stored["training"]["bf16"], bool(given.values.get(_BF16))
+    if then == now or _BF16 in given.unsound:
+        return []
+    rule = (
+        f"is {'not ' * then}given, and the checkpoint was made {'with' if then else 'without'} it"
+    )
+    cure = "give it; a load does not change precisions"
+    return [Problem("--bf16", "", rule, cure if then else cure.replace("give it", "leave it out"))]
+
+
+def _loads(given: Given) -> bool:
+    return not given.values.keys().isdisjoint(_STARTS)
+
+
+def _expected() -> list[str]:
+    """Return the keys of options that are not missing if the checkpoint cannot be read."""
+    return [*(about.key for about in section_fields(ModelConfig)), _LENGTH]
+
+
+def _read(given: Given, read: ReadStored) -> Mapping[str, Mapping[str, Any]] | None:
+    """Return the configuration in the checkpoint; None after a problem was added to ``given``."""
     try:
-        stored = read(given.values)
+        return read(given.values) or {}  # a new run has no checkpoint yet
     except ConfigError as error:
         given.problems += error.problems
-        given.expect(expected)
-        return ""
+        given.expect(_expected())
+        return None
+
+
+def _taken(given: Given, options: Iterator[tuple[Field, Any]], by: str = "") -> str:
+    """Set the options, and return the line that names those that change a value."""
     taken = []
-    for about, then in _replaced(given, stored or {}):  # a new run has no checkpoint yet
-        now = given.values.get(about.key, about.default)
+    for about, then in options:
+        is_given, now = about.key in given.values, given.values.get(about.key, about.default)
         then = tuple(then) if isinstance(then, list) else then
         given.unsound.discard(about.key)
-        given.values[about.key], given.sources[about.key] = then, "checkpoint"
+        given.values[about.key], given.sources[about.key] = then, STORED
         if then != now:
             flag = f"{about.flag} {as_given(about, then)}" if then is None else as_flag(about, then)
-            instead = now not in (None, ()) and about.section == ModelConfig.title
+            instead = is_given and about.section == ModelConfig.title
             taken.append(f"{flag} instead of {as_given(about, now)}" if instead else flag)
-    return f"options of the checkpoint ({_FLAG}): {'; '.join(taken)}" if taken else ""
+    return f"options of the checkpoint{by}: {'; '.join(taken)}" if taken else ""
 
 
-def _replaced(given: Given, stored: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[Field, Any]]:
-    """Yield the options that come from the checkpoint, with their stored values."""
+def _replaced(
+    given: Given, stored: Mapping[str, Mapping[str, Any]], trains: bool
+) -> Iterator[tuple[Field, Any]]:
+    """Yield the options that `take_stored` takes from the checkpoint, with their stored values."""
     named = given.values.keys() | given.unsound
-    keeps_tokenizer = any(f"data.{name}" in named for name in TOKENIZER_CHOICE)
+    takes_tokenizer = _takes_tokenizer(given, stored)
     for about in every_field():
         if about.name not in stored.get(about.section, {}):
             continue
         if about.section == ModelConfig.title:
             takes = not about.option.training_only or about.key not in given.values
-        elif about.key == _LENGTH:
-            takes = about.key not in named
+        elif about.section == "data" and about.name in TOKENIZER_CHOICE:
+            takes = takes_tokenizer and about.key not in named
+        elif about.section == "data" and about.name in CHAT_CHOICE:
+            # Without --sft, texts have no chat template.
+            applies = given.values.get("data.sft") or about.name == "special_tokens_in_text"
+            takes = bool(applies) and about.key not in named and not _other_form(about, named)
+        elif about.section == "training":
+            takes = not trains and about.name in PRECISION and about.key not in named
         else:
-            # The parts of a tokenizer belong together.
-            takes = (
-                about.section == "data" and about.name in TOKENIZER_CHOICE and not keeps_tokenizer
-            )
+            takes = about.key == _LENGTH and about.key not in named
         if takes:
             yield about, stored[about.section][about.name]
+
+
+def _missing(given: Given, stored: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[Field, Any]]:
+    """Yield the options that text generation takes from the checkpoint, with their stored values."""
+    named = given.values.keys() | given.unsound
+    takes_tokenizer = _takes_tokenizer(given, stored)
+    overrides = given.values.get("checkpoint.use_checkpoint_args")
+    trained = stored.get("data", {}).get("tokenizer_type") == TRAINED_BPE and takes_tokenizer
+    for about in every_field():
+        if about.name not in stored.get(about.section, {}) or not _infers(about.key):
+            continue
+        then = stored[about.section][about.name]
+        takes = about.key not in named
+        if about.section == ModelConfig.title:
+            takes |= bool(overrides) and not about.option.training_only
+        elif about.section == "data":
+            if about.name in TOKENIZER_CHOICE:
+                takes &= takes_tokenizer
+            elif about.name in _OF_TRAINED_BPE:
+                takes &= trained and named.isdisjoint(TRAINING_DATA)
+            takes &= not _other_form(about, named)
+        elif about.key == _LENGTH:
+            # A document may be longer than a pack has slots for one sample.
+            then = stored["packing"].get("max_document_length") or then
+        elif about.section != "training" or about.name not in (*PRECISION, "seed"):
+            continue
+        elif about.name == "transformer_impl" and given.values.get("training.device") == "cpu":
+            continue  # TransformerEngine runs on GPUs only, and local layers compute the same
+        if takes:
+            yield about, then
+
+
+def _takes_tokenizer(given: Given, stored: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Return whether options of the tokenizer that are not given come from the checkpoint.
+
+    They do unless a given option belongs to another type of tokenizer. A tokenizer that was moved
+    needs only its new path.
+    """
+    data, named = stored.get("data", {}), given.values.keys() | given.unsound
+    if _TYPE in named:
+        return bool(given.values.get(_TYPE) == data.get("tokenizer_type"))
+    files = [name for name in _TOKENIZER_FILES if f"data.{name}" in named]
+    return all(data.get(name) is not None for name in files)
+
+
+def _other_form(about: Field, named: Mapping[str, Any] | set[str]) -> bool:
+    """Return whether the other one of two options that contradict each other is given."""
+    return about.name in _FORMS and any(
+        f"data.{name}" in named for name in _FORMS if name != about.name
+    )

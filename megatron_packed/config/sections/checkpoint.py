@@ -96,8 +96,9 @@ class CheckpointConfig(Section, title="checkpoint"):
     use_checkpoint_args: bool = option(
         False,
         "Take the options of the model from the checkpoint in --load or --pretrained-checkpoint. "
-        "They override flags, except those that only affect training. --seq-length and the "
-        "tokenizer come from it if they are not given.",
+        "They override flags, except those that only affect training. --seq-length, the "
+        "tokenizer, and with --sft the chat template and its settings come from it if they are "
+        "not given. --bf16 is not taken.",
     )
     use_checkpoint_opt_param_scheduler: bool = option(
         False,

@@ -41,10 +41,12 @@ from megatron_packed.data.tokenizers.base import (
 from megatron_packed.data.tokenizers.chat_format import ChatFormat
 from megatron_packed.data.tokenizers.encode import SampleEncoder
 from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
+from megatron_packed.data.tokenizers.huggingface_settings import CONFIG
 
 MIN_VOCAB_SIZE = 256 + len(OWN_SPECIAL_TOKENS)
 TRAINING_BYTES = 64 * 2**20
 """Bytes of text that the vocabulary is learned from. More text changes the vocabulary little."""
+TOKENIZER = "tokenizer.json"
 _FORMAT = "bpe-1"
 _NAMED = {"eos_token": END_OF_DOCUMENT, "pad_token": PADDING}
 
@@ -124,11 +126,28 @@ def train_bpe(
             log("reading all data, to learn the vocabulary only from the training documents")
         chosen = None if share is None else _lines_of(share, paths, fields)
         texts = _texts(files, training_bytes, unusable, chosen, fields)
-        (temporary / "tokenizer.json").write_text(_train(texts, vocab_size, unusable), "utf-8")
-        (temporary / "tokenizer_config.json").write_text(json.dumps(_NAMED), encoding="utf-8")
+        (temporary / TOKENIZER).write_text(_train(texts, vocab_size, unusable), "utf-8")
+        (temporary / CONFIG).write_text(json.dumps(_NAMED), encoding="utf-8")
 
     get_or_build(directory, is_valid=_is_valid, build=build, log=log)
     return HuggingFaceTokenizer(directory)
+
+
+def tokenizer_files(tokenizer: HuggingFaceTokenizer) -> dict[str, str]:
+    """Return the texts of the files of a trained tokenizer, by file name."""
+    return {TOKENIZER: tokenizer.text, CONFIG: json.dumps(_NAMED)}
+
+
+def from_stored(text: str, file: Path) -> HuggingFaceTokenizer:
+    """Return the trained tokenizer with this tokenizer.json.
+
+    Args:
+        text: content of the tokenizer.json, from `tokenizer_files`.
+        file: path for messages.
+    Raises:
+        DataError: the text is no tokenizer.json of such a tokenizer.
+    """
+    return HuggingFaceTokenizer.from_text(text, _NAMED, file)
 
 
 def _untrained(files: Sequence[Path], cache_root: str | Path) -> NotTokenizedError:

@@ -104,7 +104,25 @@ class HuggingFaceTokenizer(InProcess):
         tokenizer._set_up(Path(vocab_file), text, Settings({"eos_token": END_OF_DOCUMENT}))
         return tokenizer
 
+    @classmethod
+    def from_text(cls, text: str, named: Mapping[str, str], file: Path) -> HuggingFaceTokenizer:
+        """Build a tokenizer without chat template from the text of a tokenizer.json.
+
+        Args:
+            text: content of the tokenizer.json.
+            named: spelling of each named token, for example of ``eos_token``.
+            file: path for messages.
+        Raises:
+            DataError: the library cannot load the text, or ``eos_token`` is not in the vocabulary.
+        """
+        tokenizer = cls.__new__(cls)
+        tokenizer._load(file, text)
+        tokenizer._set_up(file, text, Settings(dict(named)))
+        return tokenizer
+
     def _load(self, file: Path, text: str) -> None:
+        self.text = text
+        """Content of the tokenizer.json."""
         self._with_specials = _engine(file, text)
         self._plain = _engine(file, text)
         self._plain.encode_special_tokens = True

@@ -23,7 +23,13 @@ class Crash(BaseException):
 
 def save(root, step, state, on_site=lambda site: None):
     return save_checkpoint(
-        root, step, whole_tensors(state), {"step": step}, keep_last=1, on_site=on_site
+        root,
+        step,
+        whole_tensors(state),
+        {"step": step},
+        keep_last=1,
+        on_site=on_site,
+        attached={"tokenizer.json": f"of step {step}"},
     )
 
 
@@ -157,8 +163,8 @@ def test_names_are_durable_before_the_next_step_relies_on_them(tmp_path, tools, 
 
     save(tmp_path, 10, tools.make_state(), on_site)
     assert seen == {
-        "shard.directory_synced": ["rank_00000.safetensors"],
-        "manifest.durable": ["manifest.json", "rank_00000.safetensors"],
+        "shard.directory_synced": ["rank_00000.safetensors", "tokenizer.json"],
+        "manifest.durable": ["manifest.json", "rank_00000.safetensors", "tokenizer.json"],
         "save.durable": [".lock", "step_00000010"],
         "latest.durable": [".lock", "latest", "step_00000010"],
     }

@@ -390,3 +390,57 @@ def test_files_that_hold_something_else(tmp_path, capsys, text, words):
 def test_what_cannot_be_done_is_refused(lengths, capsys, argv, words):
     code, problem = refusal(capsys, *(lengths if word == "F" else word for word in argv))
     assert code == 2 and words in problem
+
+
+def test_columns_have_units_and_unknown_times_have_no_column(tmp_path, lengths, capsys):
+    flags = ["tune", "--seq-length", "512", "--lengths", str(lengths)]
+    assert main(flags) == 0
+    text = capsys.readouterr().out
+    assert "ms" not in text and " -\n" not in text
+    assert "Cost of a token: 1.0 is the cost in a full pack at capacity 0.\n" in text
+    costs_of(lambda c: (10 + c / 8, 0.0)).save(tmp_path / "costs.json")
+    assert main([*flags, "--costs", str(tmp_path / "costs.json"), "--capacities", "12"]) == 0
+    text = capsys.readouterr().out
+    assert "micro-batch (ms)  step (ms)  tokens/s of a replica\n" in text
+    assert "1.0 is the cost in a full pack at capacity 4, the lowest of the table.\n" in text
+
+
+def test_the_processes_share_a_global_batch(tmp_path, lengths, capsys):
+    costs_of(lambda c: (10 + c / 8, 0.0), update_ms=3.0).save(tmp_path / "costs.json")
+    flags = ["--seq-length", 512, "--lengths", lengths, "--costs", tmp_path / "costs.json"]
+    flags += ["--global-batch-size", 32]
+    for size, micro_batches in ((None, 32), (8, 4), (32, 1)):
+        more = [] if size is None else ["--world-size", size]
+        found = tune(capsys, *flags, *more)
+        assert (found["world_size"], found["micro_batches_per_step"]) == (size or 1, micro_batches)
+        best = found["recommended"]
+        expected = micro_batches * best["micro_batch_ms"] + 3
+        assert best["step_ms"] == pytest.approx(expected, rel=1e-9)
+    assert main(["tune", *map(str, flags), "--world-size", "8"]) == 0
+    assert "In a step of 8 processes each replica has 4 micro-batches; " in capsys.readouterr().out
+    assert tune(capsys, *flags[:4], "--world-size", 4)["micro_batches_per_step"] == 1
+    for words, sentence in (
+        ([*flags, "--world-size", 0], "--world-size 0: must be at least 1"),
+        ([*flags, "--world-size", 5], "--global-batch-size"),
+        (
+            ["--documents-per-pack", lengths, "--world-size", 2],
+            "--world-size has no effect with --documents-per-pack",
+        ),
+    ):
+        code, said = refusal(capsys, *words)
+        assert code == 2 and sentence in said
+
+
+def test_one_replica_is_measured(tmp_path, lengths, capsys, monkeypatch):
+    seen = []
+
+    def recorded(config, vocab_size, capacities, say):
+        seen.append((config.packing.global_batch_size, vocab_size))
+        return costs_of(lambda c: (10 + c / 8, 0.0))
+
+    monkeypatch.setattr(measure, "measure", recorded)
+    flags = ["--seq-length", 512, "--lengths", lengths, *MODEL, "--vocab-size", 300]
+    flags += ["--global-batch-size", 32, "--measure", tmp_path / "costs.json"]
+    for size in (1, 8):
+        tune(capsys, *flags, "--world-size", size)
+    assert seen == [(32, 300), (4, 300)]

@@ -87,6 +87,9 @@ def test_without_a_checkpoint_the_flags_count(run: RunConfig) -> None:
         read_stored=stored_options,
     )
     assert found.config.model.hidden_size == 32 and found.taken_options == ""
+    alone = [*RUN.replace("runs", "new").split(), "--train-iters", "5", "--use-checkpoint-args"]
+    with pytest.raises(ConfigError, match=r"^--use-checkpoint-args: finds no checkpoint in new;"):
+        parse_with_sources(alone, read_stored=stored_options)
     fine_tuned = parse_with_sources(
         [
             *RUN.replace("runs", "new").split(),
@@ -110,10 +113,23 @@ def test_generate_takes_model_length_and_tokenizer_from_the_checkpoint(
     assert main(["generate", "--use-checkpoint-args", *words]) == 0
     found = capsys.readouterr()
     assert found.out == expected != ""
-    assert "options of the checkpoint (--use-checkpoint-args): " in found.err
-    with pytest.raises(SystemExit):
-        main(["generate", "--use-checkpoint-args", *words[2:], "--load", "nowhere"])
-    assert "1. --load nowhere\n     rule: has no checkpoint" in capsys.readouterr().err
+    assert main(["generate", "--verbose", *words]) == 0
+    assert (
+        "options of the checkpoint: --hybrid-layer-pattern --; --hidden-size 16; "
+        in capsys.readouterr().err
+    )
+    assert main(["generate", "--use-checkpoint-args", *words[2:], "--load", "nowhere"]) == 4
+    assert "checkpoint error: nowhere: no checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("start", ["--load", "--pretrained-checkpoint"])
+def test_the_precision_is_the_runs_own_and_must_be_that_of_the_checkpoint(
+    run: RunConfig, start: str
+) -> None:
+    words = REST.replace("--load runs", f"{start} runs").replace("--save runs", "--save new")
+    argv = [*words.split(), "--train-iters", "5", "--use-checkpoint-args", "--bf16"]
+    with pytest.raises(ConfigError, match=r"--bf16: is given, and the checkpoint was made without"):
+        parse_with_sources(argv, read_stored=stored_options)
 
 
 def test_a_damaged_checkpoint_and_other_programs_are_one_problem(run: RunConfig) -> None:

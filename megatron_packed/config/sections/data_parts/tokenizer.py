@@ -47,6 +47,17 @@ TOKENIZER_CHOICE = (
     "null_tokenizer_eod_id",
 )
 """Options that together choose the tokenizer."""
+CHAT_CHOICE = (
+    "sft_tokenizer_prompt_format",
+    "chat_template",
+    "answer_end",
+    "multi_turn",
+    "unprinted_policy",
+    "special_tokens_in_text",
+    "chat_template_date",
+    "chat_template_kwargs",
+)
+"""Options that decide how text and conversations become tokens of the tokenizer."""
 _TIKTOKEN_NEEDS = ("<unk>", "<s>", "</s>")
 _CONVERT = f"convert it to a tokenizer.json and give {HUGGING_FACE}"
 _NOT_BUILT = {

@@ -23,6 +23,7 @@ from megatron_packed.training.export_trained import export_trained
 from megatron_packed.training.from_python import train
 from megatron_packed.training.trained_model import TrainedModel
 from support import hybrid_cases as cases
+from support.attached_files import remove_attached_files
 from support.converted_model import write_model
 from support.data_helpers import AWKWARD, byte_level
 from support.family_models import COMMON, MAMBA, MODELS, ROPE
@@ -138,6 +139,10 @@ def test_a_tokenizer_of_the_training_share_is_found_and_exported(data, tmp_path)
         assert np.array_equal(ours.encode(text), theirs.encode(text))
     assert TrainedModel.load(folder, device="cpu").tokenizer.vocab_size == ours.vocab_size
     cache.rename(tmp_path / "deleted")
+    export_trained(folder, tmp_path / "without cache")  # the tokenizer is in the checkpoint
+    for file in (tmp_path / "hf").iterdir():
+        assert (tmp_path / "without cache" / file.name).read_bytes() == file.read_bytes()
+    remove_attached_files(folder)
     with pytest.raises(
         DataError, match="`megatron-packed packing` with the flags of the run trains"
     ):

@@ -1,0 +1,72 @@
+"""``packing`` and ``tune`` read length, tokenizer and chat template from a checkpoint, as a run does."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron_packed.cli.main import main
+from megatron_packed.config.run import RunConfig
+from megatron_packed.training.from_python import train
+
+FLAGS = """--hybrid-layer-pattern - --hidden-size 16 --seq-length 96 --lr 1e-2 --train-iters 1
+    --no-isolation-self-test --device cpu --bf16 --sft --chat-template own.jinja
+    --tokenizer-type TrainedBPETokenizer --tokenizer-vocab-size 270 --data-path talk.jsonl"""
+TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
+
+
+@pytest.fixture
+def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> dict:
+    """Train a step, and return the report of its packs; cache and template are deleted."""
+    monkeypatch.chdir(tmp_path)
+    Path("own.jinja").write_text(TEMPLATE)
+    turns = [{"role": "user", "content": "How?"}, {"role": "assistant", "content": "I am fine."}]
+    lines = [json.dumps({"messages": turns * (1 + number % 3)}) for number in range(20)]
+    Path("talk.jsonl").write_text("\n".join(lines) + "\n")
+    assert main(["packing", *FLAGS.split(), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    train(RunConfig.from_args([*FLAGS.split(), "--save", "run"]))
+    Path("own.jinja").unlink()
+    shutil.rmtree(".megatron_packed_cache")
+    capsys.readouterr()
+    return found
+
+
+def test_options_and_files_come_from_the_checkpoint(report: dict, capsys) -> None:
+    words = ["--sft", "--data-path", "talk.jsonl", "--load", "run", "--use-checkpoint-args"]
+    assert main(["packing", *words, "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == report
+    assert "--seq-length 96" in printed.err and "instead of" not in printed.err
+    assert main(["tune", *words, "--json"]) == 0
+    tuned = json.loads(capsys.readouterr().out)
+    assert tuned["lengths"]["tokens"] == report["training"]["counts"]["tokens_in"]
+    assert list(Path(".megatron_packed_cache").glob("tokenizer-*")) == []
+
+
+def test_a_run_that_resumes_is_described_with_its_tokenizer(report: dict, capsys) -> None:
+    """Without ``--use-checkpoint-args``, the flags of the run name a tokenizer of its checkpoint."""
+    lines = Path("talk.jsonl").read_text().replace("fine", "sad")
+    Path("other.jsonl").write_text(lines)
+    flags = [*FLAGS.replace("talk", "other").split(), "--load", "run"]
+    assert main(["packing", *flags, "--json"]) == 0
+    assert list(Path(".megatron_packed_cache").glob("tokenizer-*")) == []
+
+
+def test_plan_knows_the_vocabulary_of_the_checkpoint(report: dict, capsys) -> None:
+    vocabularies = []
+    for more in ([], ["--load", "run"]):
+        assert main(["plan", *FLAGS.split(), *more, "--json"]) == 0
+        vocabularies.append(json.loads(capsys.readouterr().out)["vocab_size"])
+    size = len(json.loads(Path("run/step_00000001/tokenizer.json").read_text())["model"]["vocab"])
+    assert vocabularies == [270, size] and size < 270
+
+
+def test_a_damaged_tokenizer_is_a_sentence(report: dict, capsys) -> None:
+    Path("run/step_00000001/tokenizer.json").write_text("{}")
+    words = ["--sft", "--data-path", "talk.jsonl", "--load", "run", "--use-checkpoint-args"]
+    for command in ("packing", "tune"):
+        assert main([command, *words]) == 4
+        said = capsys.readouterr().err
+        assert "checkpoint error" in said and "step_00000001/tokenizer.json" in said
