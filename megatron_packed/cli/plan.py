@@ -354,9 +354,9 @@ def _six_n_t_sentence(work: StepWork) -> str:
     parts = [f"{name} ({share * amount:.1f} %)" for name, amount in left_out.items() if amount]
     without = f" It leaves out {' and '.join(filter(None, [', '.join(parts[:-1]), *parts[-1:]]))}."
     return (
-        f"The approximation 6 N T gives {work.six_n_t:.4g} FLOPs, {share * work.six_n_t:.1f} % of that: 6 for each "
-        f"of N = {work.multiplied_parameters:,} active parameters (with norms, without a table that is only looked up) "
-        f"and each of T = {work.tokens:,} tokens.{without if parts else ''}"
+        f"The approximation 6 N T gives {work.six_n_t:.4g} FLOPs, {share * work.six_n_t:.1f} % of that. It counts 6 "
+        f"for each of N = {work.multiplied_parameters:,} active parameters and each of T = {work.tokens:,} tokens. "
+        f"N has norms, but no table that is only looked up.{without if parts else ''}"
     )
 
 
