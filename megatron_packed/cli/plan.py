@@ -376,9 +376,7 @@ def _time_sentence(time: RunTime | None) -> str:
 
 def _duration(seconds: float) -> str:
     """Return a time in its usual unit, such as ``27 s`` or ``25 days``."""
-    for name, unit, least in _UNITS:
-        if seconds >= least:
-            break
+    name, unit, _ = next(row for row in _UNITS if seconds >= row[2])
     amount = seconds / unit
     return f"{amount:,.0f} {name}" if amount >= 10 else f"{amount:.2g} {name}"
 
