@@ -56,6 +56,7 @@ def build_tokenizer(
     *,
     build_missing: bool = True,
     check_data: bool = True,
+    show: bool = True,
 ) -> Tokenizer:
     """Return the tokenizer that the options name.
 
@@ -67,6 +68,7 @@ def build_tokenizer(
         say: prints a line of text.
         build_missing: train a tokenizer that is not in the cache; otherwise an error is raised.
         check_data: check the first lines of the data of a run before a tokenizer is trained on it.
+        show: print counts of these lines, and progress.
     Raises:
         DataError: the tokenizer cannot be used, or is not trained and ``build_missing`` is False.
     """
@@ -83,7 +85,7 @@ def build_tokenizer(
     if options.tokenizer_type == NULL:
         assert vocab_size is not None  # checked by the configuration
         return NullTokenizer(vocab_size, options.null_tokenizer_eod_id)
-    return _trained_tokenizer(options, say, build_missing, check_data)
+    return _trained_tokenizer(options, say, build_missing, check_data, show)
 
 
 def _tokenizer_of_file(options: DataConfig, path: str, vocab_size: int | None) -> Tokenizer:
@@ -103,7 +105,11 @@ def _tokenizer_of_file(options: DataConfig, path: str, vocab_size: int | None) -
 
 
 def _trained_tokenizer(
-    options: DataConfig, say: Callable[[str], None], build_missing: bool, check_data: bool
+    options: DataConfig,
+    say: Callable[[str], None],
+    build_missing: bool,
+    check_data: bool,
+    show: bool,
 ) -> Tokenizer:
     """Return a tokenizer trained on the run's own data."""
     if not options.train_paths:
@@ -119,6 +125,7 @@ def _trained_tokenizer(
         max_bad_fraction=options.max_bad_fraction,
         max_line_bytes=MAX_LINE_BYTES,
         fields=options.fields,
+        show_progress=show,
     )
 
     def before_training(files: Sequence[Path], quarantine: Path) -> None:

@@ -77,8 +77,14 @@ def run_job(
     callback: Callback | None = None,
     *,
     raises: bool = False,
+    quiet: bool = False,
 ) -> int:
-    """Run the job and return its exit code; with ``raises`` an error is raised in its place."""
+    """Run the job and return its exit code.
+
+    Args:
+        raises: raise an error instead of printing it and returning its exit code.
+        quiet: print nothing but the failures of a run with several ranks.
+    """
     if config.training.deterministic_mode:
         configure_determinism()
     try:
@@ -90,7 +96,7 @@ def run_job(
         return ExitCode.USAGE
     # A rank that fails now informs the other ranks, which would otherwise wait in a collective.
     watch = FailureWatch(groups)
-    console = Console.of_run(groups.rank, config.logging)
+    console = Console.of_run(groups.rank, config.logging, quiet=quiet)
     # None until this run has locked the folder: it must not overwrite another run's status.
     status_folder = lock = None
     try:
@@ -116,9 +122,12 @@ def run_job(
     except Exception as error:
         # A Python caller gets the exception, so nothing is printed. With several ranks, the failure
         # is still reported, so that the other ranks end.
-        quiet = raises and groups.world_size == 1
         exit_code = _report(
-            error, watch=watch, groups=groups, status_folder=status_folder, quiet=quiet
+            error,
+            watch=watch,
+            groups=groups,
+            status_folder=status_folder,
+            quiet=raises and groups.world_size == 1,
         )
         if raises:
             _release(status_folder, lock)
@@ -261,7 +270,14 @@ def _build_data(launch: Launch) -> tuple[Launch, RunData]:
     for line in lines:
         launch.console.say(line)
     console = launch.console
-    data = build_data(config, launch.groups, console.say, resumed, detail=console.detail)
+    data = build_data(
+        config,
+        launch.groups,
+        console.say,
+        resumed,
+        detail=console.detail,
+        show=not console.silent,
+    )
     plan, hashes = data.train.plan, data.hashes
     progress = None if resumed is None else resumed.progress_in(to_dict(config), plan, hashes)
     return replace(launch, config=with_epochs(config, plan, progress), resumed=resumed), data
@@ -292,6 +308,7 @@ def _build_model(launch: Launch, data: RunData) -> tuple[Job, RunState]:
         implied=implied_keys(config),
         lock=launch.lock,
         planned=launch.resumed,
+        show=not console.silent,
     )
     restore(config, state, console)
     # Set after the restore: with lengths in samples, the last iteration depends on the position at

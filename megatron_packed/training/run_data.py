@@ -125,6 +125,7 @@ def build_data(
     resumed: Resumed | None = None,
     *,
     detail: Callable[[str], None] | None = None,
+    show: bool | None = None,
 ) -> RunData:
     """Tokenise data that the cache lacks, plan its packs, and print counts of tokens and targets.
 
@@ -134,13 +135,15 @@ def build_data(
         say: prints a line of text.
         resumed: the checkpoint from which the run continues.
         detail: prints a line about packs if every token is kept; None for ``say``.
+        show: show progress and warnings on standard error; None shows them on rank 0.
     Raises:
         DataError: the data cannot be used.
         CheckpointMismatchError: see `plan_training`.
     """
-    options, show = config.data, groups.rank == 0
+    options = config.data
+    show = groups.rank == 0 if show is None else show
     agree_on_commits(options, groups)
-    tokenizer = build_tokenizer(options, config.model.vocab_size, say)
+    tokenizer = build_tokenizer(options, config.model.vocab_size, say, show=show)
     vocab_size = _vocabulary(config, tokenizer)
     # Before the data, because tokenising it may take hours.
     samples = sample_questions(config, tokenizer, groups)

@@ -140,6 +140,7 @@ class RunState:
         implied: options that checkpoints decide (`implied_keys`).
         lock: rank 0's lock on the directory of checkpoints, verified at every save.
         planned: the checkpoint for which the plan was made.
+        show: show progress and warnings of loads on standard error.
     """
 
     def __init__(
@@ -156,6 +157,7 @@ class RunState:
         implied: Collection[str] = (),
         lock: RootLock | None = None,
         planned: Resumed | None = None,
+        show: bool = True,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -181,6 +183,7 @@ class RunState:
         """Phases of the run, the current one last."""
         self.resumed: Resumed | None = None
         """The checkpoint from which the run continues."""
+        self._show = show
         self._device = groups.device
         self._lock = lock
         self._ranks = Ranks(
@@ -324,7 +327,8 @@ class RunState:
                 {f"rng/rank_{self.groups.rank}/{name}": t for name, t in rng.tensors.items()}
             )
         unwanted = () if with_optimizer else ("optimizer/",)
-        with ProgressBar("reading the checkpoint", 1, self.groups.rank == 0) as bar:
+        show = self._show and self.groups.rank == 0
+        with ProgressBar("reading the checkpoint", 1, show) as bar:
             loaded = load_checkpoint(
                 options.load,
                 wanted,
@@ -337,6 +341,7 @@ class RunState:
                 accept=self.refusals.for_fine_tuning
                 if options.finetune
                 else self.refusals.for_resuming,
+                warn=None if self._show else lambda line: None,
                 on_read=lambda done, total: bar.update(done, total=total),
             )
         # Masters still hold the start values, which the next step would copy over the weights.
