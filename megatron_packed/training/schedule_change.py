@@ -185,11 +185,11 @@ def _length(config: RunConfig, earlier: RunConfig) -> str:
     value = getattr(config.training, _LENGTHS[flag])
     earlier_value = getattr(earlier.training, _LENGTHS[before])
     if flag != before:
-        return f"{flag} ({value:g}), not {before} ({earlier_value:g})"
+        return f"{flag} ({value:.12g}), not {before} ({earlier_value:.12g})"
     if value != earlier_value:
-        return f"{flag} ({value:g}, was {earlier_value:g})"
+        return f"{flag} ({value:.12g}, was {earlier_value:.12g})"
     # Epochs of other data have another number of steps.
-    return f"{flag} ({config.decay_iters:g} steps, was {earlier.decay_iters:g})"
+    return f"{flag} ({config.decay_iters:.12g} steps, was {earlier.decay_iters:.12g})"
 
 
 def _move(rates: _Rates, done: int) -> str:
@@ -198,8 +198,9 @@ def _move(rates: _Rates, done: int) -> str:
     if last == following:
         return f"stays at {last} (steps {done:,} and {done + 1:,})"
     verb = "rises" if rates.next > rates.last else "falls"
-    # A smaller difference than that of the kept schedule is no jump.
-    jumps = abs(rates.next - rates.last) > abs(rates.kept - rates.last)
+    # A smaller move in the direction of the kept schedule is no jump.
+    move, kept_move = rates.next - rates.last, rates.kept - rates.last
+    jumps = move * kept_move <= 0 or abs(move) > abs(kept_move)
     return (
         f"{verb} from {last} (step {done:,}) to {following} (step {done + 1:,}){' at once' * jumps}"
     )

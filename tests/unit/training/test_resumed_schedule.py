@@ -189,6 +189,12 @@ def test_a_new_phase_and_an_older_checkpoint() -> None:
     phase = RunProgress(iteration=10, consumed_packs=40, plan_packs=40, plan_samples=40)
     said = schedule_change(config, stored, phase)
     assert said is not None and "from 1.00e-03 (step 10) to 5.00e-03 (step 11) at once" in said
+    little = RunConfig.from_args([*argv, "--train-iters", "11"])
+    stored_early = RunProgress(iteration=5, consumed_packs=20)
+    said_early = schedule_change(little, stored, stored_early)
+    assert "falls from 6.00e-03 (step 5) to 5.45e-03 (step 6), because" in said_early
+    million = RunConfig.from_args([*argv, "--train-iters", "1000000"])
+    assert "--train-iters (1000000, was 10)" in schedule_change(million, stored, phase)
     # Another program's checkpoint has no packs, and an old one may lack options.
     for lacking in ({"packing"}, {"optim"}, {"training"}):
         parts = {name: section for name, section in stored.items() if name not in lacking}
