@@ -13,7 +13,7 @@ import json
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_packed.cli.errors import EXIT_DATA, UsageError
 from megatron_packed.cli.lengths import read_numbers
@@ -37,12 +37,23 @@ GIB = 2**30
 MIB = 2**20
 MOST_PROCESSES = 2**20
 """Maximum number of processes, because all their ranks are listed."""
+_UNITS = (
+    ("days", 86400.0, 2 * 86400.0),
+    ("hours", 3600.0, 2 * 3600.0),
+    ("minutes", 60.0, 120.0),
+    ("s", 1.0, 1.0),
+    ("ms", 1e-3, 0.0),
+)
+"""Units of time: name, seconds, and the shortest time in seconds that is printed in the unit."""
 NO_DATA = ("--data-path", *stored_options.NO_DATA)
 """Placeholder for data when only lengths are used; the file is never opened."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "megatron-packed plan FLAGS_OF_A_RUN [--world-size N] [--gpu-memory-gib G] [--lengths F] [--json]"
+    parser.usage = (
+        "megatron-packed plan FLAGS_OF_A_RUN [--world-size N] [--gpu-memory-gib G] [--gpu NAME] [--mfu P] "
+        "[--lengths F] [--json]"
+    )
     parser.add_argument(
         "--world-size",
         type=int,
@@ -55,6 +66,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=139.0,
         metavar="G",
         help="memory of each GPU in GiB (default 139, of an H200)",
+    )
+    parser.add_argument(
+        "--gpu",
+        default="H200",
+        metavar="NAME",
+        help="GPU whose peak FLOP/s the time of a step assumes, such as H100, B200 or A100 (default H200)",
+    )
+    parser.add_argument(
+        "--mfu",
+        type=float,
+        default=40.0,
+        metavar="P",
+        help="percent of the peak that the time of a step assumes (default 40)",
     )
     parser.add_argument(
         "--lengths",
@@ -73,6 +97,8 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
         raise UsageError(
             f"--gpu-memory-gib {arguments.gpu_memory_gib}: must be a finite number above 0."
         )
+    if not 0 < arguments.mfu <= 100:
+        raise UsageError(f"--mfu {arguments.mfu:g}: must be above 0 and at most 100 percent.")
     config = parse_or_exit(
         without_data(run_flags), launched=False, world_size=arguments.world_size, here=False
     )
@@ -89,20 +115,15 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     ranks = estimates(config, world_size, vocab_size, documents)
     limit = int(arguments.gpu_memory_gib * GIB)
     cures = changes(config, world_size, vocab_size, documents, limit=limit)
+    time = _time(config, work.total / world_size, arguments, run_flags)
     if arguments.json:
-        print(
-            json.dumps(
-                _as_json(
-                    config, world_size, vocab_size, documents, source, ranks, work, limit, cures
-                )
-            )
+        found = _as_json(
+            config, world_size, vocab_size, documents, source, ranks, work, limit, cures
         )
+        print(json.dumps({**found, "time": None if time is None else time._asdict()}))
     else:
-        print(
-            "\n".join(
-                _lines(config, world_size, vocab_size, documents, source, ranks, work, limit, cures)
-            )
-        )
+        lines = _lines(config, world_size, vocab_size, documents, source, ranks, work, limit, cures)
+        print("\n".join([*lines, _time_sentence(time)]))
     return 0
 
 
@@ -116,6 +137,56 @@ def check_world_size(world_size: int | None) -> None:
         raise UsageError(
             f"--world-size {world_size}: must be at least 1 and at most {MOST_PROCESSES:,}."
         )
+
+
+class RunTime(NamedTuple):
+    """Time of a run whose GPUs reach an assumed share of their peak."""
+
+    gpu: str
+    peak_flops: float
+    """Dense bf16 peak of a GPU in FLOP/s."""
+    mfu: float
+    """Assumed share of the peak, in percent."""
+    step_seconds: float
+    """Time of a step with the full batch."""
+    steps: int | None
+    """Steps of the run; None if its flags do not name its length."""
+    seconds: float | None
+    """Time of the whole run, if its length is known."""
+
+
+def _time(
+    config: RunConfig, flops: float, arguments: argparse.Namespace, run_flags: Sequence[str]
+) -> RunTime | None:
+    """Return the time of a run with this number of FLOPs of a rank and step; None without bf16.
+
+    Raises:
+        UsageError: the peak of ``--gpu`` is not known.
+    """
+    from megatron_packed.training.metrics import PEAK_BF16_FLOPS
+
+    peaks = {name.lower(): (name, peak) for name, peak in PEAK_BF16_FLOPS.items()}
+    gpu, peak = peaks.get(arguments.gpu.lower(), (None, 0.0))
+    if gpu is None:
+        known = ", ".join(PEAK_BF16_FLOPS)
+        raise UsageError(f"--gpu {arguments.gpu}: has no known peak FLOP/s; choose one of {known}.")
+    if not config.training.bf16:  # the peaks are those of bf16
+        return None
+    seconds = flops / (peak * arguments.mfu / 100)
+    # The parser fills in a length that the run needs and the command does not.
+    named = {"training.train_iters", "training.train_samples"} & set(gather(run_flags).values)
+    steps = config.last_iteration() if named else None
+    samples = config.training.train_samples
+    # Smaller steps of a growing batch take a part of the time.
+    full_steps = steps if samples is None else samples / config.packing.global_batch_size
+    return RunTime(
+        gpu=gpu,
+        peak_flops=peak,
+        mfu=arguments.mfu,
+        step_seconds=seconds,
+        steps=steps,
+        seconds=None if steps is None else seconds * full_steps,
+    )
 
 
 def without_data(run_flags: Sequence[str], uses: Collection[str] = ()) -> list[str]:
@@ -277,9 +348,47 @@ def _step_lines(work: StepWork, world_size: int) -> list[str]:
         f"{work.documents:,} documents: mean {work.mean:,.0f} tokens, P50 {work.p50:,.0f}, P90 {work.p90:,.0f}, P99 "
         f"{work.p99:,.0f}, longest {work.longest:,}; {work.documents_per_pack:,.1f} in a full pack.",
         f"A step of {work.tokens:,} tokens: {work.total:.4g} FLOPs ({shares}), "
-        f"{work.total / world_size:.4g} on each rank; the approximation 6 N T gives "
-        f"{work.six_n_t:.4g}.",
+        f"{work.total / world_size:.4g} on each rank.",
+        _six_n_t_sentence(work),
     ]
+
+
+def _six_n_t_sentence(work: StepWork) -> str:
+    """Return what the approximation 6 N T counts, its share of all FLOPs, and what it leaves out."""
+    share = 100 / work.total
+    left_out = {
+        "attention scores": work.flops["attention"],
+        "the scan": work.flops["scan"],
+        "another use of the same weights by multi-token prediction": work.repeated,
+    }
+    parts = [f"{name} ({share * amount:.1f} %)" for name, amount in left_out.items() if amount]
+    without = f" It leaves out {' and '.join(filter(None, [', '.join(parts[:-1]), *parts[-1:]]))}."
+    return (
+        f"The approximation 6 N T gives {work.six_n_t:.4g} FLOPs, {share * work.six_n_t:.1f} % of that. It counts 6 "
+        f"for each of N = {work.multiplied_parameters:,} active parameters and each of T = {work.tokens:,} tokens. "
+        f"N has norms, but no table that is only looked up.{without if parts else ''}"
+    )
+
+
+def _time_sentence(time: RunTime | None) -> str:
+    """Return the time of a step and of the run, with its assumption."""
+    if time is None:
+        return "Without --bf16 no time is estimated."
+    whole = ""
+    if time.steps is not None and time.seconds is not None:
+        noun = "step" if time.steps == 1 else "steps"
+        whole = f", and the run of {time.steps:,} {noun} {_duration(time.seconds)}"
+    return (
+        f"At {time.mfu:g} % MFU, of {time.peak_flops / 1e12:g} TFLOP/s in bf16 of each {time.gpu}, a step takes "
+        f"{_duration(time.step_seconds)}{whole} (--mfu and --gpu change this assumption)."
+    )
+
+
+def _duration(seconds: float) -> str:
+    """Return a time in its usual unit, such as ``27 s`` or ``25 days``."""
+    name, unit, _ = next(row for row in _UNITS if seconds >= row[2])
+    amount = seconds / unit
+    return f"{amount:,.0f} {name}" if amount >= 10 else f"{amount:.2g} {name}"
 
 
 def _table(ranks: dict[str, Estimate]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
+from typing import Any
 
 from megatron_packed.config.cross_rules import cross_rules
 from megatron_packed.config.errors import ConfigError
@@ -79,18 +80,23 @@ class RunConfig:
             raise ConfigError(found)
 
     @classmethod
-    def from_args(cls, argv: Sequence[str], world_size: int | None = None) -> RunConfig:
-        """Return the configuration that the words of a command line describe.
+    def from_args(
+        cls, argv: Sequence[str] = (), world_size: int | None = None, **options: Any
+    ) -> RunConfig:
+        """Return the configuration that the words of a command line and keywords describe.
 
         Args:
             argv: flags of ``pretrain_hybrid.py`` with their values, without the program's name;
                 ``@file`` and ``--config FILE`` are read.
             world_size: number of processes; None for ``WORLD_SIZE`` of the environment, else 1.
+            options: values by the name of their flag, with underscores, such as ``lr=1e-3``,
+                ``sft=True`` or ``data_path=["a.jsonl", "b.jsonl"]``. They override the words. None
+                leaves an option as it is.
         Raises:
             TypeError: ``argv`` is one text and not a sequence of words.
             ConfigError: with every problem found.
         Example:
-            ``RunConfig.from_args(["@run.args", "--train-iters", "20"])``
+            ``RunConfig.from_args(["@run.args"], train_iters=20)``
         """
         if isinstance(argv, str):
             raise TypeError(
@@ -99,7 +105,7 @@ class RunConfig:
         # Imported here, because the parser imports this module.
         from megatron_packed.config.parser.parse import parse
 
-        return parse(argv, world_size)
+        return parse(argv, world_size, options)
 
     def is_given(self, key: str) -> bool:
         """Return whether the user gave the value of a key such as ``packing.seq_length``. In a

@@ -109,6 +109,20 @@ def returns_no_tensors(types: set[str]) -> str:
     return f"it returns {' and '.join(sorted(types)) or 'nothing'}, and a graph can update only tensors"
 
 
+def reads_on_host(module: str, reads: Sequence[str]) -> str:
+    """Return the warning about a module that reads values on the host.
+
+    Args:
+        module: name of the module.
+        reads: at least one read, with its place in source code; three are shown.
+    """
+    more = f" and {len(reads) - 3} more" if len(reads) > 3 else ""
+    return (
+        f"{module} reads values on the host: {'; '.join(reads[:3])}{more}. A CUDA graph cannot repeat that, so on a "
+        "GPU this module would run eagerly. Keep the values in tensors."
+    )
+
+
 def returns_another_type(name: str) -> str:
     """Return the reason for a module that returns a value of another type during its capture."""
     return f"a captured module must return only tensors, and this module returns a {name}"

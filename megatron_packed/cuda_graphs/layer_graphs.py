@@ -115,6 +115,9 @@ class LayerGraphs(StepGraphs):
             )
             for name, module in modules.items()
         ]
+        if self.off_reason is not None and self.device.type == "cpu":
+            for module in self.modules:
+                module.check_first_call(self._say)
 
     # -- steps -------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ keywords.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -21,6 +21,7 @@ from megatron_packed.cuda_graphs.fallback_reasons import GraphCounters, GraphFal
 from megatron_packed.cuda_graphs.module_graphs import ModuleGraphs
 from megatron_packed.cuda_graphs.slots import Slot, SlotPackedSeqParams, SlotRing
 from megatron_packed.packed.capture_sizes import CaptureSize
+from megatron_packed.packed.host_reads import host_reads
 from megatron_packed.packed.params import PackedSeqParams
 from megatron_packed.torch_private import tree_leaves
 
@@ -63,6 +64,7 @@ class GraphedForward:
         self.module = module
         self.slots = slots
         self.original_forward = module.forward
+        self._replaced = module.forward
         self._captured: dict[Slot, dict[CaptureSize, ModuleGraphs]] = {
             slot: {} for slot in slots.slots
         }
@@ -86,8 +88,27 @@ class GraphedForward:
         """Restore the module's original ``forward``, and free all graphs."""
         del self.module.forward
         if self._forward_was_replaced:
-            self.module.forward = self.original_forward
+            self.module.forward = self._replaced
         self.forget()
+
+    def check_first_call(self, say: Callable[[str], None]) -> None:
+        """Report host reads of the module's next eager call, which is on a CPU.
+
+        Later calls have no additional cost.
+
+        Args:
+            say: receives one sentence if the call reads values on the host.
+        """
+        original = self.original_forward
+
+        def checked(*args: Any, **options: Any) -> Any:
+            self.original_forward = original
+            result, reads = host_reads(original, args, options)
+            if reads:
+                say(reasons.reads_on_host(self.name, [str(read) for read in reads]))
+            return result
+
+        self.original_forward = checked
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

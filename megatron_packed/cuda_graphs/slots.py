@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron_packed.packed.capture_sizes import CaptureSize
+from megatron_packed.packed.host_reads import HOST_FACTS
 from megatron_packed.packed.micro_batch import MicroBatch, MicroBatchLayout
 from megatron_packed.packed.params import PackedSeqParams
 from megatron_packed.packed.shared_tables import NO_TABLES, SharedTables
@@ -51,7 +52,6 @@ class HostFactError(RuntimeError):
 
 
 _IN_THE_SLOT = frozenset({"cu_seqlens", "seq_idx", "position_ids", "valid", "tables"})
-_HOST_FACTS_OF_METADATA = frozenset({"num_seqs", "cu_seqlens_cpu"})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -100,7 +100,7 @@ class StaticPackedSeqParams(PackedSeqParams):
     """
 
     def __getattribute__(self, name: str) -> object:
-        if name in _HOST_FACTS_OF_METADATA:
+        if name in HOST_FACTS:
             raise HostFactError(name, "PackedSeqParams")
         return object.__getattribute__(self, name)
 

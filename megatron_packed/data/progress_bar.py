@@ -12,6 +12,8 @@ from megatron_packed.config.errors import printable
 _QUIET_SECONDS = 2.0
 """Nothing is shown for work that takes less than this time."""
 _LINE_EVERY = 10.0
+_MEASURED_SECONDS = 5.0
+"""Shortest time over which the speed of the work is measured, for the time left."""
 
 
 class ProgressBar:
@@ -28,6 +30,10 @@ class ProgressBar:
         self._total = max(total, 1)
         self._show = show
         self._start = self._last = time.monotonic()
+        self._first: tuple[float, int] | None = None
+        """Time and units of the first update with finished units. The speed is measured from it,
+        because the work before it, such as imports, has another speed.
+        """
         self._bar: Any = None
         self._task: Any = None
 
@@ -43,6 +49,8 @@ class ProgressBar:
         """
         self._total = max(total or self._total, 1)
         now = time.monotonic()
+        if self._first is None and done > 0:
+            self._first = now, done
         if not self._show or now - self._start < _QUIET_SECONDS:
             return
         if sys.stderr.isatty():
@@ -51,11 +59,16 @@ class ProgressBar:
                 self._last = now
         elif now - self._last >= _LINE_EVERY:
             self._last = now
-            left = (now - self._start) * max(self._total - done, 0) / max(done, 1)
-            words = ", ".join(
-                filter(None, [f"{done / self._total:.0%}", note, f"{left:.0f} s left"])
-            )
-            print(f"{self._title}: {words}", file=sys.stderr, flush=True)
+            words = [f"{done / self._total:.0%}", note, self._time_left(now, done)]
+            print(f"{self._title}: {', '.join(filter(None, words))}", file=sys.stderr, flush=True)
+
+    def _time_left(self, now: float, done: int) -> str:
+        """Return the time left; empty before the speed is known."""
+        begun, first = self._first or (now, done)
+        if now - begun < _MEASURED_SECONDS or done <= first:
+            return ""
+        left = (now - begun) * max(self._total - done, 0) / (done - first)
+        return f"{left:.0f} s left"
 
     def _draw(self, done: int, note: str) -> None:
         if self._bar is None:
@@ -72,7 +85,10 @@ class ProgressBar:
                 transient=True,
             )
             self._bar.start()
-            self._task = self._bar.add_task(self._title, total=self._total, note=note)
+            # The units finished so far are no sample of the speed.
+            self._task = self._bar.add_task(
+                self._title, total=self._total, completed=done, note=note
+            )
         self._bar.update(self._task, completed=done, total=self._total, note=note)
 
     def __exit__(

@@ -32,7 +32,8 @@ Recomputation (``--recompute-granularity``) does not count: these are the operat
 as Megatron counts them.
 
 ``six_n_t`` is the usual estimate ``6 N T`` for comparison, with N active parameters that take part
-in products, and T tokens. It ignores attention scores and the scan.
+in products, and T tokens. It ignores attention scores, the scan, and further uses of weights by
+multi-token prediction.
 """
 
 from __future__ import annotations
@@ -107,6 +108,12 @@ class FlopCounter:
         self.projections_per_token += config.mtp_depths * 2 * depth_projection(config)
         outputs = 1 + config.mtp_depths
         self.output_per_token = outputs * 2 * hidden * config.padded_vocab_size(vocab_size)
+        repeated = config.mtp_depths * hidden * config.padded_vocab_size(vocab_size)
+        if config.mtp_use_repeated_layer and config.mtp_depths:
+            layers = sum(projection_weights(config, symbol) for symbol in config.mtp_layers)
+            repeated += (config.mtp_depths - 1) * (depth_projection(config) + layers)
+        self.repeated_per_token = 2 * repeated
+        """Operations with weights that the token has used before: those of multi-token prediction."""
         attention_width = (
             config.num_attention_heads * config.head_dim if ATTENTION in symbols else 0
         )

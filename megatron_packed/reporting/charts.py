@@ -96,6 +96,8 @@ class Frame:
     """Steps after which the run was started again; each gets a vertical line."""
     names_restarts: bool = False
     """Explain the vertical lines in the legend."""
+    logarithmic: bool = False
+    """The y axis is logarithmic; all values are above 0."""
 
 
 def grid(count: int, width: float, row_height: float, head: float = 0.0) -> tuple[Figure, Any]:
@@ -147,6 +149,8 @@ def draw_lines(axes: Axes, lines: Sequence[Line], frame: Frame) -> None:
     """
     from matplotlib.ticker import MaxNLocator
 
+    if frame.logarithmic:
+        axes.set_yscale("log")
     for line in lines:
         _draw_line(axes, line)
     for name, level in frame.levels:
@@ -162,14 +166,30 @@ def draw_lines(axes: Axes, lines: Sequence[Line], frame: Frame) -> None:
         axes.vlines(places, 0, 1, color=GRID, linestyle=_style("1 2"), transform=bottom)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
-    axes.yaxis.set_major_formatter(lambda value, _: _number(value, _tick_distance(axes)))
+    _set_y_ticks(axes, frame)
     axes.set_xlabel("step")
     axes.tick_params(length=0)
     axes.spines[["left", "top", "right"]].set_visible(False)
     axes.spines["bottom"].set_color(GRID)
     axes.grid(axis="y", color=GRID, alpha=0.25)
     _draw_legend(axes, lines, frame)
+
+
+def _set_y_ticks(axes: Axes, frame: Frame) -> None:
+    """Set the ticks of the y axis; a logarithmic axis says so."""
+    from matplotlib.ticker import LogLocator, MaxNLocator
+
+    if frame.logarithmic:
+        low, high = axes.get_ylim()
+        # Powers of ten alone would be two ticks of an axis over a factor of 100.
+        subs = (1, 2, 5) if high < 1000 * low else (1,)
+        axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=8))
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.minorticks_off()
+        axes.set_ylabel("logarithmic", labelpad=0)
+        return
+    axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_formatter(lambda value, _: _number(value, _tick_distance(axes)))
 
 
 def _set_limits(axes: Axes, frame: Frame) -> None:
@@ -182,6 +202,10 @@ def _set_limits(axes: Axes, frame: Frame) -> None:
     low, high = axes.dataLim.intervaly
     low = low if frame.low is None else frame.low
     high = high if frame.high is None else frame.high
+    if frame.logarithmic:
+        air = (high / low) ** 0.05
+        axes.set_ylim(low / air, high * air)
+        return
     air = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
     axes.set_ylim(low - air if frame.low is None else low, high + air)
 
@@ -200,7 +224,9 @@ def _draw_legend(axes: Axes, lines: Sequence[Line], frame: Frame) -> None:
     from matplotlib.lines import Line2D
 
     keys = {}
-    for name in dict.fromkeys(line.legend for line in lines if line.legend):
+    names = dict.fromkeys(line.legend for line in lines if line.legend)
+    # A single curve is named by the heading of its chart.
+    for name in names if len(names) > 1 else ():
         named = [line for line in lines if line.legend == name]
         colour = named[0].colour if len(named) == 1 else INK
         keys[name] = Line2D([], [], **_look(colour, named[0].dash, named[0].dots))

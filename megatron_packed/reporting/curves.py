@@ -43,6 +43,8 @@ class Panel:
     """Draw the first curve as a mean over neighbouring steps, drawn over the pale values."""
     cut: bool = False
     """Leave out a few values that are far above all others, and report how many."""
+    logarithmic: bool = False
+    """Use a logarithmic axis if the values span more than a factor of `LOGARITHMIC_FROM`."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,8 @@ class Run:
         return found[-1] if found else {}  # type: ignore[return-value]
 
 
+LOGARITHMIC_FROM = 100.0
+"""Ratio of the highest and the lowest value of a loss, above which its axis is logarithmic."""
 PANELS = (
     Panel(
         "Loss",
@@ -128,6 +132,7 @@ PANELS = (
         low=None,
         smooth=True,
         cut=True,
+        logarithmic=True,
     ),
     Panel(
         "Loss of later tokens",
@@ -136,6 +141,7 @@ PANELS = (
         low=None,
         smooth=True,
         cut=True,
+        logarithmic=True,
     ),
     Panel(
         "Exact match",
@@ -287,7 +293,13 @@ def _validation_sets(runs: Sequence[Run]) -> Panel:
     fields = dict.fromkeys(field for run in runs for record in run.validations for field in record)
     sets = [field for field in fields if field.startswith(OF_A_SET)]
     curves = (Curve(field, field.removeprefix(OF_A_SET), dots=True) for field in sets)
-    return Panel("Loss of validation sets", "nats per target token", tuple(curves), low=None)
+    return Panel(
+        "Loss of validation sets",
+        "nats per target token",
+        tuple(curves),
+        low=None,
+        logarithmic=True,
+    )
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[Record]:

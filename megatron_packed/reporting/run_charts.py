@@ -12,6 +12,7 @@ from pathlib import Path
 from megatron_packed.reporting import charts
 from megatron_packed.reporting.charts import COLOURS, DASHES, Frame, Line
 from megatron_packed.reporting.curves import (
+    LOGARITHMIC_FROM,
     Panel,
     Run,
     limit_of,
@@ -61,8 +62,12 @@ def write_png(runs: Sequence[Run], image: str | os.PathLike[str]) -> Path:
         raise ValueError(f"a PNG needs matplotlib: pip install matplotlib ({error}).") from error
     for axes, panel in zip(every, panels):
         lines = lines_of(panel, runs)
-        charts.draw_lines(axes, lines, _frame(panel, runs, lines))
-        axes.set(title=panel.title, ylabel=panel.unit)
+        frame = _frame(panel, runs, lines)
+        charts.draw_lines(axes, _drawable(lines, frame), frame)
+        unit = ", ".join(filter(None, (panel.unit, "logarithmic" * frame.logarithmic)))
+        title = ", ".join((panel.title, *_single_legend(lines)))
+        axes.set_title(title)
+        axes.set_ylabel(unit, labelpad=4)
     if several:
         charts.name_runs(figure, [run.name for run in runs])
     return charts.write_png(figure, image)
@@ -130,7 +135,13 @@ def _frame(
         if of_loss and step.get("skipped")
     ]
     restarts = [float(step) for step in runs[0].restarts] if len(runs) == 1 else []
+    values = [y for line in lines for _, y in line.points if limit is None or y <= limit]
+    above_0 = [value for value in values if value > 0]
+    spans = bool(above_0) and max(above_0) > LOGARITHMIC_FROM * min(above_0)
+    logarithmic = panel.logarithmic and spans
     shown = list((levels or {}).items()) if of_loss else []
+    if logarithmic:
+        shown = [(name, level) for name, level in shown if level > 0]
     numbers = [float(str(step["iteration"])) for run in runs for step in run.steps]
     return Frame(
         steps=(min(numbers), max(numbers)),
@@ -140,7 +151,22 @@ def _frame(
         marks=marks,
         restarts=restarts,
         names_restarts=of_loss,
+        logarithmic=logarithmic,
     )
+
+
+def _drawable(lines: Sequence[Line], frame: Frame) -> list[Line]:
+    """Return the lines with the points that the axes can show: above 0 if they are logarithmic."""
+    if not frame.logarithmic:
+        return list(lines)
+    above_0 = (replace(line, points=[p for p in line.points if p[1] > 0]) for line in lines)
+    return [line for line in above_0 if line.points]
+
+
+def _single_legend(lines: Sequence[Line]) -> list[str]:
+    """Return the legend of lines that share one, which the chart does not show; else nothing."""
+    legends = {line.legend for line in lines if line.legend}
+    return list(legends) if len(legends) == 1 else []
 
 
 def _figures(runs: Sequence[Run], levels: Mapping[str, float]) -> list[str]:
@@ -148,9 +174,10 @@ def _figures(runs: Sequence[Run], levels: Mapping[str, float]) -> list[str]:
     for panel in panels_of(runs):
         lines = lines_of(panel, runs)
         frame = _frame(panel, runs, lines, levels)
-        chart = charts.line_chart(lines, frame)
+        chart = charts.line_chart(_drawable(lines, frame), frame)
         names = _run_names(panel, runs) if len(runs) > 1 else ""
-        about = " · ".join(filter(None, (panel.unit, *_remarks(panel, runs, lines, frame))))
+        remarks = (panel.unit, *_single_legend(lines), *_remarks(panel, runs, lines, frame))
+        about = " · ".join(filter(None, remarks))
         found.append(chart_html(panel.title, about, charts.as_svg(chart, panel.title), names))
     for run in runs:
         with_loads = [step for step in run.steps if step.get("expert_load")]
@@ -166,7 +193,7 @@ def _figures(runs: Sequence[Run], levels: Mapping[str, float]) -> list[str]:
 
 def _remarks(panel: Panel, runs: Sequence[Run], lines: Sequence[Line], frame: Frame) -> list[str]:
     """Return the median of a panel with one run and one curve, and the number of values outside."""
-    found = []
+    found = ["logarithmic axis"] if frame.logarithmic else []
     if (
         len(runs) == 1
         and len(panel.curves) == 1
@@ -176,13 +203,13 @@ def _remarks(panel: Panel, runs: Sequence[Run], lines: Sequence[Line], frame: Fr
         values = [y for _, y in points(steady(runs[0].steps), panel.curves[0])]
         if values:
             found.append(f"median {_short(statistics.median(values))}")
+    values_of_lines = {point for line in lines if not line.smoothed for point in line.points}
+    zeros = [point for point in values_of_lines if point[1] <= 0]
+    if frame.logarithmic and zeros:
+        noun = "value" if len(zeros) == 1 else "values"
+        found.append(f"{len(zeros):,} {noun} of 0 not shown")
     if panel.cut and frame.high is not None:
-        outside = {
-            point
-            for line in lines
-            for point in line.points
-            if point[1] > frame.high and not line.smoothed
-        }
+        outside = [point for point in values_of_lines if point[1] > frame.high]
         noun = "value" if len(outside) == 1 else "values"
         found.append(f"{len(outside):,} {noun} above {_short(frame.high)} not shown")
     return found

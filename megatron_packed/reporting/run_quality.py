@@ -11,9 +11,8 @@ from megatron_packed.reporting.html_page import folded, table
 from megatron_packed.reporting.run_overview import best_validation, perplexity
 
 STYLE = """
-.answer { background: var(--panel); border-radius: 6px; padding: .6em .9em; margin: .5em 0 }
-.answer p { margin: .1em 0; white-space: pre-wrap; max-height: 24em; overflow-y: auto }
-.answer span { color: var(--muted); font-size: .85em } .same { color: var(--good) }
+.answers > tbody > tr > td { min-width: 9em; max-width: 34em }
+.answers p { margin: 0; white-space: pre-wrap; max-height: 24em; overflow-y: auto } .same { color: var(--good) }
 """
 _SHOWN = 12
 """Largest number of validations in the table that is not folded."""
@@ -87,23 +86,31 @@ def sample_answers(run: Run) -> str:
     if not records:
         return ""
     step = int(number(records[-1], "iteration"))
-    return answer_cards(f"Answers at step {step:,}", _samples(records[-1]), records[:-1])
+    return answer_table(f"Answers at step {step:,}", _samples(records[-1]), records[:-1])
 
 
-def answer_cards(
+def answer_table(
     heading: str, samples: Sequence[Mapping[str, object]], before: Sequence[Record] = ()
 ) -> str:
-    """Return prompts with their answers and the expected answers; empty without any.
+    """Return a table of prompts with their answers and the expected answers; empty without any.
 
     Args:
         heading: heading of the section.
         samples: prompts with answers.
         before: earlier records with answers to the same prompts.
     """
-    cards = [_card(place, sample, before) for place, sample in enumerate(samples[:_PROMPTS])]
-    more = len(samples) - _PROMPTS
-    rest = f"<p class='muted'>There are answers to {more:,} more prompts.</p>" if more > 0 else ""
-    return f"<h2>{html.escape(heading)}</h2>{''.join(cards)}{rest}" if cards else ""
+    if not samples:
+        return ""
+    shown = samples[:_PROMPTS]
+    names = ["prompt", "answer"] + ["expected"] * any("expected" in sample for sample in shown)
+    head = "".join(f"<th>{name}</th>" for name in names)
+    rows = "".join(_row(place, sample, names, before) for place, sample in enumerate(shown))
+    more = len(samples) - len(shown)
+    rest = f"<p class='muted'>There are answers to {more:,} more prompts.</p>" if more else ""
+    return (
+        f"<h2>{html.escape(heading)}</h2><div class='wide'><table class='answers'><thead><tr>{head}</tr></thead>"
+        f"<tbody>{rows}</tbody></table></div>{rest}"
+    )
 
 
 def _samples(record: Record) -> list[dict[str, object]]:
@@ -112,23 +119,25 @@ def _samples(record: Record) -> list[dict[str, object]]:
     return [sample for sample in found if isinstance(sample, dict)]
 
 
-def _card(place: int, sample: Mapping[str, object], before: Sequence[Record]) -> str:
-    """Return a prompt with its last answer, the expected answer, and earlier answers.
+def _row(
+    place: int, sample: Mapping[str, object], names: Sequence[str], before: Sequence[Record]
+) -> str:
+    """Return the row of a prompt: its last answer with earlier answers, and the expected answer.
 
     Args:
         place: number of the prompt in each record.
         sample: prompt, answer and perhaps the expected answer.
+        names: names of the columns.
         before: earlier records with answers.
     """
-    parts = [_line("prompt", sample.get("prompt")), _line("answer", sample.get("answer"))]
-    if "expected" in sample:
-        same = sample["expected"] == sample.get("answer")
-        mark = "<p class='same'>as expected</p>"
-        parts.append(mark if same else _line("expected", sample["expected"]))
+    cells = {name: _text(sample[name]) for name in names if name in sample}
+    if "expected" in sample and sample["expected"] == sample.get("answer"):
+        cells["expected"] = "<p class='same'>as expected</p>"
     earlier = _earlier(place, sample.get("prompt"), before)
     if earlier:
-        parts.append(folded("Earlier answers", table(earlier[-_EARLIER:], left=2)))
-    return f"<div class='answer'>{''.join(parts)}</div>"
+        folded_rows = folded("Earlier answers", table(earlier[-_EARLIER:], left=2))
+        cells["answer"] = cells.get("answer", "") + folded_rows
+    return f"<tr>{''.join(f'<td>{cells.get(name, str())}</td>' for name in names)}</tr>"
 
 
 def _earlier(place: int, prompt: object, records: Sequence[Record]) -> list[dict[str, str]]:
@@ -148,5 +157,5 @@ def _earlier(place: int, prompt: object, records: Sequence[Record]) -> list[dict
     return rows
 
 
-def _line(name: str, text: object) -> str:
-    return f"<span>{name}</span><p>{html.escape(str(text))}</p>"
+def _text(value: object) -> str:
+    return f"<p>{html.escape(str(value))}</p>"

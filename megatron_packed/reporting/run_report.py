@@ -16,7 +16,7 @@ from megatron_packed.reporting.curves import Run, read_run
 from megatron_packed.reporting.html_page import CHARTS_STYLE, write_html
 from megatron_packed.reporting.run_details import folded_parts, what_was_run
 from megatron_packed.reporting.run_numbers import numbers_of
-from megatron_packed.reporting.run_quality import answer_cards, sample_answers, validations
+from megatron_packed.reporting.run_quality import answer_table, sample_answers, validations
 
 _STYLE = """
 .runs td, .runs th, .named td { min-width: 6.5em; overflow-wrap: anywhere } .named th { min-width: 8em }
@@ -51,7 +51,7 @@ def write_page(
         ValueError: a field of a log has a wrong value.
     """
     try:
-        body = _body(runs, levels, answer_cards("Answers", answers))
+        body = _body(runs, levels, answer_table("Answers", answers))
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         raise ValueError(
             f"{', '.join(run.name for run in runs)}: a field of the log has a wrong value ({error!r}); give a file "

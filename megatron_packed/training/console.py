@@ -25,12 +25,20 @@ class Console:
             number is known.
         log_interval: steps from one printed line to the next.
         brief: leaves out the details before the first step.
+        quiet: prints nothing.
     """
 
     def __init__(
-        self, rank: int, total_steps: int = 0, log_interval: int = 1, *, brief: bool = False
+        self,
+        rank: int,
+        total_steps: int = 0,
+        log_interval: int = 1,
+        *,
+        brief: bool = False,
+        quiet: bool = False,
     ) -> None:
-        self._silent = rank != 0
+        self.silent = quiet or rank != 0
+        """True if this console prints nothing."""
         self._brief = brief
         self.total_steps = total_steps
         self._interval = log_interval
@@ -40,16 +48,16 @@ class Console:
         """True while the terminal shows a line that the next text overwrites."""
 
     @classmethod
-    def of_run(cls, rank: int, options: LoggingConfig) -> Console:
+    def of_run(cls, rank: int, options: LoggingConfig, *, quiet: bool = False) -> Console:
         """Return the console of one rank of a run."""
-        return cls(rank, log_interval=options.log_interval, brief=options.brief_start)
+        return cls(rank, log_interval=options.log_interval, brief=options.brief_start, quiet=quiet)
 
     def say(self, text: str, *, style: str = "") -> None:
         """Print a line of text.
 
         Control characters, which may come from data or paths, are replaced by ``?``.
         """
-        if self._silent:
+        if self.silent:
             return
         text = "".join(
             character if character.isprintable() or character == "\n" else "?" for character in text
@@ -73,7 +81,7 @@ class Console:
         line = self._step_line(record)
         if record.iteration % self._interval == 0 or record.iteration == self.total_steps:
             self.say(line, style="red" if record.skipped else "")
-        elif self._rich is not None and not self._silent:
+        elif self._rich is not None and not self.silent:
             self._erase_step()
             # A longer line would wrap, and the next step could erase only its last row.
             print(line[: self._rich.width - 1], end="\r", flush=True)

@@ -63,6 +63,7 @@ def build_tokenizer(
     build_missing: bool = True,
     check_data: bool = True,
     trained: str | None = None,
+    show: bool = True,
 ) -> Tokenizer:
     """Return the tokenizer that the options name.
 
@@ -76,6 +77,7 @@ def build_tokenizer(
         check_data: check the first lines of the data of a run before a tokenizer is trained on it.
         trained: tokenizer.json of a checkpoint (`StoredFiles.trained_tokenizer`); if it is not
             None, no tokenizer is trained.
+        show: print counts of these lines, and progress.
     Raises:
         DataError: the tokenizer cannot be used, or is not trained and ``build_missing`` is False.
     """
@@ -94,7 +96,7 @@ def build_tokenizer(
         return NullTokenizer(vocab_size, options.null_tokenizer_eod_id)
     if trained is not None:
         return from_stored(trained, Path(TOKENIZER))
-    return _trained_tokenizer(options, say, build_missing, check_data)
+    return _trained_tokenizer(options, say, build_missing, check_data, show)
 
 
 def _tokenizer_of_file(options: DataConfig, path: str, vocab_size: int | None) -> Tokenizer:
@@ -114,7 +116,11 @@ def _tokenizer_of_file(options: DataConfig, path: str, vocab_size: int | None) -
 
 
 def _trained_tokenizer(
-    options: DataConfig, say: Callable[[str], None], build_missing: bool, check_data: bool
+    options: DataConfig,
+    say: Callable[[str], None],
+    build_missing: bool,
+    check_data: bool,
+    show: bool,
 ) -> Tokenizer:
     """Return a tokenizer trained on the run's own data."""
     if not options.train_paths:
@@ -130,6 +136,7 @@ def _trained_tokenizer(
         max_bad_fraction=options.max_bad_fraction,
         max_line_bytes=MAX_LINE_BYTES,
         fields=options.fields,
+        show_progress=show,
     )
 
     def before_training(files: Sequence[Path], quarantine: Path) -> None:

@@ -78,8 +78,14 @@ def run_job(
     callback: Callback | None = None,
     *,
     raises: bool = False,
+    quiet: bool = False,
 ) -> int:
-    """Run the job and return its exit code; with ``raises`` an error is raised in its place."""
+    """Run the job and return its exit code.
+
+    Args:
+        raises: raise an error instead of printing it and returning its exit code.
+        quiet: print nothing but the failures of a run with several ranks.
+    """
     if config.training.deterministic_mode:
         configure_determinism()
     try:
@@ -91,7 +97,7 @@ def run_job(
         return ExitCode.USAGE
     # A rank that fails now informs the other ranks, which would otherwise wait in a collective.
     watch = FailureWatch(groups)
-    console = Console.of_run(groups.rank, config.logging)
+    console = Console.of_run(groups.rank, config.logging, quiet=quiet)
     # None until this run has locked the folder: it must not overwrite another run's status.
     status_folder = lock = None
     try:
@@ -117,9 +123,12 @@ def run_job(
     except Exception as error:
         # A Python caller gets the exception, so nothing is printed. With several ranks, the failure
         # is still reported, so that the other ranks end.
-        quiet = raises and groups.world_size == 1
         exit_code = _report(
-            error, watch=watch, groups=groups, status_folder=status_folder, quiet=quiet
+            error,
+            watch=watch,
+            groups=groups,
+            status_folder=status_folder,
+            quiet=raises and groups.world_size == 1,
         )
         if raises:
             _release(status_folder, lock)
@@ -265,7 +274,13 @@ def _build_data(launch: Launch) -> tuple[Launch, RunData]:
     # Read before the data is opened: retention may remove this checkpoint while the run trains.
     stored = files_of_start(config, launch.groups)
     data = build_data(
-        config, launch.groups, console.say, resumed, detail=console.detail, stored=stored
+        config,
+        launch.groups,
+        console.say,
+        resumed,
+        detail=console.detail,
+        show=not console.silent,
+        stored=stored,
     )
     plan, hashes = data.train.plan, data.hashes
     progress = None if resumed is None else resumed.progress_in(to_dict(config), plan, hashes)
@@ -299,6 +314,7 @@ def _build_model(launch: Launch, data: RunData) -> tuple[Job, RunState]:
         planned=launch.resumed,
         attached=data.attached,
         changed_files=data.changed_files,
+        show=not console.silent,
     )
     restore(config, state, console)
     # Set after the restore: with lengths in samples, the last iteration depends on the position at

@@ -16,6 +16,7 @@ from megatron_packed.training.checkpoint_metadata import packs_per_step_of, toke
 from megatron_packed.training.checkpoint_refusals import PHASE_CHANGES, model_refusal
 from megatron_packed.training.console import Console
 from megatron_packed.training.run_state import RunState
+from megatron_packed.training.schedule_change import schedule_change
 
 _REACHED = {
     "--train-iters": "--train-iters {last} is reached",
@@ -115,6 +116,10 @@ def _say_changes(
     changed = [option for option in changed if not option.startswith(without)]
     if changed:
         console.say(f"changed since the checkpoint: {'; '.join(changed)}")
+    if done.iteration < last and not config.training.skip_train:
+        jump = schedule_change(config, metadata["config"], done)
+        if jump is not None:
+            console.say(jump)
     before_best, patience = state.resumed.progress.best_at, config.training.early_stopping_patience
     if before_best and not done.best_at and not begins and not config.training.skip_train:
         counts = "" if patience is None else " and the count of --early-stopping-patience"

@@ -136,6 +136,7 @@ def build_data(
     *,
     detail: Callable[[str], None] | None = None,
     stored: StoredFiles | None = None,
+    show: bool | None = None,
 ) -> RunData:
     """Tokenise data that the cache lacks, plan its packs, and print counts of tokens and targets.
 
@@ -146,15 +147,17 @@ def build_data(
         resumed: the checkpoint from which the run continues.
         detail: prints a line about packs if every token is kept; None for ``say``.
         stored: files of the checkpoint with which the run starts.
+        show: show progress and warnings on standard error; None shows them on rank 0.
     Raises:
         DataError: the data cannot be used.
         CheckpointMismatchError: see `plan_training`.
     """
     config = with_stored_template(config, stored)
-    options, show = config.data, groups.rank == 0
+    options = config.data
+    show = groups.rank == 0 if show is None else show
     agree_on_commits(options, groups)
     trained = None if stored is None else stored.trained_tokenizer(options)
-    tokenizer = build_tokenizer(options, config.model.vocab_size, say, trained=trained)
+    tokenizer = build_tokenizer(options, config.model.vocab_size, say, trained=trained, show=show)
     if stored is not None and trained is not None:
         say(f"tokenizer: the {TRAINED_BPE} of {stored.checkpoint}")
     # Texts, not paths: a save hours later must not read files that were changed in the meantime.

@@ -275,6 +275,11 @@ class StepWork:
     flops: Mapping[str, float]
     """Kind of work -> FLOPs of forward and backward of a step, over all ranks."""
     six_n_t: float
+    """The estimate ``6 N T`` of these FLOPs."""
+    multiplied_parameters: int
+    """N of this estimate: active parameters that take part in products."""
+    repeated: float
+    """FLOPs with weights that ``6 N T`` counts once and a token uses several times."""
 
     @property
     def total(self) -> float:
@@ -309,4 +314,6 @@ def step_work(config: RunConfig, vocab_size: int, lengths: Lengths) -> StepWork:
         tokens=tokens,
         flops={described.name: getattr(flops, described.name) for described in fields(flops)},
         six_n_t=counter.six_n_t(tokens),
+        multiplied_parameters=counter.multiplied_parameters,
+        repeated=3.0 * counter.repeated_per_token * tokens,
     )

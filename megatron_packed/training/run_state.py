@@ -145,6 +145,7 @@ class RunState:
         planned: the checkpoint for which the plan was made.
         attached: texts that each checkpoint contains, by file name.
         changed_files: see `CheckpointRefusals`.
+        show: show progress and warnings of loads on standard error.
     """
 
     def __init__(
@@ -163,6 +164,7 @@ class RunState:
         planned: Resumed | None = None,
         attached: Mapping[str, str] | None = None,
         changed_files: str = "",
+        show: bool = True,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -192,6 +194,7 @@ class RunState:
         """Facts of the Hugging Face model whose weights the run began with; None if there is none."""
         self.resumed: Resumed | None = None
         """The checkpoint from which the run continues."""
+        self._show = show
         self._device = groups.device
         self._lock = lock
         self._ranks = Ranks(
@@ -338,7 +341,8 @@ class RunState:
                 {f"rng/rank_{self.groups.rank}/{name}": t for name, t in rng.tensors.items()}
             )
         unwanted = () if with_optimizer else ("optimizer/",)
-        with ProgressBar("reading the checkpoint", 1, self.groups.rank == 0) as bar:
+        show = self._show and self.groups.rank == 0
+        with ProgressBar("reading the checkpoint", 1, show) as bar:
             loaded = load_checkpoint(
                 options.load,
                 wanted,
@@ -351,6 +355,7 @@ class RunState:
                 accept=self.refusals.for_fine_tuning
                 if options.finetune
                 else self.refusals.for_resuming,
+                warn=None if self._show else lambda line: None,
                 on_read=lambda done, total: bar.update(done, total=total),
             )
         # Masters still hold the start values, which the next step would copy over the weights.

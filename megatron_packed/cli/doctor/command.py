@@ -25,7 +25,13 @@ from megatron_packed.cli.doctor.supervise import run_probes
 from megatron_packed.cli.doctor.verdict import problems_of, verdict
 from megatron_packed.cli.errors import UsageError
 from megatron_packed.config.kernel_options import OPTION_OF
-from megatron_packed.config.optional_packages import PACKAGES, Package, strangers, version_of
+from megatron_packed.config.optional_packages import (
+    PACKAGES,
+    Package,
+    package_of_kernel,
+    strangers,
+    version_of,
+)
 
 NAME = "doctor"
 HELP = "report what works on this machine, and commands that help"
@@ -130,12 +136,26 @@ def _announcer() -> Callable[[str], None]:
     def begins(name: str) -> None:
         nonlocal last
         if sys.stderr.isatty():
-            print(f"\r\033[K{name} ...", end="", file=sys.stderr, flush=True)
+            print(f"\r\033[K{_activity(name)} ...", end="", file=sys.stderr, flush=True)
         elif time.monotonic() - last >= LINE_EVERY:
             last = time.monotonic()
-            print(f"doctor: {name} ...", file=sys.stderr, flush=True)
+            print(
+                f"Still examining this machine: {_activity(name)} ...", file=sys.stderr, flush=True
+            )
 
     return begins
+
+
+def _activity(probe: str) -> str:
+    """Return what a probe does, in words."""
+    kind, _, what = probe.partition(":")
+    op, _, backend = what.partition(".")
+    return {
+        "import": f"importing {what}",
+        "gpu": "testing the GPUs",
+        "kernels": "choosing kernels",
+        "kernel": f"running the kernel {backend} of {op}",
+    }[kind]
 
 
 def _to_run(ops: dict[str, Any]) -> list[str]:
@@ -241,7 +261,7 @@ def _gains(package: Package, answers: Answers) -> bool:
 
 def _kernels(answers: Answers) -> list[Finding]:
     """Return a finding for each op: the backend that 'auto' chooses on this machine, and the
-    results of the others.
+    results of the others. A reason that several ops share is given once.
     """
     if "error" in answers["kernels"]:
         fix = next(package.command for package in PACKAGES if package.name == "torch")
@@ -249,6 +269,7 @@ def _kernels(answers: Answers) -> list[Finding]:
             Finding(name="kernels", state=State.BROKEN, detail=answers["kernels"]["error"], fix=fix)
         ]
     findings = []
+    first_op: dict[tuple[str, str], str] = {}
     for op, found in _ops(answers).items():
         chosen, reasons = found["chosen"], found["reasons"]
         ran = {
@@ -262,7 +283,7 @@ def _kernels(answers: Answers) -> list[Finding]:
             for name, answer in ran.items()
             if "error" not in answer
         ]
-        refused = [f"{name}: {'; '.join(why)}" for name, why in reasons.items() if why]
+        refused = _refusals(op, reasons, answers, first_op)
         slow = answers["kernels"]["device"] == "cuda" and chosen == "reference"
         cost = [found.get("cost", "").removeprefix(", ")] if slow else []
         if failed:
@@ -291,12 +312,33 @@ def _kernels(answers: Answers) -> list[Finding]:
     return findings
 
 
+def _refusals(
+    op: str, reasons: dict[str, list[str]], answers: Answers, first_op: dict[tuple[str, str], str]
+) -> list[str]:
+    """Return the reasons against the backends of an op, one text for each backend.
+
+    Args:
+        first_op: op that gave a reason of a backend first; extended. Later ops refer to it.
+    """
+    refused = []
+    for name, whys in reasons.items():
+        package = package_of_kernel(op, name)
+        # The line of a missing package in PACKAGES is enough.
+        if not whys or (package and "absent" in answers[f"import:{package.module}"]):
+            continue
+        firsts = [(why, first_op.setdefault((name, why), op)) for why in whys]
+        texts = [why if first == op else f"as for {first}" for why, first in firsts]
+        refused.append(f"{name}: {'; '.join(dict.fromkeys(texts))}")
+    return refused
+
+
 def _lines(findings: dict[str, list[Finding]]) -> list[str]:
     lines = [
         f"megatron_packed {__version__}, Python {platform.python_version()}, {platform.platform()}"
     ]
     for title, section in findings.items():
-        lines += ["", title.upper()]
+        without = " (without backends of packages that are not installed)" * (title == "kernels")
+        lines += ["", f"{title.upper()}{without}"]
         width = max(len(one.name) for one in section)
         value = min(max(len(one.found) for one in section), 24)
         for one in section:

@@ -82,17 +82,23 @@ class Parsed:
     """Line with the options that come from a checkpoint; empty without any."""
 
 
-def parse(argv: Sequence[str], world_size: int | None = None) -> RunConfig:
+def parse(
+    argv: Sequence[str],
+    world_size: int | None = None,
+    keywords: Mapping[str, object] | None = None,
+) -> RunConfig:
     """Return the configuration that a command line and its files describe.
 
     The command line does not include the program's name.
 
     Args:
+        argv: words of the command line.
         world_size: number of processes; by default WORLD_SIZE of the environment, else 1.
+        keywords: options by name (`RunConfig.from_args`), which override the command line.
     Raises:
         ConfigError: lists every problem.
     """
-    return parse_with_sources(argv, world_size).config
+    return parse_with_sources(argv, world_size, keywords=keywords).config
 
 
 def parse_with_sources(
@@ -101,6 +107,7 @@ def parse_with_sources(
     *,
     here: bool = True,
     read_stored: ReadStored | None = None,
+    keywords: Mapping[str, object] | None = None,
 ) -> Parsed:
     """Return the configuration with the origin of each value; see ``parse``.
 
@@ -109,7 +116,8 @@ def parse_with_sources(
             checked, and the default world size is the smallest for the layout.
         read_stored: reads the checkpoint for ``--use-checkpoint-args``.
     """
-    return _resolve(gather(argv), world_size, os.environ, here, here, read_stored)
+    given = gather(argv, keywords)
+    return _resolve(given, world_size, os.environ, here, here, read_stored)
 
 
 def parse_or_exit(

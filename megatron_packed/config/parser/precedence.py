@@ -1,10 +1,12 @@
 """Choice of the value and the source of every option: default < configuration file < @args-file <
-command line.
+command line < keyword of a call from Python.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +29,7 @@ from megatron_packed.config.trainer_flags import answer, flags_in
 from megatron_packed.config.value_checks import placeholder
 
 # A higher level overrides a lower one. Within a level the last occurrence counts.
-FILE, ARGS_FILE, FLAG = (1, 2, 3)
+FILE, ARGS_FILE, FLAG, KEYWORD = (1, 2, 3, 4)
 _SHOWN_CHARACTERS = 80
 
 
@@ -80,9 +82,13 @@ class Given:
         self.unsound.update(key for key in keys if key not in self.values)
 
 
-def gather(argv: Sequence[str]) -> Given:
-    """Read the command line and the files that it names. Problems are collected; no exception is
-    raised.
+def gather(argv: Sequence[str], keywords: Mapping[str, Any] | None = None) -> Given:
+    """Read the command line, the files that it names, and keywords of a call from Python. Problems
+    are collected; no exception is raised.
+
+    Args:
+        argv: words of the command line.
+        keywords: options by the names that a configuration file has at its top level.
     """
     given = Given()
     words = read_command_line(argv, given.problems)
@@ -94,6 +100,8 @@ def gather(argv: Sequence[str]) -> Given:
         of_level = (word for word in words if levels[word] == level and word.flag != "--config")
         for occurrence in _last_of_each(of_level, given.warnings):
             _apply_flag(occurrence, level, given)
+    for name, value in (keywords or {}).items():
+        _apply_keyword(name, value, given)
     if any(problem.option.startswith(("@", "--config")) for problem in given.problems):
         # The unreadable file may set any option, so no option is reported as missing.
         given.expect(described.key for described in every_field())
@@ -259,37 +267,87 @@ def _same_text(texts: tuple[str, ...], value: str) -> bool:
 def _apply_entry(entry: ConfigFileEntry, path: str, given: Given) -> None:
     where = f"{path}:{entry.line}"
     name = f"{entry.section}.{entry.name}" if entry.section else entry.name
-    spelling = _entry_spelling(entry)
-    flag = "--" + entry.name.replace("_", "-")
+    _apply_named(entry.section, entry.name, entry.value, f"{where} {name}", where, FILE, given)
+
+
+def _apply_named(
+    section: str, name: str, value: Any, shown: str, source: str, level: int, given: Given
+) -> None:
+    """Set the option with a name, of a configuration file or a keyword, to a value.
+
+    Args:
+        section: section that contains the name; empty without one.
+        shown: name in messages.
+        source: origin of the value (`Given.sources`).
+    """
+    spelling = _named_spelling(section, name)
     if spelling is None:
-        if not entry.section and (flag in TAKEN or flag in REFUSAL_OF):
-            _apply_megatron_entry(flag, entry.value, where, given)
+        flag = None if section else _megatron_flag(name)
+        if flag is not None:
+            if value not in (False, None):
+                _apply_megatron(flag, _entry_texts(value), source, level, given)
             return
-        if _answer_trainer_flag(entry.name, _entry_texts(entry.value), given, f"{where} {name}"):
+        if _answer_trainer_flag(name, _entry_texts(value), given, shown):
             return
-        known = (
-            [f.name for f in every_field() if f.section == entry.section]
-            if entry.section
-            else _names()
-        )
-        meant = given.suggest(entry.name, known)
+        known = [f.name for f in every_field() if f.section == section] if section else _names()
+        otherwise = "remove it; --print-config shows all keys"
+        if level == KEYWORD:
+            known = _keywords()
+            otherwise = "remove it; each flag of --help-all is a keyword, with underscores"
+        meant = given.suggest(name, known)
         given.expect(f.key for f in every_field() if f.name in meant)
-        cure = did_you_mean(meant, "remove it; --print-config shows all keys")
-        place = f"is not an option of {entry.section}" if entry.section else "is not an option"
-        given.problems.append(Problem(f"{where} {name}", "", place, cure))
+        cure = did_you_mean(meant, otherwise)
+        place = f"is not an option of {section}" if section else "is not an option"
+        given.problems.append(Problem(shown, "", place, cure))
         return
     described = spelling.field
     if spelling.deprecated:
-        given.warnings.append(f"{where}: {entry.name} is deprecated; write {described.name}.")
-    if not given.claim(described.key, FILE, f"{where} {name}"):
+        where = shown if level == KEYWORD else f"{source}: {name}"
+        given.warnings.append(f"{where} is deprecated; write {described.name}.")
+    if not given.claim(described.key, level, shown):
         return
-    given.sources[described.key] = where
+    given.sources[described.key] = source
+    given.unsound.discard(described.key)
     try:
-        given.values[described.key] = _entry_value(spelling, entry.value)
+        given.values[described.key] = _entry_value(spelling, value)
     except WrongValueError as error:
         wrong = error.problem
-        given.problems.append(Problem(f"{where} {name}", wrong.value, wrong.rule, wrong.cure))
+        given.problems.append(Problem(shown, wrong.value, wrong.rule, wrong.cure))
         given.unsound.add(described.key)
+
+
+def _apply_keyword(name: str, value: Any, given: Given) -> None:
+    """Set an option to the value of a keyword; None leaves an option as it is."""
+    spelling = _named_spelling("", name)
+    if spelling is not None and value is None:
+        return
+    if spelling is not None and isinstance(value, Mapping):
+        value = _text_of_mapping(spelling.field, value)
+    _apply_named("", name, _plain_value(value), f"{name}=", "keyword", KEYWORD, given)
+
+
+def _text_of_mapping(described: Field, value: Mapping[Any, Any]) -> Any:
+    """Return a mapping as the texts of its option: pairs such as ``prompt=question``, or JSON."""
+    if described.kind.many:
+        return [f"{key}={item}" for key, item in value.items()]
+    try:
+        return json.dumps(dict(value))
+    except (TypeError, ValueError):  # the value is refused as no text
+        return value
+
+
+def _plain_value(value: Any) -> Any:
+    """Return a value of Python in the form that a configuration file gives: plain data.
+
+    Paths become texts, numbers of NumPy and torch become Python's, and several values a list.
+    """
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, (list, tuple, range)):
+        return [_plain_value(item) for item in value]
+    # Arrays of NumPy and tensors, without an import of these packages.
+    convert = getattr(value, "tolist", None)
+    return convert() if callable(convert) else value
 
 
 def _entry_value(spelling: Spelling, value: Any) -> Any:
@@ -305,22 +363,24 @@ def _entry_value(spelling: Spelling, value: Any) -> Any:
     return sets if value else described.default
 
 
-def _entry_spelling(entry: ConfigFileEntry) -> Spelling | None:
-    """Return the option that a key of the configuration file names.
+def _named_spelling(section: str, name: str) -> Spelling | None:
+    """Return the option that a key of the configuration file or a keyword names.
 
     A key is a field's name or, outside of a section, any spelling of its flag without the dashes.
     """
     fields: list[Field] = [
-        f for f in every_field() if f.name == entry.name and entry.section in ("", f.section)
+        f for f in every_field() if f.name == name and section in ("", f.section)
     ]
     if fields:
         return Spelling(fields[0])
-    return None if entry.section else spellings().get("--" + entry.name.replace("_", "-"))
+    return None if section else spellings().get("--" + name.replace("_", "-"))
 
 
-def _apply_megatron_entry(flag: str, value: Any, where: str, given: Given) -> None:
-    if value not in (False, None):
-        _apply_megatron(flag, _entry_texts(value), where, FILE, given)
+def _megatron_flag(name: str) -> str | None:
+    """Return the flag of Megatron that a key or a keyword names; None if it names none."""
+    plain = name.replace("_", "-")
+    known = (flag for flag in (*TAKEN, *REFUSAL_OF) if flag[2:].replace("_", "-") == plain)
+    return next(known, None)
 
 
 def _entry_texts(value: Any) -> tuple[str, ...]:
@@ -336,6 +396,12 @@ def _names() -> list[str]:
         *(described.name for described in every_field()),
         *(flag[2:] for flag in usable_flags()),
     ]
+
+
+def _keywords() -> list[str]:
+    """Return the names of all options as keywords: fields, and flags with underscores."""
+    flags = (flag[2:].replace("-", "_") for flag in (*spellings(), *TAKEN))
+    return list(dict.fromkeys([*(described.name for described in every_field()), *flags]))
 
 
 def _texts(occurrence: Occurrence) -> tuple[str, ...]:

@@ -49,7 +49,7 @@ def from_text(described: Field, text: str) -> Any:
 
 
 def from_yaml(described: Field, value: Any) -> Any:
-    """Return the value that a YAML file gives.
+    """Return the value that a YAML file or a keyword of a call from Python gives.
 
     A text is converted to a number as on the command line, because YAML reads 1e-4 as text.
 
@@ -75,7 +75,7 @@ def _one_from_yaml(described: Field, value: Any) -> Any:
     if isinstance(value, str) and base in (int, float):
         return from_text(described, value)
     if base is str and not isinstance(value, str):
-        rule = f"must be text, but YAML reads it as {type(value).__name__}"
+        rule = f"must be text, but is read as {type(value).__name__}"
         raise WrongValueError(Problem(described.flag, repr(value), rule, "put it into quotes"))
     if base is bool and not isinstance(value, bool):
         raise WrongValueError(

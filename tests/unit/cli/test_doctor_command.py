@@ -421,4 +421,38 @@ def test_without_a_terminal_a_line_now_and_then_says_what_runs(monkeypatch, caps
     begins = command._announcer()
     for name in ("gpu", "kernels", "kernel:rope.triton", "kernel:ssd.mamba_ssm"):
         begins(name)
-    assert capsys.readouterr().err == "doctor: kernels ...\ndoctor: kernel:ssd.mamba_ssm ...\n"
+    assert capsys.readouterr().err == (
+        "Still examining this machine: choosing kernels ...\n"
+        "Still examining this machine: running the kernel mamba_ssm of ssd ...\n"
+    )
+
+
+@pytest.mark.parametrize("name", [f"import:{package.module}" for package in PACKAGES])
+def test_progress_names_what_is_imported(name):
+    assert command._activity(name) == f"importing {name.removeprefix('import:')}"
+
+
+def test_a_missing_package_is_named_once_and_a_shared_reason_is_given_once(monkeypatch, capsys):
+    absent, no_gpu = ["No module named 'triton'"], ["it needs a CUDA device"]
+    made_up = answers(**{"import:triton": {"absent": True}})
+    ops = made_up["kernels"]["ops"]
+    for op in ("ssd", "gated_delta_rule", "causal_conv1d", "rope"):
+        ops[op] = {"chosen": "reference", "reasons": {"triton": absent, "reference": []}}
+    ops["ssd"]["reasons"] = {"triton": absent, "own": no_gpu, "reference": []}
+    ops["rope"]["reasons"] = {"triton": absent, "own": no_gpu, "reference": []}
+    made_up["kernels"]["device"] = "cpu"
+    monkeypatch.setattr(command, "version_of", lambda name: None)
+    monkeypatch.setattr(
+        command, "run_probes", lambda names, *_: {name: made_up[name] for name in names}
+    )
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    _, _, kernels = text.partition("KERNELS (without backends of packages that are not installed)")
+    assert kernels and "triton" not in kernels and "No module named" not in text
+    assert text.count("own: it needs a CUDA device") == 1 and text.count("own: as for ssd") == 1
+    # The import of an installed package may fail in one of its kernels alone.
+    made_up["import:triton"] = {"version": "3.6"}
+    main(["doctor", "--json"])
+    kernels = {one["name"]: one for one in json.loads(capsys.readouterr().out)["kernels"]}
+    assert kernels["ssd"]["detail"].startswith("triton: No module named 'triton' | own: it needs")
+    assert kernels["rope"]["detail"] == "triton: as for ssd | own: as for ssd"

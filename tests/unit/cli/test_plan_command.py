@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_packed.cli.main import main
+from megatron_packed.cli.plan import _duration
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.models.flops import FlopCounter
 from megatron_packed.training import joined_inputs
@@ -218,6 +219,7 @@ def test_a_growing_batch_is_described(capsys):
     assert full.pop("batch_stages") == [{"step": 0, "packs": 6}]
     steps = {0: 2, 3: 4, 5: 6}
     assert grows.pop("batch_stages") == [{"step": s, "packs": p} for s, p in steps.items()]
+    assert full["time"].pop("steps") < grows["time"].pop("steps")
     assert full == grows
     assert main(["plan", *ramp]) == 0
     sentence = "The batch grows from 2 packs to 6 over the first 5 steps (14 samples).\n"
@@ -405,3 +407,66 @@ def test_offload_that_would_move_nothing_is_said(capsys):
             f"Nothing would be offloaded: no selected tensor has {least:,} elements" in text
         ) == said
         assert ("pinned on the host" in text) != said and "memory contains CUDA's context" in text
+
+
+TWO_DEPTHS = ["--hybrid-layer-pattern", "M*-/*-/*-", "--vocab-size", "1024"]
+
+
+@pytest.mark.parametrize("more", [[], TWO_DEPTHS, [*TWO_DEPTHS, "--mtp-use-repeated-layer"]])
+def test_the_parts_that_6_n_t_leaves_out_make_up_the_difference(capsys, more):
+    """Only norms are in N and in no product, so the shares are 100 % up to their number."""
+    flags = [*SMALL, "--vocab-size", "1024", "--squared-relu", *more]
+    step = plan(capsys, *flags)["step"]
+    left_out = step["flops"]["attention"] + step["flops"]["scan"] + step["repeated"]
+    assert step["six_n_t"] + left_out == pytest.approx(step["total_flops"], rel=5e-3)
+    assert step["six_n_t"] == 6 * step["multiplied_parameters"] * step["tokens"]
+    assert (step["repeated"] > 0) == bool(more)
+    assert main(["plan", *flags]) == 0
+    text = capsys.readouterr().out
+    share = 100 * step["six_n_t"] / step["total_flops"]
+    assert (
+        f"The approximation 6 N T gives {step['six_n_t']:.4g} FLOPs, {share:.1f} % of that" in text
+    )
+    assert ("by multi-token prediction (" in text) == bool(more)
+
+
+def test_the_time_of_a_step_states_its_assumption(capsys):
+    flags = [*SMALL, "--vocab-size", "1024", "--world-size", "2", "--global-batch-size", "4"]
+    found = plan(capsys, *flags, "--gpu", "a100", "--mfu", 25, "--train-iters", 10**9)
+    seconds = found["step"]["flops_per_rank"] / (0.25 * 312e12)
+    assert found["time"] == {
+        "gpu": "A100",
+        "peak_flops": 312e12,
+        "mfu": 25,
+        "step_seconds": pytest.approx(seconds),
+        "steps": 10**9,
+        "seconds": pytest.approx(1e9 * seconds),
+    }
+    assert main(["plan", *flags, "--train-iters", "1"]) == 0
+    text = capsys.readouterr().out
+    assert "At 40 % MFU, of 989.5 TFLOP/s in bf16 of each H200, a step takes " in text
+    assert " ms, and the run of 1 step " in text
+    # Without a length of the run, only a step has a time; without bf16, there is no peak.
+    without = plan(capsys, *flags)["time"]
+    assert without["steps"] is without["seconds"] is None
+    assert plan(capsys, *[flag for flag in flags if flag != "--bf16"])["time"] is None
+    assert "--gpu H1000: has no known peak FLOP/s; choose one of GB300" in refusal(
+        capsys, *flags, "--gpu", "H1000"
+    )
+    assert "--mfu 0: must be above 0" in refusal(capsys, *flags, "--mfu", "0")
+
+
+@pytest.mark.parametrize(
+    "seconds, text",
+    [
+        (2.2e6, "25 days"),
+        (1.7e5, "47 hours"),
+        (7000, "117 minutes"),
+        (27.4, "27 s"),
+        (1.02, "1 s"),
+        (0.0421, "42 ms"),
+        (1e-5, "0.01 ms"),
+    ],
+)
+def test_times_have_usual_units(seconds, text):
+    assert _duration(seconds) == text

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_packed.cuda_graphs.layer_graphs import LayerGraphs
 from megatron_packed.cuda_graphs.slots import same_memory
 from megatron_packed.packed.shared_tables import NO_TABLES
 from support.foreign_chain import FIRST, ONE, SECOND, Beside, Chain, D, Foreign, hidden_states
@@ -265,3 +266,62 @@ def test_a_leaf_keeps_its_gradient_over_micro_batches(shaped):
             drive(place(lengths))
         sums.append(leaf.grad)
     assert torch.equal(*sums)
+
+
+# -- host reads, found on a CPU ----------------------------------------------------------------------
+
+
+class Reading(nn.Module):
+    """Module whose forward reads a value on the host."""
+
+    def forward(self, hidden, packed):
+        return hidden * float(hidden.sum()) * packed.valid[:, None]
+
+
+def test_a_module_that_reads_on_the_host_is_named_on_a_cpu():
+    """One sentence at the first call, with the line; the next calls are those of the module."""
+    said, reading, plain = [], Reading(), Foreign()
+    runner = LayerGraphs(
+        {"reads": reading, "plain": plain},
+        lambda micro_batch: None,
+        total_tokens=T,
+        capture_sizes=ONE,
+        device="cpu",
+        say=said.append,
+    )
+    assert len(said) == 1 and "CUDA graphs need a GPU" in said[0]
+    packed = runner.place(pack(FIRST, capture_sizes=ONE)).packed
+    hidden = torch.randn(T, D)
+    first = reading(hidden, packed)
+    plain(hidden, packed)
+    place = f"{__file__}:{Reading.forward.__code__.co_firstlineno + 1}"
+    assert said[1:] == [
+        f"reads reads values on the host: float() in {place} (return hidden * float(hidden.sum()) * "
+        "packed.valid[:, None]). A CUDA graph cannot repeat that, so on a GPU this module would run eagerly. Keep the "
+        "values in tensors."
+    ]
+    assert reading.forward.original_forward == Reading.forward.__get__(reading)
+    assert torch.equal(reading(hidden, packed), first) and len(said) == 2
+    runner.close()
+    assert "forward" not in vars(reading)
+
+
+def test_a_module_that_is_closed_before_its_first_call_is_as_before():
+    said, reading = [], Reading()
+    mine = reading.forward = reading.forward
+    runner = LayerGraphs(
+        {"reads": reading},
+        lambda micro_batch: None,
+        total_tokens=T,
+        capture_sizes=ONE,
+        device="cpu",
+        say=said.append,
+    )
+    runner.close()
+    assert reading.forward is mine
+
+
+def test_graphs_with_a_backend_check_no_host_reads():
+    """The capture itself reports a read, so calls are not checked."""
+    chain = Chain(Foreign())
+    assert chain.modules[0].forward.original_forward == Foreign.forward.__get__(chain.modules[0])

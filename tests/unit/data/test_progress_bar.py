@@ -25,7 +25,24 @@ def test_a_line_now_and_then_with_the_time_left(monkeypatch, capsys) -> None:
         for seconds, done in ((1, 10), (10, 25), (11, 30), (20, 50)):
             clock[0] = float(seconds)
             shown.update(done, "well" if done == 25 else "", total=100)
-    assert capsys.readouterr().err == "reading: 25%, well, 30 s left\nreading: 50%, 20 s left\n"
+    assert capsys.readouterr().err == "reading: 25%, well, 45 s left\nreading: 50%, 24 s left\n"
+
+
+def test_no_time_left_before_the_speed_is_known(monkeypatch, capsys) -> None:
+    """The first unit of a conversion waits for imports, and the others take no time."""
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    with progress.ProgressBar("converting", 1) as shown:
+        for seconds, done in ((0.1, 0), (13, 28), (23.5, 28), (34, 40)):
+            clock[0] = float(seconds)
+            shown.update(done, total=100)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["converting: 28%", "converting: 28%", "converting: 40%, 105 s left"]
+    with progress.ProgressBar("converting", 100) as shown:
+        for seconds, done in ((1, 0), (8, 10), (12, 90)):
+            clock[0] = 34.0 + seconds
+            shown.update(done)
+    assert capsys.readouterr().err == "converting: 90%\n"
 
 
 def test_packing_shows_how_far_it_is_where_somebody_waits(monkeypatch, capsys) -> None:

@@ -153,6 +153,68 @@ def test_a_few_very_high_values_are_left_out_and_counted():
     assert "1 value above 1.15 not shown" in run_charts.curves_html([run])
 
 
+def svg_of(page: str, title: str = "Loss") -> str:
+    """Return the chart with a title."""
+    found = re.search(f'<svg[^>]*aria-label="{title}".*?</svg>', page)
+    assert found is not None
+    return found[0]
+
+
+def losses(*values: float, name: str = "a") -> Run:
+    return Run(name, [{"iteration": at, "lm_loss": loss} for at, loss in enumerate(values, 1)])
+
+
+@pytest.mark.parametrize(
+    "values, labels",
+    [
+        ([5.0, 0.3, 0.049], ["0.05", "0.1", "0.2", "0.5", "1", "2", "5"]),
+        ([5.0, 0.3, 0.051], None),
+        ([9.0, 1e-5], ["1e-05", "0.001", "0.1"]),
+    ],
+)
+def test_a_loss_over_more_than_a_factor_of_100_has_a_logarithmic_axis(values, labels):
+    page = run_charts.curves_html([losses(*values)])
+    shown = words(svg_of(page))
+    assert ("logarithmic" in shown) == ("logarithmic axis" in page) == (labels is not None)
+    if labels is not None:
+        assert set(labels) <= set(shown)
+
+
+def test_a_logarithmic_axis_leaves_out_zeros_and_counts_them(tmp_path):
+    page = run_charts.curves_html([losses(5.0, 0.0, 0.01)], levels={"none": 0.0, "entropy": 2.0})
+    assert "logarithmic axis · 1 value of 0 not shown" in page
+    assert "entropy 2.00" in words(svg_of(page)) and "none 0.00" not in words(svg_of(page))
+    runs = [losses(5.0, 0.01), losses(0.0, 0.0, name="b")]
+    assert "logarithmic axis · 2 values of 0 not shown" in run_charts.curves_html(runs)
+    assert "logarithmic" not in run_charts.curves_html([losses(0.0, 0.0)])
+    run_charts.write_png(runs, tmp_path / "a.png")
+
+
+def test_a_spike_that_is_left_out_makes_no_logarithmic_axis():
+    values = [1.0 + step / 1000 for step in range(50)]
+    page = run_charts.curves_html([losses(*values, 900.0)])
+    assert "1 value above 1.15 not shown" in page and "logarithmic" not in page
+
+
+def test_only_losses_have_logarithmic_axes():
+    steps = [{"iteration": at, "lm_loss": 2.0, "grad_norm": 10.0**at} for at in range(5)]
+    assert "logarithmic" not in run_charts.curves_html([Run("a", steps)])
+
+
+def test_a_single_curve_has_no_legend():
+    """The heading names the curve instead; two curves need a legend."""
+    alone = run_charts.curves_html([losses(*[2.0] * 30)])
+    assert not [word for word in words(svg_of(alone)) if "training" in word]
+    assert "nats per target token · training, mean of 5 steps" in alone
+    both = Run("a", [{"iteration": 1, "lm_loss": 2.0}, {"iteration": 1, "valid_loss": 2.5}])
+    page = run_charts.curves_html([both])
+    assert {"training", "validation"} <= set(words(svg_of(page)))
+    assert "nats per target token · training" not in page
+    skipped = Run("a", [{"iteration": 1, "lm_loss": 2.0, "skipped": True}])
+    shown = words(svg_of(run_charts.curves_html([skipped])))
+    assert "no update" in shown and "training" not in shown
+
+
 def test_runs_have_colours_and_their_curves_dashes():
     both = {"iteration": 1, "lm_loss": 2.0, "valid_loss": 2.5}
     runs = [Run("a", [both]), Run("b", [{"iteration": 1, "lm_loss": 3.0}])]

@@ -248,19 +248,26 @@ def test_answers_are_shown_with_the_expected_and_earlier_ones():
     records = [{"iteration": 5, "samples": samples[0]}, {"iteration": 7, "samples": samples[0]}]
     records += [{"iteration": 10, "samples": samples[1]}]
     text = sample_answers(Run("a", records))
-    first, second = text.split("<div class='answer'>")[1:]
-    assert text.startswith("<h2>Answers at step 10</h2>")
-    assert (
-        "<p>y</p><p class='same'>as expected</p>" in first and "<td>5 to 7</td><td>x</td>" in first
+    assert text.startswith("<h2>Answers at step 10</h2><div class='wide'><table class='answers'>")
+    assert "<th>prompt</th><th>answer</th><th>expected</th>" in text
+    first, second = text.split("<tbody>", 1)[1].split("<tr><td><p>b?</p>")
+    assert first.startswith("<tr><td><p>a?</p></td><td><p>y</p><details>")
+    assert "<td>5 to 7</td><td>x</td>" in first and first.endswith(
+        "</details></td><td><p class='same'>as expected</p></td></tr>"
     )
-    assert "<p>z</p>" in second and "<td>old</td>" in second and "expected" not in second
+    assert second.startswith("</td><td><p>z</p>") and "<td>old</td>" in second
+    assert second.endswith("</details></td><td></td></tr></tbody></table></div>")
     changed = [
         {"iteration": 15, "samples": [{"prompt": "c?", "answer": "q", "expected": "r"}] * 30}
     ]
     text = sample_answers(Run("a", records + changed))
-    assert "<span>expected</span><p>r</p>" in text and "Earlier" not in text
-    assert "answers to 10 more prompts" in text
+    assert text.count("<td><p>c?</p></td><td><p>q</p></td><td><p>r</p></td>") == 20
+    assert "Earlier" not in text and "answers to 10 more prompts" in text
     assert sample_answers(Run("a", [])) == ""
+    alone = sample_answers(
+        Run("a", [{"iteration": 1, "samples": [{"prompt": "a", "answer": "b"}]}])
+    )
+    assert "expected" not in alone
 
 
 def test_nothing_from_a_log_becomes_html(page):

@@ -1,13 +1,20 @@
-"""A run with ``--use-checkpoint-opt_param-scheduler`` continues the schedule of its checkpoint."""
+"""The schedule of a resumed run: kept by ``--use-checkpoint-opt_param-scheduler``, else a jump of the
+learning rate is announced.
+"""
 
 import json
+import re
+import shutil
 from pathlib import Path
 
 import pytest
 
 from megatron_packed.config.run import RunConfig
+from megatron_packed.config.serialise import to_dict
+from megatron_packed.training.checkpoint_metadata import RunProgress
 from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.from_python import train
+from megatron_packed.training.schedule_change import schedule_change
 
 MODEL = "--hybrid-layer-pattern - --hidden-size 8 --no-isolation-self-test --seq-length 64"
 SCHEDULE = "--lr 1e-2 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-fraction 0.25"
@@ -55,3 +62,145 @@ def test_without_the_flag_or_the_optimizer_the_flags_of_the_run_count(steps) -> 
     assert with_flag[0][2] == pytest.approx(5e-3 * (8 - 3) / 7)
     without = steps("run", f"{OTHER} --train-iters 8 --exit-interval 5")
     assert without[0][2] == pytest.approx(5e-3 * (8 - 4) / 7)
+
+
+CHANGES = {
+    "linear": ("linear --train-iters 4", "linear --train-iters 8", "--train-iters (8, was 4)"),
+    "cosine": ("cosine --train-iters 4", "cosine --train-iters 8", "--train-iters (8, was 4)"),
+    "WSD": (
+        "WSD --lr-wsd-decay-iters 3 --train-iters 4",
+        "WSD --lr-wsd-decay-iters 3 --train-iters 8",
+        "--train-iters (8, was 4)",
+    ),
+    "fewer steps": (
+        "linear --train-iters 16 --exit-interval 3",
+        "linear --train-iters 5",
+        "--train-iters (5, was 16)",
+    ),
+    "samples": (
+        "cosine --train-samples 16",
+        "cosine --train-samples 40",
+        "--train-samples (40, was 16)",
+    ),
+    "epochs": (
+        "linear --train-epochs 0.5",
+        "linear --train-epochs 3",
+        "--train-epochs (3, was 0.5)",
+    ),
+    "unit": (
+        "linear --train-iters 4",
+        "linear --train-samples 40",
+        "--train-samples (40), not --train-iters (4)",
+    ),
+    "unit and batch": (
+        "linear --train-iters 8 --exit-interval 4",
+        "linear --train-samples 64 --global-batch-size 8",
+        "--train-samples (64), not --train-iters (8)",
+    ),
+    "rate": (
+        "constant --train-iters 4",
+        "constant --train-iters 8 --lr 5e-3",
+        "because --lr is 0.005 (was 0.02);",
+    ),
+    "style": (
+        "cosine --train-iters 8 --exit-interval 3",
+        "linear --train-iters 8",
+        "because --lr-decay-style is linear (was cosine);",
+    ),
+    "warm-up": (
+        "constant --train-iters 8 --lr-warmup-iters 1 --exit-interval 3",
+        "constant --train-iters 8 --lr-warmup-iters 5",
+        "because --lr-warmup-iters is 5 (was 1);",
+    ),
+    "warm-up fraction": (
+        "constant --lr-warmup-fraction 0.5 --train-iters 4 --exit-interval 2",
+        "constant --lr-warmup-fraction 0.5 --train-iters 10",
+        "--train-iters (10, was 4);",
+    ),
+    "two causes": (
+        "linear --train-iters 4",
+        "linear --train-iters 8 --lr 5e-3",
+        "because --lr is 0.005 (was 0.02), and its decay follows --train-iters (8, was 4);",
+    ),
+}
+SENTENCE = re.compile(
+    r"schedule has changed since the checkpoint: the learning rate (?:rises|falls) from (\S+) \(step (\d+)\) to "
+    r"(\S+) \(step (\d+)\)(?: at once)?, (because .*;) give (.*?)(?: and leave out \S+)? to keep the schedule, "
+    r"with which step \d+ has (\S+)\n"
+)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_jump_of_the_learning_rate_is_announced(steps, capsys, tmp_path, name: str) -> None:
+    first, second, cause = CHANGES[name]
+    last = steps("run", f"--lr 2e-2 --lr-decay-style {first}")[-1]
+    shutil.copytree(tmp_path / "run", tmp_path / "again")
+    capsys.readouterr()
+    following = steps("run", f"--lr 2e-2 --lr-decay-style {second}")[0]
+    before_the_step = re.split(r"^step ", capsys.readouterr().out, flags=re.M)[0]
+    said = SENTENCE.search(before_the_step)
+    assert said is not None, before_the_step
+    assert said.group(1, 2) == (f"{last[2]:.2e}", str(last[0]))
+    assert said.group(3, 4) == (f"{following[2]:.2e}", str(following[0]))
+    assert cause in said[5]
+    # With the cure, the step has the promised rate, and nothing is said.
+    kept = steps("again", f"--lr 2e-2 --lr-decay-style {second} {said[6]}")[0]
+    assert f"{kept[2]:.2e}" == said[7]
+    assert "schedule has changed" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("schedule", "change"),
+    [
+        ("constant --train-iters 3", "--train-iters 8 --exit-interval 4"),
+        ("WSD --lr-wsd-decay-iters 2 --train-iters 8 --exit-interval 3", "--train-iters 9"),
+        ("linear --lr-decay-iters 9 --train-iters 3", "--train-iters 8"),
+        ("linear --train-iters 8 --exit-interval 3", "--exit-interval 4 --weight-decay 0.3"),
+        ("linear --train-iters 8 --exit-interval 3", "--exit-interval 4 --global-batch-size 8"),
+        ("cosine --train-samples 32 --exit-interval 3", "--global-batch-size 2 --exit-interval 7"),
+        ("linear --train-iters 3", "--train-iters 3"),
+        ("linear --train-iters 3", "--train-iters 6 --finetune --save-interval 9"),
+    ],
+)
+def test_nothing_is_said_where_the_learning_rate_does_not_jump(
+    steps, capsys, schedule: str, change: str
+) -> None:
+    steps("run", f"--lr 2e-2 --lr-decay-style {schedule}")
+    capsys.readouterr()
+    steps("run", f"--lr 2e-2 --lr-decay-style {schedule} {change}")
+    assert "schedule has changed" not in capsys.readouterr().out
+
+
+def test_a_growing_batch_counts_the_samples_of_its_last_step(steps, capsys) -> None:
+    ramp = "--lr 2e-2 --rampup-batch-size 1 1 12"
+    last = steps("run", f"{ramp} --train-samples 60 --exit-interval 5")[-1]
+    capsys.readouterr()
+    following = steps("run", f"{ramp} --train-samples 150 --exit-interval 6")[0]
+    out = capsys.readouterr().out
+    said = SENTENCE.search(out)
+    assert said is not None, out
+    assert said.group(1, 3) == (f"{last[2]:.2e}", f"{following[2]:.2e}")
+
+
+def test_a_new_phase_and_an_older_checkpoint() -> None:
+    argv = [*MODEL.split(), "--mock-data", "--lr", "1e-2", "--global-batch-size", "4"]
+    config = RunConfig.from_args([*argv, "--train-iters", "20"])
+    stored = to_dict(RunConfig.from_args([*argv, "--train-iters", "10"]))
+    phase = RunProgress(iteration=10, consumed_packs=40, plan_packs=40, plan_samples=40)
+    said = schedule_change(config, stored, phase)
+    assert said is not None and "from 1.00e-03 (step 10) to 5.00e-03 (step 11) at once" in said
+    little = RunConfig.from_args([*argv, "--train-iters", "11"])
+    stored_early = RunProgress(iteration=5, consumed_packs=20)
+    said_early = schedule_change(little, stored, stored_early)
+    assert "falls from 6.00e-03 (step 5) to 5.45e-03 (step 6), because" in said_early
+    million = RunConfig.from_args([*argv, "--train-iters", "1000000"])
+    assert "--train-iters (1000000, was 10)" in schedule_change(million, stored, phase)
+    # Another program's checkpoint has no packs, and an old one may lack options.
+    for lacking in ({"packing"}, {"optim"}, {"training"}):
+        parts = {name: section for name, section in stored.items() if name not in lacking}
+        assert schedule_change(config, parts, phase) is None
+    del stored["optim"]["lr_warmup_init"], stored["optim"]["lr_wsd_decay_samples"]
+    assert schedule_change(config, stored, phase) == said
+    assert schedule_change(config, stored, RunProgress()) is None
+    stored["optim"]["lr_decay_style"] = "inverse-square-root"
+    assert schedule_change(config, stored, phase) is None

@@ -1,9 +1,11 @@
 """A whole run from Python: what it returns and raises, and what its callback receives."""
 
+import inspect
 import json
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,7 +13,9 @@ from megatron_packed.checkpoint.errors import NoCheckpointError
 from megatron_packed.config import launch_checks
 from megatron_packed.config.environment_variables import DETERMINISTIC, environment
 from megatron_packed.config.errors import ConfigError
+from megatron_packed.config.parser.precedence import _keywords
 from megatron_packed.config.run import RunConfig
+from megatron_packed.data.errors import DataError
 from megatron_packed.data.tokenizers.base import END_OF_DOCUMENT
 from megatron_packed.models.convert.import_huggingface import from_huggingface
 from megatron_packed.models.generate import generate
@@ -214,14 +218,117 @@ def test_deterministic_runs_need_their_environment_before_torch(flags, monkeypat
     assert train(config) is ExitCode.DONE
 
 
-def test_arguments_of_another_type_are_refused(flags):
-    """Arguments of a wrong type raise an error before the run starts.
+def keywords(flags):
+    """Return the options of words as keywords."""
+    assert flags[::2] == [word for word in flags if word.startswith("--")]
+    return {name[2:].replace("-", "_"): value for name, value in zip(flags[::2], flags[1::2])}
 
-    The cases are a list of words instead of a configuration, a string instead of a list of words,
-    and a callback that cannot be called.
-    """
-    with pytest.raises(TypeError, match="config is of type list; pass a RunConfig"):
-        train(flags)
+
+def test_keywords_are_the_flags_of_a_run(flags, tmp_path):
+    """Values are texts, numbers, booleans, lists, paths and None; a keyword overrides words."""
+    words = [word for word in flags if word != "--no-isolation-self-test"]
+    options = {
+        **keywords(words),
+        "isolation_self_test": False,
+        "lr": 1e-2,
+        "hidden_size": np.int64(16),
+        "data_path": [tmp_path / "documents.jsonl"],
+        "save": tmp_path / "run",
+        "train_samples": None,
+        "data_fields": {"text": "text"},
+    }
+    config = RunConfig.from_args(**options)
+    assert config == RunConfig.from_args([*flags, "--data-fields", "text=text"])
+    assert config.is_given("optim.lr") and not config.is_given("training.train_samples")
+    over = RunConfig.from_args([*flags, "--sft"], lr=2e-2, no_sft=True, exit_interval=2)
+    assert (over.optim.lr, over.data.sft, over.training.exit_interval) == (2e-2, False, 2)
+    assert train(flags, train_iters=1, no_load_optim=True) is ExitCode.DONE
+    assert train(**{**options, "train_iters": 2}) is ExitCode.DONE
+    seen = []
+    assert train(flags, seen.append, lr=5e-3, min_lr=5e-3) is ExitCode.DONE
+    assert [(one["iteration"], one["learning_rate"]) for one in seen] == [(3, 5e-3)]
+
+
+def test_variables_of_a_template_are_a_dict(flags):
+    variables = {"enable_thinking": False}
+    config = RunConfig.from_args(flags, sft=True, chat_template_kwargs=variables)
+    assert json.loads(config.data.chat_template_kwargs) == variables
+
+
+def test_flags_of_megatron_are_keywords_too(flags):
+    assert RunConfig.from_args(flags, override_opt_param_scheduler=True) is not None
+    assert RunConfig.from_args(flags, override_opt_param_scheduler=False) is not None
+    with pytest.raises(ConfigError, match=r"^--fp16: "):
+        RunConfig.from_args(flags, fp16=True)
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ({"trian_iters": 3}, r"^trian_iters=: is not an option; did you mean train_iters\?\.$"),
+        (
+            {"zzzzzzzzzz": None},
+            "^zzzzzzzzzz=: is not an option; remove it; each flag of --help-all",
+        ),
+        ({"lr": "fast"}, "^lr= 'fast': must be a number"),
+        ({"train_iters": 2.5}, r"--train-iters 2\.5: must be a whole number"),
+        ({"train_iters": True}, "--train-iters True: must be a whole number"),
+        ({"sft": 1}, "^sft= 1: must be true or false; write true or false"),
+        ({"tokenizer_model": 3}, "^tokenizer_model= 3: must be text, but is read as int"),
+        (
+            {"chat_template_kwargs": {"a": {1}}},
+            "^chat_template_kwargs= .*: must be text, but is read as dict",
+        ),
+        ({"num_train_epochs": 3}, "^num_train_epochs= 3: .*give --train-epochs 3"),
+        (
+            {"lr": 1e-3, "lr_decay_style": "fast"},
+            "--lr-decay-style 'fast': must be one of constant",
+        ),
+    ],
+)
+def test_wrong_keywords_are_refused_with_a_cure(flags, option, said):
+    with pytest.raises(ConfigError, match=said):
+        train(flags, **option)
+
+
+def test_no_option_has_the_name_of_an_argument():
+    names = {name for name in inspect.signature(train).parameters if name != "options"}
+    assert not names & set(_keywords())
+
+
+def test_a_quiet_run_prints_nothing_and_logs_the_same(flags, tmp_path, capfd):
+    """Progress, warnings and lines of a run are left out, also those of a resumed one."""
+    more = {"tokenizer_type": "TrainedBPETokenizer", "tokenizer_vocab_size": 300}
+    more |= {"valid_data_path": tmp_path / "valid.jsonl", "eval_interval": 2, "async_save": True}
+    (tmp_path / "valid.jsonl").write_text('{"text": "99 hello"}\n')
+    seen = []
+    assert train(flags, seen.append, quiet=True, **more) is ExitCode.DONE
+    assert train(flags, seen.append, quiet=True, **more, train_iters=5) is ExitCode.DONE
+    assert capfd.readouterr() == ("", "")
+    steps = [one["iteration"] for one in seen if "lm_loss" in one]
+    assert steps == [1, 2, 3, 4, 5]
+    logged = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [one["iteration"] for one in logged if "lm_loss" in one] == steps
+    # A damaged checkpoint is skipped without a word, and a callback may print.
+    newest = tmp_path / "run" / "step_00000005"
+    next(newest.glob("*.safetensors")).write_bytes(b"")
+    more["callback"] = lambda record: print("mine")
+    assert train(flags, quiet=True, **more, train_iters=4) is ExitCode.DONE
+    assert capfd.readouterr() == ("mine\n" * 2, "")
+    (tmp_path / "documents.jsonl").write_text("{}\n" * 40)
+    with pytest.raises(DataError):
+        train(flags, quiet=True, train_iters=6)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_arguments_of_another_type_are_refused(flags):
+    """Arguments of a wrong type raise an error before the run starts."""
+    with pytest.raises(TypeError, match=r"config is of type str; pass a RunConfig, or a list of"):
+        train(" ".join(flags))
+    with pytest.raises(TypeError, match="config is of type dict; pass a RunConfig"):
+        train({"lr": 1})
+    with pytest.raises(TypeError, match="lr= cannot change a RunConfig; pass the words"):
+        train(RunConfig.from_args(flags), lr=1e-3)
     with pytest.raises(TypeError, match="callback is 3; pass a function"):
         train(RunConfig.from_args(flags), 3)
     with pytest.raises(TypeError, match="argv is one text; pass a list of words"):
