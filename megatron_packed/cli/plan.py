@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_packed.cli.errors import EXIT_DATA, UsageError
 from megatron_packed.cli.lengths import read_numbers
+from megatron_packed.cli.output import show
 from megatron_packed.cli.packing import with_unused_flags
 from megatron_packed.config.batch_ramp import BatchStage
 from megatron_packed.config.parser.parse import parse_or_exit
@@ -100,7 +101,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
             )
         )
     else:
-        print(
+        show(
             "\n".join(
                 _lines(config, world_size, vocab_size, documents, source, ranks, work, limit, cures)
             )

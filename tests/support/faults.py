@@ -166,7 +166,7 @@ def tear_line(line: int) -> None:
     do_not_wait_for_the_dead()
 
     def half(writer: Any) -> None:
-        writer._file.write(b'{"iteration": 99, "lm_lo')
+        writer._file.append(b'{"iteration": 99, "lm_lo')
         os.kill(os.getpid(), signal.SIGKILL)
 
     on_call(JsonlWriter, "write", line, half)
