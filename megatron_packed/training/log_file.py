@@ -1,12 +1,13 @@
 """File of ``--log-jsonl``: which run it belongs to, its lock, and the lines that a run continues.
 
 [Note: whose log it is]
-The field ``run`` of a log has the ``id`` of the run, which all its checkpoints share, and the
-``folder`` of its checkpoints. A run that finds lines in its log does one of three things:
+The field ``run`` of a log has the ``id`` of the run, which all its checkpoints share, the
+``folder`` of its checkpoints, and the path of the ``log``. A run that finds lines in its log does one of three things:
 
 - It resumes from a checkpoint with the log's id: the lines up to the checkpoint stay, and later
-  lines go, since the run repeats their steps. If another folder holds checkpoints of these steps,
-  the later lines are the only record of those, and the run is refused.
+  lines go, since the run repeats their steps. If another folder still holds checkpoints of the
+  log's run, the later lines are the only record of their steps, and the run is refused. A copy of
+  a log, for example in a copied folder, is shortened.
 - It has another id but the same folder, or one of the two has no folder: a job that was killed
   before its first save was started again. The log gets a numbered name and the run begins a new
   one.
@@ -35,6 +36,7 @@ from megatron_packed.checkpoint.directory import scan
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.errors import ConfigError, Problem
+from megatron_packed.config.run import RunConfig
 from megatron_packed.config.written_files import open_new, replacing, resolve_output
 
 STARTS = "starts"
@@ -48,15 +50,34 @@ class RunIdentity:
     run_id: str
     folder: str | None
     """Resolved folder of ``--save``; None without it."""
+    log: str | None = None
+    """Resolved file of ``--log-jsonl``; None without it."""
 
     @classmethod
-    def of(cls, run_id: str, save: str | None) -> RunIdentity:
-        """Build the identity of a run with ``--save``."""
-        return cls(run_id, None if save is None else os.path.realpath(save))
+    def of(cls, run_id: str, config: RunConfig) -> RunIdentity:
+        """Build the identity of a run with these options."""
+        save, log = (
+            None if path is None else os.path.realpath(path)
+            for path in (config.checkpoint.save, config.logging.log_jsonl)
+        )
+        return cls(run_id, save, log)
 
     def shares_folder(self, folder: str | None) -> bool:
         """Return True if a run with this folder may be an earlier start of this run."""
-        return folder is None or folder == self.folder
+        return folder is None or (self.folder is not None and _is_same(folder, self.folder))
+
+    def copied(self, original: RunIdentity) -> bool:
+        """Return True if this run's log is a copy of a file that still exists."""
+        if self.log is None or original.log is None:
+            return False
+        return os.path.exists(original.log) and not _is_same(original.log, self.log)
+
+
+def _is_same(place: str, other: str) -> bool:
+    """Return True for equal paths, and for two paths of one file or folder, as of two mounts."""
+    with suppress(OSError):
+        return place == other or os.path.samefile(place, other)
+    return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,10 +150,10 @@ class OldLines:
     @property
     def identity(self) -> RunIdentity | None:
         """Identity of the log's run; None for a log of an earlier version."""
-        run_id, folder = self.run.get("id"), self.run.get("folder")
-        if not isinstance(run_id, str) or not isinstance(folder, (str, type(None))):
+        run_id, *places = (self.run.get(name) for name in ("id", "folder", "log"))
+        if not isinstance(run_id, str):
             return None
-        return RunIdentity(run_id, folder)
+        return RunIdentity(run_id, *(str(place) if place else None for place in places))
 
     @property
     def starts(self) -> list[Any]:
@@ -180,7 +201,9 @@ def action_for(
             return Action.CONTINUE
         return Action.SET_ASIDE
     if origin is not None and owner.run_id == mine.run_id:
-        only_record = old.loses(first) and not mine.shares_folder(owner.folder)
+        only_record = (
+            old.loses(first) and not mine.shares_folder(owner.folder) and not mine.copied(owner)
+        )
         return Action.REFUSE if only_record and _still_holds(owner) else Action.CONTINUE
     return Action.SET_ASIDE if mine.shares_folder(owner.folder) else Action.REFUSE
 

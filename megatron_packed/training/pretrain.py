@@ -298,7 +298,7 @@ def _build_trainer(
         groups,
         data,
         kernels,
-        identity=RunIdentity.of(state.run_id, config.checkpoint.save),
+        identity=RunIdentity.of(state.run_id, config),
         iteration=state.progress.iteration,
         last_iteration=last,
         phases=state.phases,

@@ -50,6 +50,7 @@ def opening_of(
     run = {
         "id": identity.run_id,
         "folder": identity.folder,
+        "log": identity.log,
         "last_iteration": last_iteration,
         "phases": [phase._asdict() for phase in phases],
         "model": _model(config, data.vocab_size),

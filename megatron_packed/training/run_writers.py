@@ -86,11 +86,12 @@ def _log_writer(
     console: Console,
 ) -> JsonlWriter:
     """Keep the lines of the log that the run continues, and return the writer of further lines."""
-    save, done = config.checkpoint.save, state.progress
+    done = state.progress
     origin = None
     if state.resumed is not None:
         origin = Origin(iteration=done.iteration, consumed_tokens=done.consumed_tokens)
-    earlier = log.begin(RunIdentity.of(state.run_id, save), origin, save=save)
+    identity = RunIdentity.of(state.run_id, config)
+    earlier = log.begin(identity, origin, save=config.checkpoint.save)
     if earlier.sentence is not None:
         console.warn(earlier.sentence)
     return JsonlWriter(log, opening, earlier)

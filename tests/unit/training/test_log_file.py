@@ -79,6 +79,19 @@ def test_steps_that_another_folder_still_holds_are_kept(tmp_path: Path) -> None:
     assert log.read_bytes().count(b"\n") == 5
 
 
+def test_a_copied_log_is_continued(tmp_path: Path) -> None:
+    """A folder of a run that was copied has the log of the original, which loses nothing."""
+    save_checkpoint(tmp_path / "b", 5, [], {}, run_id="mine")
+    original, copy = str(tmp_path / "b.jsonl"), str(tmp_path / "a.jsonl")
+    old = OldLines.parse(lines(5, id="mine", folder=str(tmp_path / "b"), log=original))
+    mine = RunIdentity("mine", str(tmp_path / "a"), copy)
+    assert action_for(old, mine, STEP_2) is Action.REFUSE  # the log was moved
+    Path(original).touch()
+    assert action_for(old, mine, STEP_2) is Action.CONTINUE
+    same = RunIdentity("mine", str(tmp_path / "a"), original)
+    assert action_for(old, same, STEP_2) is Action.REFUSE
+
+
 def test_a_resumed_run_keeps_lines_and_permissions(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     log.write_bytes(lines(5, id="mine", folder=A) + b'{"iteration": 6')
