@@ -163,7 +163,7 @@ def _find(root: Path, name: str, patience: float) -> None:
     while not os.path.lexists(root / name):
         if time.monotonic() >= deadline:
             raise CheckpointError(
-                f"the directory on {socket.gethostname()} is not the one that rank 0 writes to",
+                f"on {socket.gethostname()} this is not the directory of rank 0",
                 path=root.absolute(),
                 cure=f"give {flags.SAVE} a directory on a file system that all machines share",
             )

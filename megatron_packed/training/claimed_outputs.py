@@ -55,6 +55,7 @@ class ClaimedOutputs:
     def _claim_folder(self, options: CheckpointConfig, groups: ParallelGroups) -> None:
         assert options.save is not None
         ranks = Ranks(rank=groups.rank, world_size=groups.world_size, group=groups.world_group)
+        # The lock comes first: another run could save between the check and the lock.
         self.lock = claim_directory(
             options.save, rank=ranks.rank, world_size=ranks.world_size, group=ranks.group
         )
@@ -63,6 +64,7 @@ class ClaimedOutputs:
             f"preparing {options.save} for checkpoints",
             cure="training did not start",
         )
+        # Only now: the STATUS.json of another run must stay.
         folder = StatusFolder(options.save)
         try:
             # When all ranks agree, the old status is gone, and any rank may write a new one.

@@ -1,16 +1,16 @@
 """File of ``--log-jsonl``: which run it belongs to, its lock, and the lines that a run continues.
 
 [Note: whose log it is]
-The field ``run`` of a log has the ``id`` of the run, which all its checkpoints share, the
-``folder`` of its checkpoints, and the path of the ``log``. A run that finds lines in its log does one of three things:
+The field ``run`` of a log has the ``id`` of the run, which all its checkpoints share. It also has
+the ``folder`` of the checkpoints and the path of the ``log``. A run that finds lines in its log does
+one of three things:
 
 - It resumes from a checkpoint with the log's id: the lines up to the checkpoint stay, and later
   lines go, since the run repeats their steps. If another folder still holds checkpoints of the
   log's run, the later lines are the only record of their steps, and the run is refused. A copy of
   a log, for example in a copied folder, is shortened.
-- It has another id but the same folder, or one of the two has no folder: a job that was killed
-  before its first save was started again. The log gets a numbered name and the run begins a new
-  one.
+- It has another id, and the log has the same folder or none: a job that was killed before its
+  first save was started again. The log gets a numbered name and the run begins a new one.
 - Otherwise it is the log of another run, and the run is refused.
 
 Logs of earlier versions have no id. The lines of the checkpoint's step decide: see
@@ -89,7 +89,7 @@ class Origin:
 
 
 class Action(Enum):
-    """What a run does with the lines of its log."""
+    """Treatment of the lines of a log by a run that finds them."""
 
     CONTINUE = auto()
     """Keep the lines up to the checkpoint."""
@@ -100,7 +100,7 @@ class Action(Enum):
 
 
 @dataclass(frozen=True)
-class Line:
+class LogLine:
     """Complete line of a log."""
 
     data: bytes
@@ -115,7 +115,7 @@ class Line:
 class OldLines:
     """Lines of a log before this run writes to it."""
 
-    lines: tuple[Line, ...] = ()
+    lines: tuple[LogLine, ...] = ()
     damaged: int = 0
     """Number of complete lines that are no records of a run."""
 
@@ -131,7 +131,7 @@ class OldLines:
                 record = None
             whole = line.endswith(b"\n")
             if whole and isinstance(record, dict) and type(record.get("iteration")) is int:
-                lines.append(Line(line, record))
+                lines.append(LogLine(line, record))
             elif whole:
                 damaged += 1
         return cls(tuple(lines), damaged)
@@ -161,7 +161,7 @@ class OldLines:
         found = [line.record.get(STARTS) for line in self.lines]
         return next((starts for starts in reversed(found) if isinstance(starts, list)), [])
 
-    def before(self, first_iteration: int) -> list[Line]:
+    def before(self, first_iteration: int) -> list[LogLine]:
         """Return the lines of the steps before ``first_iteration``."""
         return [line for line in self.lines if line.iteration < first_iteration]
 
@@ -191,6 +191,7 @@ def action_for(
     """
     if old.is_empty:
         return Action.CONTINUE
+    # A resumed run repeats the steps after its checkpoint, so only these lines may go.
     owner = old.identity
     first = 1 if origin is None else origin.iteration + 1
     if owner is None:
@@ -274,6 +275,7 @@ class LogFile:
         # Another run may have replaced the file between the open and the lock.
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), os.stat(self.path)):
+                # The lines are read under the lock, so no other run can add to them.
                 self._descriptor = descriptor
                 with os.fdopen(os.dup(descriptor), "rb") as file:
                     self.old = OldLines.parse(file.read())
@@ -313,6 +315,7 @@ class LogFile:
         if self._descriptor is None:
             self._create()
             return NO_LINES
+        # From here on the file changes. All refusals came before.
         if action is Action.SET_ASIDE:
             sentence = (
                 f"{self._given}: the log of an earlier start, which this run does not continue, is "
@@ -323,7 +326,7 @@ class LogFile:
             return EarlierLines(starts=self.old.starts if again else [], sentence=sentence)
         return self._keep(self.old.before(1 if origin is None else origin.iteration + 1))
 
-    def _keep(self, kept: list[Line]) -> EarlierLines:
+    def _keep(self, kept: list[LogLine]) -> EarlierLines:
         """Shorten the file to lines of this run."""
         assert self._descriptor is not None
         sentence = None

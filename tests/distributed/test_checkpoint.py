@@ -320,8 +320,8 @@ def test_a_directory_that_the_ranks_do_not_share_is_found_at_the_start(tmp_path:
     assert sorted(os.listdir(shared)) == [".lock", ".run.lock"]
     with pytest.raises(
         DistributedError,
-        match=r"(?s)failed on 1 of 2 ranks; training did not start:.*rank 1: .*/b/run: the directory "
-        r"on \S+ is not the one that rank 0 writes to; give --save a directory on a file system",
+        match=r"(?s)failed on 1 of 2 ranks; training did not start:.*rank 1: .*/b/run: on "
+        r"\S+ this is not the directory of rank 0; give --save a directory on a file system",
     ):
         run_distributed(claim, 2, [str(shared), str(other)])
     assert sorted(os.listdir(shared)) == [".lock", ".run.lock"] and os.listdir(other) == []

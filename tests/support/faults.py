@@ -161,6 +161,13 @@ def until_logged(save: int, rank: int, iteration: int, log: Path) -> None:
     in_save("shard.opened", save, rank, wait)
 
 
+def own_folder(folder: Path) -> None:
+    """Work in a folder of this rank, as on machines that share no file system."""
+    mine = folder / f"rank_{os.environ['RANK']}"
+    mine.mkdir()
+    os.chdir(mine)
+
+
 def tear_line(line: int) -> None:
     """Kill rank 0 after it has written half of a line of its log."""
     do_not_wait_for_the_dead()
