@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_packed.cli.errors import EXIT_CHECKPOINT, EXIT_DATA, UsageError
+from megatron_packed.cli.output import show_aside
 from megatron_packed.cli.plan import NO_DATA, without_data
 from megatron_packed.config.environment_variables import apply_environment
 from megatron_packed.config.errors import ConfigError, Problem
@@ -176,7 +177,7 @@ def _answer(
 
 
 def _warn(sentence: str) -> None:
-    print(f"warning: {sentence}", file=sys.stderr, flush=True)
+    show_aside(f"warning: {sentence}")
 
 
 def _check_lengths(

@@ -24,7 +24,7 @@ import json
 import os
 import stat
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -283,17 +283,20 @@ class LogFile:
         os.close(descriptor)
         return False
 
-    def refuse(self, mine: RunIdentity, known: Collection[str] = ()) -> None:
+    def refuse(self, mine: RunIdentity, known: Callable[[], Collection[str]] = frozenset) -> None:
         """Refuse a log that belongs to a run with another folder.
 
         Args:
             mine: identity of this run.
-            known: ids of runs that this run may resume.
+            known: returns the ids of runs that this run may resume.
         Raises:
             ConfigError: the log belongs to another run.
         """
         owner = self.old.identity
-        if owner is not None and not mine.shares_folder(owner.folder) and owner.run_id not in known:
+        if owner is None or mine.shares_folder(owner.folder):
+            return
+        # Called only here, since it reads the manifests of a folder.
+        if owner.run_id not in known():
             raise self._of_another_run(owner, mine)
 
     def begin(

@@ -443,7 +443,7 @@ def test_another_model_under_a_checkpoint(copy: Path, data: Data) -> None:
     assert (copy / "log.jsonl").read_bytes() == lines
     wider = run({**options, "hidden_size": 64}, copy)
     assert_ends(wider, CHECKPOINT, "--hidden-size is 64, and the checkpoint was made with 32", copy)
-    for changes in ({}, {"finetune": True, "save": None}):
+    for changes in ({}, {"finetune": True, "save": None, "log_jsonl": None}):
         refused = run({**options, **changes, "bf16": True}, copy, 2)
         assert_ends(
             refused,
@@ -452,7 +452,8 @@ def test_another_model_under_a_checkpoint(copy: Path, data: Data) -> None:
             copy,
         )
         assert "this run needs" not in refused.console
-    anew = run({**options, "finetune": True, "save": copy / "new", "train_iters": 3}, copy)
+    new = {"finetune": True, "save": copy / "new", "log_jsonl": None, "train_iters": 3}
+    anew = run({**options, **new}, copy)
     assert anew.exit_code == DONE and "WARNING: " in anew.console, anew.console
     assert (
         "--squared-relu is off" in anew.console

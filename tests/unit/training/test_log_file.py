@@ -124,7 +124,7 @@ def test_a_log_of_another_run_is_left_as_it_is(tmp_path: Path) -> None:
     log, old = tmp_path / "log.jsonl", lines(3, id="other", folder=B)
     log.write_bytes(old)
     file = LogFile(log)
-    file.refuse(MINE, ["other"])  # a run that this run may resume
+    file.refuse(MINE, lambda: ["other"])  # a run that this run may resume
     for refused in (lambda: file.refuse(MINE), lambda: file.begin(MINE, None)):
         with pytest.raises(
             ConfigError,
