@@ -8,6 +8,7 @@ The directory contains:
 - ``step_00000010.replaced-<id>/``: the previous checkpoint of a step that was saved again
 - ``step_00000010.deleting-<id>/``: a checkpoint that is being removed; never read
 - ``latest``: the name of the newest checkpoint (`latest_hint.py`)
+- ``shared.tmp-<id>``: shows at the start of a run that all ranks see the directory
 - ``.lock``: locked (flock) by rank 0 during a save (`directory_lock.py`)
 - ``.run.lock``: locked by rank 0 until its process ends
 """
@@ -23,12 +24,17 @@ from pathlib import Path
 
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from megatron_packed.config.written_files import open_new
 
 LATEST = "latest"
+PROBE = "shared"
+"""Beginning of the name of a file by which all ranks check that they see the same directory."""
 
 _ID = r"[0-9a-f]{12}"
 _CHECKPOINT = re.compile(rf"step_(\d{{8,18}})(?:\.replaced-{_ID})?")
-_LEFTOVER = re.compile(rf"(?:step_\d{{8,18}}|{LATEST}|STATUS\.json)\.(?:tmp|deleting)-{_ID}")
+_LEFTOVER = re.compile(
+    rf"(?:step_\d{{8,18}}|{LATEST}|STATUS\.json|{PROBE})\.(?:tmp|deleting)-{_ID}"
+)
 
 
 def step_name(step: int) -> str:
@@ -159,9 +165,7 @@ def write_durably(
     """
     temporary = path.with_name(temporary_name(path.name, save_id))
     try:
-        descriptor = os.open(
-            temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644
-        )
+        descriptor = open_new(temporary, mode=0o644)
         try:
             view = memoryview(data)
             while view:

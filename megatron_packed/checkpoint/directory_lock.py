@@ -10,16 +10,22 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import socket
 import time
+import uuid
+from collections.abc import Callable
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_packed.checkpoint.directory import remove_leftovers
+from megatron_packed.checkpoint.directory import PROBE, remove_leftovers, temporary_name
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.rank_agreement import Ranks, on_rank_0
+from megatron_packed.checkpoint.sealed_json import Json
 from megatron_packed.config import flag_names as flags
+from megatron_packed.config.written_files import open_new
 
 LOCK = ".lock"
 RUN_LOCK = ".run.lock"
@@ -101,20 +107,67 @@ def claim_directory(
     without locks, other runs are not excluded and these files are not removed.
 
     Args:
-        patience: seconds to wait for the lock of a previous run. A killed process holds its lock
-            until the process is gone.
+        patience: seconds to wait for the lock of a previous run, and on other ranks for files of
+            rank 0. A killed process holds its lock until the process is gone.
     Returns:
         The lock on rank 0, None on other ranks.
     Raises:
-        CheckpointError: on all ranks: the directory cannot be written, or another run uses it.
+        CheckpointError: on all ranks: the directory cannot be written, another run uses it, or it
+            is another directory on one of the ranks.
     """
     held: list[RootLock] = []
-    Ranks(rank=rank, world_size=world_size, group=group).agree(
-        on_rank_0(rank, lambda: held.append(_lock(Path(root), patience))),
-        f"preparing {root} for checkpoints",
+    agree = partial(
+        Ranks(rank=rank, world_size=world_size, group=group).agree,
+        what=f"preparing {root} for checkpoints",
         cure="training did not start",
     )
+    try:
+        agree(on_rank_0(rank, lambda: held.append(_lock(Path(root), patience))))
+        if world_size > 1:
+            _check_shared(Path(root), rank, agree, patience)
+    except CheckpointError:
+        for lock in held:
+            lock.close()
+        raise
     return held[0] if held else None
+
+
+def _check_shared(
+    root: Path, rank: int, agree: Callable[[Callable[[], Json]], list[Json]], patience: float
+) -> None:
+    """Check that all ranks see one directory, by a file with a random name that rank 0 creates.
+
+    A checkpoint is complete only if all ranks write to one directory. Without the check, machines
+    with folders of their own would train up to the first save.
+    """
+    probe = root / temporary_name(PROBE, uuid.uuid4().hex[:12])
+    try:
+        name = agree(on_rank_0(rank, lambda: _create_probe(probe)))[0]
+        agree(lambda: _find(root, str(name), patience))
+    finally:
+        if rank == 0:
+            with suppress(OSError):
+                probe.unlink()
+
+
+def _create_probe(probe: Path) -> str:
+    os.close(open_new(probe, mode=0o644))
+    return probe.name
+
+
+def _find(root: Path, name: str, patience: float) -> None:
+    # A network file system may show a directory and its files some seconds late. An attempt to
+    # create the directory makes it ask its server.
+    root.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + patience
+    while not os.path.lexists(root / name):
+        if time.monotonic() >= deadline:
+            raise CheckpointError(
+                f"on {socket.gethostname()} this is not the directory of rank 0",
+                path=root.absolute(),
+                cure=f"give {flags.SAVE} a directory on a file system that all machines share",
+            )
+        time.sleep(0.1)
 
 
 def _lock(root: Path, patience: float) -> RootLock:

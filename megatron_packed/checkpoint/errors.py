@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from os import PathLike
 
+from megatron_packed.config.errors import escaped
+
 
 class CheckpointError(RuntimeError):
     """Error for a checkpoint that cannot be written, or whose files are missing or damaged."""
@@ -45,7 +47,7 @@ def printable(text: str, limit: int = 4000) -> str:
 
     Messages contain names that were read from files, so they may hold any character.
     """
-    clean = "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+    clean = escaped(text)
     if len(clean) <= limit:
         return clean
     return f"{clean[: limit // 2]} [... {len(clean) - limit} characters ...] {clean[-limit // 2 :]}"

@@ -27,6 +27,7 @@ from megatron_packed.checkpoint.safetensors_header import (
 )
 from megatron_packed.checkpoint.sealed_json import open_plain_file
 from megatron_packed.checkpoint.tensor_shard import TensorShard
+from megatron_packed.config.written_files import open_new
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -61,9 +62,7 @@ def write_shard_file(
     by_key = {shard.key: shard for shard in shards}
     in_order = [by_key[entry.key] for entry in entries]
     blocks = _RunningBlocks(block_bytes)
-    descriptor = os.open(
-        path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644
-    )
+    descriptor = open_new(path, mode=0o644)
     try:
         on_site("shard.opened")
         _write_all(descriptor, memoryview(header))

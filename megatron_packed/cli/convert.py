@@ -26,13 +26,13 @@ from __future__ import annotations
 import argparse
 import functools
 import shlex
-import sys
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_packed.cli.errors import EXIT_CHECKPOINT, EXIT_DATA, UsageError
+from megatron_packed.cli.output import show, show_aside
 from megatron_packed.config.hub_paths import MODEL, download_cure, is_hub_name
 from megatron_packed.config.parser.did_you_mean import did_you_mean, nearest
 
@@ -257,7 +257,7 @@ def _from_huggingface(arguments: argparse.Namespace) -> None:
     if (directory / TOKENIZER).is_file():
         _check_tokenizer(directory, done)
     else:
-        print(f"{directory} has no {TOKENIZER}; choose a tokenizer with --tokenizer-type.")
+        show(f"{directory} has no {TOKENIZER}; choose a tokenizer with --tokenizer-type.")
     _print_command(root)
 
 
@@ -271,7 +271,7 @@ def _check_tokenizer(directory: Path, done: Imported) -> None:
         with closing(UntrustedTokenizer("tokenizer.json", str(directory))) as tokenizer:
             vocabulary(tokenizer, done.model.vocab_size)
     except DataError as error:
-        print(f"No run can use this tokenizer with these weights: {error}")
+        show(f"No run can use this tokenizer with these weights: {error}")
 
 
 def _from_megatron(arguments: argparse.Namespace, run_flags: Sequence[str]) -> None:
@@ -296,10 +296,10 @@ def _from_megatron(arguments: argparse.Namespace, run_flags: Sequence[str]) -> N
             on_progress=lambda done, total: bar.update(done, total=total),
         )
     _print_imported(done, root)
-    print("Choose the tokenizer with --tokenizer-type.")
+    show("Choose the tokenizer with --tokenizer-type.")
     if done.saved.step:
         quoted, args = shlex.quote(str(root)), shlex.quote(str(root / ARGS_FILE))
-        print(f"Continue with: @{args} --load {quoted} --save {quoted}")
+        show(f"Continue with: @{args} --load {quoted} --save {quoted}")
     else:
         _print_command(root)
 
@@ -316,25 +316,25 @@ def _to_megatron(arguments: argparse.Namespace) -> None:
             step=_step(arguments),
             on_progress=lambda done, total: bar.update(done, total=total),
         )
-    print(f"{directory}: written")
-    print(
+    show(f"{directory}: written")
+    show(
         f"Load it in Megatron with: --load {shlex.quote(str(directory))} --finetune "
         "--dist-ckpt-strictness log_all"
     )
 
 
 def _print_imported(done: Imported, root: Path) -> None:
-    print(f"{done.saved.path}: {done.saved.num_bytes:,} bytes")
+    show(f"{done.saved.path}: {done.saved.num_bytes:,} bytes")
     for note in done.notes:
-        print(note)
+        show(note)
     if done.rounded:
-        print(f"{len(done.rounded)} tensors were rounded to bf16, for example {done.rounded[0]}.")
-    print(f"{root / ARGS_FILE}, the flags of the model:\n\n{done.flags}")
+        show(f"{len(done.rounded)} tensors were rounded to bf16, for example {done.rounded[0]}.")
+    show(f"{root / ARGS_FILE}, the flags of the model:\n\n{done.flags}")
 
 
 def _print_command(root: Path) -> None:
     quoted = shlex.quote(str(root))
-    print(f"Train with: @{shlex.quote(str(root / ARGS_FILE))} --pretrained-checkpoint {quoted}")
+    show(f"Train with: @{shlex.quote(str(root / ARGS_FILE))} --pretrained-checkpoint {quoted}")
 
 
 def _to_huggingface(arguments: argparse.Namespace) -> None:
@@ -362,20 +362,20 @@ def _to_huggingface(arguments: argparse.Namespace) -> None:
             keep_base_template=arguments.keep_base_template,
             on_progress=lambda done, total: bar.update(done, total=total),
         )
-    print(f"{directory}: written")
+    show(f"{directory}: written")
     for sentence in sentences:
-        print(sentence)
+        show(sentence)
     if warning:
-        print(f"warning: {warning}", file=sys.stderr)
+        show_aside(f"warning: {warning}")
     if made.rounded:
-        print(
+        show(
             f"{len(made.rounded)} tensors were rounded to the dtype of the original, for example "
             f"{made.rounded[0]}."
         )
     if made.copied:
-        print(f"Copied from {base}: {by_prefix(made.copied)}.")
+        show(f"Copied from {base}: {by_prefix(made.copied)}.")
     if made.dropped:
-        print(
+        show(
             f"Not written: {by_prefix(made.dropped)}. To copy them from the original, give --hf-base."
         )
 
@@ -394,11 +394,11 @@ def _export(arguments: argparse.Namespace) -> None:
             tokenizer=arguments.tokenizer_model,
             on_progress=lambda done, total: bar.update(done, total=total),
         )
-    print(f"{directory}: written as a {exported.family.model_type} model for transformers")
+    show(f"{directory}: written as a {exported.family.model_type} model for transformers")
     if exported.ends:
-        print(f"Answers end at {' or '.join(exported.ends)} (eos_token_id).")
+        show(f"Answers end at {' or '.join(exported.ends)} (eos_token_id).")
     for sentence in (exported.positions, exported.missing):
         if sentence:
-            print(sentence)
+            show(sentence)
     if exported.warning:
-        print(f"warning: {exported.warning}", file=sys.stderr)
+        show_aside(f"warning: {exported.warning}")

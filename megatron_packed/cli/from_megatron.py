@@ -23,6 +23,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_packed.cli.errors import EXIT_USAGE, UsageError
+from megatron_packed.cli.output import show
 from megatron_packed.config.errors import printable
 from megatron_packed.config.megatron.gpt_layers import NUM_LAYERS, pattern_of_words
 from megatron_packed.config.megatron.line_outcomes import (
@@ -79,12 +80,12 @@ def run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     added = split_of(line.words)
     words, replaced = _with_pattern([*line.words, *added])
     outcome = line_outcome(words, _processes(line.launcher))
-    print("\n".join([*_heading(arguments.file, line, outcome), "", *_command(line, outcome), ""]))
-    print("\n".join(_outcomes(outcome)))
+    show("\n".join([*_heading(arguments.file, line, outcome), "", *_command(line, outcome), ""]))
+    show("\n".join(_outcomes(outcome)))
     if replaced:
-        print(_comment(replaced))
+        show(_comment(replaced))
     if added:
-        print(_comment(f"Added: {' '.join(added)}, the default of Megatron-LM."))
+        show(_comment(f"Added: {' '.join(added)}, the default of Megatron-LM."))
     return 0 if outcome.taken else EXIT_USAGE
 
 

@@ -23,6 +23,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_packed.cli.errors import EXIT_CHECKPOINT, EXIT_DATA, UsageError
+from megatron_packed.cli.output import show_aside
 from megatron_packed.config.environment_variables import apply_environment
 from megatron_packed.config.errors import ConfigError, Problem
 from megatron_packed.config.parser.parse import parse_or_exit
@@ -169,7 +170,7 @@ def _with_files(config: RunConfig) -> RunConfig:
 
     files = stored_files(str(config.checkpoint.load), config.checkpoint.ckpt_step)
     assert files is not None  # the configuration was read from a checkpoint
-    print(f"{files.checkpoint}: {_contents(config)}", file=sys.stderr, flush=True)
+    show_aside(f"{files.checkpoint}: {_contents(config)}")
     of_checkpoint = (config.origins or {}).get("data.chat_template") == STORED
     data = files.for_inference(config.data, prefers_stored=of_checkpoint)
     if data.tokenizer_type == TRAINED_BPE and data.train_paths == NO_DATA:
@@ -239,7 +240,7 @@ def _answer(
 
 
 def _warn(sentence: str) -> None:
-    print(f"warning: {sentence}", file=sys.stderr, flush=True)
+    show_aside(f"warning: {sentence}")
 
 
 def _check_lengths(

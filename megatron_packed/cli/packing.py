@@ -13,6 +13,7 @@ import json
 from collections.abc import Collection, Sequence
 
 from megatron_packed.cli.errors import EXIT_CHECKPOINT, EXIT_DATA, UsageError
+from megatron_packed.cli.output import show
 from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.parser.precedence import gather
 from megatron_packed.config.parser.stored_options import uses_checkpoint
@@ -67,7 +68,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
         evaluations = {name: plan.pieces.as_dict() for name, plan in plans.evaluations.items()}
         print(json.dumps({"training": plans.packing.as_dict(), **evaluations}))
     else:
-        print("\n".join([*documents.sentences, *packing_sentences(config, plans)]))
+        show("\n".join([*documents.sentences, *packing_sentences(config, plans)]))
     return 0
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_packed.cli.errors import EXIT_DATA, UsageError
 from megatron_packed.cli.lengths import read_numbers
+from megatron_packed.cli.output import show
 from megatron_packed.cli.packing import with_unused_flags
 from megatron_packed.config.batch_ramp import BatchStage
 from megatron_packed.config.parser import stored_options
@@ -123,7 +124,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
         print(json.dumps({**found, "time": None if time is None else time._asdict()}))
     else:
         lines = _lines(config, world_size, vocab_size, documents, source, ranks, work, limit, cures)
-        print("\n".join([*lines, _time_sentence(time)]))
+        show("\n".join([*lines, _time_sentence(time)]))
     return 0
 
 

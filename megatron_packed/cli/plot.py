@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_packed.cli.errors import UsageError, check_ending
+from megatron_packed.cli.output import show
 
 NAME = "plot"
 HELP = "plot the curves of one or more runs from their logs"
@@ -50,9 +51,10 @@ def run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     page = arguments.out or (first if first.is_dir() else first.parent) / "plot.html"
     try:
         runs = [read_run(path) for path in arguments.runs]
-        print(write_page(runs, page, title=arguments.title or ", ".join(one.name for one in runs)))
+        title = arguments.title or ", ".join(one.name for one in runs)
+        show(str(write_page(runs, page, title=title)))
         if arguments.png is not None:
-            print(write_png(runs, arguments.png))
+            show(str(write_png(runs, arguments.png)))
     except OSError as error:
         raise UsageError(
             f"{error.filename or first}: {error.strerror}; correct the path."

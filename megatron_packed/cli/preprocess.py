@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from megatron_packed.cli.errors import EXIT_DATA, UsageError
+from megatron_packed.cli.output import show, show_aside
 from megatron_packed.cli.packing import with_unused_flags
 from megatron_packed.config.data_fields import DataFields, pairs_fault, pairs_of
 from megatron_packed.config.parser.parse import parse_or_exit
@@ -85,12 +85,9 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
     from megatron_packed.training.open_documents import build_tokenizer
 
-    def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
     try:
         report, names = preprocess(
-            expand_paths(arguments.input, say),
+            expand_paths(arguments.input, show_aside),
             prefix,
             partial(build_tokenizer, config.data, config.model.vocab_size, check_data=False),
             PreprocessOptions(
@@ -105,11 +102,11 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     except DataError as error:
         raise UsageError(f"data error: {error}", EXIT_DATA) from None
     text = report.lines_of_text(quarantine_of(prefix))
-    print("\n".join([*text, *(f"written: {name}.bin, .idx and .crc32c" for name in names)]))
+    show("\n".join([*text, *(f"written: {name}.bin, .idx and .crc32c" for name in names)]))
     if config.data.tokenizer_type == TRAINED_BPE:  # it cannot be trained again on the files written
         trained = build_tokenizer(config.data, config.model.vocab_size, build_missing=False)
         assert isinstance(trained, HuggingFaceTokenizer)
-        print(
+        show(
             f"Train on these files with --tokenizer-type {HUGGING_FACE} --tokenizer-model {trained.path}"
         )
     return 0

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_packed.cli.errors import UsageError, check_ending
+from megatron_packed.cli.output import show
 
 NAME = "report"
 HELP = "write an HTML page about a run from its log"
@@ -36,7 +37,7 @@ def run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
 
     log, page = arguments.log, arguments.out or arguments.log.with_suffix(".html")
     try:
-        print(write_report(log, page, title=arguments.title or str(log)))
+        show(str(write_report(log, page, title=arguments.title or str(log))))
     except OSError as error:
         raise UsageError(f"{error.filename or log}: {error.strerror}; correct the path.") from None
     except ValueError as error:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from megatron_packed.cli.errors import EXIT_CHECKPOINT, EXIT_DATA, UsageError, check_ending
 from megatron_packed.cli.lengths import read_numbers
+from megatron_packed.cli.output import show
 from megatron_packed.cli.packing import with_unused_flags
 from megatron_packed.cli.plan import NO_DATA, check_world_size
 from megatron_packed.cli.tune_costs import costs_of
@@ -148,7 +149,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
         report.write_pictures(arguments.plot, arguments.html)
     except OSError as error:
         raise UsageError(f"{error.filename}: {error.strerror}; correct the path.") from None
-    print(json.dumps(report.as_dict()) if arguments.json else "\n".join(report.lines()))
+    show(json.dumps(report.as_dict()) if arguments.json else "\n".join(report.lines()))
     return 0
 
 

@@ -5,13 +5,13 @@ saved.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
 from megatron_packed.cli.errors import EXIT_DATA, UsageError
+from megatron_packed.cli.output import show_aside
 from megatron_packed.config.run import RunConfig
 
 if TYPE_CHECKING:
@@ -49,9 +49,7 @@ def costs_of(
         )
     capacities = capacities_to_measure(packings, arguments.capacities)
     try:
-        costs = measure(
-            config, vocab_size, capacities, lambda line: print(line, file=sys.stderr, flush=True)
-        )
+        costs = measure(config, vocab_size, capacities, show_aside)
     except (ValueError, GraphFallbackError) as error:
         raise UsageError(f"--measure: {error}") from None
     except torch.OutOfMemoryError as error:

@@ -64,5 +64,15 @@ def printable(text: str, limit: int = 200) -> str:
     """Return ``text`` for a message or a log, cut at ``limit`` characters. Control characters are
     escaped, so that a text cannot imitate a line of output.
     """
-    cut = text if len(text) <= limit else text[:limit] + "..."
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in cut)
+    return escaped(text if len(text) <= limit else text[:limit] + "...", keep="")
+
+
+def escaped(text: str, keep: str = "\n") -> str:
+    """Return ``text`` with escaped control characters, except those in ``keep``.
+
+    Names of files and of fields come from others, and could rewrite lines of a terminal.
+
+    Example:
+        ``escaped("a\\x1b[31mb")`` is ``"a\\\\x1b[31mb"``, whose escape is 4 characters.
+    """
+    return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)

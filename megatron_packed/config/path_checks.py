@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from megatron_packed.config.data_blend import BlendedPaths
@@ -33,6 +34,7 @@ from megatron_packed.config.run import RunConfig
 from megatron_packed.config.section import Sound
 from megatron_packed.config.sections.data_parts.files import CACHE_NAME, TRAINING_DATA
 from megatron_packed.config.sections.data_parts.tokenizer import CHAT_TEMPLATES, HUGGING_FACE
+from megatron_packed.config.written_files import resolve_output
 
 _LONGEST_PATH = 4096
 _LOG_BEGINS = b'{"iteration"'
@@ -251,6 +253,9 @@ def _input_directory(path: str) -> tuple[str, str] | None:
 
 
 def _output_directory(path: str) -> tuple[str, str] | None:
+    # Raises if links form a loop, for which `Path.exists` returns False.
+    with suppress(FileNotFoundError, NotADirectoryError):
+        os.stat(path)
     place = Path(path)
     if place.exists():
         if not place.is_dir():
@@ -262,11 +267,13 @@ def _output_directory(path: str) -> tuple[str, str] | None:
 
 
 def _output_file(path: str) -> tuple[str, str] | None:
-    place = Path(path)
+    """Check an output file; return (rule, cure) or None. A link at the end of the path is followed."""
+    place = resolve_output(path)
     if place.is_dir():
         return "is a directory, but a file is needed", "give a file in it"
-    if place.exists() and not os.access(path, os.W_OK):
+    if place.exists() and not os.access(place, os.W_OK):
         return "cannot be written by this user", "change its permissions"
+    # A new file is written next to the old one and gets its name.
     return _parent_problem(place)
 
 
@@ -279,10 +286,6 @@ def _log_file(path: str) -> tuple[str, str] | None:
     wrong = _output_file(path)
     if wrong is not None or not os.path.exists(path):
         return wrong
-    if not os.path.isfile(path):  # /dev/zero never ends, and /dev/null would be replaced by a file
-        return "is a device or a pipe, but a run must be able to read and shorten its log", (
-            "give a file name"
-        )
     with open(path, "rb") as file:
         begins = file.read(len(_LOG_BEGINS))
     if _LOG_BEGINS.startswith(
@@ -321,7 +324,7 @@ def _load_problem(path: str, save: str | None) -> tuple[str, str] | None:
     if (
         not Path(path).exists()
         and save is not None
-        and os.path.abspath(save) == os.path.abspath(path)
+        and os.path.realpath(save) == os.path.realpath(path)
     ):
         return None
     wrong = _input_directory(path)

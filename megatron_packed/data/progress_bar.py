@@ -7,7 +7,7 @@ import time
 from types import TracebackType
 from typing import Any
 
-from megatron_packed.config.errors import printable
+from megatron_packed.config.errors import escaped, printable
 
 _QUIET_SECONDS = 2.0
 """Nothing is shown for work that takes less than this time."""
@@ -103,7 +103,7 @@ class ProgressBar:
 
 def say(line: str) -> None:
     """Print a line about the data on standard error."""
-    print(line, file=sys.stderr, flush=True)
+    print(escaped(line), file=sys.stderr, flush=True)
 
 
 def warn(line: str) -> None:

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
+from megatron_packed.config.written_files import replacing, resolve_output
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -329,11 +331,12 @@ def write_png(figure: Figure, image: str | os.PathLike[str]) -> Path:
     """Write a figure as an image and return its path.
 
     Raises:
-        OSError: the image cannot be written.
+        OSError: the image cannot be written, or the path is a device.
     """
     image = Path(image)
     image.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(image, format="png")
+    with replacing(resolve_output(image)) as file:
+        figure.savefig(file, format="png")
     return image
 
 

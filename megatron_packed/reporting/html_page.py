@@ -8,9 +8,9 @@ from __future__ import annotations
 import html
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
+from megatron_packed.config.written_files import resolve_output, write_file
 from megatron_packed.reporting.charts import COLOURS, DARK_COLOURS
 
 
@@ -97,7 +97,7 @@ def write_html(path: str | os.PathLike[str], title: str, body: str, style: str =
             of class ``wide``, which scrolls.
         style: additional CSS, with the variables of the page for colours: ``var(--text)``.
     Raises:
-        OSError: the page cannot be written.
+        OSError: the page cannot be written, or the path is a device; an earlier page is unchanged.
     """
     page = Path(path)
     page.parent.mkdir(parents=True, exist_ok=True)
@@ -106,21 +106,12 @@ def write_html(path: str | os.PathLike[str], title: str, body: str, style: str =
         "<meta name='viewport' content='width=device-width, initial-scale=1'>"
         f"<title>{html.escape(title)}</title><style>{_STYLE}{_RULES}{style}</style><h1>{html.escape(title)}</h1>{body}</html>\n"
     )
-    target = page.resolve()
-    temporary = target.with_name(f".{target.name}.tmp")
-    # A full disk must not replace an earlier page by an empty one.
+    # A title may be a path with bytes that are not valid text.
+    data = text.translate(_UNSAFE).encode("utf-8", errors="backslashreplace")
     try:
-        temporary.write_text(
-            text.translate(_UNSAFE),
-            encoding="utf-8",
-            errors="backslashreplace",  # a title may be a path with bytes that are not valid text
-        )
-        temporary.replace(target)
+        write_file(resolve_output(page), data)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(page)) from error
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
     return page
 
 

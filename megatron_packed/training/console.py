@@ -12,6 +12,7 @@ from datetime import timedelta
 from rich.console import Console as RichConsole
 from rich.markup import escape
 
+from megatron_packed.config.errors import escaped
 from megatron_packed.config.sections.logging import LoggingConfig
 from megatron_packed.training.metrics import StepRecord
 
@@ -55,13 +56,11 @@ class Console:
     def say(self, text: str, *, style: str = "") -> None:
         """Print a line of text.
 
-        Control characters, which may come from data or paths, are replaced by ``?``.
+        Control characters, which may come from data or paths, are escaped.
         """
         if self.silent:
             return
-        text = "".join(
-            character if character.isprintable() or character == "\n" else "?" for character in text
-        )
+        text = escaped(text)
         if self._rich is not None:
             self._erase_step()
             self._rich.print(escape(text), style=style)

@@ -13,6 +13,7 @@ from collections.abc import Hashable, Iterator
 
 import torch
 
+from megatron_packed.config.errors import escaped
 from megatron_packed.config.launch_checks import environment_number
 from megatron_packed.config.optional_packages import is_installed
 from megatron_packed.config.run import RunConfig
@@ -49,7 +50,7 @@ def explain(config: RunConfig) -> str:
     try:
         device = device_of(config)
     except ValueError as error:
-        print(f"This run would be refused: {error}", file=sys.stderr)
+        print(escaped(f"This run would be refused: {error}"), file=sys.stderr)
         raise SystemExit(ExitCode.USAGE) from None
     world_size = environment_number(os.environ, "WORLD_SIZE", 1, [])
     lines = []

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron_packed.checkpoint.directory import temporary_name
 from megatron_packed.checkpoint.errors import CheckpointError, printable
 from megatron_packed.config.errors import ConfigError
+from megatron_packed.config.written_files import open_new
 from megatron_packed.cuda_graphs.audit import AuditMismatchError
 from megatron_packed.cuda_graphs.fallback_reasons import GraphFallbackError
 from megatron_packed.data.errors import DataError
@@ -127,9 +128,23 @@ class StatusFolder:
         """Remove the ``STATUS.json`` of the previous run.
 
         If this run is killed without writing the file, the old one would be taken for its result.
+
+        Raises:
+            CheckpointError: the file cannot be removed, for example because it is a folder.
         """
-        with suppress(FileNotFoundError):
+        try:
             os.unlink(STATUS, dir_fd=self.descriptor)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise CheckpointError(
+                f"the run cannot write its result there ({error.strerror})",
+                path=self.path,
+                cure="remove it, or give --save another folder",
+            ) from None
+
+    def close(self) -> None:
+        os.close(self.descriptor)
 
     def write(self, text: str) -> None:
         """Replace ``STATUS.json`` atomically; links are not followed.
@@ -140,9 +155,8 @@ class StatusFolder:
         # Write a temporary file and rename it: a reader sees the old file or the new file, never
         # half of a file.
         part = temporary_name(STATUS, uuid.uuid4().hex[:12])
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            with os.fdopen(os.open(part, flags, 0o644, dir_fd=self.descriptor), "w") as file:
+            with os.fdopen(open_new(part, mode=0o644, dir_fd=self.descriptor), "w") as file:
                 file.write(text)
             os.replace(part, STATUS, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
         except OSError:
@@ -163,4 +177,4 @@ def write_status(folder: StatusFolder | None, status: dict[str, object]) -> None
     try:
         folder.write(json.dumps(status) + "\n")
     except OSError as error:
-        print(f"{folder.path} cannot be written: {error}", file=sys.stderr, flush=True)
+        print(printable(f"{folder.path} cannot be written: {error}"), file=sys.stderr, flush=True)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import megatron_packed
+from megatron_packed.config.written_files import open_new
 from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.under_launcher import LAUNCHER, REPORT_FOLDER, reported_lost
 
@@ -163,7 +164,10 @@ class LocalRanks:
     def _copy_output(self, local_rank: int, folder: Path) -> None:
         """Start threads that copy the output of a rank to the console and to a file."""
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / f"rank_{self._first_rank + local_rank}.log", "wb", buffering=0)  # noqa: SIM115
+        path = folder / f"rank_{self._first_rank + local_rank}.log"
+        # A new file, so that a link or another name of an old file is not written through.
+        path.unlink(missing_ok=True)
+        file = os.fdopen(open_new(path), "wb", buffering=0)
         process = self._processes[local_rank]
         for source, console in ((process.stdout, 1), (process.stderr, 2)):
             thread = threading.Thread(target=_copy, args=(source, console, file), daemon=True)

@@ -11,13 +11,10 @@ import math
 import os
 import textwrap
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Protocol
 
+from megatron_packed.training.log_file import NO_LINES, STARTS, EarlierLines, LogFile
 from megatron_packed.training.metric_names import answers_text, tracked
-
-STARTS = "starts"
-"""Field of the log: one entry for each start of the run, with the step before it and the time."""
 
 
 class Writer(Protocol):
@@ -39,53 +36,27 @@ class JsonlWriter:
     Single writes keep lines complete if the run is killed.
 
     Args:
-        path: the file; its folder is created. A line that a killed run has cut off is removed
-            before the first write.
-        first_iteration: existing lines of this step and later are dropped. They are from a run that
-            was killed after its last checkpoint, and this run repeats their steps.
+        file: the log, which the run has begun (`LogFile.begin`).
         opening: additional fields of the first line that is written. Fields whose values are already
-            in the existing lines are left out. The entries of `STARTS` follow those of the existing
-            lines, dropped lines included.
+            in the earlier lines are left out. The entries of `STARTS` follow those of earlier lines.
+        earlier: the lines that this run continues.
     """
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
-        first_iteration: int,
+        file: LogFile,
         opening: Mapping[str, object] | None = None,
+        earlier: EarlierLines = NO_LINES,
     ) -> None:
-        self._path = Path(path)
+        self._file = file
         self._has_metrics = False
-        self._opening = json.loads(json.dumps(dict(opening or {})))
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._keep_lines_before(first_iteration)
-        self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115  one write per line, no buffer
-
-    def _keep_lines_before(self, first_iteration: int) -> None:
-        if not self._path.exists():
-            return
-        kept = []
+        new = json.loads(json.dumps(dict(opening or {})))
         said: dict[str, object] = {}
-        starts: list[object] = []
-        for line in self._path.read_bytes().splitlines(keepends=True):
-            try:
-                record = json.loads(line)
-                iteration = record["iteration"]
-                starts = record.get(STARTS, starts)
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                continue
-            if line.endswith(b"\n") and iteration < first_iteration:
-                kept.append(line)
-                said |= {name: record[name] for name in self._opening if name in record}
-        if STARTS in self._opening:
-            self._opening[STARTS] = [*starts, *self._opening[STARTS]]
-        self._opening = {
-            name: value for name, value in self._opening.items() if said.get(name) != value
-        }
-        # Replace the file by a rename: if the run is killed here, the old log must remain.
-        part = self._path.with_name(self._path.name + ".part")
-        part.write_bytes(b"".join(kept))
-        os.replace(part, self._path)
+        for record in earlier.records:
+            said |= {name: record[name] for name in new if name in record}
+        if STARTS in new:
+            new[STARTS] = [*earlier.starts, *new[STARTS]]
+        self._opening = {name: value for name, value in new.items() if said.get(name) != value}
 
     def write(self, record: dict[str, object]) -> None:
         """Append a record of a step or an evaluation as one line.
@@ -109,8 +80,6 @@ class JsonlWriter:
             self._append(record)
 
     def _append(self, record: dict[str, object]) -> None:
-        # Note the size before the write, to cut off a partial line if the disk is full.
-        size = os.fstat(self._file.fileno()).st_size
         whole = {**record, **self._opening}
         line = (
             json.dumps(
@@ -118,10 +87,8 @@ class JsonlWriter:
             ).encode()
             + b"\n"
         )
-        written = self._file.write(line)
-        if written != len(line):  # the disk has become full and has taken only a part of the line
-            os.ftruncate(self._file.fileno(), size)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+        if not self._file.append(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._file.path))
         # Written only once: readers accept these fields in any line.
         self._opening = {}
 

@@ -13,7 +13,6 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 
-from megatron_packed.checkpoint.directory_lock import RootLock, claim_directory
 from megatron_packed.checkpoint.errors import printable
 from megatron_packed.config.launch_checks import environment_number
 from megatron_packed.config.resumed_options import implied_keys
@@ -37,12 +36,12 @@ from megatron_packed.training.build_graphs import (
     tune_graphs,
 )
 from megatron_packed.training.build_job import Job, build_job, device_of
+from megatron_packed.training.claimed_outputs import ClaimedOutputs
 from megatron_packed.training.closing_lines import ClosingLines
 from megatron_packed.training.console import Console
 from megatron_packed.training.epochs import with_epochs
 from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.failures import (
-    StatusFolder,
     failure_of,
     is_lost_connection,
     speak,
@@ -50,6 +49,7 @@ from megatron_packed.training.failures import (
 )
 from megatron_packed.training.isolation_self_test import self_test
 from megatron_packed.training.kernels import check_kernels
+from megatron_packed.training.log_file import RunIdentity
 from megatron_packed.training.out_of_memory import MemoryHistory, memory_history
 from megatron_packed.training.profiling import profiler_of
 from megatron_packed.training.restore import restore
@@ -98,15 +98,13 @@ def run_job(
     # A rank that fails now informs the other ranks, which would otherwise wait in a collective.
     watch = FailureWatch(groups)
     console = Console.of_run(groups.rank, config.logging, quiet=quiet)
-    # None until this run has locked the folder: it must not overwrite another run's status.
-    status_folder = lock = None
+    outputs = ClaimedOutputs()
     try:
         # Checks before files are created, and before data is read, which may take hours.
         check_same_flags(config, groups)
         check_kernels(config, groups.device)
-        if config.checkpoint.save is not None:
-            status_folder, lock = _claim(config.checkpoint.save, groups)
-        report = partial(_report, watch=watch, groups=groups, status_folder=status_folder)
+        outputs.claim(config, groups)
+        report = partial(_report, watch=watch, groups=groups, outputs=outputs)
         exit_code = _train(
             Launch(
                 config=config,
@@ -115,7 +113,7 @@ def run_job(
                 signal=signal_flag,
                 watch=watch,
                 hang_detector=hang_detector_of(groups, report),
-                lock=lock,
+                outputs=outputs,
                 callback=callback,
             )
         )
@@ -127,19 +125,22 @@ def run_job(
             error,
             watch=watch,
             groups=groups,
-            status_folder=status_folder,
+            outputs=outputs,
             quiet=raises and groups.world_size == 1,
         )
         if raises:
-            _release(status_folder, lock)
+            outputs.release()
             raise
         return exit_code
+    except BaseException:  # a Python caller interrupts the run, and may start another one
+        outputs.release()
+        raise
     watch.close()
     if groups.rank == 0:
-        write_status(status_folder, {"exit_code": exit_code})
+        write_status(outputs.status_folder, {"exit_code": exit_code})
     groups.shutdown()
     if raises:
-        _release(status_folder, lock)
+        outputs.release()
     return exit_code
 
 
@@ -154,20 +155,12 @@ def _create_groups(config: RunConfig) -> ParallelGroups:
     return ParallelGroups.create(config.parallel, device_of(config), layout=layout)
 
 
-def _release(status_folder: StatusFolder | None, lock: RootLock | None) -> None:
-    """Let other runs of this process use the folder of checkpoints."""
-    if status_folder is not None:
-        os.close(status_folder.descriptor)
-    if lock is not None:
-        lock.close()
-
-
 def _report(
     error: Exception,
     *,
     watch: FailureWatch,
     groups: ParallelGroups,
-    status_folder: StatusFolder | None,
+    outputs: ClaimedOutputs,
     quiet: bool = False,
 ) -> int:
     """Report that this rank has failed; return its exit code when the process may end.
@@ -180,9 +173,9 @@ def _report(
     )
     lost = error if is_lost_connection(error) else None
     if quiet:
-        write_status(status_folder, asdict(failure))
+        write_status(outputs.status_folder, asdict(failure))
         return failure.exit_code
-    return watch.report(failure, partial(speak, error, status_folder), lost=lost)
+    return watch.report(failure, partial(speak, error, outputs.status_folder), lost=lost)
 
 
 def hang_detector_of(
@@ -197,21 +190,6 @@ def hang_detector_of(
     return HangDetector(groups.timeout.total_seconds(), lambda error: os._exit(report(error)))
 
 
-def _claim(folder: str, groups: ParallelGroups) -> tuple[StatusFolder, RootLock | None]:
-    """Lock the checkpoint folder for this run until the process ends.
-
-    This also detects a folder that cannot be written, before training begins.
-    """
-    lock = claim_directory(
-        folder, rank=groups.rank, world_size=groups.world_size, group=groups.world_group
-    )
-    status_folder = StatusFolder(folder)
-    if groups.rank == 0:
-        status_folder.clear()
-    barrier(groups)  # from here on any rank may write a new status
-    return status_folder, lock
-
-
 @dataclass(frozen=True, kw_only=True)
 class Launch:
     """Objects of one process that exist before data and model are built."""
@@ -222,8 +200,8 @@ class Launch:
     signal: SignalFlag
     watch: FailureWatch
     hang_detector: HangDetector | None
-    lock: RootLock | None
-    """Rank 0's lock on the folder of checkpoints."""
+    outputs: ClaimedOutputs
+    """Folder of checkpoints and log."""
     callback: Callback | None = None
     """Receives every record of the log, on rank 0."""
     resumed: Resumed | None = None  # the checkpoint for which the data is planned
@@ -310,7 +288,7 @@ def _build_model(launch: Launch, data: RunData) -> tuple[Job, RunState]:
         model_hash=model_hash(config.model),
         schedule_units=config.schedule_units,
         implied=implied_keys(config),
-        lock=launch.lock,
+        lock=launch.outputs.lock,
         planned=launch.resumed,
         attached=data.attached,
         changed_files=data.changed_files,
@@ -345,12 +323,14 @@ def _build_trainer(
         groups,
         data,
         kernels,
+        identity=RunIdentity.of(state.run_id, config),
         iteration=state.progress.iteration,
         last_iteration=last,
         phases=state.phases,
     )
     # Logs are cut at the iteration at which the run resumes, so they are opened after the restore.
-    writers = writers_of(config, groups, state, opening, console, launch.callback)
+    log = launch.outputs.log
+    writers = writers_of(config, groups, state, opening, console, launch.callback, log)
     writers.append(launch.closing)
     return Trainer(
         writers=writers,

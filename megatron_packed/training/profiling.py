@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.profiling import ProfilingConfig
+from megatron_packed.config.written_files import write_file
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.training.console import Console
 
@@ -115,11 +118,25 @@ class StepProfiler:
         profiled.stop()
         self._folder.mkdir(parents=True, exist_ok=True)
         trace = self._folder / f"trace_rank{self._rank}.json.gz"
-        profiled.export_chrome_trace(str(trace))
+        _export_trace(profiled, trace)
         table = kernel_table(profiled.key_averages(), steps=iteration - first + 1)
-        (self._folder / f"kernels_rank{self._rank}.txt").write_text(table + "\n")
+        write_file(self._folder / f"kernels_rank{self._rank}.txt", f"{table}\n".encode())
         self.notes.append((f"Kernels of steps {first} to {iteration} on rank {self._rank}", table))
         self._say(f"profile of steps {first} to {iteration}: {trace}\n{table}")
+
+
+def _export_trace(profiled: Any, trace: Path) -> None:
+    """Write the Chrome trace of a profile, compressed with gzip.
+
+    Raises:
+        OSError: the trace cannot be written.
+    """
+    # torch opens the path of a trace itself, and would follow a link. It gets a path in a new
+    # folder, which no other user can write.
+    with TemporaryDirectory(dir=trace.parent, prefix=".trace-") as folder:
+        exported = Path(folder) / trace.name
+        profiled.export_chrome_trace(str(exported))
+        os.replace(exported, trace)
 
 
 def kernel_table(averages: Any, *, steps: int) -> str:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from megatron_packed.checkpoint.errors import NoCheckpointError
 from megatron_packed.config.resumed_schedule import stored_schedule, takes_schedule
 from megatron_packed.config.run import RunConfig
-from megatron_packed.config.sections.checkpoint import CheckpointConfig
 from megatron_packed.config.serialise import changed_options
 from megatron_packed.training.checkpoint_metadata import packs_per_step_of, tokenizer_warning
 from megatron_packed.training.checkpoint_refusals import PHASE_CHANGES, model_refusal
@@ -36,7 +34,7 @@ def restore(config: RunConfig, state: RunState, console: Console) -> None:
             # Only the folder to which the run saves may be empty. Any other folder in --load must
             # hold a checkpoint.
             if (
-                not _saves_where_it_loads(options)
+                not options.saves_where_it_loads
                 or options.finetune
                 or options.ckpt_step is not None
                 or options.exit_on_missing_checkpoint
@@ -69,7 +67,7 @@ def restore(config: RunConfig, state: RunState, console: Console) -> None:
         console.warn(f"missing in the checkpoint, start values are kept: {_some(unexpected)}")
     if unused and strictness == "log_all":
         console.warn(f"in the checkpoint but unused: {_some(unused)}")
-    if config.checkpoint.finetune and loaded.step and _saves_where_it_loads(options):
+    if config.checkpoint.finetune and loaded.step and options.saves_where_it_loads:
         console.warn(
             f"--save is the folder of these weights, and --finetune counts steps from 0: if this run "
             f"saves its step {loaded.step}, it replaces {loaded.path}; give --save another folder to "
@@ -85,14 +83,6 @@ def restore(config: RunConfig, state: RunState, console: Console) -> None:
     refusal = model_refusal(loaded.metadata, config.model)
     if refusal is not None:
         console.warn(f"{loaded.path} {refusal}; fine-tuning still loads these weights unchanged.")
-
-
-def _saves_where_it_loads(options: CheckpointConfig) -> bool:
-    return (
-        options.load is not None
-        and options.save is not None
-        and Path(options.load).absolute() == Path(options.save).absolute()
-    )
 
 
 def _say_changes(

@@ -20,7 +20,7 @@ from megatron_packed.distributed.collectives import all_gather_json
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models.estimate.parameter_count import count_parameters
 from megatron_packed.training.checkpoint_metadata import Phase
-from megatron_packed.training.metric_writers import STARTS
+from megatron_packed.training.log_file import STARTS, RunIdentity
 from megatron_packed.training.run_data import RunData
 
 
@@ -30,6 +30,7 @@ def opening_of(
     data: RunData,
     kernels: dict[str, str],
     *,
+    identity: RunIdentity,
     iteration: int,
     last_iteration: int,
     phases: Sequence[Phase] = (),
@@ -41,11 +42,15 @@ def opening_of(
         groups: process groups of this rank.
         data: data of the run.
         kernels: names of the kernels, by op.
+        identity: identity of the run, by which a later start recognises its log.
         iteration: finished steps of the run.
         last_iteration: step at which the run ends.
         phases: phases of the run, the current one last.
     """
     run = {
+        "id": identity.run_id,
+        "folder": identity.folder,
+        "log": identity.log,
         "last_iteration": last_iteration,
         "phases": [phase._asdict() for phase in phases],
         "model": _model(config, data.vocab_size),

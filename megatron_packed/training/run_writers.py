@@ -10,6 +10,7 @@ from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.reporting.run_report import write_report
 from megatron_packed.training.console import Console
 from megatron_packed.training.experiment_trackers import TrackerWriter, services
+from megatron_packed.training.log_file import LogFile, Origin, RunIdentity
 from megatron_packed.training.metric_writers import JsonlWriter, TensorBoardWriter, Writer
 from megatron_packed.training.progress_log import ProgressLog
 from megatron_packed.training.run_facts import now
@@ -43,10 +44,16 @@ def writers_of(
     opening: Mapping[str, Any],
     console: Console,
     callback: Callback | None = None,
+    log: LogFile | None = None,
 ) -> list[Writer]:
     """Return the writers of rank 0; the other ranks have none.
 
     The callback comes last, so that the logs already have the record that it receives.
+
+    Args:
+        log: the file of ``--log-jsonl``, which this run has locked.
+    Raises:
+        ConfigError: the log belongs to another run.
     """
     options = config.logging
     writers: list[Writer] = []
@@ -54,8 +61,8 @@ def writers_of(
         return writers
     first = state.progress.iteration + 1
     flags = opening.get("run", {}).get("flags", ())
-    if options.log_jsonl:
-        writers.append(JsonlWriter(options.log_jsonl, first, opening))
+    if log is not None:
+        writers.append(_log_writer(log, config, state, opening, console))
     if options.tensorboard_dir:
         writers.append(TensorBoardWriter(options.tensorboard_dir, first, flags))
     tracked = services(
@@ -69,6 +76,25 @@ def writers_of(
     if callback is not None:
         writers.append(CallbackWriter(callback))
     return writers
+
+
+def _log_writer(
+    log: LogFile,
+    config: RunConfig,
+    state: RunState,
+    opening: Mapping[str, Any],
+    console: Console,
+) -> JsonlWriter:
+    """Keep the lines of the log that the run continues, and return the writer of further lines."""
+    done = state.progress
+    origin = None
+    if state.resumed is not None:
+        origin = Origin(iteration=done.iteration, consumed_tokens=done.consumed_tokens)
+    identity = RunIdentity.of(state.run_id, config)
+    earlier = log.begin(identity, origin, save=config.checkpoint.save)
+    if earlier.sentence is not None:
+        console.warn(earlier.sentence)
+    return JsonlWriter(log, opening, earlier)
 
 
 def end_log(

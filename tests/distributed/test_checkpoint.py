@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_packed.checkpoint import load_attempt
+from megatron_packed.checkpoint.directory_lock import claim_directory
 from megatron_packed.checkpoint.errors import (
     CheckpointError,
     CheckpointMismatchError,
@@ -309,3 +310,24 @@ def test_a_rank_that_dies_leaves_the_previous_checkpoint(tmp_path):
     assert [name for name in os.listdir(tmp_path) if ".tmp-" in name]
     save(str(tmp_path), 30, alone)
     assert sorted(os.listdir(tmp_path)) == [".lock", "latest", "step_00000030"]
+
+
+def claim(groups: ParallelGroups, roots: list[str]) -> str:
+    lock = claim_directory(
+        roots[groups.rank], rank=groups.rank, world_size=2, group=groups.world_group, patience=0.3
+    )
+    return "none" if lock is None else str(lock.path)
+
+
+def test_a_directory_that_the_ranks_do_not_share_is_found_at_the_start(tmp_path: Path) -> None:
+    shared, other = tmp_path / "a" / "run", tmp_path / "b" / "run"
+    found = run_distributed(claim, 2, [str(shared), str(shared)])
+    assert found == [str(shared / ".run.lock"), "none"]
+    assert sorted(os.listdir(shared)) == [".lock", ".run.lock"]
+    with pytest.raises(
+        DistributedError,
+        match=r"(?s)failed on 1 of 2 ranks; training did not start:.*rank 1: .*/b/run: on "
+        r"\S+ this is not the directory of rank 0; give --save a directory on a file system",
+    ):
+        run_distributed(claim, 2, [str(shared), str(other)])
+    assert sorted(os.listdir(shared)) == [".lock", ".run.lock"] and os.listdir(other) == []

@@ -5,6 +5,7 @@ import math
 import os
 import re
 import shutil
+import socket
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +16,14 @@ import pytest
 
 from megatron_packed.checkpoint.directory_lock import RUN_LOCK, RootLock
 from megatron_packed.checkpoint.load import find_checkpoints
-from support.faults import full_console, full_disk, full_log, poison_forward, unreadable_data
+from support.faults import (
+    full_console,
+    full_disk,
+    full_log,
+    own_folder,
+    poison_forward,
+    unreadable_data,
+)
 from support.runs import (
     Data,
     Finished,
@@ -225,6 +233,19 @@ def test_a_second_run_in_the_same_folder(data: Data, copy: Path) -> None:
     assert finished.exit_code == DONE and "--train-iters 5, was 4" in finished.console
 
 
+def test_a_folder_that_the_ranks_do_not_share(data: Data, tmp_path: Path) -> None:
+    """Without the check, the run would train up to its first save, and lose all steps."""
+    options = tiny_options(data, train_iters=4, save="ck")
+    finished = run(options, tmp_path, 2, partial(own_folder, tmp_path))
+    assert_ends(
+        finished,
+        CHECKPOINT,
+        f"rank 1: {tmp_path}/rank_1/ck: on {socket.gethostname()} this is not the "
+        "directory of rank 0; give --save a directory on a file system that all machines share.",
+    )
+    assert "step 1/4" not in finished.console and not os.listdir(tmp_path / "rank_1" / "ck")
+
+
 def test_a_full_disk(data: Data, tmp_path: Path) -> None:
     """If the disk is full on one of two ranks, both end with the exit code for checkpoint errors.
 
@@ -422,7 +443,7 @@ def test_another_model_under_a_checkpoint(copy: Path, data: Data) -> None:
     assert (copy / "log.jsonl").read_bytes() == lines
     wider = run({**options, "hidden_size": 64}, copy)
     assert_ends(wider, CHECKPOINT, "--hidden-size is 64, and the checkpoint was made with 32", copy)
-    for changes in ({}, {"finetune": True, "save": None}):
+    for changes in ({}, {"finetune": True, "save": None, "log_jsonl": None}):
         refused = run({**options, **changes, "bf16": True}, copy, 2)
         assert_ends(
             refused,
@@ -431,7 +452,8 @@ def test_another_model_under_a_checkpoint(copy: Path, data: Data) -> None:
             copy,
         )
         assert "this run needs" not in refused.console
-    anew = run({**options, "finetune": True, "save": copy / "new", "train_iters": 3}, copy)
+    new = {"finetune": True, "save": copy / "new", "log_jsonl": None, "train_iters": 3}
+    anew = run({**options, **new}, copy)
     assert anew.exit_code == DONE and "WARNING: " in anew.console, anew.console
     assert (
         "--squared-relu is off" in anew.console

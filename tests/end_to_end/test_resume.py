@@ -18,6 +18,7 @@ from megatron_packed.training.run_data import build_data
 from support.faults import LOG_SITE, SITES, kill_at, kill_in_save, tear_line
 from support.runs import (
     LAST,
+    Data,
     Run,
     assert_same_state,
     command_line,
@@ -27,6 +28,7 @@ from support.runs import (
     run,
     start,
     steps,
+    tiny_options,
     trained,
     write_conversations,
 )
@@ -93,6 +95,19 @@ def test_killed_again_and_again(
     assert steps(log) == steps(uninterrupted(processes) / "log.jsonl")
     asked = [one for one in map(json.loads, log.read_text().splitlines()) if "samples" in one]
     assert [one["iteration"] for one in asked] == [*range(4, LAST, 4), LAST]
+
+
+def test_killed_before_the_first_save(data: Data, tmp_path: Path) -> None:
+    """The same command begins again by itself, and the lines of the killed run stay."""
+    options = tiny_options(data, train_iters=4, **in_folder(tmp_path))
+    finished = run(options, tmp_path, 2, partial(kill_at, LOG_SITE, 2, 0))
+    assert KILLED in finished.exit_codes
+    first = (tmp_path / "log.jsonl").read_bytes()
+    finished = run(options, tmp_path, 2)
+    assert finished.exit_code == 0, finished.console
+    assert f"is now {tmp_path}/log.1.jsonl" in finished.console
+    assert (tmp_path / "log.1.jsonl").read_bytes() == first and first.count(b"\n") >= 1
+    assert [one["iteration"] for one in steps(tmp_path / "log.jsonl")] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from megatron_packed.cli.quickstart.questions import write_questions
 from megatron_packed.config.kernel_options import count_gpus
 from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.run import RunConfig
+from megatron_packed.config.written_files import write_file
 
 NAME = "quickstart"
 HELP = "train a small model in three minutes, with or without a GPU"
@@ -75,7 +76,7 @@ def _prepare() -> Path:
         )
     flags_file = FOLDER / "sft.args"
     if not flags_file.exists():
-        flags_file.write_text(Path(__file__).with_name("sft.args").read_text(encoding="utf-8"))
+        write_file(flags_file, Path(__file__).with_name("sft.args").read_bytes())
         print(f"{flags_file}: the flags of the run")
     return flags_file
 

@@ -19,6 +19,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_packed.config.written_files import write_file
+
 MODULES = (
     "argparse",
     "ast",
@@ -234,6 +236,4 @@ def _write(file: Path, parts: Sequence[Sequence[Question]]) -> None:
             messages.append({"role": "assistant", "content": answer})
         lines.append(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
     # Renamed when complete, so that an interrupted command leaves no half of a file.
-    temporary = file.with_name(f".{file.name}.tmp")
-    temporary.write_text("".join(lines), encoding="utf-8")
-    temporary.replace(file)
+    write_file(file, "".join(lines).encode())

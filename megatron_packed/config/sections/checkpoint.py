@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -138,6 +139,13 @@ class CheckpointConfig(Section, title="checkpoint"):
             "an error is better than weights that are silently not loaded",
         ),
     )
+
+    @property
+    def saves_where_it_loads(self) -> bool:
+        """Return whether ``--load`` and ``--save`` name the same folder, also through links."""
+        if self.load is None or self.save is None:
+            return False
+        return os.path.realpath(self.load) == os.path.realpath(self.save)
 
     @property
     def keep_last(self) -> int | None:

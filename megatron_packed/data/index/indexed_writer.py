@@ -201,13 +201,18 @@ def _open(path: Path) -> _Summed:
         ) from None
 
 
+def _open_without_links(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
 class _Summed:
     """File under a temporary name, with a lock and the checksums of its blocks."""
 
     def __init__(self, final: Path) -> None:
         self._final = final
         self._path = final.with_name(final.name + _SUFFIX)
-        self._file: Any = self._path.open("ab")
+        # The name is fixed, because its lock excludes other writers; a link there is not followed.
+        self._file: Any = open(self._path, "ab", opener=_open_without_links)  # noqa: SIM115
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

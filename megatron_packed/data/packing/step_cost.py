@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_packed.config import flag_names as flags
+from megatron_packed.config.written_files import resolve_output, write_file
 
 FORMAT = "megatron_packed step costs 1"
 
@@ -122,7 +123,7 @@ class StepCosts:
         """Write the table to a JSON file."""
         text = json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(text + "\n")
+        write_file(resolve_output(path), f"{text}\n".encode())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> StepCosts:

@@ -29,6 +29,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatron_packed.config import flag_names as flags
+from megatron_packed.config.written_files import write_file
 from megatron_packed.data.errors import DataError, printable
 
 _STALE_SECONDS = 24 * 3600.0
@@ -109,8 +110,10 @@ def _build_and_publish(
     except DataError as error:
         # Without the file, waiting processes build too, and raise the same error.
         with suppress(OSError):
-            write_atomically(
-                final.with_name(f"{final.name}.failed"), f"{uuid.uuid4().hex}\n{error}".encode()
+            write_file(
+                final.with_name(f"{final.name}.failed"),
+                f"{uuid.uuid4().hex}\n{error}".encode(),
+                durable=True,
             )
         raise
     except OSError as error:
@@ -173,7 +176,9 @@ def _try_lock(final: Path) -> Iterator[bool]:
     """Yield whether this process may build; True also on file systems without locks."""
     path = final.with_name(f"{final.name}.lock")
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        # Groups share the folder: a link under this name would let the owner be written through it.
+        opening = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        descriptor = os.open(path, opening, 0o666)
     except OSError as error:
         raise DataError(
             f"{path} cannot be written: {error.strerror}; set {flags.DATA_CACHE_PATH} to another directory."
@@ -213,17 +218,6 @@ def _failure(final: Path) -> tuple[str, str] | None:
     except (OSError, UnicodeDecodeError):
         return None
     return token, sentence
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a small file so that readers see either the complete new file or the previous file."""
-    temporary = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex[:8]}")
-    try:
-        temporary.write_bytes(data)
-        _flush(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _flush(path: Path) -> None:

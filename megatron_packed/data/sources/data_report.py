@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_packed.config import flag_names as flags
+from megatron_packed.config.written_files import open_new, temporary_path
 from megatron_packed.data.errors import CURES, EMPTY, REASONS, BadLine, DataError, printable
 from megatron_packed.data.notes import Notes, note_lines
 from megatron_packed.data.sources.jsonl_lines import WHOLE_FILE, RawLine
@@ -375,7 +377,7 @@ class Quarantine:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._temporary = path.with_name(f".{path.name}.tmp")
+        self._temporary = temporary_path(path)
         self._file: Any = None
 
     def add(self, file: Path, line: RawLine, bad: BadLine) -> None:
@@ -395,7 +397,7 @@ class Quarantine:
     def _open(self) -> Any:
         with self._writing():
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            return self._temporary.open("w", encoding="ascii")
+            return os.fdopen(open_new(self._temporary), "w", encoding="ascii")
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

@@ -82,7 +82,13 @@ def expand_paths(
 def _expand(path: str, say: Callable[[str], None]) -> list[Path]:
     here = Path(path)
     if here.is_dir():
-        return saved_files(here) if is_saved_dataset(here) else _files_of(here, say)
+        try:
+            return saved_files(here) if is_saved_dataset(here) else _files_of(here, say)
+        except OSError as error:  # another process changes the directory at the same time
+            raise DataError(
+                f"{here} cannot be listed: {error.filename or here}: {error.strerror}; give a directory that does "
+                "not change while it is read."
+            ) from None
     if here.exists() or here.is_symlink():
         return [here]
     if any(c in path for c in "*?["):

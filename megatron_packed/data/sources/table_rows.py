@@ -114,7 +114,8 @@ class RowReader:
 
         try:
             yield
-        except (pyarrow.ArrowException, OSError, EOFError) as error:
+        # UnicodeDecodeError: the damage is in the name of a column.
+        except (pyarrow.ArrowException, OSError, EOFError, UnicodeDecodeError) as error:
             raise DataError(
                 f"{self.file} is damaged or cut off ({printable(str(error), 120)}); copy or write the file again."
             ) from None

@@ -23,6 +23,7 @@ from megatron_packed.config.layer_pattern import MAMBA
 from megatron_packed.config.model_flags import model_flags
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.serialise import model_hash, section_to_dict
+from megatron_packed.config.written_files import write_file
 from megatron_packed.models.convert.huggingface_config import CHUNK_SIZES, model_of, read_config
 from megatron_packed.models.convert.huggingface_files import ModelFiles, by_prefix, open_weights
 from megatron_packed.models.convert.original_facts import GENERATION_CONFIG, ORIGINAL, read_facts
@@ -137,7 +138,7 @@ def from_huggingface(
             on_progress=write,
             original=original,
         )
-        (root / ARGS_FILE).write_text(flags)
+        write_file(root / ARGS_FILE, flags.encode())
     narrower = [
         w.name
         for w in weights.values()

@@ -224,3 +224,12 @@ def test_text_loses_no_token_whatever_the_micro_batch_size(tmp_path, capsys):
         )
     old = ["--micro-batch-size", 4, "--max-document-length", 256, "--overlong-policy", "truncate"]
     assert as_json(capsys, *argv, *old)["training"]["counts"]["tokens_kept"] == 3 * 256 + 11 + 65
+
+
+def test_control_characters_of_file_names_are_escaped(tmp_path, capsys):
+    """A data set of others may name its files so that they rewrite the terminal."""
+    (tmp_path / "d").mkdir()
+    answers(tmp_path / "d" / "\x1b[31mred.jsonl", [5, 5, 5])
+    code, output = packing(capsys, *SFT, "--train-data-path", tmp_path / "d")
+    assert code == 0 and "\x1b" not in output.out + output.err
+    assert "(\\x1b[31mred.jsonl) read" in output.err

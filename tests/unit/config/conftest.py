@@ -20,6 +20,8 @@ def right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str | No
     monkeypatch.setattr("megatron_packed.config.kernel_options.is_installed", lambda module: True)
     (tmp_path / "train.jsonl").write_text('{"text": "one"}\n')
     (tmp_path / "empty").mkdir()
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "null.html").symlink_to("/dev/null")
     (tmp_path / "nothing.jsonl").touch()
     (tmp_path / "corpus_text.bin").write_bytes(b"\0")
     (tmp_path / "valid.jsonl").write_text('{"text": "two"}\n')

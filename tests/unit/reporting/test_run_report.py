@@ -1,11 +1,12 @@
 """Report page of a run: its parts, what was run, warnings, validations and escaping."""
 
 import json
+import os
 import re
+import resource
 import shutil
 import subprocess
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 
@@ -389,17 +390,33 @@ def test_a_log_of_an_older_version_has_a_page(page):
     assert what_was_run(Run("a", [])).startswith("<p")
 
 
-def test_a_full_disk_keeps_the_earlier_page(tmp_path, monkeypatch):
+def test_a_full_disk_keeps_the_earlier_page(tmp_path):
     """The error names the page, and no temporary file is left."""
     page = write_html(tmp_path / "run.html", "first", "")
     before = page.read_bytes()
 
-    def writes_a_part(self, text, **how):
-        self.write_bytes(b"<!doctype")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", writes_a_part)
-    with pytest.raises(OSError, match=r"No space left on device: .*run\.html"):
-        write_html(page, "second", "")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large: .*run\.html"):
+            write_html(page, "second", "")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert [file.name for file in tmp_path.iterdir()] == ["run.html"]
     assert page.read_bytes() == before
+
+
+def test_a_page_replaces_no_device_and_follows_only_the_users_link(tmp_path):
+    """A link under a temporary name is another user's; a link at the page is the user's own."""
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / ".run.html.tmp").symlink_to(tmp_path / "victim")
+    (tmp_path / "run.html").symlink_to(tmp_path / "page.html")
+    write_html(tmp_path / "run.html", "title", "")
+    assert (tmp_path / "victim").read_text() == "precious"
+    assert (tmp_path / "run.html").is_symlink() and "title" in (tmp_path / "page.html").read_text()
+    # A pipe stands for a device: without the check, the page would replace it.
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "pipe.html").symlink_to(tmp_path / "pipe")
+    with pytest.raises(OSError, match="it names a device, a pipe"):
+        write_html(tmp_path / "pipe.html", "title", "")
+    assert (tmp_path / "pipe").is_fifo()

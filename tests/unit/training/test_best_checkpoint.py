@@ -112,7 +112,7 @@ def test_a_best_checkpoint_that_was_not_saved_is_named(flags: list[str], tmp_pat
     place = str(tmp_path / "other")
     run(flags, "--eval-iters", "0", "--save", place, "--load", place, "--exit-interval", "1")
     with pytest.raises(NoCheckpointError, match="names a best validation; train with --save-best"):
-        run(flags, "--load", place, "--ckpt-step", "best")
+        run(flags, "--save", place, "--load", place, "--ckpt-step", "best")
     with pytest.raises(NoCheckpointError, match="no checkpoint of the lowest validation loss"):
         TrainedModel.load(tmp_path / "other", step="best")
 

@@ -18,6 +18,7 @@ from megatron_packed.reporting.curves import read_jsonl
 from megatron_packed.training import experiment_trackers as trackers
 from megatron_packed.training import metric_names
 from megatron_packed.training.experiment_trackers import TrackerWriter, services
+from megatron_packed.training.log_file import LogFile
 from megatron_packed.training.metrics import ExpertFigures, GraphFigures
 from megatron_packed.training.run_writers import writers_of
 from support import step_records
@@ -179,12 +180,15 @@ def test_a_run_writes_to_what_is_asked_for(rank, monkeypatch, tmp_path) -> None:
     monkeypatch.setitem(sys.modules, "wandb", library)
     logging = LoggingConfig(wandb_project="p", log_jsonl=str(tmp_path / "log.jsonl"))
     config = SimpleNamespace(logging=logging, checkpoint=SimpleNamespace(save=str(tmp_path)))
-    state = SimpleNamespace(progress=SimpleNamespace(iteration=0), run_id="abc", config={})
+    progress = SimpleNamespace(iteration=0, consumed_tokens=0)
+    state = SimpleNamespace(progress=progress, run_id="abc", config={}, resumed=None)
     console = SimpleNamespace(say=lambda text: None, warn=pytest.fail)
-    opening = {"data": {"training": {"targets_in": 5}}}
+    opening = {"data": {"training": {"targets_in": 5}}, "run": {"id": "abc", "folder": None}}
     for begun in (0, 2):
-        state.progress.iteration = begun
-        writers = writers_of(config, SimpleNamespace(rank=rank), state, opening, console)
+        state.progress.iteration, state.resumed = begun, begun or None
+        log = None if rank else LogFile(logging.log_jsonl)
+        groups = SimpleNamespace(rank=rank)
+        writers = writers_of(config, groups, state, opening, console, log=log)
         for line in LINES[begun:] if writers else ():
             for writer in writers:
                 writer.write(line)

@@ -212,6 +212,19 @@ def test_the_output_of_each_rank_is_copied(
     assert (logs / "rank_1.log").read_text() == "three\n"
 
 
+def test_a_link_under_the_name_of_a_rank_log_is_not_followed(
+    rank_script: Callable[..., None], tmp_path: Path
+) -> None:
+    logs = tmp_path / "logs" / "attempt_0"
+    logs.mkdir(parents=True)
+    (tmp_path / "victim").write_text("precious")
+    (logs / "rank_0.log").symlink_to(tmp_path / "victim")
+    rank_script("echo one", FINISH)
+    assert run(log_dir=str(tmp_path / "logs")) == 0
+    assert (tmp_path / "victim").read_text() == "precious"
+    assert (logs / "rank_0.log").read_text() == "one\n"
+
+
 def options_of(words: str, **environ: str) -> LaunchOptions:
     parser = argparse.ArgumentParser()
     train.add_arguments(parser)

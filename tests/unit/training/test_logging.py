@@ -17,6 +17,7 @@ from megatron_packed.memory.offload_figures import OffloadFigures
 from megatron_packed.reporting.curves import read_jsonl
 from megatron_packed.reporting.run_report import write_report
 from megatron_packed.training.console import Console
+from megatron_packed.training.log_file import LogFile, Origin, RunIdentity
 from megatron_packed.training.metric_writers import JsonlWriter, TensorBoardWriter
 from megatron_packed.training.metrics import (
     ExpertFigures,
@@ -24,6 +25,16 @@ from megatron_packed.training.metrics import (
     peak_of,
 )
 from support.step_records import record
+
+
+def opened(path, first_iteration, opening=None):
+    """Return the writer of a run that begins, or that resumes before ``first_iteration``."""
+    identity = RunIdentity("0123456789ab", "/runs/a")
+    done = first_iteration - 1
+    file = LogFile(path, patience=0)
+    earlier = file.begin(identity, Origin(iteration=done, consumed_tokens=0) if done else None)
+    run = {"id": identity.run_id, "folder": identity.folder}
+    return JsonlWriter(file, {"run": run, **(opening or {})}, earlier)
 
 
 def test_rates_follow_from_facts():
@@ -62,13 +73,13 @@ def test_the_peak_is_that_of_the_very_device(name, tera):
 @pytest.mark.parametrize("torn", [b'{"iteration": 4, "lm_lo', b'{"iteration": 2}'])
 def test_jsonl_of_a_resumed_run_reads_like_one_run(tmp_path, torn):
     path = tmp_path / "log.jsonl"
-    writer = JsonlWriter(path, first_iteration=1)
+    writer = opened(path, first_iteration=1)
     for iteration in (1, 2, 3):
         writer.write(record(iteration).as_dict())
     writer.close()
     with open(path, "ab") as file:
         file.write(torn)  # a killed run left an unfinished line
-    writer = JsonlWriter(path, first_iteration=3)  # resumed from the checkpoint of step 2
+    writer = opened(path, first_iteration=3)  # resumed from the checkpoint of step 2
     writer.write(record(3, loss=math.nan).as_dict())
     writer.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -81,7 +92,7 @@ def test_the_opening_of_a_log_is_said_again_only_when_it_changes(tmp_path):
     path = tmp_path / "log.jsonl"
     for first, kernel in ((1, "mamba_ssm"), (3, "mamba_ssm"), (5, "reference")):
         opening = {"data": {"training": {"documents_in": 3}}, "kernels": {"scan": kernel}}
-        writer = JsonlWriter(path, first_iteration=first, opening=opening)
+        writer = opened(path, first_iteration=first, opening=opening)
         for iteration in (first, first + 1):
             writer.write(record(iteration).as_dict())
         writer.close()
@@ -99,7 +110,7 @@ def test_every_start_is_in_the_log_also_one_whose_steps_are_lost(tmp_path):
     path = tmp_path / "log.jsonl"
     for first, time in ((1, "noon"), (1, "one"), (3, "two")):
         start = {"step": first - 1, "time": time}
-        writer = JsonlWriter(path, first_iteration=first, opening={"starts": [start]})
+        writer = opened(path, first_iteration=first, opening={"starts": [start]})
         for iteration in (first, first + 1):
             writer.write(record(iteration).as_dict())
         writer.note({"iteration": first + 1, "end": {"exit_code": 0}})
@@ -109,7 +120,7 @@ def test_every_start_is_in_the_log_also_one_whose_steps_are_lost(tmp_path):
     assert [line["iteration"] for line in lines if "end" in line] == [2, 4]
     assert [start["time"] for start in lines[3]["starts"]] == ["noon", "one", "two"]
     before = path.read_bytes()
-    writer = JsonlWriter(path, first_iteration=5, opening={"starts": [{"step": 4, "time": "x"}]})
+    writer = opened(path, first_iteration=5, opening={"starts": [{"step": 4, "time": "x"}]})
     writer.note({"iteration": 4, "end": {"exit_code": 0}})
     writer.close()
     assert path.read_bytes() == before
@@ -143,7 +154,7 @@ def test_tensorboard_is_told_where_a_run_begins(monkeypatch):
 
 def test_a_disk_that_becomes_full_leaves_whole_lines(tmp_path):
     path = tmp_path / "log.jsonl"
-    writer = JsonlWriter(path, first_iteration=1)
+    writer = opened(path, first_iteration=1)
     writer.write({"iteration": 1})
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, limits[1]))
@@ -153,7 +164,7 @@ def test_a_disk_that_becomes_full_leaves_whole_lines(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     writer.write({"iteration": 3})
-    assert path.read_text() == '{"iteration": 1}\n{"iteration": 3}\n'
+    assert [json.loads(line)["iteration"] for line in path.read_text().splitlines()] == [1, 3]
 
 
 def test_console_line_names_everything_and_only_rank_0_speaks(capsys):
@@ -341,7 +352,7 @@ def test_report_says_what_became_of_the_targets(tmp_path):
         "documents_in": 100,
         "documents_without_targets": 30,
     }
-    writer = JsonlWriter(
+    writer = opened(
         tmp_path / "log.jsonl", first_iteration=1, opening={"data": {"training": counts}}
     )
     for iteration in (1, 2):
@@ -373,7 +384,7 @@ def test_report_says_rates_and_how_long_steps_waited(tmp_path):
 
 
 def test_report_of_a_run_that_ended_in_nan(tmp_path):
-    writer = JsonlWriter(tmp_path / "log.jsonl", first_iteration=1)
+    writer = opened(tmp_path / "log.jsonl", first_iteration=1)
     for made in (record(1), record(2, loss=math.nan, skip_reason="non-finite")):
         writer.write(made.as_dict())
     writer.close()

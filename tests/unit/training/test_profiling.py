@@ -145,3 +145,18 @@ def test_memory_of_a_gpu_is_recorded_if_that_is_requested(monkeypatch) -> None:
     assert begun == ["snapshot.pickle", "here.pickle"] and not told
     assert memory_history(on, cpu, told.append) is None
     assert len(told) == 1 and "no GPU is used" in told[0]
+
+
+def test_links_under_the_names_of_a_profile_are_not_followed(tmp_path) -> None:
+    names = ("kernels_rank0.txt", "trace_rank0.json.gz")
+    (tmp_path / "p").mkdir()
+    (tmp_path / "victim").write_text("precious")
+    for name in names:
+        (tmp_path / "p" / name).symlink_to(tmp_path / "victim")
+    made, _ = profiler(tmp_path / "p")
+    made.turn(3)
+    torch.ones(8, 8) @ torch.ones(8, 8)
+    made.turn(5)
+    assert (tmp_path / "victim").read_text() == "precious"
+    assert sorted(path.name for path in (tmp_path / "p").iterdir()) == sorted(names)
+    assert not any((tmp_path / "p" / name).is_symlink() for name in names)

@@ -15,6 +15,7 @@ from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.model_flags import model_flags
 from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.config.written_files import write_file
 from megatron_packed.models.convert.import_huggingface import (
     ARGS_FILE,
     Imported,
@@ -99,7 +100,7 @@ def from_megatron(
                 on_progress=write,
                 trained=trained,
             )
-            (root / ARGS_FILE).write_text(text)
+            write_file(root / ARGS_FILE, text.encode())
         rounded = _rounded(source, found)
     return Imported(saved, model, text, rounded, _notes(state))
 

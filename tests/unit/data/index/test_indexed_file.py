@@ -214,6 +214,14 @@ def test_a_writer_leaves_all_or_nothing(tmp_path: Path) -> None:
         IndexedFile(tmp_path / "e")
 
 
+def test_a_link_under_a_temporary_name_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / "d.bin.part").symlink_to(tmp_path / "victim")
+    with pytest.raises(DataError, match="cannot be written: Too many levels of symbolic links"):
+        IndexedWriter(tmp_path / "d", "<u2")
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
 def test_a_writer_that_ends_in_between_leaves_no_index_of_other_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@ memory, and unusable files.
 """
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -256,6 +257,36 @@ def test_preprocess_reads_its_keys(pa, tmp_path):
         assert (report.good, report.documents) == (1199, 2398)
         made.append([Path(f"{name}.bin").read_bytes() for name in names])
     assert made[0] == made[1] and made[0][1][:6] == b"t\0t\0t\0"
+
+
+@pytest.mark.parametrize("kind", ["file", "stream"])
+def test_a_damaged_name_of_an_arrow_column_is_an_error_of_the_run(pa, tmp_path, kind):
+    path, table = tmp_path / "a.arrow", pa.table({"text": ["a"], "other": ["b"]})
+    with getattr(pa.ipc, f"new_{kind}")(str(path), table.schema) as writer:
+        writer.write_table(table)
+    path.write_bytes(path.read_bytes().replace(b"other", b"\xff\xfeher"))
+    with pytest.raises(DataError, match=r"a\.arrow is damaged or cut off \('utf-8' codec can't"):
+        list(RowReader(path, 1000, FIELDS))
+
+
+def test_a_directory_that_vanishes_while_it_is_listed_is_an_error_with_a_cure(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "a.jsonl").write_text("{}")
+    (tmp_path / "sub").mkdir()
+    scandir = os.scandir
+
+    def vanishing(path):
+        if str(path).endswith("sub"):
+            raise FileNotFoundError(2, "No such file or directory", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", vanishing)
+    with pytest.raises(
+        DataError,
+        match=r"cannot be listed: .*sub: No such file or directory; give a directory that",
+    ):
+        expand_paths([tmp_path])
 
 
 def test_directories(tmp_path):

@@ -352,3 +352,22 @@ def test_files_of_two_caches_do_not_mix(tmp_path):
     )  # both files have the same size
     with pytest.raises(DataError, match="written"):
         TokenizedDataset(second.directory).verify()
+
+
+def test_links_beside_a_cache_are_not_followed(tmp_path):
+    """Other users may write to the folder of the cache: the names of its files are known."""
+    victim, cache = tmp_path / "victim", tmp_path / "cache"
+    victim.write_text("precious")
+    open_lines(tmp_path, [*LINES, "{"], sft=False)
+    [name] = [path.name for path in cache.iterdir() if path.is_dir()]
+    shutil.rmtree(cache)
+    cache.mkdir()
+    lock, quarantine = cache / f"{name}.lock", cache / f"{name}.quarantine.jsonl"
+    for path in (lock, quarantine, cache / f".{quarantine.name}.tmp"):
+        path.symlink_to(victim)
+    with pytest.raises(DataError, match=r"\.lock cannot be written: Too many levels of symbolic"):
+        open_lines(tmp_path, [*LINES, "{"], sft=False)
+    lock.unlink()
+    open_lines(tmp_path, [*LINES, "{"], sft=False)
+    assert victim.read_text() == "precious"
+    assert "malformed_json" in quarantine.read_text() and not quarantine.is_symlink()

@@ -660,3 +660,14 @@ def test_experts_in_one_tensor_and_the_prefix_of_vision_files_are_read(tmp_path)
         argv = ["--to-hf", str(back), "--load", str(ours), "--hf-base", str(original)]
         assert main(["convert", *argv]) == 0
         assert_same(contents(back), contents(original))
+
+
+def test_a_link_under_the_name_of_the_flags_is_not_followed(tmp_path, capsys):
+    write_model(tmp_path / "hf", "nemotron_h")
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / "ours" / "model.args").symlink_to(tmp_path / "victim")
+    argv = ["--from-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "ours")]
+    assert main(["convert", *argv]) == 0, capsys.readouterr().err
+    assert (tmp_path / "victim").read_text() == "precious"
+    assert "--hidden-size" in (tmp_path / "ours" / "model.args").read_text()

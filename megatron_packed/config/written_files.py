@@ -1,0 +1,120 @@
+"""Files that this project writes: created without following links, and replaced atomically.
+
+Other users may write to the folders of a group. A link that they place under a name that a run
+will write would redirect the run's output to another file. So temporary names are random, and a
+new file is opened only if its name is free.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+_KERNEL_FOLDERS = ("/dev", "/proc", "/sys")
+_MEMORY_FOLDER = "/dev/shm"  # noqa: S108  an ordinary file system in memory
+_SHOWN_OF_NAME = 40
+"""Characters of a file's name in its temporary name; a file name has at most 255 bytes."""
+
+
+def open_new(path: str | os.PathLike[str], *, mode: int = 0o666, dir_fd: int | None = None) -> int:
+    """Create a file and return its descriptor, for reading and writing.
+
+    Args:
+        mode: permissions, before those of the umask are removed.
+        dir_fd: open directory to which a relative path refers.
+    Raises:
+        FileExistsError: the name is taken, also by a link.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.open(path, flags, mode, dir_fd=dir_fd)
+
+
+def temporary_path(path: Path) -> Path:
+    """Return a random path in the folder of ``path``."""
+    return path.with_name(f".{path.name[:_SHOWN_OF_NAME]}.tmp-{uuid.uuid4().hex[:12]}")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Yield a new file that gets the name ``path`` when the block ends without an error.
+
+    Readers see the previous file or the complete new file. A link at ``path`` is replaced and not
+    followed; for a path that a user gave, pass the result of `resolve_output`.
+
+    Raises:
+        OSError: the file cannot be written; the previous file is unchanged.
+    """
+    temporary = temporary_path(path)
+    try:
+        with os.fdopen(open_new(temporary), "w+b") as file:
+            yield file
+        os.replace(temporary, path)
+    finally:
+        with suppress(OSError):
+            os.unlink(temporary)
+
+
+def write_file(path: Path, data: bytes, *, durable: bool = False) -> None:
+    """Write a small file with `replacing`.
+
+    Args:
+        durable: flush the data to the disk before the file gets its name.
+    Raises:
+        OSError: as in `replacing`.
+    """
+    with replacing(path) as file:
+        file.write(data)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def resolve_output(path: str | os.PathLike[str]) -> Path:
+    """Return the file that a user's path names, through all links; it may be missing.
+
+    Raises:
+        OSError: links form a loop, or the path names a device, a pipe, a file of the kernel or a
+            standard stream of this process. A rename would remove its name from the machine, or
+            separate the stream from its file.
+    """
+    with suppress(FileNotFoundError, NotADirectoryError):
+        os.stat(path)  # raises if links form a loop, which realpath ignores
+    if _is_device(path):
+        raise OSError(
+            errno.EINVAL, "it names a device, a pipe or a standard stream, not a file", str(path)
+        )
+    return Path(os.path.realpath(path))
+
+
+def _is_device(path: str | os.PathLike[str]) -> bool:
+    """Return True if a path names a device, a pipe, a file of the kernel or a standard stream."""
+    named, resolved = os.path.abspath(path), os.path.realpath(path)
+    if any(_is_of_kernel(place) for place in (named, resolved)):
+        return True
+    try:
+        found = os.stat(resolved)
+    except OSError:
+        return False
+    if stat.S_ISDIR(found.st_mode):
+        return False
+    return not stat.S_ISREG(found.st_mode) or any(_is_stream(found, number) for number in (1, 2))
+
+
+def _is_of_kernel(path: str) -> bool:
+    in_memory = os.path.commonpath((path, _MEMORY_FOLDER)) == _MEMORY_FOLDER
+    return not in_memory and any(
+        os.path.commonpath((path, folder)) == folder for folder in _KERNEL_FOLDERS
+    )
+
+
+def _is_stream(found: os.stat_result, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(found, os.fstat(descriptor))
+    except OSError:  # the stream is closed
+        return False
