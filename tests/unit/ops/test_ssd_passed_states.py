@@ -129,8 +129,8 @@ def test_gradients_of_some_inputs_and_steep_decays():
 
 
 def test_decays_of_a_long_part_are_summed_in_float64_and_rounded_once():
-    """Logarithms of 4,096 steps in float32 have the bits of the float64 sum."""
-    tokens, heads = 4096, 8
+    """Logarithms of float32 inputs err by one rounding, as they do for a part of one token."""
+    tokens, heads, rounding = 4096, 8, 2**-24
     generator = torch.Generator().manual_seed(0)
     dt_TN = torch.randn(tokens, heads, generator=generator) - 5
     A_log_N = torch.linspace(0.02, 1.7, heads).log()
@@ -140,11 +140,13 @@ def test_decays_of_a_long_part_are_summed_in_float64_and_rounded_once():
     steps_TN = softplus(dt_TN + bias_N).double()
     sums_TN = (steps_TN * -A_log_N.double().exp()).cumsum(0)
     _, log_N = leaving_state(one_TN1, dt_TN, A_log_N, one_TN1, bias_N, seq_idx_1T)
-    assert torch.equal(log_N, sums_TN[-1].float())
+    assert ((log_N / sums_TN[-1] - 1).abs() < 1.001 * rounding).all()
     # A state of one and C of one: the term of the entering state is the decay up to each token.
     empty_TN1, state_N11 = torch.zeros_like(one_TN1), torch.ones(heads, 1, 1)
     y_TN1 = add_entering(empty_TN1, state_N11, dt_TN, A_log_N, one_TN1, bias_N, seq_idx_1T)
-    assert torch.equal(y_TN1[..., 0], sums_TN.float().exp())
+    errors_TN = (y_TN1[..., 0] / sums_TN.exp() - 1).abs()
+    # The exponential itself errs by at most two roundings.
+    assert (errors_TN < (1.001 * sums_TN.abs() + 2) * rounding).all()
 
 
 @pytest.mark.parametrize("mutation", ["no decay between parts", "no mask of the first document"])
