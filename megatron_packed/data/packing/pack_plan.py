@@ -171,7 +171,7 @@ class PackPlan:
 
         Each epoch may have another number of packs, so all of them are packed once.
         """
-        # The shortest decimal that gives the float: 0.7 of 10 packs is 7 packs, not 8.
+        # The shortest decimal that gives the float: 0.1 of 10 packs is 1 pack, not 2.
         exact = Fraction(repr(epochs))
         whole, last = exact.numerator // exact.denominator, ceil(exact)
         with self._lock:

@@ -76,23 +76,33 @@ def test_losses_of_an_empty_pack_are_zero_with_zero_gradient():
     assert loss == 0 and logits.grad.abs().max() == 0
 
 
-def test_losses_add_up_and_count_without_the_expert_bias():
+@pytest.mark.parametrize(
+    "limits",
+    [
+        pytest.param(
+            {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+            id="expert bias",
+        ),
+        pytest.param({"moe_router_num_groups": 2, "moe_router_group_topk": 1}, id="groups"),
+    ],
+)
+def test_losses_add_up_and_count_by_scores_alone(limits):
+    """The load-balance loss counts neither the choice with the expert bias nor that within groups."""
     config = ModelConfig(
         hybrid_layer_pattern="E",
         hidden_size=8,
         num_experts=4,
         add_bias_linear=False,
         moe_router_topk=2,
-        moe_router_score_function="sigmoid",
-        moe_router_enable_expert_bias=True,
         moe_aux_loss_coeff=0.3,
         moe_z_loss_coeff=0.2,
+        **limits,
     )
     count = torch.tensor(2.0)
-    routed = torch.tensor([[1.0, 1.0, 0.0, 0.0]] * 2 + [[0.0] * 4])  # chosen with the bias
-    scores = torch.sigmoid(LOGITS)
+    # The choice within the first of two groups, and with a bias for the first two experts.
+    routed = torch.tensor([[1.0, 1.0, 0.0, 0.0]] * 2 + [[0.0] * 4])
     expected = load_balance_loss(
-        scores / scores.sum(-1, keepdim=True),
+        balance_probabilities(LOGITS, config.moe_router_score_function),
         unbiased_counts(LOGITS, VALID, 2),
         VALID,
         count,

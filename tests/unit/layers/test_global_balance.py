@@ -12,6 +12,7 @@ from support import rank_models
 GLOBAL = {"moe_aux_loss_coeff": 0.3, "moe_router_load_balancing_type": "global_aux_loss"}
 OPTIONS = {
     "softmax": {},
+    "softmax, groups": {"moe_router_num_groups": 4, "moe_router_group_topk": 1},
     "sigmoid, biased groups": {
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,

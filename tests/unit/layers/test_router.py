@@ -88,6 +88,14 @@ def test_expert_bias_moves_towards_the_starved_and_not_on_a_skipped_step():
     torch.testing.assert_close(biases[1], torch.ones(4))
 
 
+def test_expert_bias_sees_one_assignment_more_among_2_to_the_24():
+    """float32 rounds 2^24 + 1 to 2^24, so these loads would look equal."""
+    bias = torch.zeros(4)
+    counts = torch.tensor([[2**24 + 1, 2**24, 2**24, 2**24]])
+    update_expert_bias([bias], counts, 0.01)
+    torch.testing.assert_close(bias, torch.tensor([-0.01, 0.01, 0.01, 0.01]))
+
+
 def make_router(**changes):
     config = ModelConfig(
         hybrid_layer_pattern="E",

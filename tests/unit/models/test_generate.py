@@ -124,6 +124,30 @@ def test_draws_depend_on_seed_prompt_and_position_only():
     assert len({tuple(answer) for answer in same}) > 1
 
 
+def test_each_position_of_a_text_has_a_draw_of_its_own(monkeypatch):
+    """With equal logits everywhere, a token is the draw of its prompt's number and its position.
+
+    The batches have two prompts, and documents leave them.
+    """
+    model, sampling = cases.tiny_model("-"), Sampling(temperature=1.0, seed=3)
+    with torch.no_grad():
+        model.output_weight.zero_()
+    monkeypatch.setattr(module, "BATCH_DOCUMENTS", 2)
+    prompts, even = prompts_of([3, 1, 2, 4]), torch.zeros(1, model.vocab_size)
+    expected = [
+        [int(next_tokens(even, sampling, [number], [len(prompt) + at])) for at in range(8)]
+        for number, prompt in enumerate(prompts)
+    ]
+    assert all(len(set(answer)) > 4 for answer in expected)
+    assert generate(model, prompts, 8, sampling=sampling) == expected
+    shortened = generate(model, prompts, 8, sampling=sampling, ends={expected[0][2]})
+    assert shortened[0] == expected[0][:3]
+    assert all(
+        answer == whole[: len(answer)] and len(answer) > 0
+        for answer, whole in zip(shortened, expected)
+    )
+
+
 def test_draws_have_the_probabilities_of_the_logits():
     """Frequencies of 4,000 draws are the probabilities; top-p leaves out the unlikely tokens.
 

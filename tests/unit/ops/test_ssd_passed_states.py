@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn.functional import softplus
 
 from megatron_packed.ops.ssd import passed_states
 from megatron_packed.ops.ssd.api import ssd
@@ -125,6 +126,27 @@ def test_gradients_of_some_inputs_and_steep_decays():
     assert not torch.equal(log, torch.zeros(N)) and log.min() < -1e5
     (dx,) = torch.autograd.grad(state.sum() + log.sum(), values["x"])
     assert dx.isfinite().all() and dx[:20].abs().max() == 0 and dx[-1].abs().max() > 0
+
+
+def test_decays_of_a_long_part_are_summed_in_float64_and_rounded_once():
+    """Logarithms of float32 inputs err by one rounding, as they do for a part of one token."""
+    tokens, heads, rounding = 4096, 8, 2**-24
+    generator = torch.Generator().manual_seed(0)
+    dt_TN = torch.randn(tokens, heads, generator=generator) - 5
+    A_log_N = torch.linspace(0.02, 1.7, heads).log()
+    bias_N = torch.randn(heads, generator=generator) / 8
+    one_TN1 = torch.ones(tokens, heads, 1)
+    seq_idx_1T = torch.zeros(1, tokens, dtype=torch.int32)
+    steps_TN = softplus(dt_TN + bias_N).double()
+    sums_TN = (steps_TN * -A_log_N.double().exp()).cumsum(0)
+    _, log_N = leaving_state(one_TN1, dt_TN, A_log_N, one_TN1, bias_N, seq_idx_1T)
+    assert ((log_N / sums_TN[-1] - 1).abs() < 1.001 * rounding).all()
+    # A state of one and C of one: the term of the entering state is the decay up to each token.
+    empty_TN1, state_N11 = torch.zeros_like(one_TN1), torch.ones(heads, 1, 1)
+    y_TN1 = add_entering(empty_TN1, state_N11, dt_TN, A_log_N, one_TN1, bias_N, seq_idx_1T)
+    errors_TN = (y_TN1[..., 0] / sums_TN.exp() - 1).abs()
+    # The exponential itself errs by at most two roundings.
+    assert (errors_TN < (1.001 * sums_TN.abs() + 2) * rounding).all()
 
 
 @pytest.mark.parametrize("mutation", ["no decay between parts", "no mask of the first document"])

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_packed.config.sections.training import TrainingConfig
+from megatron_packed.optim import spikes as module
 from megatron_packed.optim.spikes import SpikeDetector
 
 FACTORS = (3.0, 10.0)
@@ -96,20 +97,39 @@ def test_a_window_comes_back_from_json_bit_for_bit(filled: int, size: int) -> No
     assert other.recent[:, : size - kept].isinf().all()
 
 
+def detector_of(policy: str, group: object = None) -> SpikeDetector | None:
+    config = TrainingConfig(
+        train_iters=1,
+        loss_spike_policy=policy,
+        loss_spike_window=6,
+        loss_spike_factor=2.5,
+        grad_norm_spike_factor=7.0,
+    )
+    return SpikeDetector.from_config(config, torch.device("cpu"), group)  # type: ignore[arg-type]
+
+
 def test_the_policy_makes_the_detector() -> None:
-    made = {
-        policy: SpikeDetector.from_config(
-            TrainingConfig(
-                train_iters=1,
-                loss_spike_policy=policy,
-                loss_spike_window=6,
-                loss_spike_factor=2.5,
-                grad_norm_spike_factor=7.0,
-            ),
-            torch.device("cpu"),
-        )
-        for policy in ("off", "warn", "skip")
-    }
+    made = {policy: detector_of(policy) for policy in ("off", "warn", "skip")}
     assert made["off"] is None and made["warn"] is not None and made["skip"] is not None
     assert (made["warn"].skip, made["skip"].skip) == (False, True)
     assert made["skip"].recent.shape == (2, 6) and made["skip"]._factors.tolist() == [2.5, 7.0]
+
+
+def test_a_spike_of_another_rank_is_skipped_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under ``skip`` a rank decides by the largest values of its group, and under ``warn`` alone."""
+    group, of_other_rank = object(), torch.tensor([1.0, 1.0])
+
+    def all_reduce_max(values: torch.Tensor, used: object) -> torch.Tensor:
+        return values.maximum(of_other_rank) if used is group else values
+
+    monkeypatch.setattr(module, "all_reduce_max", all_reduce_max)
+    skips, warns = detector_of("skip", group), detector_of("warn", group)
+    assert skips is not None and warns is not None
+    for one in (skips, warns):
+        for _ in range(6):
+            observed(one, 1.0, 1.0)
+    of_other_rank[0] = 2.6
+    assert observed(skips, 2.4, 1.0) == ([1.0, 0.0], True)
+    assert observed(warns, 2.4, 1.0) == ([0.0, 0.0], False)
+    # Both ranks keep the same window, so that later medians agree too.
+    assert skips.recent[0, -1] == of_other_rank[0]

@@ -15,10 +15,10 @@ MODEL = (
 )
 
 
-def trained(folder: Path, words: str) -> list[dict]:
+def trained(folder: Path, words: str, text: str = "hello") -> list[dict]:
     """Train a tiny model and return the metadata of its checkpoints, the newest last."""
     data = folder / "documents.jsonl"
-    data.write_text("".join(json.dumps({"text": f"{n} hello"}) + "\n" for n in range(40)))
+    data.write_text("".join(json.dumps({"text": f"{n} {text}"}) + "\n" for n in range(40)))
     argv = f"{MODEL} --data-path {data} {words}".split()
     assert train(RunConfig.from_args(argv)) is ExitCode.DONE
     saved = sorted(folder.glob("own/step_*/manifest.json"))
@@ -51,6 +51,20 @@ def test_epochs_of_a_phase_are_those_of_its_own_data(tmp_path: Path) -> None:
     (tmp_path / "own").rename(tmp_path / "phases")
     (alone,) = trained(tmp_path, f"{own} {epoch}")
     assert last["progress"]["iteration"] == 3 + alone["progress"]["iteration"]
+
+
+@pytest.mark.parametrize(("text", "earlier_packs"), [("hello", 0), ("other", 2)])
+def test_a_phase_on_other_data_of_equal_lengths_begins_at_its_first_pack(
+    text: str, earlier_packs: int, tmp_path: Path
+) -> None:
+    """Equal lengths give an equal plan; a phase continues it only if its tokens are the same."""
+    own = f"--save {tmp_path}/own --load {tmp_path}/own --global-batch-size 1"
+    trained(tmp_path, f"{own} --train-iters 2")
+    first, second = trained(tmp_path, f"{own} --begin-phase two --train-iters 3", text)
+    assert first["plan_hash"] == second["plan_hash"]
+    assert (first["data_hash"] == second["data_hash"]) == (text == "hello")
+    assert second["progress"]["consumed_packs"] == 3
+    assert second["progress"]["plan_packs"] == earlier_packs
 
 
 def test_a_checkpoint_without_moments_is_refused_with_the_cure(tmp_path: Path) -> None:

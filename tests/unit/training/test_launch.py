@@ -109,6 +109,39 @@ def test_only_a_lost_process_is_restarted(
     assert [line for line in said.splitlines() if line.startswith("restart")] == expected
 
 
+def test_a_loss_that_follows_from_a_defect_is_no_reason_for_a_restart(
+    rank_script: Callable[..., None], tmp_path: Path
+) -> None:
+    """Rank 0 fails with a defect, and rank 1 then reports that it has lost rank 0."""
+    number = tmp_path / "process"
+    report = "MEGATRON_PACKED_REPORTS"
+    defect = f"""echo '{{"lost": false}}' > "${report}/{report_file("", 0).name}"; exit 4"""
+    lost = f"""echo '{{"lost": true}}' > "${report}/{report_file("", 1).name}"; exit 1"""
+    # The process number is free only after the launcher has seen the end of rank 0.
+    wait = f"until [ -s {number} ]; do sleep 0.02; done; rank=$(cat {number}); "
+    wait += "while kill -0 $rank 2>/dev/null; do sleep 0.02; done; "
+    rank_script(f"echo $$ > {number}; echo >> {tmp_path}/starts; {defect}", wait + lost)
+    assert run(max_restarts=2) == 4
+    assert (tmp_path / "starts").read_text() == "\n"
+
+
+def test_a_stop_signal_between_two_attempts_starts_no_rank_again(
+    rank_script: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+
+    def say(sentence: str) -> None:
+        said.append(sentence)
+        if sentence.startswith("restart 1 of 2"):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(launch_module, "_say", say)
+    rank_script(f"echo >> {tmp_path}/starts; kill -KILL $$", FINISH)
+    assert run(max_restarts=2) == 75
+    assert said[-2].startswith("restart 1 of 2") and said[-1] == ""
+    assert (tmp_path / "starts").read_text() == "\n"
+
+
 PROGRAM = """
 import sys
 from types import SimpleNamespace

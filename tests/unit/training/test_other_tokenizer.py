@@ -14,7 +14,7 @@ import pytest
 from megatron_packed.checkpoint.errors import CheckpointMismatchError
 from megatron_packed.cli.main import main
 from megatron_packed.config.run import RunConfig
-from megatron_packed.data.tokenizers.base import ByteTokenizer, meaning_hash
+from megatron_packed.data.tokenizers.base import ByteTokenizer, NullTokenizer, meaning_hash
 from megatron_packed.data.tokenizers.exported_files import files_of_bytes
 from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron_packed.training import open_documents
@@ -28,7 +28,9 @@ MODEL = (
     "--hybrid-layer-pattern *- --hidden-size 8 --num-attention-heads 2 --position-embedding-type rope --swiglu "
     "--normalization RMSNorm --disable-bias-linear --seq-length 64 --lr 1e-2 --no-isolation-self-test"
 )
-TRAINED_BPE = "--tokenizer-type TrainedBPETokenizer --tokenizer-vocab-size 280"
+VOCAB_SIZE = 268
+"""Size that both texts reach, so that the number of tokens does not tell the tokenizers apart."""
+TRAINED_BPE = f"--tokenizer-type TrainedBPETokenizer --tokenizer-vocab-size {VOCAB_SIZE}"
 WORDS = {"colours": "red green blue ", "numbers": "one two three "}
 
 
@@ -106,7 +108,7 @@ def test_later_runs_on_other_data_use_the_tokenizer_of_the_checkpoint(
     attached = f"step_{3:08d}/tokenizer.json"
     expected = (folder / "run" / "step_00000002" / "tokenizer.json").read_bytes()
     assert (tmp_path / "own" / attached).read_bytes() == expected
-    other = "--tokenizer-type TrainedBPETokenizer --tokenizer-vocab-size 281"
+    other = f"--tokenizer-type TrainedBPETokenizer --tokenizer-vocab-size {VOCAB_SIZE + 1}"
     if start.startswith("--begin"):
         with pytest.raises(CheckpointMismatchError, match=r"was trained with another tokenizer"):
             run(folder, "numbers", begin, other)
@@ -145,3 +147,11 @@ def test_a_tokenizer_and_its_export_have_the_same_hash(tmp_path: Path) -> None:
     for name, text in files_of_bytes(ByteTokenizer(), None).items():
         (tmp_path / name).write_text(text)
     assert meaning_hash(HuggingFaceTokenizer(tmp_path)) == meaning_hash(ByteTokenizer())
+
+
+def test_vocabularies_of_one_size_with_other_texts_have_other_hashes(folder: Path) -> None:
+    trained = [HuggingFaceTokenizer(tokenizer_of(folder, data).split()[-1]) for data in WORDS]
+    assert [tokenizer.vocab_size for tokenizer in trained] == [VOCAB_SIZE] * 2
+    assert meaning_hash(trained[0]) != meaning_hash(trained[1])
+    numbers = NullTokenizer(ByteTokenizer.vocab_size)
+    assert meaning_hash(numbers) != meaning_hash(ByteTokenizer())

@@ -53,6 +53,17 @@ def test_the_stream_is_one_epoch_after_the_other():
         )
 
 
+@pytest.mark.parametrize(
+    ("epochs", "packs"), [(0.1, 1), (0.7, 7), (1.1, 11), (2.3, 23), (2.31, 24), (3.0, 30)]
+)
+def test_packs_of_epochs_are_counted_in_decimals(epochs, packs):
+    """The float 0.1 is slightly more than a tenth, but a tenth of ten packs is one pack."""
+    ten = np.full(10, 500)
+    ours = plan(pieces=Pieces.cut(ten, 500, "split"), targets=ten - 1)
+    assert len(ours.epoch(0)) == 10
+    assert ours.packs_of(epochs) == packs
+
+
 def test_a_step_may_be_longer_than_an_epoch():
     short = plan(packs_per_step=400, dp_size=4)
     step = short.step(1)
