@@ -347,6 +347,19 @@ INVALID = [
         "--load empty --finetune --pretrained-checkpoint empty",
         {"--pretrained-checkpoint": "either --finetune"},
     ),
+    (
+        "--start-weight-decay 0.1 --end-weight-decay 0.2",
+        dict.fromkeys(("--start-weight-decay", "--end-weight-decay"), "incr-style constant"),
+    ),
+    (
+        "--weight-decay-incr-style cosine --start-weight-decay 0.1",
+        {"--end-weight-decay": "is required with --weight-decay-incr-style cosine"},
+    ),
+    (
+        "--weight-decay-incr-style linear --start-weight-decay 0.2 --end-weight-decay 0.1",
+        {"--end-weight-decay": "at least --start-weight-decay (0.2)"},
+    ),
+    ("--weight-decay-incr-style square", {"--weight-decay-incr-style": "one of constant, linear"}),
     ("--optimizer-cuda-graph", {"--optimizer-cuda-graph": "full_iteration"}),
     (
         "--check-for-spiky-loss --loss-spike-policy off",

@@ -38,7 +38,9 @@ def plain_losses(logits_of_packs, valid_of_packs, config):
         for expert in range(config.num_experts):
             probability = sum(scores[token, expert] for token in tokens)
             loss = loss + probability / max(len(tokens), 1) * (total[expert] / tokens_so_far)
-        losses.append(loss * config.moe_aux_loss_coeff * config.num_experts / config.moe_router_topk)
+        losses.append(
+            loss * config.moe_aux_loss_coeff * config.num_experts / config.moe_router_topk
+        )
     return losses
 
 

@@ -281,7 +281,7 @@ def _schedule(
         "lr_warmup_init": args.get("lr_warmup_init"),
         "lr_wsd_decay_samples": args.get("lr_wsd_decay_samples") or (iters and iters * batch),
         "lr_wsd_decay_style": args.get("lr_wsd_decay_style"),
-        "weight_decay": scheduler.get("end_wd"),
+        **_weight_decay(scheduler),
         "adam_beta1": betas[0],
         "adam_beta2": betas[1],
         "adam_eps": constants.get("eps"),
@@ -309,8 +309,19 @@ def _schedule_notes(scheduler: Mapping[str, Any], samples: int) -> Iterator[str]
             f"The schedule continues at {samples:,} samples; in Megatron it was at {done:,}, because "
             "skipped steps do not count there."
         )
-    if scheduler.get("start_wd") != scheduler.get("end_wd"):
-        yield "The weight decay does not grow as in Megatron: its end value is imported."
+
+
+def _weight_decay(scheduler: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of the weight decay, with a length in samples."""
+    start, end = scheduler.get("start_wd"), scheduler.get("end_wd")
+    if start == end:
+        return {"weight_decay": end}
+    return {
+        "weight_decay_incr_style": scheduler.get("wd_incr_style"),
+        "start_weight_decay": start,
+        "end_weight_decay": end,
+        "weight_decay_incr_samples": scheduler.get("wd_incr_steps"),
+    }
 
 
 def _some(names: list[str]) -> str:

@@ -264,8 +264,10 @@ def test_counters_come_from_megatron_bridge_too(tmp_path):
         ({"lr_decay_style": "inverse-square-root"}, "--lr-decay-style 'inverse-square-root'"),
         ({"lr_decay_steps": -3}, "--lr-decay-samples -3"),
         ({"max_lr": "x" * 999}, "--lr"),
-        ({"start_wd": 0.01}, "The weight decay does not grow as in Megatron"),
-        ({"end_wd": float("inf")}, "--weight-decay"),
+        ({"start_wd": 0.01}, "--start-weight-decay 0.01"),
+        ({"start_wd": 0.2, "wd_incr_style": "linear"}, "--end-weight-decay 0.1"),
+        ({"start_wd": 0.0, "wd_incr_style": "square"}, "--weight-decay-incr-style 'square'"),
+        ({"end_wd": float("inf")}, "--end-weight-decay inf"),
         ({"min_lr": [1]}, "--min-lr"),
     ],
 )
@@ -279,7 +281,20 @@ def test_schedules_that_are_not_built_are_named(change, sentence, tmp_path):
     ours, manifest, notes = converted(tmp_path / "c")
     assert sentence in notes[1] and "\n" not in notes[1] and len(notes[1]) < 500
     assert "optimizer/step" in ours
-    assert ("optim" in manifest.metadata["config"]) == ("start_wd" in change)
+    assert "optim" not in manifest.metadata["config"]
+
+
+def test_a_rising_weight_decay_is_imported(tmp_path):
+    found = theirs.tensors()
+    more = copy.deepcopy(theirs.TRAINED)
+    rise = {"start_wd": 0.01, "wd_incr_style": "cosine", "wd_incr_steps": 40}
+    more["opt_param_scheduler"].update(rise)
+    theirs.write(
+        tmp_path / "c", {**found, **theirs.optimizer(found)}, theirs.TRAINED_ARGS, more=more
+    )
+    optim = converted(tmp_path / "c")[1].metadata["config"]["optim"]
+    assert (optim["start_weight_decay"], optim["end_weight_decay"]) == (0.01, 0.1)
+    assert (optim["weight_decay_incr_style"], optim["weight_decay_incr_samples"]) == ("cosine", 40)
 
 
 def steps(value):
