@@ -182,6 +182,18 @@ INVALID = [
         {"--data-path": "the weight 0 must be more than 0"},
     ),
     (
+        "--data-path 1e30 train.jsonl 1 valid.jsonl",
+        {"--data-path": "the weight 1e30 must be a number below 1e+18"},
+    ),
+    (
+        "--data-path 1 train.jsonl inf valid.jsonl",
+        {"--data-path": "the weight inf must be a number below 1e+18"},
+    ),
+    (
+        "--data-path 1e-999999999 train.jsonl 1 valid.jsonl",
+        {"--data-path": "the weight 1e-999999999 must be more than 0"},
+    ),
+    (
         "--data-path org/name",
         {
             "--data-path": "hf download org/name --repo-type dataset --local-dir data/name` and give "
