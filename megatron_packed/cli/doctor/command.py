@@ -23,6 +23,7 @@ from megatron_packed.cli.doctor.findings import Finding, State
 from megatron_packed.cli.doctor.machine import machine_findings
 from megatron_packed.cli.doctor.supervise import run_probes
 from megatron_packed.cli.doctor.verdict import problems_of, verdict
+from megatron_packed.cli.doctor.walls import walls_finding
 from megatron_packed.cli.errors import UsageError
 from megatron_packed.config.kernel_options import OPTION_OF
 from megatron_packed.config.optional_packages import PACKAGES, Package, strangers, version_of
@@ -117,7 +118,7 @@ def examine(seconds: float, *, kernels: bool = True) -> dict[str, list[Finding]]
             *(_package(package, answers, on_gpu) for package in PACKAGES),
         ],
         "kernels": _kernels(answers),
-        "machine": [*gpu, *machine],
+        "machine": [*gpu, *machine, walls_finding()],
     }
 
 
@@ -191,6 +192,8 @@ def _package(package: Package, answers: Answers, on_gpu: bool) -> Finding:
         return Finding(**known, state=state, detail=f"not installed; for {package.use}", fix=fix)
     if "error" in answer:
         return Finding(**known, state=State.BROKEN, detail=answer["error"], fix=again)
+    if old := package.too_old():
+        return Finding(**known, state=State.WRONG, detail=old, fix=package.command)
     ran = {
         name: answers[f"kernel:{name}"] for name in package.kernels if f"kernel:{name}" in answers
     }
