@@ -322,7 +322,7 @@ def twice(state, more):
 
 
 DAMAGE = {
-    "two steps": (steps(5), "has the steps ['5', '6.0']"),
+    "two steps": (steps(5), "has the steps 5, 6.0"),
     "a negative step": (steps(-6), "has the steps"),
     "a step that is text": (steps("x"), "has the steps"),
     "half a step": (steps(6.5), "has the steps"),
@@ -394,3 +394,33 @@ def test_blocks_that_do_not_divide_the_shape_are_refused(stored, tmp_path):
     path.write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match="which do not fit"):
         converted(tmp_path / "c")
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), 10**400, "\x1b[31m" * 999, [[]], {}, True])
+@pytest.mark.parametrize(
+    "name", ["max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "num_steps", "end_wd"]
+)
+def test_schedules_of_any_type_give_a_note_and_no_traceback(name, value, tmp_path):
+    found, more = theirs.tensors(), copy.deepcopy(theirs.TRAINED)
+    more["opt_param_scheduler"][name] = value
+    args = {**theirs.TRAINED_ARGS, "lr_wsd_decay_iters": "x", "global_batch_size": 10**9}
+    theirs.write(tmp_path / "c", {**found, **theirs.optimizer(found)}, args, more=more)
+    notes = converted(tmp_path / "c")[2]
+    assert all(note.isprintable() and len(note) < 500 for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("betas", 1.0), ("betas", [0.9]), ("eps", 10**400), ("step", [1])]
+)
+def test_constants_of_any_type_give_no_traceback(name, value, tmp_path):
+    found, more = theirs.tensors(), copy.deepcopy(theirs.TRAINED)
+    for group in more["optimizer"]["optimizer"]["param_groups"]:
+        group[name] = value
+    theirs.write(
+        tmp_path / "c", {**found, **theirs.optimizer(found)}, theirs.TRAINED_ARGS, more=more
+    )
+    if name == "step":
+        with pytest.raises(CheckpointError, match=r"its optimizer has the steps \[1\]"):
+            converted(tmp_path / "c")
+    else:
+        assert "The schedule is not imported" in converted(tmp_path / "c")[2][1]
