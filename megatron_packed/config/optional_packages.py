@@ -212,8 +212,8 @@ def old_package(name: str) -> tuple[str, str] | None:
 
 @contextmanager
 def required_packages(*, any_version: bool = False) -> Iterator[None]:
-    """Exit with code 2 and one sentence if a required package is too old, or if the block imports
-    one that is absent.
+    """Exit with code 2 and one sentence if a required package is too old, or if an import of
+    the block finds a required package absent.
 
     Args:
         any_version: do not check the versions of packages.

@@ -294,6 +294,7 @@ class StepRecord:
     experts: ExpertFigures | None
     graphs: GraphFigures | None
     offload: OffloadFigures | None
+    # A constant value would only repeat the flag, so its field is left out of the log.
     weight_decay: float | None = None
     """Weight decay of the step; None if it is constant."""
     params_norm: float | None = None

@@ -184,13 +184,16 @@ def _readable(path: str | Path, name: str) -> Iterator[Path]:
             f"{name} is a directory, device or socket, not a file; give a file of prompts, or - for "
             "standard input."
         )
+    # TMPDIR may be small, and a job may be killed at any time, so a name would stay there.
     with TemporaryFile() as copy:
         with sys.stdin.buffer if is_input else open(path, "rb") as source:
+            # One byte more than the limit, so that `_check_size` reports it.
             left = MOST_BYTES + 1
             while left and (block := source.read(min(left, _BLOCK_BYTES))):
                 copy.write(block)
                 left -= len(block)
         copy.flush()
+        # Opening this path gives a new descriptor of the unnamed file, at its first byte.
         yield Path(f"/proc/self/fd/{copy.fileno()}")
 
 

@@ -375,6 +375,7 @@ class TrainStep:
     ) -> None:
         self.reset_sums()
         self.optimizer.set_lr(lr)
+        # Like the rate, it is on the device, because a graph would freeze a number of the host.
         if weight_decay is not None:
             self.optimizer.set_weight_decay(weight_decay)
         # The number is passed as a kernel argument, so no copy from host memory is needed.

@@ -1,4 +1,4 @@
-"""Process of a chat template without jinja2's sandbox, to test the walls behind it."""
+"""Process of a chat template without jinja2's sandbox, to test the system-call filter alone."""
 
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 

@@ -22,8 +22,8 @@ from megatron_packed import __version__
 from megatron_packed.cli.doctor.findings import Finding, State
 from megatron_packed.cli.doctor.machine import machine_findings
 from megatron_packed.cli.doctor.supervise import run_probes
+from megatron_packed.cli.doctor.system_calls import system_call_finding
 from megatron_packed.cli.doctor.verdict import problems_of, verdict
-from megatron_packed.cli.doctor.walls import walls_finding
 from megatron_packed.cli.errors import UsageError
 from megatron_packed.config.kernel_options import OPTION_OF
 from megatron_packed.config.optional_packages import PACKAGES, Package, strangers, version_of
@@ -118,7 +118,7 @@ def examine(seconds: float, *, kernels: bool = True) -> dict[str, list[Finding]]
             *(_package(package, answers, on_gpu) for package in PACKAGES),
         ],
         "kernels": _kernels(answers),
-        "machine": [*gpu, *machine, walls_finding()],
+        "machine": [*gpu, *machine, system_call_finding()],
     }
 
 

@@ -35,7 +35,7 @@ from megatron_packed.data.tokenizers.turn_markers import Messages, find_turn_mar
 
 GENERATION_START, GENERATION_END, BROKEN = "\ufdd0", "\ufdd1", "\ufdd2"
 _OLD_JINJA = old_package("jinja2")
-"""Clause and command about a jinja2 that is too old; read before the walls of the process close.
+"""Clause and command about a jinja2 that is too old; read before the process can no longer open files.
 
 The commands of this package check it at their start, but other programs may render, too.
 """

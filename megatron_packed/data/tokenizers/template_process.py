@@ -176,7 +176,7 @@ _LATE_MODULES = (
     *(f"encodings.{name}" for name in ("ascii", "latin_1", "unicode_escape", "utf_16", "utf_32")),
 )
 """Modules that jinja2 3.1 and markupsafe import only when a template needs them, for example the
-codec of escapes in texts. Behind the walls of the process nothing can be imported.
+codec of escapes in texts. Nothing can be imported after the process is restricted.
 """
 
 

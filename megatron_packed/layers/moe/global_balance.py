@@ -3,7 +3,7 @@
 Letters: L mixture-of-experts layers, E experts, K experts per token.
 
 For micro-batch m of a step, the loss of an E layer on a rank is ``coeff * E / (K N n) * sum_e C_e *
-P_e``. n is the number of real tokens in micro-batch m of all ranks, and N the number in the
+P_e``. Here n is the number of real tokens of all ranks in micro-batch m, and N is their number in the
 micro-batches 1 to m. ``C_e`` is the number of assignments of these N tokens to expert e, so
 ``C_e / (K N)`` is the share of expert e. ``P_e`` is the sum of the expert's probability over the
 tokens of this rank in micro-batch m, so ``P_e / n`` is their mean. Source: arXiv:2501.11873.

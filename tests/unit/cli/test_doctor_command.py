@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_packed.cli.doctor import command, gpu, machine, probe, supervise, walls
+from megatron_packed.cli.doctor import command, gpu, machine, probe, supervise, system_calls
 from megatron_packed.cli.doctor.findings import Finding, State
 from megatron_packed.cli.doctor.supervise import run_probes
 from megatron_packed.cli.main import main
@@ -439,8 +439,8 @@ def test_a_package_below_its_floor_is_a_problem(examined, monkeypatch):
     ("printed", "state"),
     [("", "works"), ("the kernel permits no filter of system calls (Invalid argument)", "absent")],
 )
-def test_the_walls_of_templates_are_reported(examined, monkeypatch, printed, state):
-    monkeypatch.setattr(walls, "_PROGRAM", f"print({printed!r})")
+def test_the_system_call_filter_is_reported(examined, monkeypatch, printed, state):
+    monkeypatch.setattr(system_calls, "_PROGRAM", f"print({printed!r})")
     code, lines = examined(answers())
-    found = lines["walls of templates"]
+    found = lines["system-call filter"]
     assert code == 0 and found["state"] == state and found["detail"] == printed

@@ -291,7 +291,7 @@ def test_every_number_of_a_step_has_a_group() -> None:
     line = replace(
         step_records.record(3, experts=experts, graphs=graphs, offload=offload), num_zeros=3
     )
-    line = replace(line, params_norm=1.0, loss_median=1.0, grad_norm_median=1.0)
+    line = replace(line, params_norm=1.0, weight_decay=1.0, loss_median=1.0, grad_norm_median=1.0)
     listed = {"expert_load", "expert_dropped_by_layer", "plan_hash", "skip_reason", "iteration"}
     assert line.as_dict().keys() - listed - {"skip_reason"} == metric_names.NAMES.keys()
     assert {name.split("/")[0] for name in metric_names.NAMES.values()} == {"train", "perf", "data"}

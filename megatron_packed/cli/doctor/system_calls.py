@@ -1,4 +1,4 @@
-"""Finding about the walls around processes that read files from downloads."""
+"""Finding about the system-call filter of processes that read files of downloads."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import sys
 
 from megatron_packed.cli.doctor.findings import Finding, State
 
-_PROGRAM = (
-    "from megatron_packed.data.tokenizers.process_walls import close_walls; print(close_walls())"
-)
+_PROGRAM = "from megatron_packed.data.tokenizers.system_call_filter import restrict_process; print(restrict_process())"
 
 
-def walls_finding() -> Finding:
-    """Return whether this machine permits the walls of `process_walls`, by closing them in a child."""
-    name = "walls of templates"
+def system_call_finding() -> Finding:
+    """Return whether the kernel permits the filter of `system_call_filter`, by a try in a child."""
+    name = "system-call filter"
     ran = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True)
     reason = ran.stdout.strip()
     if ran.returncode == 0 and not reason:

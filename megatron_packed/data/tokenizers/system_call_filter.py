@@ -1,6 +1,6 @@
-"""Walls around a child process that runs code or reads files from a download: a seccomp filter.
+"""Filter of system calls (seccomp) for a child process that runs code or reads files of a download.
 
-Behind the walls a process can compute, read its standard input and write its standard output and
+With the filter, a process can compute, read its standard input and write its standard output and
 error. It cannot open, list or remove files, start programs or processes, use the network, send
 signals to other processes, or reach their memory. So code that escapes from a sandbox inside Python
 finds nothing to read and no way out, except for the pipe of answers.
@@ -61,7 +61,7 @@ _ALLOWED: dict[str, tuple[int, int]] = {
 """Name of an allowed system call -> its number on x86-64 and on 64-bit Arm."""
 
 
-class _Machine(NamedTuple):
+class _Processor(NamedTuple):
     """Numbers of one processor architecture."""
 
     column: int
@@ -74,8 +74,8 @@ class _Machine(NamedTuple):
 
 
 _MACHINES = {
-    "x86_64": _Machine(0, 0xC000003E, 317, 56, 234),
-    "aarch64": _Machine(1, 0xC00000B7, 277, 220, 131),
+    "x86_64": _Processor(0, 0xC000003E, 317, 56, 234),
+    "aarch64": _Processor(1, 0xC00000B7, 277, 220, 131),
 }
 _CLONE3 = 435
 _CLONE_THREAD = 0x10000
@@ -94,7 +94,7 @@ class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
 
-def close_walls() -> str:
+def restrict_process() -> str:
     """Forbid this process and its threads, until their end, all that the module's text lists.
 
     Environment variables are removed, too, except those that limit threads.
@@ -139,11 +139,11 @@ _KEPT = frozenset(
 """Environment variables that libraries read when they first encode a text."""
 
 
-def _filter(machine: _Machine, process: int) -> list[tuple[int, int, int, int]]:
+def _filter(machine: _Processor, process: int) -> list[tuple[int, int, int, int]]:
     """Return the instructions of the filter: (code, steps if true, steps if false, number).
 
     Args:
-        process: number of this process, the only one that may get signals from it.
+        process: number of this process, the only process that gets signals from it.
     """
     fail = (_RETURN, 0, 0, _FAIL | errno.EPERM)
     allow = (_RETURN, 0, 0, _ALLOW)

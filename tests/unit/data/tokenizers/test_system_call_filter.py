@@ -1,4 +1,4 @@
-"""Templates that try to leave jinja2's sandbox, and the walls of the process without the sandbox."""
+"""Templates that try to leave jinja2's sandbox, and the system-call filter without the sandbox."""
 
 import json
 import struct
@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from megatron_packed.data.errors import BadLine
-from megatron_packed.data.tokenizers import chat_template, process_walls
+from megatron_packed.data.tokenizers import chat_template, system_call_filter
 from megatron_packed.data.tokenizers.chat_template import TemplateError, TemplateRenderer
 from megatron_packed.data.tokenizers.limited_process import LimitedProcess, Limits
 from megatron_packed.data.tokenizers.template_process import TemplateProcess, template_budget
@@ -102,21 +102,21 @@ def unguarded(expression: str) -> str:
         f"{OS}.pidfd_open({OS}.getpid())",
     ],
 )
-def test_behind_the_walls_code_without_a_sandbox_reaches_nothing(act: str) -> None:
+def test_code_without_a_sandbox_reaches_nothing(act: str) -> None:
     assert "PermissionError" in unguarded(act)
 
 
 def test_code_without_a_sandbox_finds_no_environment(monkeypatch) -> None:
     monkeypatch.setenv("LD_LIBRARY_PATH", "/secret")
     found = unguarded(f"{OS}.environ.items() | map('first') | sort | join(' ')")
-    assert set(found.split()) <= process_walls._KEPT
+    assert set(found.split()) <= system_call_filter._KEPT
     assert unguarded("1 + 1") == "2"
 
 
 CHILD = """
 import os, signal, threading
-from megatron_packed.data.tokenizers.process_walls import close_walls
-print(repr(close_walls()), flush=True)
+from megatron_packed.data.tokenizers.system_call_filter import restrict_process
+print(repr(restrict_process()), flush=True)
 started = []
 thread = threading.Thread(target=started.append, args=(1,))
 thread.start(); thread.join()
@@ -132,20 +132,20 @@ def test_threads_and_abort_still_work() -> None:
 
 
 def test_where_the_kernel_refuses_the_reason_is_returned(monkeypatch) -> None:
-    monkeypatch.setattr(process_walls.os, "environ", {})
-    monkeypatch.setattr(process_walls.platform, "machine", lambda: "riscv64")
-    assert process_walls.close_walls() == "no filter of system calls for linux on riscv64"
+    monkeypatch.setattr(system_call_filter.os, "environ", {})
+    monkeypatch.setattr(system_call_filter.platform, "machine", lambda: "riscv64")
+    assert system_call_filter.restrict_process() == "no filter of system calls for linux on riscv64"
 
 
-@pytest.mark.parametrize("machine", process_walls._MACHINES.values())
+@pytest.mark.parametrize("machine", system_call_filter._MACHINES.values())
 def test_filters_have_one_entry_for_each_call(machine) -> None:
     """Each jump of a filter leads to an instruction, and the filter ends with a refusal."""
-    instructions = process_walls._filter(machine, 7)
+    instructions = system_call_filter._filter(machine, 7)
     for place, (code, yes, no, _) in enumerate(instructions):
-        if code != process_walls._RETURN:
+        if code != system_call_filter._RETURN:
             assert place + 1 + max(yes, no) < len(instructions)
-    assert instructions[-1][0] == process_walls._RETURN
-    numbers = [numbers[machine.column] for numbers in process_walls._ALLOWED.values()]
+    assert instructions[-1][0] == system_call_filter._RETURN
+    numbers = [numbers[machine.column] for numbers in system_call_filter._ALLOWED.values()]
     assert len(set(numbers)) == len(numbers)
     assert all(len(struct.pack("=HBBI", *one)) == 8 for one in instructions)
 
