@@ -12,9 +12,10 @@ def main() -> int:
     """Run one command and return its exit code.
 
     Ctrl-C or a missing package ends the command with one sentence, also while modules are imported.
+    `doctor` reports old packages itself.
     """
     try:
-        with required_packages():
+        with required_packages(any_version=sys.argv[1:2] == ["doctor"]):
             from megatron_packed.cli.main import main as run_command
 
             return run_command()

@@ -341,8 +341,8 @@ def _ramp_rules(run: RunConfig) -> Iterator[Problem]:
             given,
             "needs the length of the run and of its schedule in samples, because the samples of a "
             "step change",
-            "give --train-samples, --lr-warmup-samples, --lr-decay-samples and "
-            "--lr-wsd-decay-samples, or --lr-warmup-fraction",
+            "give --train-samples, --lr-warmup-samples, --lr-decay-samples, "
+            "--lr-wsd-decay-samples and --weight-decay-incr-samples, or --lr-warmup-fraction",
         )
     elif samples is not None and run.packing.rampup_batch_size[-1] >= samples:
         yield Problem(

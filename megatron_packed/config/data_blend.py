@@ -7,6 +7,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
+_LARGEST = 1e18
+"""Bound of a weight or proportion; larger ones are slips."""
+_MOST_CHARACTERS = 64
+"""Limit of the characters of a weight, which is computed exactly."""
+
 
 @dataclass(frozen=True)
 class BlendedPaths:
@@ -31,10 +36,10 @@ class BlendedPaths:
         """
         numbers = [_number(word) for word in words]
         weights = [number for number in numbers[::2] if number is not None and number > 0]
-        if len(words) < 2 or numbers[0] is None:
+        if len(words) < 2 or not _spells_number(words[0]):
             return cls(words, None)
         if blend_fault(words):
-            return cls(tuple(word for word, number in zip(words, numbers) if number is None), None)
+            return cls(tuple(word for word in words if not _spells_number(word)), None)
         total = sum(weights, Fraction(0))
         shares = dict.fromkeys(words[1::2], Fraction(0))
         for path, weight in zip(words[1::2], weights):
@@ -44,8 +49,14 @@ class BlendedPaths:
 
 def blend_fault(words: tuple[str, ...]) -> str:
     """Return the problem of the weights of a data path; empty if they are right."""
-    if len(words) < 2 or _number(words[0]) is None:
+    if len(words) < 2 or not _spells_number(words[0]):
         return ""
+    large = [word for word in words[::2] if _spells_number(word) and _number(word) is None]
+    if large:
+        return (
+            f"the weight {large[0][:80]} must be a number below {_LARGEST:g} of at most "
+            f"{_MOST_CHARACTERS} characters (only the ratios of weights count)"
+        )
     weights = [_number(word) for word in words[::2]]
     if len(words) % 2 or None in weights:
         return "either every path or no path must have a weight before it"
@@ -59,18 +70,28 @@ def blend_fault(words: tuple[str, ...]) -> str:
     )
 
 
+def _spells_number(word: str) -> bool:
+    """Return whether a word is a number of any size, also infinity or NaN."""
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
 def _number(word: str) -> Fraction | None:
     """Return the exact number that a word spells, so that shares do not depend on rounding; None
-    for other words.
+    for other words, and for numbers that are too large or too long.
 
     Fractions such as 1/2 are not numbers, as in Megatron.
     """
-    try:
-        return (
-            None if "/" in word or len(word) > 64 or not abs(float(word)) < 1e18 else Fraction(word)
-        )
-    except ValueError:
+    if not _spells_number(word) or len(word) > _MOST_CHARACTERS:
         return None
+    value = float(word)
+    if not abs(value) < _LARGEST:
+        return None
+    # 1e-999999999 is 0 as a float; as an exact fraction it would need gigabytes.
+    return Fraction(word) if value else Fraction(0)
 
 
 def split_shares(text: str) -> tuple[Fraction, Fraction, Fraction] | None:

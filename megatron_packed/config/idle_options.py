@@ -35,7 +35,8 @@ _STEP_OPTIONS = (
         "optim",
         "min_lr lr_decay_style lr_decay_iters lr_decay_samples lr_warmup_iters lr_warmup_samples "
         "lr_warmup_fraction lr_warmup_init lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style weight_decay "
-        "clip_grad adam_beta1 adam_beta2 adam_eps",
+        "weight_decay_incr_style start_weight_decay end_weight_decay weight_decay_incr_iters "
+        "weight_decay_incr_samples clip_grad adam_beta1 adam_beta2 adam_eps",
     ),
     *keys_in(
         "training",
@@ -145,6 +146,16 @@ IDLE: tuple[Idle, ...] = (
         "--lr-decay-style is not WSD",
         lambda run, _: run.optim.lr_decay_style != "WSD",
         keys_in("optim", "lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style"),
+    ),
+    Idle(
+        "--weight-decay-incr-style is constant",
+        lambda run, _: not run.optim.weight_decay_changes,
+        keys_in("optim", "weight_decay_incr_iters weight_decay_incr_samples"),
+    ),
+    Idle(
+        "the weight decay rises from --start-weight-decay to --end-weight-decay",
+        lambda run, _: run.optim.weight_decay_changes,
+        ("optim.weight_decay",),
     ),
     Idle("the run has no warm-up", lambda run, _: not run.warmup_iters, ("optim.lr_warmup_init",)),
     Idle(

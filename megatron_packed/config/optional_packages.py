@@ -22,29 +22,64 @@ class Package:
     module: str
     """Module that is imported to test the package."""
     use: str
+    floor: str = ""
+    """Oldest version that may be used, as in setup.cfg; empty if any version may be used."""
     install: str = ""
-    """Install command; ``pip install NAME`` when empty."""
+    """Install command; ``pip install`` with name and floor when empty."""
     required: bool = False
     kernels: tuple[str, ...] = ()
     """Backends that need the package, as ``op.backend`` of `ops.backend_dispatch`."""
 
     @property
     def command(self) -> str:
-        return self.install or f"pip install {self.name}"
+        wanted = f"'{self.name}>={self.floor}'" if self.floor else self.name
+        return self.install or f"pip install {wanted}"
+
+    def too_old(self) -> str:
+        """Return a clause about an installed version below the floor; empty if there is none."""
+        version = version_of(self.name)
+        if not self.floor or version is None or _numbers(version) >= _numbers(self.floor):
+            return ""
+        return f"{self.name} {version}, which is older than {self.floor}"
 
 
 _BUILD = "MAX_JOBS=8 pip install --no-build-isolation"
 """Command prefix that builds a package against the installed torch (no build isolation)."""
 
 PACKAGES = (
-    Package(name="torch", module="torch", use="everything", required=True),
-    Package(name="numpy", module="numpy", use="data and packing", required=True),
-    Package(name="tokenizers", module="tokenizers", use="tokenizer.json", required=True),
-    Package(name="jinja2", module="jinja2", use="chat templates", required=True),
-    Package(name="pyyaml", module="yaml", use="--config", required=True),
-    Package(name="google-crc32c", module="google_crc32c", use="checksums", required=True),
-    Package(name="rich", module="rich", use="the console", required=True),
-    Package(name="matplotlib", module="matplotlib", use="curves of reports", required=True),
+    Package(name="torch", module="torch", use="everything", floor="2.11", required=True),
+    # The oldest with wheels for Python 3.12.
+    Package(name="numpy", module="numpy", use="data and packing", floor="1.26", required=True),
+    # Older versions do not read the pairs of merges that tokenizer.json has since 0.20.
+    Package(
+        name="tokenizers",
+        module="tokenizers",
+        use="tokenizer.json",
+        floor="0.20",
+        required=True,
+    ),
+    # Templates leave the sandbox of older versions: CVE-2024-56326, CVE-2025-27516.
+    Package(name="jinja2", module="jinja2", use="chat templates", floor="3.1.6", required=True),
+    # The oldest with wheels for Python 3.12; 6.0 no longer builds.
+    Package(name="pyyaml", module="yaml", use="--config", floor="6.0.1", required=True),
+    # The oldest with compiled wheels for Python 3.12; without them, checksums are computed in Python.
+    Package(
+        name="google-crc32c",
+        module="google_crc32c",
+        use="checksums",
+        floor="1.6",
+        required=True,
+    ),
+    # The oldest with which the tests pass.
+    Package(name="rich", module="rich", use="the console", floor="13.0", required=True),
+    # The oldest that works with numpy 2.
+    Package(
+        name="matplotlib",
+        module="matplotlib",
+        use="curves of reports",
+        floor="3.9",
+        required=True,
+    ),
     Package(
         name="triton",
         module="triton",
@@ -110,6 +145,7 @@ PACKAGES = (
         name="causal-conv1d",
         module="causal_conv1d",
         use="the convolution of Mamba layers and gated delta nets",
+        floor="1.6",
         install=f"{_BUILD} 'causal-conv1d>=1.6'",
         kernels=("causal_conv1d.causal_conv1d",),
     ),
@@ -128,19 +164,25 @@ PACKAGES = (
         install="APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation git+https://github.com/NVIDIA/apex",
     ),
     Package(name="nvidia-ml-py", module="pynvml", use="driver, clocks and temperature"),
-    Package(name="pyarrow", module="pyarrow", use="Parquet, Hugging Face data sets on disk, zstd"),
+    # A file runs code in older versions: CVE-2023-47248.
+    Package(
+        name="pyarrow",
+        module="pyarrow",
+        use="Parquet, Hugging Face data sets on disk, zstd",
+        floor="14.0.1",
+    ),
     Package(name="huggingface_hub", module="huggingface_hub", use="hf:// paths"),
     Package(
         name="tiktoken",
         module="tiktoken",
         use="--tokenizer-type TikTokenizer",
-        install="pip install 'tiktoken>=0.9'",
+        floor="0.9",
     ),
     Package(
         name="sentencepiece",
         module="sentencepiece",
         use="--tokenizer-type SentencePieceTokenizer",
-        install="pip install 'sentencepiece>=0.2.3'",
+        floor="0.2.3",
     ),
     Package(name="tensorboard", module="tensorboard", use="--tensorboard-dir"),
     Package(name="wandb", module="wandb", use="--wandb-project"),
@@ -153,14 +195,41 @@ def package_of_kernel(op: str, backend: str) -> Package | None:
     return next((package for package in PACKAGES if f"{op}.{backend}" in package.kernels), None)
 
 
-@contextmanager
-def required_packages() -> Iterator[None]:
-    """Exit with code 2 and one sentence if the block imports a required package that is absent.
+def _numbers(version: str) -> tuple[int, ...]:
+    """Return the leading numbers of a version, for example (2, 11, 0) for ``2.11.0a0+git``."""
+    found = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(map(int, found.group().split("."))) if found else ()
 
+
+def old_package(name: str) -> tuple[str, str] | None:
+    """Return a clause about an installed package that is older than its floor, and the command that
+    helps; None if it is absent or new enough.
+    """
+    package = next(one for one in PACKAGES if one.name == name)
+    old = package.too_old()
+    return (old, package.command) if old else None
+
+
+@contextmanager
+def required_packages(*, any_version: bool = False) -> Iterator[None]:
+    """Exit with code 2 and one sentence if a required package is too old, or if an import of
+    the block finds a required package absent.
+
+    Args:
+        any_version: do not check the versions of packages.
     Raises:
         ModuleNotFoundError: another module is absent.
-        SystemExit: a required package is absent.
+        SystemExit: a required package is absent or too old.
     """
+    old = [one for one in PACKAGES if one.required and not any_version and one.too_old()]
+    if old:
+        wanted = " ".join(f"'{one.name}>={one.floor}'" for one in old)
+        print(
+            f"{sys.executable} has {', and '.join(one.too_old() for one in old)}; "
+            f"run pip install {wanted}.",
+            file=sys.stderr,
+        )
+        raise SystemExit(2)
     try:
         yield
     except ModuleNotFoundError as error:

@@ -28,7 +28,7 @@ from megatron_packed.config.hub_paths import (
     is_hub_name,
     is_hub_path,
 )
-from megatron_packed.config.optional_packages import is_installed
+from megatron_packed.config.optional_packages import is_installed, old_package
 from megatron_packed.config.parser.flag_registry import every_field
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.section import Sound
@@ -205,7 +205,8 @@ def _libraries(names: Sequence[str]) -> tuple[str, str] | None:
 
 def _pyarrow() -> tuple[str, str] | None:
     if is_installed("pyarrow"):
-        return None
+        old = old_package("pyarrow")
+        return None if old is None else (f"would be read by {old[0]}", old[1])
     return (
         "needs pyarrow, which is not installed",
         "pip install 'megatron-packed[data]', or give the data as JSONL",

@@ -8,13 +8,17 @@ from typing import Any
 
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.section import section_fields
-from megatron_packed.config.sections.optim import RATE, OptimizerConfig
+from megatron_packed.config.sections.optim import (
+    DECAY,
+    ENDS_WITH_RUN,
+    RATE,
+    SAMPLE_UNITS,
+    OptimizerConfig,
+)
 from megatron_packed.config.serialise import as_given
 
 _SCHEDULE = tuple(
-    about
-    for about in section_fields(OptimizerConfig)
-    if about.option.group == RATE or about.name == "weight_decay"
+    about for about in section_fields(OptimizerConfig) if about.option.group in (RATE, DECAY)
 )
 
 
@@ -32,14 +36,23 @@ def takes_schedule(config: RunConfig) -> bool:
 def stored_schedule(stored: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return the schedule options in the configuration of a checkpoint.
 
-    A decay that ended with the checkpoint's run gets that run's length.
+    A change that ended with the checkpoint's run gets that run's length. In a checkpoint from before
+    there was a rise of the weight decay, the weight decay is constant.
     """
     optim, training = stored["optim"], stored["training"]
-    schedule = {about.name: optim[about.name] for about in _SCHEDULE if about.name in optim}
-    if not schedule.get("lr_decay_iters") and not schedule.get("lr_decay_samples"):
-        samples = training.get("train_samples")
-        schedule["lr_decay_samples"] = samples
-        schedule["lr_decay_iters"] = training["train_iters"] if samples is None else None
+    schedule = {
+        about.name: optim.get(about.name, about.default)
+        for about in _SCHEDULE
+        if about.name in optim or about.option.group == DECAY
+    }
+    samples = training.get("train_samples")
+    for iters in ENDS_WITH_RUN:
+        constant = iters == "weight_decay_incr_iters" and (
+            schedule["weight_decay_incr_style"] == "constant"
+        )
+        if not constant and not schedule.get(iters) and not schedule.get(SAMPLE_UNITS[iters]):
+            schedule[SAMPLE_UNITS[iters]] = samples
+            schedule[iters] = training["train_iters"] if samples is None else None
     return schedule
 
 

@@ -20,7 +20,7 @@ from megatron_packed.config.sections.logging import LoggingConfig
 from megatron_packed.config.sections.memory import MemoryConfig
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.sections.model_parts.experts import MEASURE
-from megatron_packed.config.sections.optim import SAMPLE_UNITS, OptimizerConfig
+from megatron_packed.config.sections.optim import ENDS_WITH_RUN, SAMPLE_UNITS, OptimizerConfig
 from megatron_packed.config.sections.packing import (
     PackingConfig,
     default_overlong_policy,
@@ -124,12 +124,17 @@ class RunConfig:
         """Iteration at which the decay of the learning rate ends. It may be fractional if it was
         given in samples.
         """
-        if (decay := self._schedule_length("lr_decay_iters")) is not None:
-            return decay
+        return self._schedule_length("lr_decay_iters") or self._length_of_run()
+
+    @property
+    def weight_decay_incr_iters(self) -> float:
+        """Iteration at which the weight decay ends to rise; see `decay_iters`."""
+        return self._schedule_length("weight_decay_incr_iters") or self._length_of_run()
+
+    def _length_of_run(self) -> float:
+        """Return the length of the run in full batches."""
         samples = self.training.train_samples
-        return (
-            self.last_iteration() if samples is None else samples / self.packing.global_batch_size
-        )
+        return self.last_iteration() if samples is None else self.full_batches(samples)
 
     @property
     def warmup_iters(self) -> float:
@@ -149,22 +154,33 @@ class RunConfig:
         """
         samples: int | None = getattr(self.optim, SAMPLE_UNITS[name])
         iters: int | None = getattr(self.optim, name)
-        return samples / self.packing.global_batch_size if samples else iters
+        return self.full_batches(samples) if samples else iters
+
+    def full_batches(self, samples: int) -> float:
+        """Return a number of samples in batches of ``--global-batch-size``."""
+        return samples / self.packing.global_batch_size
 
     @property
     def schedule_units(self) -> set[str]:
-        """Units in which lengths of the learning-rate schedule are given: ``iters``, ``samples`` or
-        both.
+        """Units in which lengths of the schedules of learning rate and weight decay are given:
+        ``iters``, ``samples`` or both.
         """
-        used = [
-            name
-            for name in SAMPLE_UNITS
-            if name != "lr_wsd_decay_iters" or self.optim.lr_decay_style == "WSD"
-        ]
-        names = (name for iters in used for name in (iters, SAMPLE_UNITS[iters]))
-        units = {name.rpartition("_")[2] for name in names if getattr(self.optim, name)}
-        if not self.optim.lr_decay_iters and not self.optim.lr_decay_samples:
-            units.add("iters" if self.training.train_samples is None else "samples")
+        optim = self.optim
+        unused = {
+            "lr_wsd_decay_iters": optim.lr_decay_style != "WSD",
+            "weight_decay_incr_iters": not optim.weight_decay_changes,
+        }
+        of_run = "iters" if self.training.train_samples is None else "samples"
+        units = set()
+        for iters, samples in SAMPLE_UNITS.items():
+            if unused.get(iters):
+                continue
+            if getattr(optim, samples):
+                units.add("samples")
+            elif getattr(optim, iters):
+                units.add("iters")
+            elif iters in ENDS_WITH_RUN:
+                units.add(of_run)
         return units
 
     def last_iteration(self, ahead: int | None = None) -> int:

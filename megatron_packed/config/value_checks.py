@@ -56,7 +56,10 @@ def _check_one(described: Field, value: Any) -> tuple[Any, Problem | None]:
     if limits.word and value == limits.word:
         return value, None
     if kind.base is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+        try:
+            value = float(value)
+        except OverflowError:  # a file may have a whole number with hundreds of digits
+            value = math.inf if value > 0 else -math.inf
     shown = str(value) if kind.base in (int, float) else repr(value)
     if not isinstance(value, kind.base) or (isinstance(value, bool) and kind.base is not bool):
         return value, Problem(

@@ -1,4 +1,4 @@
-"""Distributed optimizer, gradient clipping, learning-rate schedule and detection of loss spikes."""
+"""Distributed optimizer, gradient clipping, schedules and detection of loss spikes."""
 
 from typing import TYPE_CHECKING
 
@@ -8,6 +8,9 @@ if TYPE_CHECKING:
     from megatron_packed.optim.lr_schedule import Schedule as Schedule
     from megatron_packed.optim.optimizer import Optimizer as Optimizer
     from megatron_packed.optim.spikes import SpikeDetector as SpikeDetector
+    from megatron_packed.optim.weight_decay_schedule import (
+        WeightDecaySchedule as WeightDecaySchedule,
+    )
 else:
     __all__, __getattr__, __dir__ = lazy_exports(
         __name__,
@@ -15,5 +18,6 @@ else:
             "lr_schedule": ["Schedule"],
             "optimizer": ["Optimizer"],
             "spikes": ["SpikeDetector"],
+            "weight_decay_schedule": ["WeightDecaySchedule"],
         },
     )

@@ -12,6 +12,12 @@ torch and Megatron)::
 of a non-finite gradient one step late, and the weights are still valid then. Learning rate, step
 and flag are device tensors, so one captured graph works for every step. An implementation that
 cannot read them on the device is refused.
+
+[Note: weight decay on the device]
+The kernels take the weight decay as a number of the host, which a graph would freeze. A weight decay
+that changes between steps is therefore a device tensor. `kernel_decay` then applies it to the
+parameters, and the kernel gets 0. This reads and writes the masters once more, so a constant weight
+decay stays an argument of the kernel.
 """
 
 from __future__ import annotations
@@ -42,7 +48,8 @@ class AdamWInputs:
 class Slices:
     """Lists of float32 1-D tensors with one weight decay; the i-th tensors have equal lengths."""
 
-    weight_decay: float
+    weight_decay: float | Tensor
+    """A 0-d float32 tensor if it changes between steps. See [Note: weight decay on the device]."""
     params: Sequence[Tensor]
     """Master weights, updated in place."""
     grads: Sequence[Tensor]
@@ -99,6 +106,22 @@ def check_constants(beta1: float, beta2: float, eps: float, weight_decay: float)
         raise ValueError(f"weight_decay ({weight_decay}) must not be negative.")
 
 
+def kernel_decay(group: Slices, control: Control) -> float:
+    """Return the weight decay for a kernel that takes a number.
+
+    A weight decay on the device is applied to the parameters, and the result is 0.
+    See [Note: weight decay on the device].
+    """
+    if not isinstance(group.weight_decay, Tensor):
+        return group.weight_decay
+    kept = 1 - control.lr * group.weight_decay
+    # In a skipped step the factor is 1, which changes no bit.
+    factor = torch.where(control.skip.bool(), torch.ones_like(kept), kept)
+    for param in group.params:
+        param.mul_(factor)
+    return 0.0
+
+
 class TorchFused:
     """Implementation by torch's fused kernel, CPU and CUDA.
 
@@ -140,7 +163,7 @@ class TorchFused:
                 lr=control.lr,
                 beta1=control.beta1,
                 beta2=control.beta2,
-                weight_decay=group.weight_decay,
+                weight_decay=kernel_decay(group, control),
                 eps=control.eps,
                 amsgrad=False,
                 maximize=False,
@@ -175,7 +198,7 @@ def _update(
     grad: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
-    weight_decay: float,
+    weight_decay: float | Tensor,
     control: Control,
 ) -> None:
     beta1, beta2 = control.beta1, control.beta2

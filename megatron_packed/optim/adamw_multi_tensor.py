@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from megatron_packed.optim.adamw import AdamWInputs, Control, Slices
+from megatron_packed.optim.adamw import AdamWInputs, Control, Slices, kernel_decay
 
 _DECOUPLED_WEIGHT_DECAY = 1
 _BIAS_CORRECTION = 1
@@ -47,6 +47,7 @@ def launch(
     divisor = control.grad_divisor
     inv_scale = torch.ones_like(lr) if divisor is None else divisor.reciprocal().reshape(1)
     for group in slices:
+        weight_decay = kernel_decay(group, control)
         apply(
             kernel,
             noop_flag,
@@ -58,7 +59,7 @@ def launch(
             step,
             _DECOUPLED_WEIGHT_DECAY,
             _BIAS_CORRECTION,
-            group.weight_decay,
+            weight_decay,
             inv_scale,
         )
 

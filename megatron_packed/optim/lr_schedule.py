@@ -1,7 +1,7 @@
 """Learning-rate schedule, computed on the host by Megatron's formulas.
 
 Steps are counted from 0: ``at(k)`` is the rate of the optimizer step that follows k finished steps.
-So with a warm-up, the first step runs at ``warmup_init``, as in Megatron. Weight decay is constant.
+So with a warm-up, the first step runs at ``warmup_init``, as in Megatron.
 """
 
 from __future__ import annotations
@@ -104,9 +104,7 @@ class Schedule:
             warmup_init=config.lr_warmup_init,
             wsd_decay_steps=run.wsd_decay_iters,
             wsd_decay_style=config.lr_wsd_decay_style,
-            ahead=ahead / run.packing.global_batch_size
-            if run.schedule_units == {"samples"}
-            else 0.0,
+            ahead=run.full_batches(ahead) if run.schedule_units == {"samples"} else 0.0,
         )
 
     def at(self, step: float) -> float:

@@ -69,6 +69,7 @@ class Optimizer:
             before ``step``.
         beta1, beta2, eps, weight_decay: constants of AdamW (``adamw.py``); parameters marked
             ``no_weight_decay`` have no weight decay.
+        weight_decay_changes: the weight decay differs between steps (``set_weight_decay``).
         clip_grad: largest global norm; 0 or less disables clipping.
         norm_group: ranks that together hold every gradient; by default the owners of ``buffers``.
         copies: part of ``buffers`` -> number of ranks of ``norm_group`` that own the same elements;
@@ -94,6 +95,7 @@ class Optimizer:
         beta2: float = 0.999,
         eps: float = 1e-8,
         weight_decay: float = 0.01,
+        weight_decay_changes: bool = False,
         clip_grad: float = 1.0,
         norm_group: dist.ProcessGroup | None = None,
         copies: Mapping[BufferPart, int] | None = None,
@@ -123,6 +125,8 @@ class Optimizer:
         """First moments of the elements that this rank owns, one bucket after the other."""
         self.exp_avg_sq = torch.zeros(numel, dtype=buffers.grads.dtype, device=device)
         self.lr = torch.zeros((), dtype=torch.float32, device=device)
+        self.weight_decay = torch.full((), weight_decay, dtype=torch.float32, device=device)
+        """Weight decay on the device, used if it changes. See [Note: weight decay on the device]."""
         self.steps = torch.zeros((), dtype=torch.float32, device=device)
         """Number of applied steps; skipped steps are not counted."""
         gradients, masters = self._counted(copies or {}, counted_elsewhere)
@@ -136,7 +140,9 @@ class Optimizer:
             device=device,
         )
         self._stats = self._make_stats()
-        self._slices = self._slices_by_decay(weight_decay)
+        self._slices = self._slices_by_decay(
+            self.weight_decay if weight_decay_changes else weight_decay
+        )
         self.reset_masters()
 
     @classmethod
@@ -159,6 +165,7 @@ class Optimizer:
             beta2=config.adam_beta2,
             eps=config.adam_eps,
             weight_decay=config.weight_decay,
+            weight_decay_changes=config.weight_decay_changes,
             clip_grad=config.clip_grad,
             norm_group=norm_group,
             copies=copies,
@@ -203,7 +210,7 @@ class Optimizer:
             spikes=torch.zeros(len(WATCHED), device=device) if spikes is None else spikes.medians,
         )
 
-    def _slices_by_decay(self, weight_decay: float) -> list[Slices]:
+    def _slices_by_decay(self, weight_decay: float | Tensor) -> list[Slices]:
         """Return the slices that this rank updates: with weight decay, and without weight decay."""
         ranges = self.buffers.owned_ranges()
         return [
@@ -220,6 +227,13 @@ class Optimizer:
         Do not call it inside a capture, because a graph would freeze the value.
         """
         self.lr.fill_(lr)  # the value is a kernel argument, so no copy from host memory is needed
+
+    def set_weight_decay(self, weight_decay: float) -> None:
+        """Write the weight decay of the next step to the device, as `set_lr` does.
+
+        Only an optimizer with ``weight_decay_changes`` reads it.
+        """
+        self.weight_decay.fill_(weight_decay)
 
     @torch.no_grad()
     def step(
@@ -375,7 +389,7 @@ class Optimizer:
         shift = self._state_base[bucket] - self._owned[bucket][0]
         return slice(start + shift, end + shift)
 
-    def _slices_of(self, ranges: list[FlatRange], weight_decay: float) -> Slices:
+    def _slices_of(self, ranges: list[FlatRange], weight_decay: float | Tensor) -> Slices:
         pieces = [
             (item.bucket, start, min(start + MAX_SLICE_ELEMENTS, item.end))
             for item in ranges

@@ -153,6 +153,7 @@ PANELS = (
     Panel("MFU", "% of the dense bf16 peak", (Curve("mfu", scale=100),)),
     Panel("Gradient norm", "before clipping", (Curve("grad_norm"),), smooth=True, cut=True),
     Panel("Learning rate", "", (Curve("learning_rate"),)),
+    Panel("Weight decay", "", (Curve("weight_decay"),)),
     Panel(
         "Pack fill", "% of slots with a real token", (Curve("pack_fill", scale=100),), high=100.0
     ),

@@ -324,6 +324,6 @@ class CheckpointRefusals:
             f"was trained with another --global-batch-size{f' ({changed})' if changed else ''}. The learning "
             "rate schedule has lengths in iterations and lengths in samples, which no longer agree. Give all lengths "
             "in samples (--train-samples or --train-epochs, --lr-decay-samples, --lr-warmup-samples, "
-            "--lr-wsd-decay-samples), or all in iterations"
+            "--lr-wsd-decay-samples, --weight-decay-incr-samples), or all in iterations"
             f"{', or restore the batch size' if changed else ''}"
         )

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from megatron_packed.checkpoint.errors import printable
 from megatron_packed.config.sections.logging import LoggingConfig
 from megatron_packed.training.metric_names import answers_text, samples_of, tracked
 
@@ -27,6 +28,8 @@ QUEUED_RECORDS = 10_000
 """Largest number of records that wait to be sent; further records are dropped."""
 CLOSE_SECONDS, CLOSE_SECONDS_AFTER_FAILURE = 30.0, 3.0
 """Longest time, in seconds, that the end of a run waits for queued records to be sent."""
+_MOST_SHOWN = 1000
+"""Limit of the characters of a service's answer that are printed."""
 _PARAM_LENGTH, _TAG_LENGTH = 500, 5000
 """Most characters of a parameter and of a tag that every version of MLflow accepts."""
 
@@ -103,14 +106,15 @@ class TrackerWriter:
 
     def _work(self) -> None:
         try:
-            self._say(f"{self._service.name}: {self._service.start()}")
+            self._say(f"{self._service.name}: {printable(self._service.start(), _MOST_SHOWN)}")
             for records in self._batches():
                 self._service.log(records)
             self._service.finish(failed=self._failed)
         except Exception as error:
             if not self._gave_up:
                 self._gave_up = True
-                what = str(error).strip() or type(error).__name__
+                # A service may answer with a page of any length.
+                what = printable(str(error).strip() or type(error).__name__, _MOST_SHOWN)
                 self._warn(f"{self._service.name}: {what.rstrip('.')}; the run goes on without it.")
 
     def _batches(self) -> Iterator[list[Record]]:

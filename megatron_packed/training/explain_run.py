@@ -184,7 +184,7 @@ class PlannedRun:
         )
 
     def _course(self) -> str:
-        return " ".join([*self._length(), self._rate(), *self._events()])
+        return " ".join([*self._length(), self._rate(), *self._weight_decay(), *self._events()])
 
     def _length(self) -> Iterator[str]:
         training, lengths = self.config.training, self.known.lengths
@@ -224,6 +224,22 @@ class PlannedRun:
         begin = "" if warmup else f" from {optim.lr:g}"
         style = f"({optim.lr_decay_style})"
         return f"The learning rate {rises}falls{begin} to {optim.min_lr:g} by {end} {style}."
+
+    def _weight_decay(self) -> Iterator[str]:
+        """Yield the course of the weight decay, if it changes."""
+        config, optim = self.config, self.config.optim
+        if not optim.weight_decay_changes:
+            return
+        given = optim.weight_decay_incr_iters or optim.weight_decay_incr_samples
+        end = "the end"
+        if given and self._samples():
+            end = self._length_of(config.weight_decay_incr_iters)
+        elif given:
+            end = f"step {config.weight_decay_incr_iters:,.0f}"
+        yield (
+            f"The weight decay rises from {optim.start_weight_decay:g} to {optim.end_weight_decay:g} "
+            f"by {end} ({optim.weight_decay_incr_style})."
+        )
 
     def _samples(self) -> float:
         """Return the samples of a run whose batch grows, in full batches; otherwise 0."""

@@ -15,6 +15,7 @@ _TRAIN = (
     "aux_loss",
     "grad_norm",
     "learning_rate",
+    "weight_decay",
     "params_norm",
     "num_zeros",
     "skipped",

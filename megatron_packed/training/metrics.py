@@ -94,6 +94,7 @@ _WHERE_THERE_IS_ONE = (
     "expert_peer_load",
     "expert_peer_bound",
     "expert_repeats",
+    "weight_decay",
     "params_norm",
     "num_zeros",
     "skip_reason",
@@ -244,6 +245,8 @@ class StepFacts:
     epoch: int
     flops: float
     plan_hash: str
+    weight_decay: float | None = None
+    """Weight decay of the step, if it changes between steps; otherwise None."""
     dp_imbalance: float = 1.0
     """Estimated work of the busiest data-parallel rank, divided by the mean of all ranks."""
     data_wait_ms: float = 0.0
@@ -291,6 +294,9 @@ class StepRecord:
     experts: ExpertFigures | None
     graphs: GraphFigures | None
     offload: OffloadFigures | None
+    # A constant value would only repeat the flag, so its field is left out of the log.
+    weight_decay: float | None = None
+    """Weight decay of the step; None if it is constant."""
     params_norm: float | None = None
     """Norm of the parameters after the step; None without ``--log-params-norm``."""
     num_zeros: int | None = None
@@ -354,6 +360,7 @@ def step_record(
         aux_loss=aux_loss,
         grad_norm=grad_norm,
         learning_rate=facts.learning_rate,
+        weight_decay=facts.weight_decay,
         step_time_ms=seconds * 1e3,
         real_tokens=facts.real_tokens,
         target_tokens=facts.target_tokens,

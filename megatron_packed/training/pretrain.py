@@ -27,6 +27,7 @@ from megatron_packed.distributed.hang_detection import HangDetector
 from megatron_packed.distributed.rng import seed_all
 from megatron_packed.models.flops import FlopCounter
 from megatron_packed.optim.lr_schedule import Schedule
+from megatron_packed.optim.weight_decay_schedule import WeightDecaySchedule
 from megatron_packed.training.build_graphs import (
     build_graphs,
     capture_graphs,
@@ -339,6 +340,7 @@ def _build_trainer(
         step=job.step,
         state=state,
         schedule=Schedule.from_config(config, ahead),
+        weight_decay=WeightDecaySchedule.from_config(config, ahead),
         last_iteration=last,
         data=data,
         flops=FlopCounter(config.model, data.vocab_size),

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-import shutil
+import os
+import stat
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import TemporaryFile
 from typing import Any, NamedTuple
 
 from megatron_packed.config.data_fields import LABEL, DataFields
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.data_parts.tokenizer import TOKENS
 from megatron_packed.data.errors import REASONS, BadLine, DataError
+from megatron_packed.data.sources.compression import Blocks
 from megatron_packed.data.sources.jsonl_lines import LineReader, RawLine
 from megatron_packed.data.sources.line_fields import has_field, renamed
 from megatron_packed.data.sources.line_schema import (
@@ -40,6 +42,12 @@ from megatron_packed.data.tokenizers.encode import (
 
 STANDARD_INPUT = "-"
 """Name of a file of prompts that stands for standard input."""
+MOST_BYTES = 2**28
+"""Limit of the bytes of a file of prompts, decompressed. All prompts are held in memory."""
+MOST_PROMPTS = 1_000_000
+"""Limit of the prompts of a file."""
+_SPLIT = "split the prompts into several files"
+_BLOCK_BYTES = 2**20
 _ASKING = ("system", "user", "human", "tool", "function", "function_response", "observation")
 """Roles of a last message that the model answers."""
 _NO_ANSWER = "..."
@@ -87,7 +95,8 @@ def read_prompts(path: str | Path, fields: DataFields | None = None) -> list[Giv
         path: a file, plain or compressed, or ``-`` for standard input.
         fields: names of the fields of lines of training data, from ``--data-fields``.
     Raises:
-        DataError: the file cannot be read, has no prompt, or has an unusable line.
+        DataError: the file cannot be read, is no file, has no prompt, has an unusable line, or
+            exceeds `MOST_BYTES` or `MOST_PROMPTS`.
     """
     name = "standard input" if str(path) == STANDARD_INPUT else str(path)
     try:
@@ -151,29 +160,60 @@ def texts(prompts: Sequence[str], name: str = "the prompt") -> list[GivenPrompt]
 
 
 def _lines(path: str | Path, name: str) -> Iterator[RawLine]:
-    with _readable(path) as file:
+    with _readable(path, name) as file:
+        _check_size(file, name)
+        found = 0
         for line in LineReader(file):
             if line.reason is not None:
                 raise _not_a_prompt(f"{name}, {line.kind} {line.number}", BadLine(line.reason))
-            if not line.is_blank:
-                yield line
+            if line.is_blank:
+                continue
+            found += 1
+            if found > MOST_PROMPTS:
+                raise DataError(f"{name} has more than {MOST_PROMPTS:,} prompts; {_SPLIT}.")
+            yield line
 
 
 @contextmanager
-def _readable(path: str | Path) -> Iterator[Path]:
+def _readable(path: str | Path, name: str) -> Iterator[Path]:
     """Yield a file with the content of ``path``: a copy of standard input or of a pipe.
 
-    A reader opens a file more than once, which a pipe does not permit.
+    A reader opens a file more than once, which a pipe does not permit. The copy has no name in a
+    folder, so the kernel removes it even if this process is killed.
     """
     is_input = str(path) == STANDARD_INPUT
-    if not is_input and not Path(path).is_fifo():
+    mode = stat.S_IFIFO if is_input else os.stat(path).st_mode
+    if stat.S_ISREG(mode):
         yield Path(path)
         return
-    with NamedTemporaryFile() as copy:
+    if not is_input and not stat.S_ISFIFO(mode):
+        raise DataError(
+            f"{name} is a directory, device or socket, not a file; give a file of prompts, or - for "
+            "standard input."
+        )
+    # TMPDIR may be small, and a job may be killed at any time, so a name would stay there.
+    with TemporaryFile() as copy:
         with sys.stdin.buffer if is_input else open(path, "rb") as source:
-            shutil.copyfileobj(source, copy)
+            # One byte more than the limit, so that `_check_size` reports it.
+            left = MOST_BYTES + 1
+            while left and (block := source.read(min(left, _BLOCK_BYTES))):
+                copy.write(block)
+                left -= len(block)
         copy.flush()
-        yield Path(copy.name)
+        # Opening this path gives a new descriptor of the unnamed file, at its first byte.
+        yield Path(f"/proc/self/fd/{copy.fileno()}")
+
+
+def _check_size(file: Path, name: str) -> None:
+    """Check that a file, decompressed, has at most `MOST_BYTES` bytes.
+
+    The reader of lines does not return before the end of a line, however long it is.
+    """
+    size = 0
+    for block in Blocks(file):
+        size += len(block)
+        if size > MOST_BYTES:
+            raise DataError(f"{name} has more than {MOST_BYTES >> 20} MiB of prompts; {_SPLIT}.")
 
 
 def _not_a_prompt(where: str, bad: BadLine) -> DataError:

@@ -18,6 +18,7 @@ from megatron_packed.distributed.rng import RngState
 from megatron_packed.memory.offload_figures import OffloadFigures
 from megatron_packed.models.flops import FlopCounter
 from megatron_packed.optim.lr_schedule import Schedule
+from megatron_packed.optim.weight_decay_schedule import WeightDecaySchedule
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.checkpoint_metadata import RunProgress
 from megatron_packed.training.console import Console
@@ -48,6 +49,7 @@ class StepQueue:
     progress: RunProgress
     """Progress of the run, advanced whenever a step is queued."""
     schedule: Schedule
+    weight_decay: WeightDecaySchedule
     train: Stream
     flops: FlopCounter
     console: Console
@@ -101,10 +103,7 @@ class StepQueue:
         """Queue one step, and return the previous step, whose metrics have arrived."""
         progress = self.progress
         self.watch.step = progress.iteration + 1
-        # The host counts all steps. The device's count leaves out skipped steps, but the learning
-        # rate advances with them, too.
-        lr = self.schedule.at(self._plan.full_steps_before(progress.iteration))
-        facts = self._facts(progress.iteration, lr)
+        facts = self._facts(progress.iteration)
         begun = time.perf_counter()
         micro_batches = self._micro_batches(progress.iteration)
         facts = replace(facts, data_wait_ms=1e3 * (time.perf_counter() - begun))
@@ -115,7 +114,8 @@ class StepQueue:
         self._queued[facts.iteration] = _Queued(micro_batches, self._rng())
         self.step(
             micro_batches,
-            lr,
+            facts.learning_rate,
+            weight_decay=facts.weight_decay,
             stop_requested=self.stop_requested(),
             checks=self.checks(facts.iteration),
         )
@@ -165,15 +165,20 @@ class StepQueue:
                 f"CUDA graphs: a micro-batch ran eagerly, with the same result: {reason}"
             )
 
-    def _facts(self, number: int, lr: float) -> StepFacts:
+    def _facts(self, number: int) -> StepFacts:
         """Return the numbers of a step that the host knows before the device runs it."""
+        # The host counts all steps. The device's count leaves out skipped steps, but learning rate
+        # and weight decay advance with them, too.
+        done = self._plan.full_steps_before(number)
+        decay = self.weight_decay
         plan = self._plan.step(number)
         lengths = self.train.lengths(plan)
         real = plan.global_tokens
         slots = self._plan.packs_of_step(number) * self.config.packing.tokens_per_pack
         return StepFacts(
             iteration=number + 1,
-            learning_rate=lr,
+            learning_rate=self.schedule.at(done),
+            weight_decay=decay.at(done) if decay.changes else None,
             real_tokens=real,
             target_tokens=plan.global_targets,
             padded_tokens=slots - real,
@@ -216,6 +221,7 @@ class StepQueue:
         self.step.redo(
             micro_batches,
             facts.learning_rate,
+            weight_decay=facts.weight_decay,
             stop_requested=self.stop_requested(),
             checks=self.checks(facts.iteration),
         )
@@ -230,6 +236,7 @@ class StepQueue:
             self.step(
                 self._queued[after.facts.iteration].micro_batches,
                 after.facts.learning_rate,
+                weight_decay=after.facts.weight_decay,
                 stop_requested=self.stop_requested(),
                 checks=self.checks(after.facts.iteration),
             )

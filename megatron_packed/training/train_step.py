@@ -42,6 +42,10 @@ The last micro-batch is a separate part only if the gradient reduction overlaps 
 """
 
 
+_OPTIMIZER_TENSORS = ("exp_avg", "exp_avg_sq", "lr", "weight_decay", "steps")
+"""Attributes of the optimizer that a step reads or writes."""
+
+
 class TrainStep:
     """Optimizer step of one model.
 
@@ -132,6 +136,7 @@ class TrainStep:
         micro_batches: Sequence[MicroBatch],
         lr: float,
         *,
+        weight_decay: float | None = None,
         stop_requested: bool = False,
         checks: StepChecks = UNCHECKED,
     ) -> Tensor:
@@ -141,6 +146,8 @@ class TrainStep:
             micro_batches: micro-batches of this rank, on the device or in pinned host memory; each
                 is copied to the device in one copy.
             lr: learning rate of this step.
+            weight_decay: weight decay of this step, if it changes between steps; None keeps the
+                previous one.
             stop_requested: this rank has a request to stop; the returned vector reports it to all
                 ranks.
             checks: checks of this step, on all ranks. If gradient sums are checked, the reduction
@@ -151,9 +158,8 @@ class TrainStep:
         Raises:
             GraphFallbackError: ``--cuda-graph-strict``, and a micro-batch would run eagerly.
         """
-        self._begin(
-            lr, stop_requested, sum(micro_batch.num_target_tokens for micro_batch in micro_batches)
-        )
+        targets = sum(micro_batch.num_target_tokens for micro_batch in micro_batches)
+        self._begin(lr, weight_decay, stop_requested, targets)
         # Only the last backward pass completes gradients, so only this pass can overlap with the
         # reduction.
         for number, micro_batch in enumerate(micro_batches, start=1):
@@ -179,6 +185,7 @@ class TrainStep:
         micro_batches: Sequence[MicroBatch],
         lr: float,
         *,
+        weight_decay: float | None = None,
         stop_requested: bool = False,
         checks: StepChecks = UNCHECKED,
     ) -> Tensor:
@@ -189,7 +196,13 @@ class TrainStep:
         """
         self._held.zero_()
         with self.room_for_experts():
-            return self(micro_batches, lr, stop_requested=stop_requested, checks=checks)
+            return self(
+                micro_batches,
+                lr,
+                weight_decay=weight_decay,
+                stop_requested=stop_requested,
+                checks=checks,
+            )
 
     @contextmanager
     def room_for_experts(self) -> Iterator[None]:
@@ -346,7 +359,7 @@ class TrainStep:
         return [
             *((place, name) for place in modules for name in place),
             *((vars(parameter), "main_grad") for parameter in parameters),
-            *((optimizer, name) for name in ("exp_avg", "exp_avg_sq", "lr", "steps")),
+            *((optimizer, name) for name in _OPTIMIZER_TENSORS),
             *((vars(spikes), name) for name in ("recent", "medians") if spikes is not None),
             (buffers, "storage"),
         ]
@@ -357,9 +370,14 @@ class TrainStep:
         if self.model.global_balance is not None:
             self.model.global_balance.begin_step()
 
-    def _begin(self, lr: float, stop_requested: bool, targets: int) -> None:
+    def _begin(
+        self, lr: float, weight_decay: float | None, stop_requested: bool, targets: int
+    ) -> None:
         self.reset_sums()
         self.optimizer.set_lr(lr)
+        # Like the rate, it is on the device, because a graph would freeze a number of the host.
+        if weight_decay is not None:
+            self.optimizer.set_weight_decay(weight_decay)
         # The number is passed as a kernel argument, so no copy from host memory is needed.
         self.buffers.extras["targets"].fill_(targets)
         # The previous step's copy of the pinned flags may still run and read the new values early.

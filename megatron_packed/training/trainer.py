@@ -16,6 +16,7 @@ from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.hang_detection import HangDetector
 from megatron_packed.models.flops import FlopCounter
 from megatron_packed.optim.lr_schedule import Schedule
+from megatron_packed.optim.weight_decay_schedule import WeightDecaySchedule
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_graphs import audit_first_replay, capture_graphs
 from megatron_packed.training.console import Console
@@ -57,6 +58,7 @@ class Trainer:
     step: TrainStep
     state: RunState
     schedule: Schedule
+    weight_decay: WeightDecaySchedule
     last_iteration: int
     """Iteration after which the run ends."""
     data: RunData
@@ -96,6 +98,7 @@ class Trainer:
             step=self.step,
             progress=self.state.progress,
             schedule=self.schedule,
+            weight_decay=self.weight_decay,
             train=self.data.train,
             flops=self.flops,
             console=self.console,

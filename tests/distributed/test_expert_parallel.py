@@ -233,8 +233,9 @@ class PlainBalance(torch.nn.Module):
             tokens = sum(
                 float(counts[layer].sum()) / topk for counts in self.counts[:end][-self.replicas :]
             )
-            average = sum(counts[layer] for counts in self.counts[:end]) / (end // self.replicas)
-            loss = loss + (load.probability_E * average).sum() / max(tokens, 1.0) ** 2
+            so_far = sum(counts[layer] for counts in self.counts[:end])
+            share = so_far / (so_far.sum() / topk).clamp(min=1)
+            loss = loss + (load.probability_E * share).sum() / max(tokens, 1.0)
         return loss * self.config.moe_aux_loss_coeff * EXPERTS / topk
 
 

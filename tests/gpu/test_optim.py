@@ -41,7 +41,7 @@ class Mixed(nn.Module):
 
 
 def build(
-    implementation: str, clip_grad: float = 0.1, beta2: float = 0.999
+    implementation: str, clip_grad: float = 0.1, beta2: float = 0.999, **options
 ) -> tuple[Mixed, FlatBuffers, Optimizer]:
     reasons = OP.explain(AdamWInputs(device_type="cuda"))[implementation]
     if reasons:
@@ -49,7 +49,12 @@ def build(
     model = Mixed().cuda()
     buffers = FlatBuffers(model, extras={"loss": 1}, counters={"experts": 4})
     optimizer = Optimizer(
-        buffers, clip_grad=clip_grad, weight_decay=0.1, beta2=beta2, implementation=implementation
+        buffers,
+        clip_grad=clip_grad,
+        weight_decay=0.1,
+        beta2=beta2,
+        implementation=implementation,
+        **options,
     )
     return model, buffers, optimizer
 
@@ -144,9 +149,13 @@ def test_a_non_finite_step_changes_no_bit(implementation: str, bad: float) -> No
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_a_captured_step_replays_with_new_rates_gradients_and_flags(implementation: str) -> None:
-    eager_model, eager_buffers, eager = build(implementation)
-    model, buffers, optimizer = build(implementation)
+@pytest.mark.parametrize("decay", ["constant decay", "changing decay"])
+def test_a_captured_step_replays_with_new_rates_gradients_and_flags(
+    implementation: str, decay: str
+) -> None:
+    options = {"weight_decay_changes": decay == "changing decay"}
+    eager_model, eager_buffers, eager = build(implementation, **options)
+    model, buffers, optimizer = build(implementation, **options)
     gradients = []
     for x_TD in batches(4):
         queue_gradients(eager_model, eager_buffers, x_TD)
@@ -168,6 +177,8 @@ def test_a_captured_step_replays_with_new_rates_gradients_and_flags(implementati
     for step, storage in enumerate(gradients):
         lr = 1e-2 / (step + 1)
         eager_buffers.storage.copy_(storage)
+        for one in (eager, optimizer):
+            one.set_weight_decay(0.5 * step)
         eager.step(lr, loss=eager_buffers.extras["loss"])
         buffers.storage.copy_(storage)
         optimizer.set_lr(lr)

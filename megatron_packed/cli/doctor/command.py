@@ -22,6 +22,7 @@ from megatron_packed import __version__
 from megatron_packed.cli.doctor.findings import Finding, State
 from megatron_packed.cli.doctor.machine import machine_findings
 from megatron_packed.cli.doctor.supervise import run_probes
+from megatron_packed.cli.doctor.system_calls import system_call_finding
 from megatron_packed.cli.doctor.verdict import problems_of, verdict
 from megatron_packed.cli.errors import UsageError
 from megatron_packed.config.kernel_options import OPTION_OF
@@ -123,7 +124,7 @@ def examine(seconds: float, *, kernels: bool = True) -> dict[str, list[Finding]]
             *(_package(package, answers, on_gpu) for package in PACKAGES),
         ],
         "kernels": _kernels(answers),
-        "machine": [*gpu, *machine],
+        "machine": [*gpu, *machine, system_call_finding()],
     }
 
 
@@ -211,6 +212,8 @@ def _package(package: Package, answers: Answers, on_gpu: bool) -> Finding:
         return Finding(**known, state=state, detail=f"not installed; for {package.use}", fix=fix)
     if "error" in answer:
         return Finding(**known, state=State.BROKEN, detail=answer["error"], fix=again)
+    if old := package.too_old():
+        return Finding(**known, state=State.WRONG, detail=old, fix=package.command)
     ran = {
         name: answers[f"kernel:{name}"] for name in package.kernels if f"kernel:{name}" in answers
     }

@@ -21,8 +21,8 @@ class State(str, Enum):
     BROKEN = "broken"
     """Installed, but fails. Counts as a problem."""
     WRONG = "wrong"
-    """An unrelated package with a similar name is installed, or a required package is missing.
-    Counts as a problem.
+    """An unrelated package with a similar name is installed, a package is too old, or a required
+    package is missing. Counts as a problem.
     """
 
     @property

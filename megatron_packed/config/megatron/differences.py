@@ -90,6 +90,12 @@ _BEHAVIOURS: tuple[tuple[str, str, str, str], ...] = (
         "routing in bf16 changes which experts are chosen",
     ),
     (
+        "--moe-router-load-balancing-type",
+        "global_aux_loss: a micro-batch with n tokens has weight (mean tokens of the micro-batches so far) / n",
+        "global_aux_loss: all micro-batches have the same weight, whatever their number of tokens",
+        "packs have unequal numbers of tokens; with equal ones the values agree",
+    ),
+    (
         "--calculate-per-token-loss",
         "off",
         "always on",

@@ -176,7 +176,6 @@ ALWAYS: dict[str, Always] = {
     "--override-opt_param-scheduler": Always(
         "the options of the current run set the schedule", None, _schedule_of_checkpoint
     ),
-    "--weight-decay-incr-style": Always("weight decay is constant", ("constant",)),
     "--main-grads-dtype": Always("gradients accumulate in fp32", ("fp32",)),
     "--main-params-dtype": Always("master weights are fp32", ("fp32",)),
     "--exp-avg-dtype": Always("moments are fp32", ("fp32",)),

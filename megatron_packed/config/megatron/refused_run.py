@@ -62,11 +62,6 @@ RUN: tuple[RefusedFlags, ...] = (
         ("--decoupled-lr", "--decoupled-min-lr"),
     ),
     RefusedFlags(
-        "weight decay is constant",
-        "use --weight-decay",
-        ("--start-weight-decay", "--end-weight-decay", "--weight-decay-incr-style"),
-    ),
-    RefusedFlags(
         "AdamW with fp32 states is the only optimizer",
         "use --optimizer adam with --adam-beta1, --adam-beta2 and --adam-eps",
         (

@@ -9,13 +9,16 @@ from megatron_packed.config.errors import Problem
 from megatron_packed.config.options import option, required_option
 from megatron_packed.config.section import Section, Sound
 
-RATE, ADAM = "learning rate", "Adam"
+RATE, ADAM, DECAY = "learning rate", "Adam", "weight decay"
 SAMPLE_UNITS = {
     "lr_decay_iters": "lr_decay_samples",
     "lr_warmup_iters": "lr_warmup_samples",
     "lr_wsd_decay_iters": "lr_wsd_decay_samples",
+    "weight_decay_incr_iters": "weight_decay_incr_samples",
 }
 """Option of each schedule length in iterations, and the option of the same length in samples."""
+ENDS_WITH_RUN = ("lr_decay_iters", "weight_decay_incr_iters")
+"""Lengths that are the length of the run when they are not given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,17 +98,48 @@ class OptimizerConfig(Section, title="optim"):
         choices=("exponential", "linear", "cosine", "minus_sqrt"),
     )
 
+    weight_decay: float = option(
+        0.01,
+        "Weight decay of matrices; norms, biases, A_log, D and dt_bias have none.",
+        group=DECAY,
+        minimum=0,
+    )
+    weight_decay_incr_style: str = option(
+        "constant",
+        "Shape of the rise from --start-weight-decay to --end-weight-decay; constant is always "
+        "--weight-decay.",
+        group=DECAY,
+        choices=("constant", "linear", "cosine"),
+    )
+    start_weight_decay: float | None = option(
+        None, "Weight decay of the first step of a rise.", group=DECAY, minimum=0
+    )
+    end_weight_decay: float | None = option(
+        None, "Weight decay at the end of a rise and after it.", group=DECAY, minimum=0
+    )
+    weight_decay_incr_iters: int | None = option(
+        None,
+        "Iteration at which the weight decay is --end-weight-decay; the end of the run when not "
+        "given.",
+        unit="iterations",
+        group=DECAY,
+        minimum=1,
+    )
+    weight_decay_incr_samples: int | None = option(
+        None,
+        "End of the rise of the weight decay in samples; one step takes --global-batch-size "
+        "samples.",
+        unit="samples",
+        group=DECAY,
+        minimum=1,
+        maximum=1 << 62,
+    )
+
     optimizer_backend: str = option(
         "auto",
         "Implementation of the optimizer step; auto uses the fastest that supports the run.",
         group=ADAM,
         choices=("auto", "torch", "transformer_engine", "apex"),
-    )
-    weight_decay: float = option(
-        0.01,
-        "Weight decay of matrices; norms, biases, A_log, D and dt_bias have none.",
-        group=ADAM,
-        minimum=0,
     )
     clip_grad: float = option(
         1.0,
@@ -122,6 +156,11 @@ class OptimizerConfig(Section, title="optim"):
     adam_eps: float = option(
         1e-8, "Value added to the square root of Adam's second moment.", group=ADAM, above=0
     )
+
+    @property
+    def weight_decay_changes(self) -> bool:
+        """Return whether the weight decay depends on the step."""
+        return self.weight_decay_incr_style != "constant"
 
     def rules(self, sound: Sound) -> Iterator[Problem]:
         for name in ("min_lr", "lr_warmup_init"):
@@ -175,4 +214,36 @@ class OptimizerConfig(Section, title="optim"):
                 "",
                 "is required with --lr-decay-style WSD",
                 "give the number of iterations of the final decay",
+            )
+        yield from self._weight_decay_rules(sound)
+
+    def _weight_decay_rules(self, sound: Sound) -> Iterator[Problem]:
+        """Yield problems of a rising weight decay; the limits are Megatron's."""
+        ends = ("start_weight_decay", "end_weight_decay")
+        if not sound("weight_decay_incr_style", *ends):
+            return
+        start, end = self.start_weight_decay, self.end_weight_decay
+        constant = not self.weight_decay_changes
+        for name in ends:
+            value = getattr(self, name)
+            if constant and value is not None:
+                yield Problem(
+                    self.flag(name),
+                    str(value),
+                    "contradicts --weight-decay-incr-style constant",
+                    "give --weight-decay-incr-style linear or cosine, or --weight-decay alone",
+                )
+            if not constant and value is None:
+                yield Problem(
+                    self.flag(name),
+                    "",
+                    f"is required with --weight-decay-incr-style {self.weight_decay_incr_style}",
+                    "give the weight decay of the first and of the last step",
+                )
+        if not constant and start is not None and end is not None and end < start:
+            yield Problem(
+                "--end-weight-decay",
+                str(end),
+                f"must be at least --start-weight-decay ({start})",
+                "raise it: as in Megatron-LM, the weight decay can only rise",
             )

@@ -115,12 +115,20 @@ def _resolved(path: str, source: HubPath) -> Commit:
         info = HfApi().repo_info(
             source.name, repo_type=source.kind, revision=source.revision, timeout=_SECONDS
         )
-        return Commit(str(info.sha))
+        sha = str(info.sha)
     except Exception as error:  # the network library of huggingface_hub differs between versions
         refusal = _refusal(path, source, error)
         if refusal is not None:
             raise refusal from None
         problem = error
+    else:
+        # The name becomes a folder of the cache, so it must not be a path.
+        if not _COMMIT.fullmatch(sha):
+            raise DataError(
+                f"{path} cannot be downloaded: the Hub answered with the commit "
+                f"{printable(sha, 80)!r}, not with 40 hexadecimal digits; check HF_ENDPOINT."
+            )
+        return Commit(sha)
     try:
         return _commit_of_copy(path, source)
     except NotTokenizedError:

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from megatron_packed.config.optional_packages import old_package
 from megatron_packed.data.errors import DataError, printable
 
 PARQUET_MAGIC, ARROW_MAGIC = b"PAR1", b"ARROW1"
@@ -29,13 +30,15 @@ def check_pyarrow(file: Path) -> None:
     """Check that pyarrow is installed, which is needed to read the table ``file``.
 
     Raises:
-        DataError: pyarrow is not installed.
+        DataError: pyarrow is not installed, or a file could run code in its version.
     """
     if find_spec("pyarrow") is None:
         raise DataError(
             f"{file} needs pyarrow, which is not installed; run `pip install 'megatron-packed[data]'`, or give the "
             "data as JSONL."
         )
+    if (old := old_package("pyarrow")) is not None:
+        raise DataError(f"{file} would be read by {old[0]}; run `{old[1]}`.")
 
 
 def is_saved_dataset(directory: Path) -> bool:

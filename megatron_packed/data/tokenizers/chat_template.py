@@ -23,16 +23,22 @@ from functools import cached_property
 from typing import Any, NamedTuple, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import nodes, pass_environment
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megatron_packed.config import flag_names as flags
+from megatron_packed.config.optional_packages import old_package
 from megatron_packed.data.errors import BadLine, printable
 from megatron_packed.data.notes import Notes
 from megatron_packed.data.tokenizers.turn_markers import Messages, find_turn_markers
 
 GENERATION_START, GENERATION_END, BROKEN = "\ufdd0", "\ufdd1", "\ufdd2"
+_OLD_JINJA = old_package("jinja2")
+"""Clause and command about a jinja2 that is too old; read before the process can no longer open files.
+
+The commands of this package check it at their start, but other programs may render, too.
+"""
 GENERATION_MARKS = re.compile(f"[{GENERATION_START}{GENERATION_END}]")
 
 DEFAULT_TEMPLATE = """\
@@ -113,7 +119,7 @@ class TemplateRenderer:
             undefined, so that the same data gives the same tokens every day. Templates that test
             for this function print a fixed date instead.
     Raises:
-        TemplateError: the template does not compile.
+        TemplateError: the template does not compile, or jinja2 is too old.
     """
 
     def __init__(
@@ -123,8 +129,12 @@ class TemplateRenderer:
         special_tokens: Sequence[str],
         date: str | None = None,
     ) -> None:
+        if _OLD_JINJA is not None:
+            old, command = _OLD_JINJA
+            raise TemplateError(f"a chat template can leave the sandbox of {old}; run {command}.")
         environment = template_environment()
         environment.filters["tojson"] = _to_json
+        environment.filters["attr"] = _attribute
         # Random functions are removed: the same data must give the same tokens.
         del environment.filters["random"]
         del environment.globals["lipsum"]
@@ -247,6 +257,25 @@ class TemplateRenderer:
 
 def unmarked(text: str) -> str:
     return GENERATION_MARKS.sub("", text)
+
+
+@pass_environment
+def _attribute(environment: ImmutableSandboxedEnvironment, value: Any, name: Any) -> Any:
+    """Return an attribute as a dot does; used as the filter ``attr``.
+
+    The filter of jinja2 was twice a way out of the sandbox, by names such as ``format``. This one
+    leaves all decisions to the sandbox and never returns a formatting method.
+    """
+    text = str(name)
+    if text in ("format", "format_map") or text.startswith("_"):
+        return environment.unsafe_undefined(value, text)
+    try:
+        found = getattr(value, text)
+    except AttributeError:
+        return environment.undefined(obj=value, name=text)
+    if environment.is_safe_attribute(value, text, found):
+        return found
+    return environment.unsafe_undefined(value, text)
 
 
 def _raise_exception(message: object = "") -> NoReturn:

@@ -4,7 +4,8 @@ A sandbox inside Python cannot limit time and memory. For example, ``{{ 10 ** (1
 chat template, or a regular expression in a tokenizer, runs inside one C function. No signal
 handler, thread or trace hook can interrupt it. A child process therefore does the work.
 
-The child gets almost no environment variables, cannot write files, and has an address-space limit.
+The child has an address-space limit and cannot write files. `system_call_filter` also takes its
+environment variables, and its access to files, network and other processes.
 It starts a CPU timer before each request. The kernel kills the child when the timer expires, even
 if the parent has died. The timer counts CPU time and not wall time, so that the load of the machine
 does not change which lines are accepted.
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from megatron_packed.data.errors import DataError
+from megatron_packed.data.tokenizers.system_call_filter import restrict_process
 
 MEMORY_BYTES = 4 * 2**30
 """Limit of the address space of a child, in bytes."""
@@ -292,13 +294,17 @@ def _receive(stream: IO[bytes]) -> tuple[bytes, bytes, float] | None:
 Answer = Callable[[bytes], bytes]
 
 
-def serve_requests(prepare: Callable[[dict[str, Any]], tuple[bytes, Answer]]) -> None:
+def serve_requests(
+    prepare: Callable[[dict[str, Any]], tuple[bytes, Answer]], *, opens_files: bool = False
+) -> None:
     """Answer requests until standard input ends. This function is the main function of a child.
 
     Args:
         prepare: returns for the setup the first answer, and the function that answers requests. If
             ``prepare`` raises an exception, the parent raises `SetupRefused`. The answering
             function may raise `LimitReached`.
+        opens_files: ``prepare`` opens files or imports modules, so `system_call_filter` restricts the
+            process after it. Otherwise it restricts the process before.
     """
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr  # printed text must not get into the pipe of answers
@@ -315,12 +321,16 @@ def serve_requests(prepare: Callable[[dict[str, Any]], tuple[bytes, Answer]]) ->
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.setitimer(signal.ITIMER_PROF, limits.cpu_seconds)
+    if not opens_files:
+        restrict_process()  # before foreign code is compiled: jinja2 evaluates constants then
     try:
         greeting, answer = prepare(message["setup"])
     except BaseException as error:  # a panic of a Rust library is not an Exception
         text = str(error) or type(error).__name__
         _send(sink, _REFUSED, text.encode("utf-8", "backslashreplace"))
         return
+    if opens_files:
+        restrict_process()
     _send(sink, _DONE, greeting)
     while (received := _receive(source)) is not None:
         request = received[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -166,11 +167,26 @@ class TemplateProcess:
 # functions of the child process
 
 
+_LATE_MODULES = (
+    "html",
+    "jinja2.debug",
+    "logging",
+    "pprint",
+    "textwrap",
+    *(f"encodings.{name}" for name in ("ascii", "latin_1", "unicode_escape", "utf_16", "utf_32")),
+)
+"""Modules that jinja2 3.1 and markupsafe import only when a template needs them, for example the
+codec of escapes in texts. Nothing can be imported after the process is restricted.
+"""
+
+
 def serve() -> None:
     """Compile the template, then render one conversation per request.
 
     This function is the main function of the child.
     """
+    for module in _LATE_MODULES:
+        importlib.import_module(module)
     serve_requests(_prepare)
 
 

@@ -164,7 +164,7 @@ class UntrustedTokenizer:
 
 def serve() -> None:
     """Load the tokenizer, then answer requests. This function is the main function of the child."""
-    serve_requests(_prepare)
+    serve_requests(_prepare, opens_files=True)
 
 
 def _prepare(setup: dict[str, Any]) -> tuple[bytes, Answer]:

@@ -2,14 +2,18 @@
 
 Letters: L mixture-of-experts layers, E experts, K experts per token.
 
-For micro-batch m of a step, the loss of an E layer on a rank is ``coeff * E / (K n^2) * sum_e c_e *
-P_e``. n is the number of real tokens in micro-batch m of all ranks. ``c_e`` is the number of their
-assignments to expert e, averaged over the micro-batches 1 to m that have tokens. ``P_e`` is the sum of the expert's
-probability over the tokens of this rank. Source: Megatron's ``global_aux_loss``, after
-arXiv:2501.11873.
+For micro-batch m of a step, the loss of an E layer on a rank is ``coeff * E / (K N n) * sum_e C_e *
+P_e``. Here n is the number of real tokens of all ranks in micro-batch m, and N is their number in the
+micro-batches 1 to m. ``C_e`` is the number of assignments of these N tokens to expert e, so
+``C_e / (K N)`` is the share of expert e. ``P_e`` is the sum of the expert's probability over the
+tokens of this rank in micro-batch m, so ``P_e / n`` is their mean. Source: arXiv:2501.11873.
 
 Like other auxiliary losses, the loss is averaged over the packs of the step. With R data-parallel
 ranks, P has about n / R tokens, so a perfectly balanced load gives ``coeff / R``, as in Megatron.
+
+Megatron's ``global_aux_loss`` has the mean of ``C_e`` over the micro-batches and ``n^2`` in place of
+``N n``. Both agree if all micro-batches have the same number of tokens. Otherwise Megatron's loss is
+N / (m n) times ours: 43 times for 2 tokens after two micro-batches of 128.
 
 [Note: global balance is outside of layers]
 An E layer returns its counts and its probabilities, and the model computes the loss of all layers
@@ -57,8 +61,6 @@ class GlobalBalance(nn.Module):
 
     count_LE: Tensor
     """``(L, E)`` float64: assignments of all ranks in the micro-batches of the step so far."""
-    micro_batches_L: Tensor
-    """``(L, 1)`` float64: number of these micro-batches; those without tokens do not count."""
 
     def __init__(
         self,
@@ -72,11 +74,10 @@ class GlobalBalance(nn.Module):
         self.group = group
         self.topk = config.moe_router_topk
         self.factor = config.moe_aux_loss_coeff * config.num_experts / self.topk
-        # Buffers, so that a capture of graphs restores them and watches their addresses. float64,
-        # because all tokens of a large step may be more than float32 can count.
-        for name, columns in (("count_LE", config.num_experts), ("micro_batches_L", 1)):
-            zeros = torch.zeros(layers, columns, dtype=torch.float64, device=device)
-            self.register_buffer(name, zeros, persistent=False)
+        # A buffer, so that a capture of graphs restores it and watches its address. float64, because
+        # all tokens of a large step may be more than float32 can count.
+        zeros = torch.zeros(layers, config.num_experts, dtype=torch.float64, device=device)
+        self.register_buffer("count_LE", zeros, persistent=False)
 
     @classmethod
     def of(
@@ -94,7 +95,6 @@ class GlobalBalance(nn.Module):
     def begin_step(self) -> None:
         """Forget the loads of the previous step."""
         self.count_LE.zero_()
-        self.micro_batches_L.zero_()
 
     def forward(self, loads: Sequence[Balance]) -> Tensor:
         """Add the loads of a micro-batch to those of the step; return its loss over all layers.
@@ -110,10 +110,11 @@ class GlobalBalance(nn.Module):
             own_LE = torch.stack([load.count_E for load in loads]).double()
             of_all_LE = all_reduce_sum(own_LE, self.group)
             self.count_LE.add_(of_all_LE)
-            # Each real token has K assignments.
-            tokens_L = of_all_LE.sum(dim=1, keepdim=True) / self.topk
-            self.micro_batches_L.add_(tokens_L > 0)
-            squares_L = (self.micro_batches_L * tokens_L.square()).clamp(min=1)
-            weight_LE = self.count_LE * (self.factor / squares_L)
+            # Each real token has K assignments. A micro-batch without tokens has loss 0, because its
+            # probabilities are 0; the bounds only prevent a division by 0.
+            tokens_L1 = of_all_LE.sum(dim=1, keepdim=True) / self.topk
+            tokens_so_far_L1 = self.count_LE.sum(dim=1, keepdim=True) / self.topk
+            product_L1 = tokens_so_far_L1.clamp(min=1) * tokens_L1.clamp(min=1)
+            weight_LE = self.count_LE * (self.factor / product_L1)
         probability_LE = torch.stack([load.probability_E for load in loads])
         return (probability_LE * weight_LE.to(probability_LE.dtype)).sum()

@@ -11,10 +11,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_packed.cli.doctor import command, gpu, machine, probe, supervise
+from megatron_packed.cli.doctor import command, gpu, machine, probe, supervise, system_calls
 from megatron_packed.cli.doctor.findings import Finding, State
 from megatron_packed.cli.doctor.supervise import run_probes
 from megatron_packed.cli.main import main
+from megatron_packed.config import optional_packages
 from megatron_packed.config.optional_packages import PACKAGES, strangers
 from megatron_packed.ops.varlen_attention import sdpa
 from megatron_packed.optim.adamw_multi_tensor import stranger_by_its_name
@@ -456,3 +457,24 @@ def test_a_missing_package_is_named_once_and_a_shared_reason_is_given_once(monke
     kernels = {one["name"]: one for one in json.loads(capsys.readouterr().out)["kernels"]}
     assert kernels["ssd"]["detail"].startswith("triton: No module named 'triton' | own: it needs")
     assert kernels["rope"]["detail"] == "triton: as for ssd | own: as for ssd"
+
+
+def test_a_package_below_its_floor_is_a_problem(examined, monkeypatch):
+    monkeypatch.setattr(
+        optional_packages, "version_of", lambda name: "3.1.5" if name == "jinja2" else None
+    )
+    code, lines = examined(answers())
+    assert code == 1 and lines["jinja2"]["state"] == "wrong"
+    assert lines["jinja2"]["detail"] == "jinja2 3.1.5, which is older than 3.1.6"
+    assert lines["jinja2"]["fix"] == "pip install 'jinja2>=3.1.6'"
+
+
+@pytest.mark.parametrize(
+    ("printed", "state"),
+    [("", "works"), ("the kernel permits no filter of system calls (Invalid argument)", "absent")],
+)
+def test_the_system_call_filter_is_reported(examined, monkeypatch, printed, state):
+    monkeypatch.setattr(system_calls, "_PROGRAM", f"print({printed!r})")
+    code, lines = examined(answers())
+    found = lines["system-call filter"]
+    assert code == 0 and found["state"] == state and found["detail"] == printed

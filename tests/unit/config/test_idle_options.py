@@ -309,6 +309,18 @@ CASES = [
         },
     ),
     (
+        "--weight-decay-incr-iters 9",
+        {"weight_decay_incr_iters": "--weight-decay-incr-style is constant"},
+    ),
+    (
+        "--weight-decay-incr-samples 9",
+        {"weight_decay_incr_samples": "--weight-decay-incr-style is constant"},
+    ),
+    (
+        "--weight-decay 0.2 --start-weight-decay 0.1 --end-weight-decay 0.2 --weight-decay-incr-style linear",
+        {"weight_decay": "the weight decay rises"},
+    ),
+    (
         "--lr-decay-style constant --lr-decay-iters 9 --lr-warmup-fraction 0.2 --lr-warmup-init 1e-5",
         {},
     ),

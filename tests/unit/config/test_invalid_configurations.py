@@ -182,6 +182,18 @@ INVALID = [
         {"--data-path": "the weight 0 must be more than 0"},
     ),
     (
+        "--data-path 1e30 train.jsonl 1 valid.jsonl",
+        {"--data-path": "the weight 1e30 must be a number below 1e+18"},
+    ),
+    (
+        "--data-path 1 train.jsonl inf valid.jsonl",
+        {"--data-path": "the weight inf must be a number below 1e+18"},
+    ),
+    (
+        "--data-path 1e-999999999 train.jsonl 1 valid.jsonl",
+        {"--data-path": "the weight 1e-999999999 must be more than 0"},
+    ),
+    (
         "--data-path org/name",
         {
             "--data-path": "hf download org/name --repo-type dataset --local-dir data/name` and give "
@@ -347,6 +359,19 @@ INVALID = [
         "--load empty --finetune --pretrained-checkpoint empty",
         {"--pretrained-checkpoint": "either --finetune"},
     ),
+    (
+        "--start-weight-decay 0.1 --end-weight-decay 0.2",
+        dict.fromkeys(("--start-weight-decay", "--end-weight-decay"), "incr-style constant"),
+    ),
+    (
+        "--weight-decay-incr-style cosine --start-weight-decay 0.1",
+        {"--end-weight-decay": "is required with --weight-decay-incr-style cosine"},
+    ),
+    (
+        "--weight-decay-incr-style linear --start-weight-decay 0.2 --end-weight-decay 0.1",
+        {"--end-weight-decay": "at least --start-weight-decay (0.2)"},
+    ),
+    ("--weight-decay-incr-style square", {"--weight-decay-incr-style": "one of constant, linear"}),
     ("--optimizer-cuda-graph", {"--optimizer-cuda-graph": "full_iteration"}),
     (
         "--check-for-spiky-loss --loss-spike-policy off",

@@ -25,22 +25,23 @@ OPTIONS = {
 
 def plain_losses(logits_of_packs, valid_of_packs, config):
     """Return the loss of each micro-batch of one layer, by loops over tokens and experts."""
-    total, losses, number = [0] * config.num_experts, [], 0
+    total, losses, tokens_so_far = [0] * config.num_experts, [], 0
     for logits, valid in zip(logits_of_packs, valid_of_packs):
-        number += bool(valid.any())
         scores = torch.softmax(logits, dim=-1)
         if config.moe_router_score_function == "sigmoid":
             scores = torch.sigmoid(logits) / torch.sigmoid(logits).sum(-1, keepdim=True)
         tokens = [token for token in range(len(logits)) if valid[token]]
+        tokens_so_far += len(tokens)
         for token in tokens:
             for expert in scores[token].topk(config.moe_router_topk).indices.tolist():
                 total[expert] += 1
         loss = torch.zeros((), dtype=logits.dtype)
         for expert in range(config.num_experts):
             probability = sum(scores[token, expert] for token in tokens)
-            loss = loss + probability * (total[expert] / max(number, 1))
-        scale = config.moe_aux_loss_coeff * config.num_experts / config.moe_router_topk
-        losses.append(loss * scale / max(len(tokens), 1) ** 2)
+            loss = loss + probability / max(len(tokens), 1) * (total[expert] / tokens_so_far)
+        losses.append(
+            loss * config.moe_aux_loss_coeff * config.num_experts / config.moe_router_topk
+        )
     return losses
 
 
@@ -78,7 +79,7 @@ def test_losses_and_gradients_are_those_of_loops(name):
     plain = [plain_losses(rows[3:], valid, model.config) for rows in logits]
     expected = [sum(of_layers) for of_layers in zip(*plain)]
     assert losses[1] == 0 and losses[0] > 0
-    # The average over micro-batches matters.
+    # The loads of previous micro-batches matter.
     alone = plain_losses(logits[0][5:], valid[2:], model.config)[0]
     assert abs(alone / plain[0][2] - 1) > 1e-3
     for found, wanted in zip(losses, expected):
@@ -104,7 +105,6 @@ def test_recomputed_layers_and_evaluation_count_nothing_twice():
             with torch.no_grad():
                 model.eval()(pack)
             model.train()
-        assert model.global_balance.micro_batches_L.tolist() == [[2]]
         assert model.global_balance.count_LE.sum() == 26 * config.moe_router_topk
         assert not any("global_balance" in name for name in model.state_dict())
         found.append(cases.gradients(model))
@@ -117,8 +117,48 @@ def test_without_a_coefficient_there_is_no_state():
     assert model.global_balance is None and model(packs()[0]).aux_loss == 0
 
 
+def loads(probabilities_TE, topk):
+    """Return the load of a micro-batch whose tokens choose the experts of highest probability."""
+    ids_TK = probabilities_TE.detach().topk(topk, dim=-1).indices
+    count_E = torch.bincount(ids_TK.flatten(), minlength=probabilities_TE.shape[1]).float()
+    return [Balance(probabilities_TE.sum(0), count_E)]
+
+
+def test_micro_batches_with_few_tokens_do_not_count_more():
+    """Micro-batches of 128, 128, 2 and 0 tokens: losses and gradients are those of float64 means.
+
+    The loss of each is E * sum over experts of (share of assignments so far) * (mean probability).
+    """
+    config = cases.tiny_config("E", **GLOBAL)
+    experts, topk = config.num_experts, config.moe_router_topk
+    balance, generator = GlobalBalance(config, 1, None, "cpu"), torch.Generator().manual_seed(4)
+    so_far, tokens_so_far = torch.zeros(experts, dtype=torch.float64), 0
+    for tokens in (128, 128, 2, 0, 1):
+        logits_TE = torch.randn(tokens, experts, generator=generator).double().requires_grad_()
+        load = loads(torch.softmax(logits_TE, -1), topk)
+        loss = balance(load)
+        so_far += load[0].count_E
+        tokens_so_far += tokens
+        mean_E = torch.softmax(logits_TE, -1).sum(0) / max(tokens, 1)
+        share_E = so_far / (topk * tokens_so_far)
+        expected = config.moe_aux_loss_coeff * experts * (share_E * mean_E).sum()
+        torch.testing.assert_close(loss, expected)
+        found, wanted = (torch.autograd.grad(value, logits_TE)[0] for value in (loss, expected))
+        torch.testing.assert_close(found, wanted)
+        assert tokens == 0 or loss < 2 * config.moe_aux_loss_coeff
+
+
+def test_a_balanced_load_gives_the_coefficient_in_micro_batches_of_any_size():
+    config = cases.tiny_config("E", **GLOBAL)
+    balance = GlobalBalance(config, 1, None, "cpu")
+    for tokens in (128, 4, 4096, 8):
+        even_E = torch.full((config.num_experts,), tokens / config.num_experts)
+        loss = balance([Balance(even_E, even_E * config.moe_router_topk)])
+        torch.testing.assert_close(loss, torch.tensor(config.moe_aux_loss_coeff))
+
+
 def test_against_megatron_core():
-    """The loss agrees with megatron.core's function on the averaged counts of a step."""
+    """With equal micro-batches, the loss agrees with megatron.core's function on averaged counts."""
     theirs = pytest.importorskip("megatron.core.transformer.moe.moe_utils", exc_type=ImportError)
     config = cases.tiny_config("E", **GLOBAL)
     balance = GlobalBalance(config, 1, None, "cpu")

@@ -2,6 +2,7 @@
 
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,11 @@ def make_slices(seed: int = 0) -> list[Slices]:
         )
         for wd in (0.1, 0.0)
     ]
+
+
+def on_device(slices: list[Slices]) -> list[Slices]:
+    """Return the same slices with weight decays as tensors."""
+    return [replace(one, weight_decay=torch.tensor(one.weight_decay)) for one in slices]
 
 
 def control(*, step: int = 5, skip: float = 0.0, divisor: float | None = 2.5) -> Control:
@@ -93,9 +99,10 @@ RUNS = [Reference.run, TorchFused.run, run_multi_tensor]
 @pytest.mark.parametrize("run", RUNS, ids=["reference", "torch", "multi_tensor"])
 @pytest.mark.parametrize("divisor", [None, 2.5])
 @pytest.mark.parametrize("step", [1, 1000])
-def test_one_update_follows_the_formulas(run, divisor: float | None, step: int) -> None:
+@pytest.mark.parametrize("decay", [list, on_device])
+def test_one_update_follows_the_formulas(run, divisor: float | None, step: int, decay) -> None:
     slices, exact = make_slices(), make_slices()
-    run(slices, control(step=step, divisor=divisor))
+    run(decay(slices), control(step=step, divisor=divisor))
     for found, start in zip(slices, exact):
         for i in range(2):
             p, g, m, v = (
@@ -117,8 +124,9 @@ def test_one_update_follows_the_formulas(run, divisor: float | None, step: int) 
 
 @pytest.mark.parametrize("run", RUNS, ids=["reference", "torch", "multi_tensor"])
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_a_skipped_update_changes_no_bit(run, bad: float) -> None:
-    slices = make_slices()
+@pytest.mark.parametrize("decay", [list, on_device])
+def test_a_skipped_update_changes_no_bit(run, bad: float, decay) -> None:
+    slices = decay(make_slices())
     slices[0].grads[0][3] = bad
     before = state(slices)
     run(slices, control(skip=1.0, divisor=bad))

@@ -323,6 +323,26 @@ def test_the_captured_form_keeps_the_learning_rate_written_before() -> None:
     assert all(torch.equal(p, q) for p, q in zip(twins[0].parameters(), twins[1].parameters()))
 
 
+def test_a_changing_weight_decay_is_read_on_the_device() -> None:
+    """Steps whose weight decays are written to the device agree with torch's, which get numbers."""
+    model, twin = make_model(), make_model()
+    buffers = FlatBuffers(model)
+    optimizer = make_optimizer(buffers, weight_decay_changes=True, clip_grad=0.0)
+    reference = torch_adamw(twin, fused=True)
+    address = optimizer.weight_decay.data_ptr()
+    for step, decay in enumerate((0.0, 0.3, 7.0)):
+        backward(model, buffers, step)
+        optimizer.set_weight_decay(decay)
+        optimizer.step(LR)
+        reference.param_groups[0]["weight_decay"] = decay
+        reference.zero_grad()
+        loss_of(twin, step).backward()
+        reference.step()
+    assert optimizer.weight_decay.data_ptr() == address
+    for p, q in zip(model.parameters(), twin.parameters()):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -36,6 +36,7 @@ class Service:
     """Service that waits or fails as a test requires."""
 
     name = "Fake"
+    error = "the line is dead."
 
     def __init__(self, fails_at: str = "", gate: threading.Event | None = None) -> None:
         self.fails_at, self.gate, self.calls = fails_at, gate, []
@@ -44,7 +45,7 @@ class Service:
         if self.gate is not None:
             self.gate.wait()
         if name == self.fails_at:
-            raise ConnectionError("the line is dead.")
+            raise ConnectionError(self.error)
         self.calls.append((name, value))
         return "somewhere"
 
@@ -82,6 +83,15 @@ def test_all_lines_arrive_in_order_and_the_end_says_how_it_went(failed: bool) ->
 @pytest.mark.parametrize("at", ["start", "log", "finish"])
 def test_a_failure_is_said_once_and_ends_nothing(at: str) -> None:
     assert written(Service(at))[1] == ["Fake: the line is dead; the run goes on without it."]
+
+
+def test_a_long_error_is_cut_and_its_control_characters_are_escaped() -> None:
+    """A service may answer with a page of 10 MB."""
+    service = Service(fails_at="log")
+    service.error = "\x1b[31m" + "x" * 10**7
+    [warned] = written(service)[1]
+    assert len(warned) < 1200 and warned.isprintable()
+    assert warned.startswith("Fake: \\x1b[31mxxx") and "the run goes on without it." in warned
 
 
 def test_lines_that_come_while_others_are_sent_arrive_too() -> None:
@@ -285,7 +295,7 @@ def test_every_number_of_a_step_has_a_group() -> None:
     line = replace(
         step_records.record(3, experts=experts, graphs=graphs, offload=offload), num_zeros=3
     )
-    line = replace(line, params_norm=1.0, loss_median=1.0, grad_norm_median=1.0)
+    line = replace(line, params_norm=1.0, weight_decay=1.0, loss_median=1.0, grad_norm_median=1.0)
     listed = {"expert_load", "expert_dropped_by_layer", "plan_hash", "skip_reason", "iteration"}
     assert line.as_dict().keys() - listed - {"skip_reason"} == metric_names.NAMES.keys()
     assert {name.split("/")[0] for name in metric_names.NAMES.values()} == {"train", "perf", "data"}

@@ -555,6 +555,13 @@ def test_the_report_begins_with_the_verdict_and_the_run(tmp_path):
     samples += ["--lr-decay-samples", "60"]
     grows = said([*argv[: argv.index("--train-iters")], *argv[argv.index("--lr") :], *samples])
     assert "rises to 0.001 in 6 samples and falls to 0 by 60 samples (linear)." in grows["steps"]
+    rise = "--weight-decay-incr-style cosine --start-weight-decay 0.01 --end-weight-decay 0.1"
+    assert (
+        "The weight decay rises from 0.01 to 0.1 by the end (cosine)."
+        in said([*argv, *rise.split()])["steps"]
+    )
+    shorter = f"{rise} --weight-decay-incr-iters 20"
+    assert "to 0.1 by step 20 (cosine)." in said([*argv, *shorter.split()])["steps"]
     epochs = said([flag for flag in argv if flag not in ("--train-iters", "30")] + EPOCHS)
     assert epochs["steps"].startswith("About 2 steps for 5 epochs.")
 

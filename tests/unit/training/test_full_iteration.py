@@ -342,7 +342,8 @@ def test_all_that_graphs_use_is_watched():
     graphed = captured()
     job, optimizer = graphed.job, vars(graphed.job.optimizer)
     parameter = job.buffers.parameters["embedding.weight"]
-    places = [(optimizer, name) for name in ("exp_avg", "exp_avg_sq", "lr", "steps")]
+    names = ("exp_avg", "exp_avg_sq", "lr", "steps", "weight_decay")
+    places = [(optimizer, name) for name in names]
     places += [(vars(parameter), "main_grad"), (vars(job.buffers), "storage")]
     places += [(vars(job.optimizer.spikes), name) for name in ("recent", "medians")]
     places.append((job.model.embedding._parameters, "weight"))

@@ -4,9 +4,14 @@ import gzip
 import io
 import json
 import os
+import subprocess
 import sys
 import threading
+import time
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +20,7 @@ from megatron_packed.config.run import RunConfig
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.sources.line_schema import Conversation, Text
 from megatron_packed.data.tokenizers.base import ByteTokenizer
+from megatron_packed.training import prompts
 from megatron_packed.training.prompts import encode_prompts, read_prompts, texts
 
 USER = {"role": "user", "content": "seven?"}
@@ -55,6 +61,59 @@ def test_a_pipe_is_read_completely(tmp_path):
     writer = threading.Thread(target=pipe.write_text, args=('{"prompt": "one"}\n',), daemon=True)
     writer.start()
     assert [prompt.content for prompt in read_prompts(pipe)] == ["one"]
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "/dev/full", "/"])
+def test_what_is_no_file_is_refused_at_once(path):
+    with pytest.raises(DataError, match="is a directory, device or socket, not a file"):
+        read_prompts(path)
+
+
+def test_too_many_bytes_or_prompts_are_refused(tmp_path, monkeypatch):
+    """The bytes of standard input, of a file, and of what a compressed file becomes are counted."""
+    monkeypatch.setattr(prompts, "MOST_BYTES", 2**21)
+    monkeypatch.setattr(prompts, "MOST_PROMPTS", 3)
+    endless = SimpleNamespace(buffer=open("/dev/zero", "rb"))  # noqa: SIM115 - read_prompts closes it
+    monkeypatch.setattr(sys, "stdin", endless)
+    with pytest.raises(DataError, match=r"^standard input has more than 2 MiB of prompts; split"):
+        read_prompts("-")
+    (tmp_path / "bomb").write_bytes(gzip.compress(bytes(2**24)))
+    with pytest.raises(DataError, match="bomb has more than 2 MiB of prompts"):
+        read_prompts(tmp_path / "bomb")
+    (tmp_path / "lines").write_text("a\n\nb\nc\n")
+    assert len(read_prompts(tmp_path / "lines")) == 3
+    (tmp_path / "lines").write_text("a\n\nb\nc\nd\n")
+    with pytest.raises(DataError, match="lines has more than 3 prompts"):
+        read_prompts(tmp_path / "lines")
+
+
+def test_a_killed_process_leaves_no_copy_of_standard_input(tmp_path):
+    program = "from megatron_packed.training.prompts import read_prompts; read_prompts('-')"
+    child = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    descriptors = Path(f"/proc/{child.pid}/fd")
+
+    def copies() -> list[str]:
+        with suppress(FileNotFoundError):  # a descriptor was closed meanwhile
+            names = [os.readlink(one) for one in descriptors.iterdir()]
+            return [name for name in names if str(tmp_path) in name]
+        return []
+
+    child.stdin.write(b"a\n" * 2**20)
+    child.stdin.flush()
+    for _ in range(600):
+        if copies():
+            break
+        time.sleep(0.1)
+    else:
+        raise AssertionError("no copy was opened")
+    child.kill()
+    child.wait()
+    child.stdin.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_fields_of_training_data_have_their_names(tmp_path):

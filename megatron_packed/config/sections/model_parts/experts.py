@@ -117,7 +117,7 @@ class ExpertOptions(StackOptions):
         "aux_loss",
         "Auxiliary loss that balances the load of experts. aux_loss is computed per pack over "
         "its real tokens. seq_aux_loss is the mean over the samples of a pack. Each --seq-length "
-        "consecutive slots are a sample. global_aux_loss uses the loads over all ranks, averaged "
+        "consecutive slots are a sample. global_aux_loss uses the loads over all ranks and "
         "over the micro-batches of the step so far.",
         group=EXPERTS,
         choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_packed.checkpoint.errors import CheckpointError
+from megatron_packed.checkpoint.errors import CheckpointError, printable
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.layer_pattern import (
     ATTENTION,
@@ -16,6 +16,7 @@ from megatron_packed.config.layer_pattern import (
     MLP,
     MOE,
 )
+from megatron_packed.config.megatron.gpt_layers import MOST_LAYERS
 from megatron_packed.config.section import section_fields
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.sections.model_parts.attention import ATTN
@@ -68,11 +69,47 @@ _OF_THE_RUN = (
 """Options that the weights do not depend on, or that this project does not have."""
 UNPADDED = "unpadded_vocab_size"
 """Option of checkpoints that `export_megatron` writes: the vocabulary without the rows of padding."""
+_MOST_LETTERS = 2 * MOST_LAYERS
+"""Limit of the letters and marks of a layer pattern, as long as the pattern of a GPT model."""
+_MOST_SHOWN = 400
+"""Limit of the characters of a value in a message."""
+Problem = tuple[str, str]
+"""Sentence about options that cannot be used, without its full stop, and the cure."""
 _SYMBOLS = {ATTN: ATTENTION, SSM: MAMBA, EXPERTS: MOE, GDN: GATED_DELTA_NET}
 """Layer of each group of options. Megatron stores the options of absent layers too."""
 
 
-def model_of_arguments(args: Any, rows: int, path: Path) -> ModelConfig:
+def model_problem(args: Mapping[str, Any], rows: int) -> Problem | None:
+    """Return the problem of Megatron's options; None if they describe a model of ours.
+
+    Args:
+        args, rows: as for `model_of_arguments`.
+    """
+    refused = [
+        f"--{name.replace('_', '-')} {printable(str(args[name]), _MOST_SHOWN)}"
+        for name, neutral in _NEUTRAL.items()
+        if name in args and args[name] not in neutral
+    ]
+    if refused:
+        found = f"its model has {', '.join(refused)}, which is not supported"
+        return found, "bring the weights of a model without it"
+    try:
+        ModelConfig(**dict(_values(args, rows)))
+    except ConfigError as error:
+        first = printable(str(error.problems[0]).rstrip("."), _MOST_SHOWN)
+        return f"its model is not supported: {first}", f"or {_CURE}"
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # The values may have any type and size, so conversions fail in many ways.
+        return f"its options are damaged ({printable(str(error), _MOST_SHOWN)})", _CURE
+    return None
+
+
+def model_of_arguments(
+    args: Any,
+    rows: int,
+    path: Path,
+    examine: Callable[[Mapping[str, Any], int], Problem | None] = model_problem,
+) -> ModelConfig:
     """Return the model that Megatron's options describe.
 
     Args:
@@ -80,31 +117,16 @@ def model_of_arguments(args: Any, rows: int, path: Path) -> ModelConfig:
         rows: rows of the table of words. In Megatron the rows of padding take part in the softmax,
             so all of them are the vocabulary, except in a checkpoint that `export_megatron` wrote.
         path: the checkpoint, for messages.
+        examine: `model_problem`, or a function that calls it in a process with limits.
     Raises:
         CheckpointError: there are no options, or the model is not supported.
     """
     if not isinstance(args, Mapping):
         raise CheckpointError("has no options of Megatron (args)", path=path, cure=_cure(path))
-    refused = [
-        f"--{name.replace('_', '-')} {args[name]}"
-        for name, neutral in _NEUTRAL.items()
-        if name in args and args[name] not in neutral
-    ]
-    if refused:
-        raise CheckpointError(
-            f"its model has {', '.join(refused)}, which is not supported",
-            path=path,
-            cure="bring the weights of a model without it",
-        )
-    try:
-        return ModelConfig(**dict(_values(args, rows)))
-    except ConfigError as error:
-        first = str(error.problems[0]).rstrip(".")
-        raise CheckpointError(
-            f"its model is not supported: {first}", path=path, cure=f"or {_CURE}"
-        ) from None
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"its options are damaged ({error})", path=path, cure=_CURE) from None
+    problem = examine(args, rows)
+    if problem is not None:
+        raise CheckpointError(problem[0], path=path, cure=problem[1])
+    return ModelConfig(**dict(_values(args, rows)))
 
 
 def _cure(path: Path) -> str:
@@ -149,21 +171,43 @@ def _pattern(args: Mapping[str, Any]) -> str:
     """Return the pattern of a hybrid model, or the two symbols of each layer of a GPT model."""
     given = args.get("hybrid_layer_pattern") or args.get("hybrid_override_pattern")
     if given:
-        return str(given).replace("|", "")
+        if not isinstance(given, str) or len(given) > _MOST_LETTERS:
+            raise ValueError(
+                f"the layer pattern has {len(str(given)):,} characters, but at most "
+                f"{_MOST_LETTERS:,} are read"
+            )
+        return given.replace("|", "")
     blocks = _gpt_blocks(args)
+    depths = _count(args, "mtp_num_layers", least=0) if args.get("mtp_num_layers") else 0
     # As in Megatron, the layer of a depth is of the kind of the last layer.
-    return "".join(blocks + [DEPTH + blocks[-1]] * int(args.get("mtp_num_layers") or 0))
+    return "".join(blocks + [DEPTH + blocks[-1]] * depths)
 
 
 def _gpt_blocks(args: Mapping[str, Any]) -> list[str]:
     """Return the two symbols of each layer of a GPT model."""
-    count, frequency = int(args["num_layers"]), args.get("moe_layer_freq", 1)
+    count, frequency = _count(args, "num_layers", least=1), args.get("moe_layer_freq", 1)
     if not args.get("num_experts"):
         return [ATTENTION + MLP] * count
-    kinds = frequency if isinstance(frequency, list) else _every(count, int(frequency))
+    if isinstance(frequency, list):
+        kinds = frequency
+    else:
+        kinds = _every(count, _count({"moe_layer_freq": frequency}, "moe_layer_freq", least=1))
     if len(kinds) != count:
         raise ValueError(f"moe_layer_freq has {len(kinds)} layers, but num_layers is {count}")
     return [ATTENTION + (MOE if kind else MLP) for kind in kinds]
+
+
+def _count(args: Mapping[str, Any], name: str, *, least: int) -> int:
+    """Return a number of layers.
+
+    Raises:
+        ValueError: the value is missing, no whole number, or out of range.
+    """
+    value = args.get(name)
+    if type(value) is not int or not least <= value <= MOST_LAYERS:
+        shown = "missing" if value is None else printable(repr(value))[:80]
+        raise ValueError(f"{name} is {shown}, not a whole number from {least} to {MOST_LAYERS:,}")
+    return value
 
 
 def _every(count: int, frequency: int) -> list[int]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.config import flag_names as flags
@@ -38,8 +41,8 @@ def find(directory: Path, iteration: int | None = None) -> Path:
 
 def _iteration_folder(directory: Path, iteration: int | None) -> Path:
     tracker = directory / TRACKER
-    if iteration is None and tracker.is_file():
-        text = tracker.read_bytes()[:32].decode("ascii", "replace").strip()
+    if iteration is None and tracker.exists():
+        text = _first_bytes(tracker, 32).decode("ascii", "replace").strip()
         if text != "release" and not text.isdecimal():
             raise CheckpointError(
                 "names no iteration",
@@ -69,18 +72,43 @@ def _check_format(folder: Path) -> None:
             cure="save the checkpoint without ModelOpt",
         )
     # A checkpoint in the format zarr has no .metadata, so the name of the format comes first.
-    if backend.is_file():
+    if backend.exists():
         with damaged(backend):
-            kind = str(json.loads(backend.read_bytes()[:65536])["sharded_backend"])[:40]
+            kind = str(json.loads(_first_bytes(backend, 65536))["sharded_backend"])[:40]
         kind = " ".join(kind.split())
         if kind != FORMAT:
             raise CheckpointError(f"has the format {kind}", path=folder, cure=_WRITE_AGAIN)
     if METADATA_FILE not in names:
         cure = "name the folder that Megatron saved to"
         raise CheckpointError(f"has no {METADATA_FILE}", path=folder, cure=cure)
-    if not backend.is_file():
+    if not backend.exists():
         found = f"has no {BACKEND_FILE}, so its format is fsdp_dtensor or torch_dcp"
         raise CheckpointError(found, path=folder, cure=_EXPORT)
+
+
+def open_plain(path: Path) -> IO[bytes]:
+    """Open a plain file for reading; a link to one counts, as downloads consist of such links.
+
+    Raises:
+        CheckpointError: it is missing, or a pipe, a device or a directory, which may never end.
+    """
+    cure = "copy the checkpoint again"
+    try:
+        # Without O_NONBLOCK, opening a pipe waits for a writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise CheckpointError("is missing", path=path, cure=cure) from None
+    except OSError as error:
+        raise CheckpointError(f"cannot be opened: {error.strerror}", path=path, cure=cure) from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointError("is a directory, pipe or device, not a file", path=path, cure=cure)
+    return os.fdopen(descriptor, "rb")
+
+
+def _first_bytes(path: Path, count: int) -> bytes:
+    with open_plain(path) as opened:
+        return opened.read(count)
 
 
 @contextmanager

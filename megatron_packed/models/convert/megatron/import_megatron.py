@@ -71,7 +71,9 @@ def from_megatron(
             )
         rows = source.tensors[prefix + WORD_TABLE].shape[0]
         if model is None:
-            model = model_of_arguments(source.common.get("args"), rows, source.directory)
+            model = model_of_arguments(
+                source.common.get("args"), rows, source.directory, source.model_problem
+            )
         elif model.vocab_size is None:
             model = replace(model, vocab_size=rows)
         dtype = torch.bfloat16 if bf16 else torch.float32

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_packed.checkpoint.errors import CheckpointError
+from megatron_packed.checkpoint.errors import CheckpointError, printable
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.sections.optim import OptimizerConfig
 from megatron_packed.config.serialise import section_to_dict
@@ -216,12 +216,13 @@ def _steps(source: TorchDist, groups: list[Any]) -> int:
     optimizer = source.common.get("optimizer")
     found = [group["step"] for group in groups if isinstance(group, Mapping) and "step" in group]
     found += list(_values(optimizer, "common_step"))
-    steps = {one for one in found if one is not None}
+    steps = [one for one in found if one is not None]
     if not steps:
         raise _Alone("The optimizer's number of steps is not in the checkpoint")
-    if len(steps) > 1 or not all(_is_count(one, INT32_MAX) for one in steps):
-        raise _damaged(source, f"its optimizer has the steps {sorted(map(str, steps))[:4]}")
-    return int(steps.pop())
+    if any(one != steps[0] for one in steps) or not _is_count(steps[0], INT32_MAX):
+        shown = ", ".join(sorted({printable(str(one))[:40] for one in steps})[:4])
+        raise _damaged(source, f"its optimizer has the steps {shown}")
+    return int(steps[0])
 
 
 def _iteration(source: TorchDist) -> int:
@@ -234,7 +235,7 @@ def _iteration(source: TorchDist) -> int:
     if found is None or found == 0:
         raise _Alone("The iteration of the optimizer is not in the checkpoint")
     if not _is_count(found, INT32_MAX):
-        raise _damaged(source, f"its iteration is {str(found)[:40]}")
+        raise _damaged(source, f"its iteration is {printable(str(found))[:40]}")
     return int(found)
 
 
@@ -254,7 +255,7 @@ def _samples(source: TorchDist, iteration: int) -> tuple[int, int]:
     if samples is None:
         raise _Alone("The number of samples so far is not in the checkpoint")
     if not _is_count(samples, _MOST_SAMPLES):
-        raise _damaged(source, f"its number of samples is {str(samples)[:40]}")
+        raise _damaged(source, f"its number of samples is {printable(str(samples))[:40]}")
     length = args.get("seq_length")
     tokens = int(samples) * int(length) if _is_count(length, INT32_MAX) else 0
     return int(samples), min(tokens, _MOST_SAMPLES)
@@ -268,10 +269,25 @@ def _schedule(
     args = _mapping(source.common.get("args"))
     if "max_lr" not in scheduler:
         return None, ("The checkpoint has no learning-rate schedule; give its flags.",)
+    try:
+        values = _schedule_values(scheduler, args, groups)
+        config = OptimizerConfig(**{name: one for name, one in values.items() if one is not None})
+    except (ConfigError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        # The values may have any type and size, so conversions fail in many ways.
+        first = error.problems[0] if isinstance(error, ConfigError) else error
+        said = " ".join(printable(str(first)).split())[:200].rstrip(".")
+        return None, (f"The schedule is not imported ({said}); give its flags.",)
+    return section_to_dict(config), tuple(_schedule_notes(scheduler, samples))
+
+
+def _schedule_values(
+    scheduler: Mapping[str, Any], args: Mapping[str, Any], groups: list[Any]
+) -> dict[str, Any]:
+    """Return the values of options, unchecked; None for those that the checkpoint does not have."""
     constants = _mapping(next((group for group in groups if group), None))
     betas = constants.get("betas") or [None, None]
-    batch = args.get("global_batch_size") or 0
-    iters = args.get("lr_wsd_decay_iters")
+    batch, iters = args.get("global_batch_size"), args.get("lr_wsd_decay_iters")
+    of_iters = iters * batch if _is_count(iters, INT32_MAX) and _is_count(batch, INT32_MAX) else 0
     values = {
         "lr": scheduler["max_lr"],
         "min_lr": scheduler.get("min_lr"),
@@ -279,9 +295,9 @@ def _schedule(
         "lr_decay_samples": scheduler.get("lr_decay_steps"),
         "lr_warmup_samples": scheduler.get("lr_warmup_steps"),
         "lr_warmup_init": args.get("lr_warmup_init"),
-        "lr_wsd_decay_samples": args.get("lr_wsd_decay_samples") or (iters and iters * batch),
+        "lr_wsd_decay_samples": args.get("lr_wsd_decay_samples") or of_iters or None,
         "lr_wsd_decay_style": args.get("lr_wsd_decay_style"),
-        "weight_decay": scheduler.get("end_wd"),
+        **_weight_decay(scheduler),
         "adam_beta1": betas[0],
         "adam_beta2": betas[1],
         "adam_eps": constants.get("eps"),
@@ -289,28 +305,33 @@ def _schedule(
     }
     # Megatron computes lengths in samples as products with a fraction.
     lengths = {
-        name: int(value) for name, value in values.items() if name.endswith("_samples") and value
+        name: int(value)
+        for name, value in values.items()
+        if name.endswith("_samples") and isinstance(value, float)
     }
-    try:
-        config = OptimizerConfig(
-            **{name: one for name, one in {**values, **lengths}.items() if one is not None}
-        )
-    except (ConfigError, TypeError, ValueError) as error:
-        first = error.problems[0] if isinstance(error, ConfigError) else error
-        said = " ".join(str(first).split())[:200].rstrip(".")
-        return None, (f"The schedule is not imported ({said}); give its flags.",)
-    return section_to_dict(config), tuple(_schedule_notes(scheduler, samples))
+    return values | lengths
 
 
 def _schedule_notes(scheduler: Mapping[str, Any], samples: int) -> Iterator[str]:
     done = scheduler.get("num_steps", samples)
-    if done != samples:
+    if done != samples and _is_count(done, _MOST_SAMPLES):
         yield (
             f"The schedule continues at {samples:,} samples; in Megatron it was at {done:,}, because "
             "skipped steps do not count there."
         )
-    if scheduler.get("start_wd") != scheduler.get("end_wd"):
-        yield "The weight decay does not grow as in Megatron: its end value is imported."
+
+
+def _weight_decay(scheduler: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of the weight decay, with a length in samples."""
+    start, end = scheduler.get("start_wd"), scheduler.get("end_wd")
+    if start == end:
+        return {"weight_decay": end}
+    return {
+        "weight_decay_incr_style": scheduler.get("wd_incr_style"),
+        "start_weight_decay": start,
+        "end_weight_decay": end,
+        "weight_decay_incr_samples": scheduler.get("wd_incr_steps"),
+    }
 
 
 def _some(names: list[str]) -> str:
@@ -327,7 +348,7 @@ def _is_count(value: Any, most: int) -> bool:
     return (
         isinstance(value, (int, float))
         and not isinstance(value, bool)
-        and 0 <= value <= most
+        and 0 <= value <= most  # also excludes NaN and infinity
         and value == int(value)
     )
 

@@ -18,6 +18,7 @@ from megatron_packed.data.tokenizers.limited_process import (
     Limits,
     serve_requests,
 )
+from megatron_packed.models.convert.megatron.arguments import Problem, model_problem
 from megatron_packed.models.convert.megatron.restricted_pickle import (
     DTYPES,
     MEMBER,
@@ -31,6 +32,8 @@ from megatron_packed.models.convert.megatron.restricted_pickle import (
 
 METADATA, TENSOR, OBJECTS = b"m", b"t", b"o"
 """Kinds of pickles: ``.metadata``, one tensor, and options and other plain values."""
+_ARGUMENTS = b"a"
+"""Request for `arguments.model_problem`, as JSON."""
 _MOST_VALUES = 1_000_000
 """Limit of the values of options. References to one value count each time."""
 _LIMITS = Limits(cpu_seconds=60.0, cpu_seconds_per_mib=60.0)
@@ -62,6 +65,15 @@ class PickleProcess:
         except LimitReached as limit:
             raise RefusedPickle(str(limit)) from None
 
+    def model_problem(self, args: Mapping[str, Any], rows: int) -> Problem | None:
+        """Return `arguments.model_problem`, computed within the limits of the process.
+
+        Raises:
+            RefusedPickle: it exceeds a limit.
+        """
+        found = self.read(_ARGUMENTS, json.dumps([args, rows]).encode())
+        return None if found is None else (found[0], found[1])
+
     def close(self) -> None:
         self._process.close()
 
@@ -74,6 +86,8 @@ def serve() -> None:
 def _answer(request: bytes) -> bytes:
     kind, pickle = request[:1], request[1:]
     try:
+        if kind == _ARGUMENTS:
+            return json.dumps(model_problem(*json.loads(pickle))).encode()
         value = load(pickle)
         if kind == METADATA:
             answer = _metadata(value)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import re
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from megatron_packed.models.convert.megatron.folders import (
     damage,
     damaged,
     find,
+    open_plain,
 )
 from megatron_packed.models.convert.megatron.pickle_process import (
     METADATA,
@@ -119,6 +121,13 @@ class TorchDist:
         whole = whole if layer is None else whole[0]
         return whole if stored.blocks is None else _of_blocks(whole, shape)
 
+    def model_problem(self, args: Mapping[str, Any], rows: int) -> tuple[str, str] | None:
+        """Return `arguments.model_problem`, computed in the process with limits."""
+        try:
+            return self._pickles.model_problem(args, rows)
+        except RefusedPickle as error:
+            return f"its options take too long to read ({error})", "use another checkpoint"
+
     def _read_metadata(self) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
         path = self.directory / METADATA_FILE
         found = self._unpickle(METADATA, _read_file(path), path)
@@ -135,7 +144,7 @@ class TorchDist:
         """Return the plain values of the checkpoint, for example ``args`` and ``iteration``."""
         path = self.directory / COMMON_FILE
         places = [place for name, place in self._objects.items() if name.startswith(COMMON_STATE)]
-        if path.is_file():
+        if path.exists():
             return self._read_values(path)
         if not places or places[0] is None:
             return {}
@@ -146,7 +155,7 @@ class TorchDist:
 
     def _read_values(self, path: Path) -> dict[str, Any]:
         """Return the plain values of a file; empty if there is no such file."""
-        return self._values_of(_read_file(path), path) if path.is_file() else {}
+        return self._values_of(_read_file(path), path) if path.exists() else {}
 
     def _values_of(self, archive: bytes, path: Path) -> dict[str, Any]:
         """Return the plain values of an archive. A tensor with one element becomes a number."""
@@ -187,20 +196,19 @@ class TorchDist:
 
 
 def _read_file(path: Path) -> bytes:
-    size = path.stat().st_size
-    if size > _MOST_BYTES_OF_PICKLE:
-        raise damage(path, f"it has {size} bytes, but at most {_MOST_BYTES_OF_PICKLE} are read")
-    return path.read_bytes()
+    with open_plain(path) as opened:
+        size = os.fstat(opened.fileno()).st_size
+        if size > _MOST_BYTES_OF_PICKLE:
+            raise damage(path, f"it has {size} bytes, but at most {_MOST_BYTES_OF_PICKLE} are read")
+        return opened.read(size)
 
 
 def _read_place(directory: Path, file: str, offset: int, length: int) -> bytes:
     """Return bytes of a ``.distcp`` file in ``directory``."""
     path = directory / _checked_name(file)
-    if not path.is_file():
-        raise CheckpointError("is missing", path=path, cure="copy the checkpoint again")
-    if not 0 <= offset <= offset + length <= path.stat().st_size:
-        raise damage(path, f"it ends before byte {offset + length}")
-    with path.open("rb") as opened:
+    with open_plain(path) as opened:
+        if not 0 <= offset <= offset + length <= os.fstat(opened.fileno()).st_size:
+            raise damage(path, f"it ends before byte {offset + length}")
         opened.seek(offset)
         return opened.read(length)
 

@@ -269,3 +269,13 @@ def test_explain_sends_no_request(online):
     online.calls.clear()
     assert expand_paths([path], download=False) == found
     assert {kind for kind, *_ in online.calls} == {"download"}
+
+
+@pytest.mark.parametrize("sha", ["../../../../../escaped", "/tmp/escaped", "", None, "\x1b[31m"])
+def test_a_commit_that_is_a_path_is_refused_before_a_download(online, sha):
+    """The commit of the Hub's answer names a folder of the cache."""
+    online.head = sha
+    with pytest.raises(DataError, match="not with 40 hexadecimal digits") as error:
+        hub.local_path("hf://datasets/org/set")
+    assert str(error.value).isprintable()
+    assert [call[0] for call in online.calls] == ["info"] and not online.root.exists()

@@ -1,6 +1,7 @@
 """Weights of Megatron's checkpoints: equal to the bit, and nothing in a hostile file is run."""
 
 import io
+import os
 import pickle
 import pickletools
 import shutil
@@ -416,3 +417,85 @@ def test_members_of_enumerations_as_python_3_11_wrote_them():
     with pytest.raises(RefusedPickle, match=r"names builtins\.getattr"):
         process.read(OBJECTS, calls + b".")  # it is an option, and not called
     process.close()
+
+
+def _pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _device(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def _directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("change", [_pipe, _device, _directory])
+@pytest.mark.parametrize("name", [".metadata", "common.pt", "metadata.json", "__0_0.distcp"])
+def test_what_is_no_plain_file_is_refused_at_once(change, name, written, tmp_path):
+    """A pipe would wait for its writer, and a device would never end."""
+    shutil.copytree(written, tmp_path / "c")
+    change(tmp_path / "c" / name)
+    with pytest.raises(CheckpointError, match="is a directory, pipe or device, not a file"):
+        from_megatron(tmp_path / "c", tmp_path / "ours")
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    tracker.touch()
+    change(tracker)
+    with pytest.raises(CheckpointError, match=r"iteration\.txt: is a directory, pipe or device"):
+        from_megatron(tmp_path, tmp_path / "ours")
+
+
+def test_links_to_files_are_read(written, tmp_path):
+    """A download of the Hugging Face Hub consists of links."""
+    (tmp_path / "c").mkdir()
+    for file in written.iterdir():
+        (tmp_path / "c" / file.name).symlink_to(file)
+    assert from_megatron(tmp_path / "c", tmp_path / "ours").model.vocab_size == 128
+
+
+HUGE, INFINITE = 10**400, float("inf")
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({}, "num_layers is missing, not a whole number from 1 to 1,000"),
+        ({"num_layers": INFINITE}, "num_layers is inf, not a whole number"),
+        ({"num_layers": 10**9}, "num_layers is 1000000000, not a whole number"),
+        ({"num_layers": True}, "num_layers is True, not a whole number"),
+        ({"num_layers": 2, "mtp_num_layers": 10**9}, "mtp_num_layers is 1000000000, not"),
+        ({"num_layers": 2, "moe_layer_freq": 0}, "moe_layer_freq is 0, not a whole number from 1"),
+        ({"num_layers": 2, "moe_layer_freq": "a"}, "moe_layer_freq is 'a', not a whole number"),
+        ({"hybrid_layer_pattern": "M" * 10**6}, "the layer pattern has 1,000,000 characters"),
+        ({"hybrid_layer_pattern": ["M"] * 10**5}, "the layer pattern has 500,000 characters"),
+        ({"hybrid_layer_pattern": "M*", "rotary_base": HUGE}, "int too large to convert"),
+        ({"hybrid_layer_pattern": "M*", "norm_epsilon": HUGE}, "--norm-epsilon inf"),
+        ({"hybrid_layer_pattern": "M*", "hidden_size": HUGE}, "must fit into 32 bits"),
+        ({"hybrid_layer_pattern": "M*", "normalization": "\x1b" * 10**6}, "--normalization"),
+        (
+            {"num_layers": 2, "window_size": [8, 0], "window_attn_skip_freq": [1] * 10**5},
+            "--window-attn",
+        ),
+        ({"hybrid_layer_pattern": "M*", "softmax_type": "x" * 10**6}, "--softmax-type xxx"),
+    ],
+)
+def test_options_of_any_type_and_size_are_refused_in_a_sentence(values, sentence, tmp_path):
+    args = {name: value for name, value in theirs.ARGS.items() if name != "hybrid_layer_pattern"}
+    theirs.write(tmp_path / "c", theirs.tensors(), {**args, **values}, common_file=True)
+    with pytest.raises(CheckpointError) as error:
+        from_megatron(tmp_path / "c", tmp_path / "ours")
+    said = str(error.value)
+    assert sentence in said and len(said) < 1200 and said.isprintable()
+
+
+def test_options_are_examined_in_the_process_with_limits():
+    """An option that would take long or much memory ends the process, not this program."""
+    problem = PickleProcess().model_problem(theirs.ARGS, 128)
+    assert problem is None
+    process = PickleProcess(Limits(memory_bytes=2**29))
+    with pytest.raises(RefusedPickle, match="its process ended"):
+        process.model_problem({**theirs.ARGS, "hybrid_layer_pattern": "M" * 2**29}, 128)

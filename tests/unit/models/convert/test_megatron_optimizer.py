@@ -264,8 +264,10 @@ def test_counters_come_from_megatron_bridge_too(tmp_path):
         ({"lr_decay_style": "inverse-square-root"}, "--lr-decay-style 'inverse-square-root'"),
         ({"lr_decay_steps": -3}, "--lr-decay-samples -3"),
         ({"max_lr": "x" * 999}, "--lr"),
-        ({"start_wd": 0.01}, "The weight decay does not grow as in Megatron"),
-        ({"end_wd": float("inf")}, "--weight-decay"),
+        ({"start_wd": 0.01}, "--start-weight-decay 0.01"),
+        ({"start_wd": 0.2, "wd_incr_style": "linear"}, "--end-weight-decay 0.1"),
+        ({"start_wd": 0.0, "wd_incr_style": "square"}, "--weight-decay-incr-style 'square'"),
+        ({"end_wd": float("inf")}, "--end-weight-decay inf"),
         ({"min_lr": [1]}, "--min-lr"),
     ],
 )
@@ -279,7 +281,20 @@ def test_schedules_that_are_not_built_are_named(change, sentence, tmp_path):
     ours, manifest, notes = converted(tmp_path / "c")
     assert sentence in notes[1] and "\n" not in notes[1] and len(notes[1]) < 500
     assert "optimizer/step" in ours
-    assert ("optim" in manifest.metadata["config"]) == ("start_wd" in change)
+    assert "optim" not in manifest.metadata["config"]
+
+
+def test_a_rising_weight_decay_is_imported(tmp_path):
+    found = theirs.tensors()
+    more = copy.deepcopy(theirs.TRAINED)
+    rise = {"start_wd": 0.01, "wd_incr_style": "cosine", "wd_incr_steps": 40}
+    more["opt_param_scheduler"].update(rise)
+    theirs.write(
+        tmp_path / "c", {**found, **theirs.optimizer(found)}, theirs.TRAINED_ARGS, more=more
+    )
+    optim = converted(tmp_path / "c")[1].metadata["config"]["optim"]
+    assert (optim["start_weight_decay"], optim["end_weight_decay"]) == (0.01, 0.1)
+    assert (optim["weight_decay_incr_style"], optim["weight_decay_incr_samples"]) == ("cosine", 40)
 
 
 def steps(value):
@@ -307,7 +322,7 @@ def twice(state, more):
 
 
 DAMAGE = {
-    "two steps": (steps(5), "has the steps ['5', '6.0']"),
+    "two steps": (steps(5), "has the steps 5, 6.0"),
     "a negative step": (steps(-6), "has the steps"),
     "a step that is text": (steps("x"), "has the steps"),
     "half a step": (steps(6.5), "has the steps"),
@@ -379,3 +394,33 @@ def test_blocks_that_do_not_divide_the_shape_are_refused(stored, tmp_path):
     path.write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match="which do not fit"):
         converted(tmp_path / "c")
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), 10**400, "\x1b[31m" * 999, [[]], {}, True])
+@pytest.mark.parametrize(
+    "name", ["max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "num_steps", "end_wd"]
+)
+def test_schedules_of_any_type_give_a_note_and_no_traceback(name, value, tmp_path):
+    found, more = theirs.tensors(), copy.deepcopy(theirs.TRAINED)
+    more["opt_param_scheduler"][name] = value
+    args = {**theirs.TRAINED_ARGS, "lr_wsd_decay_iters": "x", "global_batch_size": 10**9}
+    theirs.write(tmp_path / "c", {**found, **theirs.optimizer(found)}, args, more=more)
+    notes = converted(tmp_path / "c")[2]
+    assert all(note.isprintable() and len(note) < 500 for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("betas", 1.0), ("betas", [0.9]), ("eps", 10**400), ("step", [1])]
+)
+def test_constants_of_any_type_give_no_traceback(name, value, tmp_path):
+    found, more = theirs.tensors(), copy.deepcopy(theirs.TRAINED)
+    for group in more["optimizer"]["optimizer"]["param_groups"]:
+        group[name] = value
+    theirs.write(
+        tmp_path / "c", {**found, **theirs.optimizer(found)}, theirs.TRAINED_ARGS, more=more
+    )
+    if name == "step":
+        with pytest.raises(CheckpointError, match=r"its optimizer has the steps \[1\]"):
+            converted(tmp_path / "c")
+    else:
+        assert "The schedule is not imported" in converted(tmp_path / "c")[2][1]
