@@ -58,7 +58,7 @@ def missing_kernels() -> list[str]:
 def ops_of(claims: Mapping[str, Iterable[str]], layers: Iterable[str]) -> list[str]:
     """Return the ops that a test runs, from its claims: column -> rows.
 
-    A test that names no layer counts as one that runs all ops.
+    A test without a layer in its claims counts as a test of all ops.
 
     Args:
         layers: rows of the support matrix that are layers.

@@ -278,3 +278,44 @@ def test_the_first_column_with_a_passed_test_is_shown(script, monkeypatch):
     assert cell(["eager", "graphs: local"], "MTP", "TP") == "[CPU stand-in 1](#tests)"
     seen.append(script["Seen"]("passed", "CPU", "eager.py", {"eager": ["MTP", "TP"]}))
     assert cell(["eager", "graphs: local"], "MTP", "TP") == "[CPU 2](#tests)"
+
+
+def test_the_list_of_tests_says_what_they_compare_and_when_they_ran(script):
+    """Every test file of the page says what it compares; its runs have a machine, a day and a commit."""
+    text = script["PAGE"].read_text()
+    rows = re.findall(r"^\| \d+ \| `(tests/\S+)` \| (.*) \| (.*) \|$", text, flags=re.M)
+    assert len(rows) > 40
+    overlap = dict(row[:2] for row in rows)["tests/distributed/test_overlap.py"]
+    assert "steps without" in overlap and "2 % on two GPUs" in overlap
+    run = r"(CPU|H\d+) \d{4}-\d\d-\d\d [0-9a-f]{8}"
+    assert all(re.fullmatch(f"-|{run}(, {run})*", runs) for *_, runs in rows)
+
+
+def test_every_outcome_on_record_has_its_run_and_its_code():
+    for record in RECORDS:
+        for name, entry in json.loads(record.read_text())["tests"].items():
+            keys = {*entry}
+            if entry["outcome"] == "not run":
+                assert keys == {"outcome", "shows"}, name
+            else:
+                assert keys == {"outcome", *RUN, *EVIDENCE}, name
+
+
+@pytest.mark.parametrize(("date", "outcome"), [("2026-11-22", "not run"), ("2027-01-01", "passed")])
+def test_a_benchmark_with_older_kernels_is_not_run(script, tmp_path, monkeypatch, date, outcome):
+    """The layouts of 22 November ran mamba-ssm's scan, which is no longer the default."""
+    good = {"loss_difference": 1e-4, "grad_norm_difference": 1e-3, "graphs": {}}
+    versions = {"quack-kernels": "1", "flash-attn-4": "1"}
+    result = {
+        "device": "NVIDIA H200",
+        "date": f"{date} 09:00 UTC",
+        "versions": versions,
+        "results": {"hybrid1b": {"processes": 2, "layouts": {"tp2 sp": good}}},
+    }
+    folder = tmp_path / "benchmarks" / "results"
+    folder.mkdir(parents=True)
+    (folder / "layouts_2_hybrid1b.json").write_text(json.dumps(result))
+    names = script["everything"].__globals__
+    monkeypatch.setitem(names, "ROOT", tmp_path)
+    monkeypatch.setitem(names, "RECORDS", tmp_path)
+    assert [seen.outcome for seen in script["everything"]()] == [outcome]
