@@ -10,7 +10,7 @@ the list of pages, ``summary:`` and ``deciding:``, and continues with the text o
 - ``{{chart NAME | TEXT}}`` on a separate line is replaced by an image with this alternative text.
   The image is written next to the pages.
 - ``{{circumstances}}`` is replaced by the command, device, date and versions of the results that
-  the page uses.
+  the page uses, and by their kernels that are no longer the default (`kernel_dates.py`).
 
 ``--check`` writes nothing and fails if a page differs from its template and results.
 """
@@ -39,6 +39,7 @@ import graph_step
 import grouped_products
 import harness
 import joined_products
+import kernel_dates
 import layouts
 import memory_peaks
 import metadata_sync
@@ -445,13 +446,37 @@ class Results:
                 )
                 lines.append(
                     f"- `{name}.json`: `{document['command']}` on {document['device']}, "
-                    f"{document['date']}. Versions: {versions}."
+                    f"{document['date']}. Versions: {versions}.{old_kernels_text(name, document)}"
                 )
         return "\n".join(lines)
+
+    def measured(self, names: Iterable[str]) -> str:
+        """Return the dates of the results of tables, and which of them have older kernels."""
+        texts: dict[str, None] = {}
+        for name in dict.fromkeys(file for table in names for file in TABLES[table].files):
+            if document := self.file(name):
+                old = kernel_dates.old_kernels(name, document)
+                texts[document["date"].split()[0] + " with older kernels" * bool(old)] = None
+        return ", ".join(sorted(texts))
+
+
+def old_kernels_text(result: str, document: dict[str, Any]) -> str:
+    """Return a list of the kernels of a result that are no longer the default, or an empty text."""
+    lines = [
+        f"\n    - {one.title}: {one.kernels}, now {one.now}"
+        for one in kernel_dates.old_kernels(result, document)
+    ]
+    return " Kernels that are no longer the default:" * bool(lines) + "".join(lines)
 
 
 def number(cell: str) -> float:
     return float(cell.split()[0])
+
+
+def tables_of(template: Path) -> list[str]:
+    """Return the names of all tables that a template uses, also for single numbers and charts."""
+    places = [place.split(" | ")[0] for place in PLACE.findall(template.read_text())]
+    return [name for place in places if (name := place.removeprefix("chart ")) in TABLES]
 
 
 class Page(NamedTuple):
@@ -463,6 +488,8 @@ class Page(NamedTuple):
     """Content of the page in one line."""
     deciding: str
     """Sentence with the most important number of the page."""
+    measured: str
+    """Dates of the results."""
     text: str
 
     @classmethod
@@ -494,6 +521,7 @@ class Page(NamedTuple):
             title=body.splitlines()[0].removeprefix("# "),
             summary=fields["summary"],
             deciding=PLACE.sub(filled, fields["deciding"]),
+            measured=results.measured(tables_of(template)),
             text=f"{note}\n\n{PLACE.sub(filled, body)}\n[All measurements](README.md)\n",
         )
 
@@ -509,8 +537,10 @@ they follow.
 
 A cell `1.9 [1.7, 2.4]` has the median, and in brackets the 10th and 90th percentile.
 
-| page | content | deciding number |
-|---|---|---|
+The last column has the dates. *Older kernels* are kernels that are no longer the default; each page names them.
+
+| page | content | deciding number | measured |
+|---|---|---|---|
 """
 
 
@@ -519,7 +549,8 @@ def pages_of(templates: Path, folder: Path) -> dict[str, str]:
     results = Results(folder)
     pages = [Page.of(template, results) for template in sorted(templates.glob("*.md"))]
     rows = [
-        f"| [{page.title}]({page.name}.md) | {page.summary} | {page.deciding} |" for page in pages
+        f"| [{page.title}]({page.name}.md) | {page.summary} | {page.deciding} | {page.measured} |"
+        for page in pages
     ]
     texts = {f"{page.name}.md": page.text for page in pages}
     for name, draw in CHARTS.items():

@@ -3,12 +3,14 @@
     python docs/support_matrix.py
 
 The records of tests are docs/support/*.json; ``pytest --record-shown`` writes them (see
-tests/support/shown.py). The records of benchmarks are the layouts in benchmarks/results. The checks
-of the configuration decide which combinations are refused.
+tests/support/shown.py). The records of benchmarks are the layouts in benchmarks/results; a result
+with kernels that are no longer the default counts as not run. The checks of the configuration
+decide which combinations are refused. The first paragraph of a test file says what it compares.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +23,7 @@ sys.path.extend(
 
 from coming_from_megatron import markdown
 
+import kernel_dates
 import layouts
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.run import SECTIONS, RunConfig
@@ -88,7 +91,13 @@ def everything() -> Iterator[Seen]:
         file = json.loads(path.read_text())
         for model, result in file["results"].items():
             pattern = {"hybrid_layer_pattern": layouts.MODELS[model]["pattern"]}
-            yield from benchmarked(f"{short(file['device'])} benchmark", result, pattern)
+            old = kernel_dates.old_kernels(path.stem, file)
+            yield from benchmarked(
+                f"{short(file['device'])} benchmark",
+                result,
+                pattern,
+                outcome="not run" if old else "passed",
+            )
 
 
 def short(machine: str) -> str:
@@ -96,8 +105,14 @@ def short(machine: str) -> str:
     return machine.removeprefix("NVIDIA ").split()[0]
 
 
-def benchmarked(label: str, result: Mapping[str, Any], model: Mapping[str, Any]) -> Iterator[Seen]:
-    """Yield layouts with the losses of one process; graphs count if they replayed everything."""
+def benchmarked(
+    label: str, result: Mapping[str, Any], model: Mapping[str, Any], outcome: str = "passed"
+) -> Iterator[Seen]:
+    """Yield layouts with the losses of one process; graphs count if they replayed everything.
+
+    Args:
+        outcome: outcome of all layouts of the result.
+    """
     for name, found in result["layouts"].items():
         if layouts.problems_of({"": {"layouts": {name: found}}}):
             continue
@@ -111,7 +126,7 @@ def benchmarked(label: str, result: Mapping[str, Any], model: Mapping[str, Any])
             "eager",
             *(f"graphs: {graphs}" for graphs, by in found["graphs"].items() if not by["fallbacks"]),
         ]
-        yield Seen("passed", label, BENCHMARK_PAGE, dict.fromkeys(columns, rows))
+        yield Seen(outcome, label, BENCHMARK_PAGE, dict.fromkeys(columns, rows))
 
 
 def refusal(*features: Mapping[str, Any]) -> str:
@@ -189,6 +204,31 @@ def _number(text: str, numbered: list[str]) -> int:
     return numbered.index(text) + 1
 
 
+def compared_by(path: Path) -> str:
+    """Return what the tests of a file compare: the first paragraph of its docstring.
+
+    Raises:
+        ValueError: the file has no docstring.
+    """
+    text = ast.get_docstring(ast.parse(path.read_text()))
+    if not text:
+        raise ValueError(
+            f"{path} has no docstring; its first paragraph says what the tests compare."
+        )
+    return " ".join(text.split("\n\n")[0].split()).replace("``", "`")
+
+
+def runs_of(path: str) -> str:
+    """Return the runs whose results of a test file are recorded: machine, day and commit."""
+    runs = {
+        (short(record["machine"]), entry["date"].split()[0], entry["commit"])
+        for record in records()
+        for name, entry in record["tests"].items()
+        if name.split("::")[0] == path and "commit" in entry
+    }
+    return ", ".join(" ".join(run) for run in sorted(runs)) or "-"
+
+
 def tables() -> str:
     """Return all generated sections of the page."""
     cell, axes = Cells(), list(AXES)[2:]
@@ -260,7 +300,13 @@ def tables() -> str:
             "## Refused",
             "\n".join(f"{number}. {text}" for number, text in enumerate(cell.refusals, 1)),
             "## Tests",
-            "\n".join(f"{number}. `{path}`" for number, path in enumerate(cell.files, 1)),
+            markdown(
+                ("", "file", "what its tests compare", "runs on record"),
+                (
+                    (str(number), f"`{path}`", compared_by(ROOT / path), runs_of(path))
+                    for number, path in enumerate(cell.files, 1)
+                ),
+            ),
             "## Machines",
             markdown(("machine", "Python", "torch", *outcomes), ran),
         ]

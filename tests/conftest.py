@@ -42,6 +42,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=[],
         help="file for the cells of the support matrix that tests fill (shown.py)",
     )
+    parser.addoption(
+        "--record-commit",
+        metavar="COMMIT",
+        help="commit of the tested files, if they are a copy without a git repository",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

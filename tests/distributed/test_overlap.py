@@ -1,7 +1,7 @@
-"""``--overlap-grad-reduce`` and ``--overlap-param-gather`` give the same bits as without overlap.
+"""Steps with overlap against steps without: equal bits on CPUs, metrics within 2 % on two GPUs.
 
-Sums of two numbers do not depend on their order. So all results are compared bit for bit if two
-ranks are summed.
+The options are ``--overlap-grad-reduce`` and ``--overlap-param-gather``. Sums of two numbers do not
+depend on their order. So on CPUs all results are compared bit for bit if two ranks are summed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Whole E layers in graphs on one and two GPUs: bounds that follow the routing, overflows, no waits.
+"""Whole E layers in graphs on one and two GPUs: replays equal eager steps bit for bit, without waits.
+
+Bounds of the experts' buffers follow the routing, and steps that overflow are repeated eagerly.
 
 On one GPU the expert-parallel group has one rank, which sends rows to itself.
 """

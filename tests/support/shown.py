@@ -8,8 +8,13 @@ the test and returns the number of processes and their configuration::
 
 ``--record-shown FILE`` records which of these tests passed on this machine. A record belongs to one
 machine: a GPU, with the tests that need a GPU, or a CPU, with the other tests. A run adds its
-results to the record. ``--collect-only`` runs no tests: it removes claims that tests no longer make
-and adds new claims as "not run".
+results to the record, each with the date, the commit and the card of the run. It also adds
+fingerprints of the test's code (`code_prints.py`) and of the default kernels that the test runs
+(`kernel_code.py`).
+
+``--collect-only`` runs no tests. It removes claims that tests no longer make and adds new claims as
+"not run". A test also becomes "not run" if its claims, its code or its default kernels have changed
+since it ran. A renamed or moved test with the same code keeps its result.
 """
 
 from __future__ import annotations
@@ -17,13 +22,18 @@ from __future__ import annotations
 import inspect
 import json
 import platform
+import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import is_dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from support import kernel_code
+from support.code_prints import Sources, fingerprint_of_test
 
 TP, CP, EP = "tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size"
 SIZES = {"tp_size": TP, "cp_size": CP, "ep_size": EP}
@@ -183,11 +193,80 @@ def outcome_of(phases: list[pytest.TestReport]) -> str:
     return worst if called or worst != "passed" else "not run"
 
 
+class Evidence:
+    """Claims of tests with the fingerprints of their code and of their kernels.
+
+    Args:
+        gpu: True for the kernels of GPUs, False for those of CPUs.
+    """
+
+    def __init__(self, *, gpu: bool) -> None:
+        self._gpu = gpu
+        tests = Path(__file__).resolve().parents[1]
+        self._tests, self._ops = Sources(tests, tests, fixtures=True), kernel_code.ops_sources()
+        self._kernels: dict[tuple[str, ...], str] = {}
+
+    def of(self, item: pytest.Item) -> dict[str, Any]:
+        """Return the evidence that a test gives if it passes; empty for a test without claims."""
+        claims = claims_of(item)
+        if not claims:
+            return {}
+        owner = f"{item.cls.__name__}." if getattr(item, "cls", None) else ""
+        function = owner + getattr(item, "originalname", item.name)
+        ops = tuple(kernel_code.ops_of(claims, LAYERS))
+        if ops not in self._kernels:
+            self._kernels[ops] = kernel_code.fingerprint(self._ops, ops, gpu=self._gpu)
+        return {
+            "code": fingerprint_of_test(self._tests, item.path, function),
+            "kernels": self._kernels[ops],
+            "shows": claims,
+        }
+
+
+def tested_commit(root: Path, given: str | None) -> str:
+    """Return the commit of the tested code.
+
+    Args:
+        given: commit that the user gave, for a copy of the files without their repository.
+    Raises:
+        pytest.UsageError: there is no repository and no given commit, or Python files differ from
+            the commit.
+    """
+    if given:
+        return given[:8]
+
+    def git(*command: str) -> str:
+        done = subprocess.run(["git", *command], cwd=root, capture_output=True, text=True)
+        if done.returncode:
+            raise pytest.UsageError(
+                f"{root} has no git repository; give the commit of these files by --record-commit."
+            )
+        return done.stdout.rstrip()
+
+    changed = git("status", "--porcelain", "--", "megatron_packed", "tests")
+    if changed:
+        raise pytest.UsageError(
+            "Results of tests are recorded with their commit, and these files differ from it: "
+            f"{', '.join(line[3:] for line in changed.splitlines())}; commit them first."
+        )
+    return git("rev-parse", "--short=8", "HEAD")
+
+
+def _parameters(name: str) -> str:
+    """Return the parameters in the name of a test, with brackets."""
+    return name.partition("::")[2].partition("[")[2]
+
+
+def _has(entry: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
+    return all(entry.get(key) == value for key, value in values.items())
+
+
 class Recorder:
     """Plugin for ``--record-shown``.
 
     Raises:
-        pytest.UsageError: the record has results from another machine or other versions.
+        pytest.UsageError: the record has results from another machine or other versions, the
+            commit of the tested code is not known, or this machine lacks a default kernel.
     """
 
     def __init__(self, config: pytest.Config, path: Path) -> None:
@@ -198,48 +277,74 @@ class Recorder:
         machine = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
         here = {"machine": machine, "python": platform.python_version(), "torch": torch.__version__}
         self._record = json.loads(path.read_text()) if path.exists() else {**here, "tests": {}}
-        if self._collects:
+        self._run: dict[str, str] = {}
+        if self._collects or not self._writes:
             return
         ran = any(entry["outcome"] != "not run" for entry in self._record["tests"].values())
         if ran and here != {name: self._record[name] for name in here}:
             raise pytest.UsageError(f"{path} is of another machine or other versions than {here}")
+        missing = kernel_code.missing_kernels() if machine != "CPU" else []
+        if missing:
+            raise pytest.UsageError(
+                f"This machine lacks default kernels: {'; '.join(missing)}; install their packages, "
+                "because the records are of the default kernels."
+            )
+        self._run = {
+            "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+            "commit": tested_commit(config.rootpath, config.getoption("--record-commit")),
+            "card": machine,
+        }
         self._record |= here
 
     @pytest.hookimpl(tryfirst=True)  # before other plugins deselect tests
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        claims = {}
+        evidence, gpu = {}, self._record["machine"] != "CPU"
+        source = Evidence(gpu=gpu)
         for item in items:
             needs_gpu = any(item.get_closest_marker(name) for name in ("gpu", "multi_gpu"))
-            if needs_gpu == (self._record["machine"] != "CPU") and (found := claims_of(item)):
-                claims[item.nodeid] = found
-                item.user_properties.append(("shows", found))
+            if needs_gpu == gpu and (found := source.of(item)):
+                evidence[item.nodeid] = found
+                item.user_properties.append(("shown", found))
         if self._collects:
-            files, before = {item.path for item in items}, self._record["tests"]
-            root = items[0].config.rootpath if items else Path()
-            paths = {name: root / name.split("::")[0] for name in before}
-            kept = {
-                name: before[name]
-                for name, path in paths.items()
-                if path not in files and path.exists()
-            }
-            for name, found in claims.items():
-                same = before.get(name, {}).get("shows") == found
-                kept[name] = before[name] if same else {"outcome": "not run", "shows": found}
-            self._write(kept)
+            self._write(self._after_collection(items, evidence))
+
+    def _after_collection(
+        self, items: list[pytest.Item], evidence: dict[str, dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Return the record with the results that are still of the collected tests."""
+        files, before = {item.path for item in items}, self._record["tests"]
+        root = items[0].config.rootpath if items else Path()
+        kept, left = {}, {}
+        for name, entry in before.items():
+            path = root / name.split("::")[0]
+            if path not in files and path.exists():
+                kept[name] = entry
+            elif name not in evidence:
+                left[name] = entry  # removed, renamed or moved
+
+        for name, found in evidence.items():
+            candidates = [before.get(name, {})]
+            candidates += [
+                entry for old, entry in left.items() if _parameters(old) == _parameters(name)
+            ]
+            not_run = {"outcome": "not run", "shows": found["shows"]}
+            kept[name] = next((entry for entry in candidates if _has(entry, found)), not_run)
+        return kept
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Write each result at once, so that an interrupted run loses none."""
-        shows, tests = dict(report.user_properties).get("shows"), self._record["tests"]
-        if shows is None or not self._writes:
+        found, tests = dict(report.user_properties).get("shown"), self._record["tests"]
+        if found is None or not self._writes:
             return
         phases = self._phases.setdefault(report.nodeid, [])
         phases.append(report)
-        entry = {"outcome": outcome_of(phases), "shows": shows}
+        entry = {"outcome": outcome_of(phases), **self._run, **found}
+        if entry["outcome"] == "not run":
+            entry = {"outcome": "not run", "shows": found["shows"]}
+        before = tests.get(report.nodeid, {})
         # A test that is skipped here may have passed on a machine with more GPUs.
-        if entry["outcome"] != "skipped" or tests.get(report.nodeid) != {
-            **entry,
-            "outcome": "passed",
-        }:
+        passed = {"outcome": "passed", **found}
+        if entry["outcome"] != "skipped" or not _has(before, passed):
             self._write(tests | {report.nodeid: entry})
 
     def _write(self, tests: dict[str, Any]) -> None:

@@ -2,14 +2,16 @@
 
 import json
 import os
+import re
 import runpy
 import subprocess
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from support import shown
+from support import kernel_code, shown
 
 ROOT = Path(__file__).parents[2]
 RECORDS = sorted((ROOT / "docs" / "support").glob("*.json"))
@@ -131,9 +133,21 @@ def test_only_what_passed_is_seen(script, tmp_path, monkeypatch, machine, outcom
         assert cell.files == [f"{best[1]}.py"]
 
 
+EVIDENCE = {"code": "0123", "kernels": "4567", "shows": CLAIM}
+RUN = {"date": "2026-11-29 01:00 UTC", "commit": "abcdef01", "card": "CPU"}
+
+
 def report(when, outcome, name="tests/a.py::test"):
     return SimpleNamespace(
-        when=when, outcome=outcome, nodeid=name, user_properties=[("shows", CLAIM)]
+        when=when, outcome=outcome, nodeid=name, user_properties=[("shown", EVIDENCE)]
+    )
+
+
+def config_of(tmp_path, *, collects=False, commit="abcdef0123"):
+    return SimpleNamespace(
+        option=SimpleNamespace(collectonly=collects),
+        rootpath=tmp_path,
+        getoption=lambda name: {"--record-commit": commit}[name],
     )
 
 
@@ -148,14 +162,20 @@ def report(when, outcome, name="tests/a.py::test"):
     ],
 )
 def test_what_a_run_records(phases, outcome, tmp_path):
+    """An entry has the outcome, the date, commit and card of the run, and what it depends on."""
     path = tmp_path / "record.json"
-    config = SimpleNamespace(option=SimpleNamespace(collectonly=False))
+    config = config_of(tmp_path)
     for _ in range(2):  # The second recorder reads the file of the first one.
         recorder = shown.Recorder(config, path)
         for phase in phases:
             recorder.pytest_runtest_logreport(report(*phase.split()))
-    record = json.loads(path.read_text())
-    assert record["tests"] == {"tests/a.py::test": {"outcome": outcome, "shows": CLAIM}}
+    entry = json.loads(path.read_text())["tests"]["tests/a.py::test"]
+    if outcome == "not run":
+        assert entry == {"outcome": outcome, "shows": CLAIM}
+        return
+    date = datetime.strptime(entry.pop("date"), "%Y-%m-%d %H:%M UTC").replace(tzinfo=timezone.utc)
+    assert datetime.now(timezone.utc) - date < timedelta(minutes=5)
+    assert entry == {"outcome": outcome, "commit": "abcdef01", "card": "CPU", **EVIDENCE}
     skipping = shown.Recorder(config, path)
     skipping.pytest_runtest_logreport(report("setup", "skipped"))
     after = json.loads(path.read_text())["tests"]["tests/a.py::test"]["outcome"]
@@ -163,6 +183,72 @@ def test_what_a_run_records(phases, outcome, tmp_path):
     path.write_text(path.read_text().replace(shown.torch.__version__, "0.1"))
     with pytest.raises(pytest.UsageError, match="another machine or other versions"):
         shown.Recorder(config, path)
+
+
+def test_a_skip_does_not_keep_a_pass_of_other_code(tmp_path):
+    path = tmp_path / "record.json"
+    old = {"outcome": "passed", **RUN, **EVIDENCE, "code": "89ab"}
+    recorder = shown.Recorder(config_of(tmp_path), path)
+    recorder._write({"tests/a.py::test": old})
+    recorder.pytest_runtest_logreport(report("setup", "skipped"))
+    assert json.loads(path.read_text())["tests"]["tests/a.py::test"]["outcome"] == "skipped"
+
+
+def test_a_record_needs_the_commit_of_the_tested_files(tmp_path):
+    """Files that differ from their commit, or have no commit, are refused."""
+    with pytest.raises(
+        pytest.UsageError, match="give the commit of these files by --record-commit"
+    ):
+        shown.tested_commit(tmp_path, None)
+
+    def git(*command):
+        who = ("-c", "user.name=a", "-c", "user.email=a@b.example")
+        subprocess.run(["git", *who, *command], cwd=tmp_path, check=True, capture_output=True)
+
+    git("init")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "a.py").write_text("")
+    git("add", ".")
+    git("commit", "-m", "x")
+    assert re.fullmatch("[0-9a-f]{8}", shown.tested_commit(tmp_path, None))
+    (tmp_path / "tests" / "a.py").write_text("1")
+    with pytest.raises(pytest.UsageError, match=r"tests/a\.py; commit them first"):
+        shown.tested_commit(tmp_path, None)
+    assert shown.tested_commit(tmp_path, "0123456789") == "01234567"
+
+
+def test_a_gpu_without_a_default_kernel_records_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(shown.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(shown.torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(kernel_code, "missing_kernels", lambda: ["ssd triton: ImportError: x"])
+    with pytest.raises(pytest.UsageError, match="lacks default kernels: ssd triton: ImportError"):
+        shown.Recorder(config_of(tmp_path), tmp_path / "record.json")
+
+
+NAME, RENAMED = "tests/a.py::test[1]", "tests/b.py::test_of_the_same[1]"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "kept"),
+    [
+        (NAME, {}, True),
+        (NAME, {"code": "89ab"}, False),
+        (NAME, {"kernels": "89ab"}, False),
+        (NAME, {"shows": {"eager": ["TP"]}}, False),
+        (RENAMED, {}, True),
+        (RENAMED, {"code": "89ab"}, False),
+        (RENAMED.replace("1", "2"), {}, False),
+    ],
+)
+def test_an_outcome_belongs_to_code_claims_and_kernels(name, changes, kept, tmp_path):
+    """A collection keeps the outcomes of tests whose code, claims and kernels are the recorded ones."""
+    recorder = shown.Recorder(config_of(tmp_path, collects=True), tmp_path / "record.json")
+    old = {"outcome": "passed", **RUN, **EVIDENCE}
+    recorder._record["tests"] = {NAME: old}
+    item = SimpleNamespace(path=tmp_path / name.split("::")[0], config=config_of(tmp_path))
+    found = EVIDENCE | changes
+    expected = old if kept else {"outcome": "not run", "shows": found["shows"]}
+    assert recorder._after_collection([item], {name: found}) == {name: expected}
 
 
 def test_axes_are_those_of_what_is_trained():
@@ -192,3 +278,44 @@ def test_the_first_column_with_a_passed_test_is_shown(script, monkeypatch):
     assert cell(["eager", "graphs: local"], "MTP", "TP") == "[CPU stand-in 1](#tests)"
     seen.append(script["Seen"]("passed", "CPU", "eager.py", {"eager": ["MTP", "TP"]}))
     assert cell(["eager", "graphs: local"], "MTP", "TP") == "[CPU 2](#tests)"
+
+
+def test_the_list_of_tests_says_what_they_compare_and_when_they_ran(script):
+    """Every test file of the page says what it compares; its runs have a machine, a day and a commit."""
+    text = script["PAGE"].read_text()
+    rows = re.findall(r"^\| \d+ \| `(tests/\S+)` \| (.*) \| (.*) \|$", text, flags=re.M)
+    assert len(rows) > 40
+    overlap = dict(row[:2] for row in rows)["tests/distributed/test_overlap.py"]
+    assert "steps without" in overlap and "2 % on two GPUs" in overlap
+    run = r"(CPU|H\d+) \d{4}-\d\d-\d\d [0-9a-f]{8}"
+    assert all(re.fullmatch(f"-|{run}(, {run})*", runs) for *_, runs in rows)
+
+
+def test_every_outcome_on_record_has_its_run_and_its_code():
+    for record in RECORDS:
+        for name, entry in json.loads(record.read_text())["tests"].items():
+            keys = {*entry}
+            if entry["outcome"] == "not run":
+                assert keys == {"outcome", "shows"}, name
+            else:
+                assert keys == {"outcome", *RUN, *EVIDENCE}, name
+
+
+@pytest.mark.parametrize(("date", "outcome"), [("2026-11-22", "not run"), ("2027-01-01", "passed")])
+def test_a_benchmark_with_older_kernels_is_not_run(script, tmp_path, monkeypatch, date, outcome):
+    """The layouts of 22 November ran mamba-ssm's scan, which is no longer the default."""
+    good = {"loss_difference": 1e-4, "grad_norm_difference": 1e-3, "graphs": {}}
+    versions = {"quack-kernels": "1", "flash-attn-4": "1"}
+    result = {
+        "device": "NVIDIA H200",
+        "date": f"{date} 09:00 UTC",
+        "versions": versions,
+        "results": {"hybrid1b": {"processes": 2, "layouts": {"tp2 sp": good}}},
+    }
+    folder = tmp_path / "benchmarks" / "results"
+    folder.mkdir(parents=True)
+    (folder / "layouts_2_hybrid1b.json").write_text(json.dumps(result))
+    names = script["everything"].__globals__
+    monkeypatch.setitem(names, "ROOT", tmp_path)
+    monkeypatch.setitem(names, "RECORDS", tmp_path)
+    assert [seen.outcome for seen in script["everything"]()] == [outcome]

@@ -1,4 +1,4 @@
-"""Capture of layers with a fake of TransformerEngine's ``make_graphed_callables``."""
+"""Replay equals eager with a fake of TransformerEngine's ``make_graphed_callables``."""
 
 import ast
 import gc
