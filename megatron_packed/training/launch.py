@@ -7,6 +7,7 @@ only if a process was killed, hung or lost its connection. Every other failure w
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
@@ -188,7 +189,11 @@ class Launcher:
             if end.failure is None:
                 return ExitCode.DONE
             restarts = placement.restarts + 1
-            if not end.restart_helps or restarts > self._options.max_restarts:
+            if not end.restart_helps:
+                return end.failure.exit_code
+            if restarts > self._options.max_restarts:
+                if placement.node == 0:
+                    self._mark_loss(end.failure)
                 return end.failure.exit_code
             if self._options.speaks:
                 _say(f"restart {restarts} of {self._options.max_restarts}: {self._resumes()}.")
@@ -242,6 +247,24 @@ class Launcher:
 
     def _receive_second(self, exit_code: int) -> None:
         self._second = exit_code
+
+    def _mark_loss(self, failure: RankFailure) -> None:
+        """Write to ``STATUS.json`` that the run would go on after another start.
+
+        A scheduler reads it. A rank cannot write it: rank 0 itself may have been killed.
+        """
+        save = None if self._config is None else self._config.checkpoint.save
+        if save is None or not os.path.isdir(save):
+            return
+        # Imported here, because these modules import torch.
+        from megatron_packed.training.failures import StatusFolder, write_status
+
+        folder = StatusFolder(save)
+        try:
+            status = json.loads(folder.path.read_text())
+        except (OSError, ValueError):
+            status = {"reason": failure.sentence}
+        write_status(folder, {**status, "exit_code": int(failure.exit_code), "lost": True})
 
     def _resumes(self) -> str:
         load = None if self._config is None else self._config.checkpoint.load
