@@ -6,7 +6,7 @@ is reported before torch is imported. Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP let th
 with exit code 75; a second signal ends the run at once.
 
 Under srun, the number of this machine, the address of the first machine and the port come from
-SLURM. docs/launching.md explains several machines, restarts and SLURM.
+SLURM. docs/launching.md explains several machines and restarts, docs/cluster.md explains SLURM.
 """
 
 from __future__ import annotations

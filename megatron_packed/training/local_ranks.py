@@ -211,6 +211,8 @@ def _environment(placement: Placement, count: int) -> dict[str, str]:
         "TORCHELASTIC_RESTART_COUNT": str(placement.restarts),
         "TORCHELASTIC_MAX_RESTARTS": str(placement.max_restarts),
         "TORCHELASTIC_RUN_ID": placement.run_id,
+        # If the host of the store is gone, each rank would print backtraces of C++ as warnings.
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }
 

@@ -29,7 +29,7 @@ def end_with_launcher() -> None:
 
 
 def _runs(process: int) -> bool:
-    """Return True if a process runs: one that has ended keeps its number until it is reaped."""
+    """Return True if a process runs. An ended process keeps its number until it is reaped."""
     try:
         state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

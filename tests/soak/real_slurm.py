@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -73,9 +73,9 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 ReturnToService=2
 KillWait=30
-NodeName=localhost NodeHostname={host} NodeAddr=127.0.0.1 Port={first} CPUs={cpus} RealMemory=1000
-NodeName={host} NodeHostname={host} NodeAddr=127.0.0.1 Port={second} CPUs={cpus} RealMemory=1000
-PartitionName=all Nodes=localhost,{host} Default=YES State=UP MaxTime=INFINITE
+NodeName=127.0.0.1 NodeHostname={host} NodeAddr=127.0.0.1 Port={first} CPUs={cpus} RealMemory=1000
+NodeName=127.0.0.2 NodeHostname={host} NodeAddr=127.0.0.1 Port={second} CPUs={cpus} RealMemory=1000
+PartitionName=all Nodes=127.0.0.[1-2] Default=YES State=UP MaxTime=INFINITE
 """
 """Two nodes on one machine. Their names must have addresses, because the ranks connect to them."""
 
@@ -108,7 +108,7 @@ def cluster(folder: Path) -> Iterator[None]:
     try:
         wait_until(lambda: (folder / "munge" / "socket").exists(), 20, "munged does not start")
         daemons.append(subprocess.Popen(["slurmctld", "-D", "-c"], stderr=subprocess.DEVNULL))
-        for node in ("localhost", host):
+        for node in ("127.0.0.1", "127.0.0.2"):
             command = ["slurmd", "-D", "-N", node]
             daemons.append(subprocess.Popen(command, stderr=subprocess.DEVNULL))
         wait_until(
@@ -132,9 +132,9 @@ def said(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True).stdout
 
 
-def wait_until(holds: object, seconds: float, otherwise: str) -> None:
+def wait_until(holds: Callable[[], object], seconds: float, otherwise: str) -> None:
     deadline = time.monotonic() + seconds
-    while not holds():  # type: ignore[operator]
+    while not holds():
         assert time.monotonic() < deadline, otherwise
         time.sleep(0.2)
 
@@ -293,29 +293,39 @@ def wrong_machine(folder: Path) -> None:
 CASES = (start, stop, requeue, kill, wrong_machine)
 
 
-def main() -> int:
-    missing = [name for name in COMMANDS if shutil.which(name) is None]
-    if missing or os.geteuid() != 0:
-        print(f"skipped: {', '.join(missing) or 'root'} is missing; install slurm-wlm and munge.")
+def missing() -> str:
+    """Return the sentence that says what this machine lacks; empty if the cases can run."""
+    absent = [name for name in COMMANDS if shutil.which(name) is None]
+    if absent:
+        return f"{', '.join(absent)}: not installed; apt-get install slurm-wlm munge."
+    return "" if os.geteuid() == 0 else "slurmd needs root."
+
+
+def main(names: Sequence[str]) -> int:
+    """Run the cases with these names, without names all cases; return the exit code."""
+    if missing():
+        print(f"skipped: {missing()}")
         return SKIPPED
-    failed = 0
+    cases = [case for case in CASES if not names or case.__name__ in names]
+    passed = 0
     with tempfile.TemporaryDirectory(prefix="slurm_") as name:
         folder = Path(name)
         folder.chmod(0o755)  # munged refuses folders that others could not pass
         with cluster(folder):
-            for case in [case for case in CASES if not sys.argv[1:] or case.__name__ in sys.argv]:
+            for case in cases:
                 begun = time.monotonic()
                 (folder / case.__name__).mkdir()
                 try:
                     case(folder / case.__name__)
-                    outcome = "passed"
+                    passed, outcome = passed + 1, "passed"
                 except AssertionError as error:
-                    failed, outcome = 1, f"FAILED: {error}"
+                    outcome = f"FAILED: {error}"
                 print(f"{case.__name__}: {outcome} in {time.monotonic() - begun:.0f} s", flush=True)
                 said("scancel", "--user=root", "--full")
                 wait_until(lambda: not said("squeue", "--noheader"), 90, "jobs do not end")
-    return failed
+    print(f"{passed} of {len(cases)}")
+    return int(passed < len(cases))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
