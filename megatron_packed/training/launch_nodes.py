@@ -204,7 +204,10 @@ class ManyNodes(OneNode):
                     ExitCode.PREEMPTED, "The run has not started. Run the same command again."
                 )
             if now > self._met_by + _ANSWER_SECONDS:
-                raise self._unmet("no machine answers there, or another program uses this port")
+                raise self._unmet(
+                    f"no machine has answered for {self._join_seconds} s, or another program uses "
+                    "this port"
+                )
         if not placements:
             raise NodesError(ExitCode.UNFORESEEN, "the rendezvous has failed.")
         [placement] = placements
@@ -255,8 +258,8 @@ class ManyNodes(OneNode):
         options = self._options
         return NodesError(
             ExitCode.UNFORESEEN,
-            f"the machines did not meet at {options.rdzv_endpoint} in {self._join_seconds} s "
-            f"(--rdzv-backend {options.rdzv_backend}): {reason}. Check that this address is the first "
+            f"the machines did not meet at {options.rdzv_endpoint} (--rdzv-backend "
+            f"{options.rdzv_backend}): {reason}. Check that this address is the first "
             f"machine's, and that all {options.min_nodes} machines start the same command.",
         )
 

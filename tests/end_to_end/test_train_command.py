@@ -138,18 +138,18 @@ def test_ctrl_c_in_a_terminal_saves(data: Data, quick: dict[str, str], tmp_path:
 
 
 def start_machines(
-    quick: dict[str, str], folder: Path, port: int, *flags: list[str]
+    environment: dict[str, str], folder: Path, port: int, *flags: list[str]
 ) -> list[tuple[subprocess.Popen[bytes], Path]]:
     """Start a launcher for each list of flags, as the machines of one run."""
     launched = []
     for node, own in enumerate(flags):
         place = ["--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
-        words = [str(Path(quick["PYTHON_EXEC"]).with_name("megatron-packed")), "train", "--nnodes"]
+        words = [environment.get("PYTHON_EXEC", sys.executable), "-m", "megatron_packed", "train"]
         console = folder / f"machine_{node}.txt"
         with console.open("w") as file:
-            command = [*words, str(len(flags)), *place, *own]
+            command = [*words, "--nnodes", str(len(flags)), *place, *own]
             launched.append(
-                (subprocess.Popen(command, env=quick, stdout=file, stderr=file), console)
+                (subprocess.Popen(command, env=environment, stdout=file, stderr=file), console)
             )
     return launched
 
@@ -201,6 +201,25 @@ def test_a_port_of_another_program_ends_all_machines(
     for _, console in machines:
         [line] = console.read_text().splitlines()
         assert line.startswith("the machines did not meet at 127.0.0.1:"), line
+
+
+def test_the_loss_of_the_first_machine_is_told_without_backtraces(
+    data: Data, quick: dict[str, str], tmp_path: Path
+) -> None:
+    """The second machine ends soon after the first, which hosts all stores, was killed.
+
+    Both start without ``quick``: torch reads its log level while it is imported.
+    """
+    environment = {name: value for name, value in quick.items() if name != "PYTHON_EXEC"}
+    options = tiny_options(data, train_iters=2000, log_jsonl=tmp_path / "log.jsonl")
+    flags = ["--nproc-per-node", "1", "--max-restarts", "1", "--rdzv-conf", "join_timeout=4"]
+    flags += command_line(options)
+    first, second = start_machines(environment, tmp_path, 20000 + job_number(), flags, flags)
+    wait_for_steps(tmp_path / "log.jsonl", 2)
+    first[0].kill()
+    assert second[0].wait(40) == 1
+    said = second[1].read_text()
+    assert "the machines did not meet" in said and "frame #" not in said, said
 
 
 def test_no_machine_reads_the_store_of_one_machine(

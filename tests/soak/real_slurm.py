@@ -242,6 +242,7 @@ def stop(folder: Path) -> None:
     job.start_next_turn()
     job.wait_for("resuming from")
     said("scancel", job.number)
+    job.wait_for_state("CANCELLED")
 
 
 def requeue(folder: Path) -> None:
@@ -293,6 +294,12 @@ def wrong_machine(folder: Path) -> None:
 CASES = (start, stop, requeue, kill, wrong_machine)
 
 
+def no_job_is_left() -> bool:
+    """Cancel all jobs, also those that queue themselves again; return True if there are none."""
+    said("scancel", "--user=root")
+    return not said("squeue", "--noheader")
+
+
 def missing() -> str:
     """Return the sentence that says what this machine lacks; empty if the cases can run."""
     absent = [name for name in COMMANDS if shutil.which(name) is None]
@@ -321,8 +328,7 @@ def main(names: Sequence[str]) -> int:
                 except AssertionError as error:
                     outcome = f"FAILED: {error}"
                 print(f"{case.__name__}: {outcome} in {time.monotonic() - begun:.0f} s", flush=True)
-                said("scancel", "--user=root", "--full")
-                wait_until(lambda: not said("squeue", "--noheader"), 90, "jobs do not end")
+                wait_until(no_job_is_left, 90, "jobs do not end")
     print(f"{passed} of {len(cases)}")
     return int(passed < len(cases))
 
