@@ -6,19 +6,19 @@ is reported before torch is imported. Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP let th
 with exit code 75; a second signal ends the run at once.
 
 Under srun, the number of this machine, the address of the first machine and the port come from
-SLURM. docs/launching.md explains several machines, restarts and SLURM.
+SLURM. docs/launching.md explains several machines and restarts, docs/cluster.md explains SLURM.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_packed.cli.errors import UsageError
+from megatron_packed.cli.slurm_step import SlurmStep
 from megatron_packed.config.kernel_options import count_gpus
 from megatron_packed.training.launch import SHUTDOWN_SECONDS, LaunchOptions, launch
 
@@ -132,14 +132,24 @@ def launch_options(
             f"--standalone is for one machine, but --nnodes is {arguments.nnodes}; drop one."
         )
     local = arguments.standalone or (max_nodes == 1 and not arguments.rdzv_endpoint)
+    rendezvous = {} if local else _rendezvous(arguments, min_nodes, max_nodes, environ)
+    refusal = None
+    try:
+        processes = _processes(arguments.nproc_per_node, flags, environ)
+    except UsageError as error:
+        if local:
+            raise
+        # The other machines must learn that this one does not come.
+        processes, refusal = 1, str(error)
     return LaunchOptions(
-        processes=_processes(arguments.nproc_per_node, flags, environ),
+        processes=processes,
+        refusal=refusal,
         min_nodes=min_nodes,
         max_nodes=max_nodes,
         max_restarts=arguments.max_restarts,
         shutdown_timeout=arguments.shutdown_timeout,
         log_dir=arguments.log_dir,
-        **({} if local else _rendezvous(arguments, min_nodes, max_nodes, environ)),
+        **rendezvous,
     )
 
 
@@ -186,11 +196,10 @@ def _rendezvous(
     arguments: argparse.Namespace, min_nodes: int, max_nodes: int, environ: Mapping[str, str]
 ) -> dict[str, object]:
     """Return the options with which machines meet; SLURM's variables are the defaults under srun."""
-    in_step = "SLURM_STEP_ID" in environ and "SLURM_NODEID" in environ
-    job = environ.get("SLURM_JOB_ID", "") if in_step else ""
+    step = SlurmStep.from_environment(environ)
     node_rank = arguments.node_rank
-    if node_rank is None and in_step:
-        node_rank = int(environ["SLURM_NODEID"])
+    if node_rank is None and step is not None:
+        node_rank = step.node_rank
     backend = arguments.rdzv_backend
     if backend is None:
         backend = "c10d" if arguments.rdzv_endpoint and arguments.node_rank is None else "static"
@@ -206,31 +215,26 @@ def _rendezvous(
                 f"--node-rank {'is missing' if node_rank is None else node_rank}: give each of the "
                 f"{max_nodes} machines its number, from 0 to {max_nodes - 1}."
             )
-        host = arguments.master_addr or (_first_host(environ) if job else None)
-        if not endpoint and host is None:
-            raise UsageError("--master-addr is missing: give the address of the first machine.")
-        port = arguments.master_port or (20000 + int(job) % 20000 if job else MASTER_PORT)
-        endpoint = endpoint or f"{host}:{port}"
+        endpoint = endpoint or _first_machine(arguments, step)
     elif not endpoint:
         raise UsageError(f"--rdzv-backend {backend} needs --rdzv-endpoint HOST:PORT.")
     return {
         "node_rank": node_rank,
         "rdzv_backend": backend,
         "rdzv_endpoint": endpoint,
-        "rdzv_id": arguments.rdzv_id or job or "none",
+        "rdzv_id": arguments.rdzv_id or ("none" if step is None else str(step.job)),
         "rdzv_conf": _pairs(arguments.rdzv_conf),
-        "shared_console": in_step,
+        "shared_console": step is not None,
     }
 
 
-def _first_host(environ: Mapping[str, str]) -> str | None:
-    """Return the first machine of a SLURM job; None if SLURM does not tell."""
-    command = ["scontrol", "show", "hostnames", environ.get("SLURM_JOB_NODELIST", "")]
-    try:
-        hosts = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return hosts[0] if hosts else None
+def _first_machine(arguments: argparse.Namespace, step: SlurmStep | None) -> str:
+    """Return HOST:PORT of the first machine."""
+    host = arguments.master_addr or (None if step is None else step.first_host)
+    if host is None:
+        raise UsageError("--master-addr is missing: give the address of the first machine.")
+    port = arguments.master_port or (MASTER_PORT if step is None else 20000 + step.job % 20000)
+    return f"{host}:{port}"
 
 
 def _pairs(text: str) -> tuple[tuple[str, str], ...]:
@@ -240,4 +244,7 @@ def _pairs(text: str) -> tuple[tuple[str, str], ...]:
     )
     if not all(name and value for name, value in pairs):
         raise UsageError(f"--rdzv-conf {text}: give KEY=VALUE,KEY=VALUE.")
+    for name, value in pairs:
+        if name in ("join_timeout", "timeout") and not (value.isdecimal() and int(value) > 0):
+            raise UsageError(f"--rdzv-conf {name}={value}: give whole seconds, from 1.")
     return pairs

@@ -12,6 +12,13 @@ from megatron_packed.config.errors import ConfigError, Problem
 from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.config.triton_assembler import assembler_variables
 
+STORE_SOCKET = "MEGATRON_PACKED_STORE_SOCKET"
+"""Variable that the launcher of one machine sets for each rank.
+
+For rank 0 it holds the descriptor of a socket bound to 127.0.0.1, so that no other machine reaches
+the store of torch.distributed; for the other ranks it is empty.
+"""
+
 FASTEST: dict[str, str] = {
     # Without a workspace, cuBLAS uses kernels with a static schedule. With a workspace, it uses
     # kernels that count tiles in the workspace. The counter must be cleared first, and a memset is

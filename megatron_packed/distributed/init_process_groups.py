@@ -11,6 +11,8 @@ exchange of tokens, although the two could overlap.
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,9 +21,11 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_packed.config import flag_names as flags
+from megatron_packed.config.environment_variables import STORE_SOCKET
 from megatron_packed.config.parallel_layout import GROUP_AXES, Axis, ParallelLayout
 from megatron_packed.torch_private import set_timeout
 
@@ -139,12 +143,47 @@ def join_world(
         # device's streams.
         backend="cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
         timeout=timeout,
+        store=_store_of_one_machine(here, environment, timeout),
         world_size=here.world_size,
         rank=here.rank,
         # With `device_id` NCCL connects now, so that a broken network fails here and not in step 1.
         device_id=device if backend == "nccl" else None,
     )
     return True
+
+
+def _store_of_one_machine(
+    here: LaunchedProcess, environment: Mapping[str, str], timeout: timedelta
+) -> TCPStore | None:
+    """Return the store of a run that a launcher has started on one machine; None in other runs.
+
+    Rank 0 hosts it on the socket of its launcher. torch's own store would listen on all interfaces
+    of the machine, and has no password.
+    """
+    if STORE_SOCKET not in environment:
+        return None
+    address = (environment["MASTER_ADDR"], int(environment["MASTER_PORT"]))
+    return TCPStore(
+        *address,
+        here.world_size,
+        is_master=here.rank == 0,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=_socket_of_launcher(environment[STORE_SOCKET], address),
+    )
+
+
+def _socket_of_launcher(descriptor: str, address: tuple[str, int]) -> int | None:
+    """Return the descriptor of the bound socket; None if a program of PYTHON_EXEC has closed it."""
+    try:
+        number = int(descriptor)
+        with socket.socket(fileno=os.dup(number)) as handed:
+            if handed.getsockname() != address:
+                return None
+        os.set_inheritable(number, False)  # processes that this rank starts must not keep the port
+    except (ValueError, OSError):
+        return None
+    return number
 
 
 def delay_watchdog(groups: Sequence[dist.ProcessGroup | None], timeout: timedelta) -> None:

@@ -29,6 +29,8 @@ from megatron_packed.training.under_launcher import tell_launcher
 
 STATUS = "STATUS.json"
 _LOST = "another process was lost"
+_GPU_FAILED = ("uncorrectable ECC error", "uncorrectable NVLink error", "hardware stack error")
+"""Texts of CUDA for errors of the hardware; another error of CUDA may be a defect of a kernel."""
 _GLOO_IS_CUT_OFF = ("gloo/transport", "Application timeout caused pair closure")
 """Texts in errors of gloo: its source directory, and a timeout of another operation.
 
@@ -81,6 +83,8 @@ def _kind(error: Exception) -> tuple[ExitCode, str, str]:
         return ExitCode.AUDIT, "replicas", ""
     if is_out_of_memory(error):
         return ExitCode.OUT_OF_MEMORY, "out of memory", CURE
+    if is_failed_gpu(error):
+        return ExitCode.UNFORESEEN, "a GPU failed", ""
     if is_lost_connection(error):
         # `FailureWatch` adds the cause later: it collects the states of the other ranks.
         return ExitCode.UNFORESEEN, _LOST, ""
@@ -97,13 +101,18 @@ def is_lost_connection(error: Exception) -> bool:
     )
 
 
+def is_failed_gpu(error: Exception) -> bool:
+    """Return True if CUDA reports a failure of the hardware."""
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _GPU_FAILED)
+
+
 def speak(error: Exception, status_folder: StatusFolder | None, failure: Failure) -> None:
     """Write the reason for the end of the run to standard error and ``STATUS.json``."""
     if failure.exit_code == ExitCode.UNFORESEEN and not is_lost_connection(error):
         traceback.print_exception(error)
     print(printable(failure.reason), file=sys.stderr, flush=True)
     write_status(status_folder, asdict(failure))
-    tell_launcher(lost=is_lost_connection(error))
+    tell_launcher(lost=is_lost_connection(error) or is_failed_gpu(error))
 
 
 class StatusFolder:

@@ -7,8 +7,10 @@ only if a process was killed, hung or lost its connection. Every other failure w
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -22,8 +24,15 @@ from megatron_packed.config.errors import printable
 from megatron_packed.config.parser.parse import RefusedCommandLine, parse_or_exit
 from megatron_packed.config.run import RunConfig
 from megatron_packed.training.exit_codes import ExitCode
-from megatron_packed.training.launch_nodes import Agreement, ManyNodes, NodesError, OneNode
-from megatron_packed.training.local_ranks import LocalRanks, Placement, RankFailure
+from megatron_packed.training.launch_nodes import (
+    LEAVE_SECONDS,
+    Agreement,
+    Leave,
+    ManyNodes,
+    NodesError,
+    OneNode,
+)
+from megatron_packed.training.local_ranks import PYTHON_EXEC, LocalRanks, Placement, RankFailure
 from megatron_packed.training.signals import SIGNALS, SignalFlag
 from megatron_packed.training.stored_options import stored_options
 from megatron_packed.training.worker import explain
@@ -74,6 +83,8 @@ class LaunchOptions:
     """Seconds after the first signal until processes that still run are killed."""
     log_dir: str | None = None
     """Folder for a copy of the output of each rank."""
+    refusal: str | None = None
+    """Reason for which this machine takes no part, found before its command line was read."""
     shared_console: bool = False
     """True if all machines write to one console, as under srun."""
 
@@ -100,21 +111,21 @@ def launch(options: LaunchOptions, arguments: Sequence[str]) -> int:
     """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("launch() was called in another thread; call it in the main thread.")
-    leaves = None
     config = None
-    try:
-        config = _read_flags(options, arguments)
-    except RefusedCommandLine as refusal:
-        # Other machines find the same problem themselves, unless only this machine has it.
-        if options.max_nodes == 1 or refusal.everywhere:
-            return ExitCode.USAGE
-        leaves = ExitCode.USAGE
-    except SystemExit as answered:  # a flag such as --help was answered
-        return int(answered.code or 0)
-    if leaves is None and not _log_dir_is_usable(options.log_dir):
-        if options.max_nodes == 1:
-            return ExitCode.USAGE
-        leaves = ExitCode.USAGE
+    refusal = options.refusal
+    if refusal is not None:
+        _say(refusal)
+    else:
+        try:
+            config = _read_flags(options, arguments)
+        except RefusedCommandLine as refused:  # the problems were printed
+            refusal = refused.first
+        except SystemExit as answered:  # a flag such as --help was answered
+            return int(answered.code or 0)
+        if refusal is None:
+            refusal = _log_dir_refusal(options.log_dir) or _python_refusal()
+            _say(refusal or "")
+    leaves = None if refusal is None else Leave(ExitCode.USAGE, refusal)
     return Launcher(options, arguments, config).run(leaves)
 
 
@@ -140,14 +151,18 @@ class Launcher:
             signals = (*SIGNALS, signal.SIGHUP)
         self._flag = SignalFlag(self._receive_second, speaks=options.speaks, signals=signals)
 
-    def run(self, leaves: int | None = None) -> int:
+    def run(self, leaves: Leave | None = None) -> int:
         """Start the processes and return the exit code of the run.
 
         Args:
-            leaves: exit code of this machine if the machine takes no part, and only informs the
-                other machines.
+            leaves: reason for which this machine takes no part, and only informs the other
+                machines.
         """
         with self._flag:
+            if leaves is not None and self._has_others and self._options.speaks:
+                _say(
+                    f"the other machines are informed: up to {LEAVE_SECONDS:g} s, Ctrl-C ends the wait."
+                )
             nodes = self._nodes()
             try:
                 return self._run_attempts(nodes, leaves)
@@ -158,11 +173,13 @@ class Launcher:
                 nodes.close()
 
     def _nodes(self) -> OneNode:
-        if self._options.max_nodes == 1 and not self._options.rdzv_endpoint:
-            return OneNode()
-        return ManyNodes(self._options, self._stopped)
+        return ManyNodes(self._options, self._stopped) if self._has_others else OneNode()
 
-    def _run_attempts(self, nodes: OneNode, leaves: int | None) -> int:
+    @property
+    def _has_others(self) -> bool:
+        return self._options.max_nodes > 1 or bool(self._options.rdzv_endpoint)
+
+    def _run_attempts(self, nodes: OneNode, leaves: Leave | None) -> int:
         restarts = 0
         while True:
             placement = nodes.join(restarts, self._options.processes, leaves)
@@ -172,11 +189,16 @@ class Launcher:
             if end.failure is None:
                 return ExitCode.DONE
             restarts = placement.restarts + 1
-            if not end.restart_helps or restarts > self._options.max_restarts:
+            if not end.restart_helps:
+                return end.failure.exit_code
+            if restarts > self._options.max_restarts:
+                if placement.node == 0:
+                    self._mark_loss(end.failure)
                 return end.failure.exit_code
             if self._options.speaks:
                 _say(f"restart {restarts} of {self._options.max_restarts}: {self._resumes()}.")
-            leaves = ExitCode.PREEMPTED if self._stopped() else None
+            if self._stopped():
+                leaves = Leave(ExitCode.PREEMPTED, "it was stopped before the run started.")
 
     def _run_once(self, nodes: OneNode, placement: Placement) -> Agreement:
         """Run all processes of this machine until they end; return how the attempt ended."""
@@ -225,6 +247,24 @@ class Launcher:
 
     def _receive_second(self, exit_code: int) -> None:
         self._second = exit_code
+
+    def _mark_loss(self, failure: RankFailure) -> None:
+        """Write to ``STATUS.json`` that the run would go on after another start.
+
+        A scheduler reads it. A rank cannot write it: rank 0 itself may have been killed.
+        """
+        save = None if self._config is None else self._config.checkpoint.save
+        if save is None or not os.path.isdir(save):
+            return
+        # Imported here, because these modules import torch.
+        from megatron_packed.training.failures import StatusFolder, write_status
+
+        folder = StatusFolder(save)
+        try:
+            status = json.loads(folder.path.read_text())
+        except (OSError, ValueError):
+            status = {"reason": failure.sentence}
+        write_status(folder, {**status, "exit_code": int(failure.exit_code), "lost": True})
 
     def _resumes(self) -> str:
         load = None if self._config is None else self._config.checkpoint.load
@@ -275,17 +315,27 @@ def _read_flags(options: LaunchOptions, arguments: Sequence[str]) -> RunConfig:
         )
 
 
-def _log_dir_is_usable(log_dir: str | None) -> bool:
-    """Create the folder of ``--log-dir``; print one sentence if no file can be written in it."""
+def _log_dir_refusal(log_dir: str | None) -> str | None:
+    """Create the folder of ``--log-dir``; return a sentence if no file can be written in it."""
     if log_dir is None:
-        return True
+        return None
     try:
         os.makedirs(log_dir, exist_ok=True)
         with TemporaryFile(dir=log_dir):
-            return True
+            return None
     except OSError as error:
-        _say(f"--log-dir {log_dir} cannot be written: {error.strerror}; give another folder.")
-        return False
+        return f"--log-dir {log_dir} cannot be written: {error.strerror}; give another folder."
+
+
+def _python_refusal() -> str | None:
+    """Return a sentence if the program of ``PYTHON_EXEC`` cannot start; None if it can."""
+    program = os.environ.get(PYTHON_EXEC)
+    if program is None or shutil.which(program) is not None:
+        return None
+    return (
+        f"{PYTHON_EXEC} is {program!r}, which is no program that this user may start; set the "
+        "variable to a Python, or unset it."
+    )
 
 
 @contextmanager

@@ -6,7 +6,8 @@ and all machines a key-value store. One thread of each launcher talks to the sto
 network never blocks the main thread, which handles signals. In every attempt:
 
 1. Each launcher publishes its number of processes under ``here``. A machine whose command line was
-   refused publishes that it leaves. All other machines then end with the same exit code.
+   refused publishes that it leaves, and why. All other machines then end with the same exit code.
+   ``join_timeout`` limits this step as a whole: a wait inside of torch may ignore its own limit.
 2. The launcher of the first failed rank publishes the failure under ``first``. The store accepts one
    failure only. All machines end their ranks because of this failure, with its exit code.
 3. Each launcher counts up ``beat``. If the count of a machine rests, machine 0 publishes the loss of
@@ -35,6 +36,8 @@ from megatron_packed.training.local_ranks import Placement, RankFailure
 
 LEAVE_SECONDS = 60.0
 """Seconds that a machine which takes no part waits to inform the others."""
+_ANSWER_SECONDS = 6.0
+"""Seconds after ``join_timeout`` in which torch may still name the reason."""
 END_SECONDS = 150.0
 """Seconds to wait for the ends of other machines, whose ranks may still close files."""
 JOIN_SECONDS = 600
@@ -70,6 +73,14 @@ class NodesError(Exception):
         self.exit_code = exit_code
 
 
+@dataclass(frozen=True)
+class Leave:
+    """Reason for which a machine takes no part in an attempt; the machine has printed it."""
+
+    exit_code: int
+    reason: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
     """End of an attempt on all machines."""
@@ -85,23 +96,33 @@ class OneNode:
 
     def __init__(self) -> None:
         self._failures: list[RankFailure] = []
-        self._port: socket.socket | None = None
+        self._socket: socket.socket | None = None
 
-    def join(self, restarts: int, processes: int, leaves: int | None) -> Placement:
+    def join(self, restarts: int, processes: int, leaves: Leave | None) -> Placement:
         """Return the ranks of this machine for the next attempt.
 
         Args:
             restarts: restarts of the run so far.
             processes: processes on this machine.
-            leaves: exit code of this machine if the machine takes no part in the attempt.
+            leaves: reason for which this machine takes no part in the attempt.
         Raises:
             NodesError: there is no further attempt.
         """
         if leaves is not None:
-            raise NodesError(leaves, "")
+            raise NodesError(leaves.exit_code, "")
         self._failures = []
-        port = self._reserved_port() if processes > 1 else 0
-        return Placement(world_size=processes, master_port=port, restarts=restarts)
+        self.close()
+        if processes == 1:
+            return Placement(world_size=1, restarts=restarts)
+        # A new socket in each attempt: connections of lost ranks may wait at the old one.
+        self._socket = socket.socket()
+        self._socket.bind(("127.0.0.1", 0))
+        return Placement(
+            world_size=processes,
+            master_port=self._socket.getsockname()[1],
+            store_socket=self._socket,
+            restarts=restarts,
+        )
 
     def publish(self, failure: RankFailure) -> None:
         """Report a failure on this machine to the other machines."""
@@ -122,21 +143,8 @@ class OneNode:
 
     def close(self) -> None:
         """Free the port or the connections."""
-        if self._port is not None:
-            self._port.close()
-
-    def _reserved_port(self) -> int:
-        """Return a free port for rank 0's store.
-
-        A bound socket that does not listen reserves the port until rank 0 listens.
-        """
-        if self._port is None:
-            self._port = socket.socket()
-            # Lets rank 0, which sets the same option, bind the port too.
-            self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._port.bind(("127.0.0.1", 0))
-        port: int = self._port.getsockname()[1]
-        return port
+        if self._socket is not None:
+            self._socket.close()
 
 
 def _is_lost(first: RankFailure | None, any_lost: bool) -> bool:
@@ -168,12 +176,16 @@ class ManyNodes(OneNode):
         self._handler: Any = None
         self._run_store: Any = None
         self._attempt: LaunchAttempt | None = None
+        conf = dict(options.rdzv_conf)
+        self._join_seconds = int(conf.get("join_timeout", JOIN_SECONDS))
+        self._met_by = math.inf
+        """Time at which all machines must have met; it is set after the import of torch."""
 
-    def join(self, restarts: int, processes: int, leaves: int | None) -> Placement:
+    def join(self, restarts: int, processes: int, leaves: Leave | None) -> Placement:
         here = {
             "processes": processes,
             "restarts": restarts,
-            "leaves": leaves,
+            "leaves": None if leaves is None else [leaves.exit_code, leaves.reason],
             "host": socket.gethostname(),
         }
         placements: list[Placement | NodesError] = []
@@ -181,15 +193,21 @@ class ManyNodes(OneNode):
             target=lambda: placements.append(self._meet(here)), name="rendezvous", daemon=True
         )
         thread.start()
-        deadline = math.inf if leaves is None else time.monotonic() + LEAVE_SECONDS
+        told_by = math.inf if leaves is None else time.monotonic() + LEAVE_SECONDS
         while thread.is_alive():
             thread.join(0.1)
-            if leaves is None and self._stopped():
+            now = time.monotonic()
+            if leaves is not None and (self._stopped() or now > told_by):
+                raise NodesError(leaves.exit_code, "")
+            if self._stopped():
                 raise NodesError(
                     ExitCode.PREEMPTED, "The run has not started. Run the same command again."
                 )
-            if time.monotonic() > deadline:
-                raise NodesError(here["leaves"], "")
+            if now > self._met_by + _ANSWER_SECONDS:
+                raise self._unmet(
+                    f"no machine has answered for {self._join_seconds} s, or another program uses "
+                    "this port"
+                )
         if not placements:
             raise NodesError(ExitCode.UNFORESEEN, "the rendezvous has failed.")
         [placement] = placements
@@ -230,18 +248,20 @@ class ManyNodes(OneNode):
         except NodesError as error:
             return error
         except Exception as error:
-            options = self._options
             # An error of torch may have no text. Its later lines are a C++ backtrace.
             text = str(error) or "a machine did not arrive in time"
-            reason = text.splitlines()[0].split(". ")[0].rstrip(".")
-            return NodesError(
-                ExitCode.UNFORESEEN,
-                f"the machines did not meet at {options.rdzv_endpoint} (--rdzv-backend "
-                f"{options.rdzv_backend}): {reason}. Check that this address is the first machine's, "
-                f"and that all {options.min_nodes} machines start the same command.",
-            )
+            return self._unmet(text.splitlines()[0].split(". ")[0].rstrip("."))
         self._attempt = LaunchAttempt(store, placement.node, placement.nodes)
         return placement
+
+    def _unmet(self, reason: str) -> NodesError:
+        options = self._options
+        return NodesError(
+            ExitCode.UNFORESEEN,
+            f"the machines did not meet at {options.rdzv_endpoint} (--rdzv-backend "
+            f"{options.rdzv_backend}): {reason}. Check that this address is the first "
+            f"machine's, and that all {options.min_nodes} machines start the same command.",
+        )
 
     def _rendezvous(self, here: dict[str, Any]) -> tuple[Placement, Any]:
         from torch.distributed import PrefixStore, TCPStore
@@ -249,8 +269,13 @@ class ManyNodes(OneNode):
         from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
         options = self._options
-        conf: dict[str, Any] = {"join_timeout": JOIN_SECONDS, **dict(options.rdzv_conf)}
-        conf.setdefault("timeout", conf["join_timeout"])
+        self._met_by = time.monotonic() + self._join_seconds
+        conf: dict[str, Any] = {
+            "join_timeout": self._join_seconds,
+            "timeout": self._join_seconds,
+            "read_timeout": min(60, self._join_seconds),
+            **dict(options.rdzv_conf),
+        }
         if options.rdzv_backend == _STATIC:
             conf["rank"] = options.node_rank
         if self._handler is None:
@@ -271,17 +296,15 @@ class ManyNodes(OneNode):
             here = {**here, "port": self._run_store.port}
         if options.rdzv_backend == _STATIC:  # its store is the same in each attempt
             store = PrefixStore(f"attempt_{here['restarts']}", store)
-        entries = _exchange(store, met.rank, met.world_size, here, float(conf["join_timeout"]))
+        # At least a second: this machine has met the others, which only have to write their entries.
+        seconds = max(self._met_by - time.monotonic(), 1.0)
+        entries = _exchange(store, met.rank, met.world_size, here, seconds)
         for node, entry in enumerate(entries):
             if here["leaves"] is not None:
-                raise NodesError(here["leaves"], "")
+                raise NodesError(here["leaves"][0], "")
             if entry["leaves"] is not None:
-                why = (
-                    "refuses the command line; its output names the problem"
-                    if entry["leaves"] == ExitCode.USAGE
-                    else "was stopped before the run started"
-                )
-                raise NodesError(entry["leaves"], f"machine {node} ({entry['host']}) {why}.")
+                code, reason = entry["leaves"]
+                raise NodesError(code, f"machine {node} ({entry['host']}) takes no part: {reason}")
         counts = [entry["processes"] for entry in entries]
         placement = Placement(
             first_rank=sum(counts[: met.rank]),
@@ -310,7 +333,7 @@ def _exchange(
     for other in range(nodes):
         while not store.check([f"{_HERE}/{other}"]):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"machine {other} did not arrive in {seconds:g} s")
+                raise TimeoutError(f"machine {other} did not arrive in time")
             time.sleep(0.05)
     entries = [json.loads(store.get(f"{_HERE}/{other}")) for other in range(nodes)]
     wait_for_readers(

@@ -5,21 +5,25 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import megatron_packed
+from megatron_packed.config.environment_variables import STORE_SOCKET
 from megatron_packed.config.written_files import open_new
 from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.under_launcher import LAUNCHER, REPORT_FOLDER, reported_lost
 
+PYTHON_EXEC = "PYTHON_EXEC"
+"""Variable of torchrun with a program that takes the place of Python."""
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _PROGRAM = (
     # The package of the launcher, also if another version of it is installed.
@@ -41,6 +45,8 @@ class Placement:
     nodes: int = 1
     master_addr: str = "127.0.0.1"
     master_port: int = 0
+    store_socket: socket.socket | None = None
+    """Bound socket of ``master_port`` for rank 0's store; None if a launcher hosts the store."""
     hosted_store: bool = False
     """True if a launcher hosts the store of torch.distributed; otherwise rank 0 hosts it."""
     run_id: str = "none"
@@ -80,8 +86,7 @@ class LocalRanks:
         self._killed = False
         self._copies: list[threading.Thread] = []
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        # An executable of torchrun's variable takes the place of Python, as under torchrun.
-        program = [os.environ.get("PYTHON_EXEC", sys.executable), "-u", "-c", _PROGRAM]
+        program = [os.environ.get(PYTHON_EXEC, sys.executable), "-u", "-c", _PROGRAM]
         environment = _environment(placement, count) | {REPORT_FOLDER: str(self._reports)}
         sys.stdout.flush()
         # A new process must not receive a signal before its handler exists. It inherits the mask
@@ -89,9 +94,12 @@ class LocalRanks:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
         try:
             for local_rank in range(count):
+                store = placement.store_socket if local_rank == 0 else None
+                descriptors = () if store is None else (store.fileno(),)
                 self._processes[local_rank] = subprocess.Popen(
                     [*program, *arguments],
-                    env=environment | _ranks(placement, local_rank),
+                    env=environment | _own_variables(placement, local_rank),
+                    pass_fds=descriptors,
                     stdin=subprocess.DEVNULL,
                     stdout=None if log_dir is None else subprocess.PIPE,
                     stderr=None if log_dir is None else subprocess.PIPE,
@@ -102,6 +110,9 @@ class LocalRanks:
                     self._copy_output(local_rank, Path(log_dir) / f"attempt_{placement.restarts}")
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            if placement.store_socket is not None:
+                # Rank 0 alone keeps it: when rank 0 is gone, connections must be refused.
+                placement.store_socket.close()
         self._running = dict(self._processes)
 
     def __enter__(self) -> LocalRanks:
@@ -204,9 +215,16 @@ def _environment(placement: Placement, count: int) -> dict[str, str]:
         "TORCHELASTIC_RESTART_COUNT": str(placement.restarts),
         "TORCHELASTIC_MAX_RESTARTS": str(placement.max_restarts),
         "TORCHELASTIC_RUN_ID": placement.run_id,
+        # If the host of the store is gone, each rank would print backtraces of C++ as warnings.
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }
 
 
-def _ranks(placement: Placement, local_rank: int) -> Mapping[str, str]:
-    return {"RANK": str(placement.first_rank + local_rank), "LOCAL_RANK": str(local_rank)}
+def _own_variables(placement: Placement, local_rank: int) -> dict[str, str]:
+    """Return the variables in which the processes of a machine differ."""
+    ranks = {"RANK": str(placement.first_rank + local_rank), "LOCAL_RANK": str(local_rank)}
+    if placement.store_socket is None:
+        return ranks
+    descriptor = str(placement.store_socket.fileno()) if local_rank == 0 else ""
+    return {**ranks, STORE_SOCKET: descriptor}

@@ -21,11 +21,20 @@ _PR_SET_PDEATHSIG = 1
 def end_with_launcher() -> None:
     """Let the kernel kill this process when the launcher ends, however the launcher ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    try:
-        # The launcher may have ended before the call above.
-        os.kill(int(os.environ[LAUNCHER]), 0)
-    except ProcessLookupError:
+    # The launcher may have ended before the call above. A program of PYTHON_EXEC may stand between
+    # the launcher and this process, so another parent alone proves nothing.
+    launcher = int(os.environ[LAUNCHER])
+    if os.getppid() != launcher and not _runs(launcher):
         os._exit(1)
+
+
+def _runs(process: int) -> bool:
+    """Return True if a process runs. An ended process keeps its number until it is reaped."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state not in ("Z", "X")
 
 
 def report_file(folder: str | Path, rank: int) -> Path:

@@ -30,6 +30,7 @@ from support.slurm_jobs import job_number
 TEMPLATE = REPOSITORY / "examples" / "slurm" / "pretrain.sbatch"
 FAKES = Path(__file__).parent / "fake_slurm"
 PREEMPTED = 75
+LOST = {"exit_code": 1, "reason": "rank 1 was ended", "lost": True}
 
 
 class Job:
@@ -46,7 +47,7 @@ class Job:
             commands,
             template,
         )
-        self._number, self._turns = job_number(), 0
+        self.number, self._turns = job_number(), 0
 
     def begin(self, **variables: str) -> subprocess.Popen[str]:
         """Start the job on its nodes."""
@@ -59,8 +60,8 @@ class Job:
             "FAKE_SLURM": str(self.folder),
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
-            "SLURM_JOB_ID": str(self._number),
-            "SLURM_JOB_NODELIST": "node[1-2]",
+            "SLURM_JOB_ID": str(self.number),
+            "SLURM_JOB_NODELIST": "127.0.0.[1-2]",
             "SLURM_JOB_NUM_NODES": "2",
             "SLURM_RESTART_COUNT": str(self._turns),
             **variables,
@@ -156,6 +157,7 @@ def test_a_job_that_fails(
     dropout_options: dict[str, Any], quick: dict[str, str], tmp_path: Path
 ) -> None:
     """A wrong flag and a killed rank end a job on two nodes with the exit code and one reason."""
+    quick = {**quick, "MAX_RESTARTS": "0", "MAX_LOSSES": "0"}
     (tmp_path / "run.args").write_text("\n".join(command_line(dropout_options)))
     wrong = Job(tmp_path, [f"@{tmp_path / 'run.args'}", "--sequence-lenght", "8"])
     assert wrong.begin(**quick).wait(30) == 2, wrong.output
@@ -196,17 +198,19 @@ def test_a_job_that_fails(
         pytest.param(None, 1, {}, 1, 0, id="refused-or-killed"),
         pytest.param(None, 137, {}, 137, 0, id="killed-by-SLURM"),
         pytest.param(None, 0, {}, 1, 0, id="nothing-ran"),
+        pytest.param(LOST, 1, {}, 1, 1, id="lost"),
+        pytest.param(LOST, 1, {"MAX_LOSSES": "0"}, 1, 0, id="too-many-losses"),
     ],
 )
-def test_only_a_run_that_was_asked_to_stop_has_another_turn(
-    status: int | None,
+def test_only_a_stopped_run_and_a_lost_process_have_another_turn(
+    status: int | dict[str, Any] | None,
     srun_code: int,
     variables: dict[str, str],
     expected: int,
     requeued: int,
     tmp_path: Path,
 ) -> None:
-    """The job ends with the exit code of the run, and is requeued only after a stop signal.
+    """The job ends with the exit code of the run; a stop signal or a loss queues it again.
 
     A STATUS.json that the job wrote before it was requeued is ignored.
     """
@@ -215,12 +219,45 @@ def test_only_a_run_that_was_asked_to_stop_has_another_turn(
     marker.write_text(json.dumps({"exit_code": PREEMPTED}))
     commands = tmp_path / "commands"
     commands.mkdir()
-    write = "" if status is None else f"echo '{json.dumps({'exit_code': status})}' > '{marker}'"
+    content = status if isinstance(status, dict) else {"exit_code": status}
+    write = "" if status is None else f"echo '{json.dumps(content)}' > '{marker}'"
     (commands / "srun").write_text(f"#!/bin/sh\n{write}\nexit {srun_code}\n")
     (commands / "srun").chmod(0o755)
     job = Job(tmp_path, ["@run.args"], commands)
     assert job.begin(**variables).wait(30) == expected, job.output
     assert job.requeued == requeued
+
+
+def test_two_jobs_never_use_one_folder(tmp_path: Path) -> None:
+    """A job is refused while SLURM lists the job that used the folder last, and starts afterwards."""
+    commands = tmp_path / "commands"
+    commands.mkdir()
+    (commands / "srun").write_text("#!/bin/sh\nexit 3\n")
+    (commands / "srun").chmod(0o755)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "job").write_text("77\n")
+    (tmp_path / "queued").write_text("77\n")
+    job = Job(tmp_path, ["@run.args"], commands)
+    assert job.begin().wait(30) == 2, job.output
+    assert f"job 77 uses {tmp_path / 'run'}; wait until" in job.output
+    (tmp_path / "queued").write_text("")
+    assert job.begin().wait(30) == 3, job.output
+    assert (tmp_path / "run" / "job").read_text() == f"{job.number}\n"
+
+
+def test_a_job_that_is_queued_already_says_so(tmp_path: Path) -> None:
+    commands = tmp_path / "commands"
+    commands.mkdir()
+    write = (
+        f"echo '{json.dumps({'exit_code': PREEMPTED})}' > '{tmp_path}/run/checkpoints/STATUS.json'"
+    )
+    (commands / "srun").write_text(f"#!/bin/sh\nmkdir -p {tmp_path}/run/checkpoints\n{write}\n")
+    (commands / "scontrol").write_text("#!/bin/sh\nexit 1\n")
+    for name in ("srun", "scontrol"):
+        (commands / name).chmod(0o755)
+    job = Job(tmp_path, ["@run.args"], commands)
+    assert job.begin().wait(30) == PREEMPTED
+    assert f"If squeue lists job {job.number}, an administrator or SLURM has already" in job.output
 
 
 def test_a_sweep_is_the_same_run_with_each_capacity(tmp_path: Path) -> None:
@@ -279,6 +316,7 @@ def test_what_slurm_is_asked_for(name: str) -> None:
     ]
     asked = {option: value for option, _, value in words}
     assert {"requeue", "exclusive"} <= asked.keys()
+    assert asked["mem"] == "0"  # otherwise a cluster's DefMemPerCPU would give a part of the node
     assert (asked["open-mode"], asked["ntasks-per-node"]) == ("append", "1")
     number, _, seconds = asked["signal"].partition("@")
     [waits] = re.findall(r"--shutdown-timeout (\d+)", TEMPLATE.read_text())
@@ -300,7 +338,14 @@ def test_shellcheck() -> None:
         for path in (REPOSITORY / folder).rglob("*")
         if is_shell_script(path)
     ]
-    known = {"pretrain.sbatch", "sweep_capacities.sbatch", "run.sh", "environment.sh", "scontrol"}
+    known = {
+        "pretrain.sbatch",
+        "sweep_capacities.sbatch",
+        "run.sh",
+        "environment.sh",
+        "scontrol",
+        "squeue",
+    }
     assert {path.name for path in scripts} >= known
     command = [str(shellcheck), "--external-sources", "--source-path=SCRIPTDIR", *map(str, scripts)]
     checked = subprocess.run(command, capture_output=True, text=True)

@@ -10,6 +10,7 @@ import pty
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -31,6 +32,7 @@ from support.runs import (
     saved_steps,
     tiny_options,
 )
+from support.slurm_jobs import job_number
 
 USAGE, PREEMPTED = 2, 75
 STOPPED = "Stopped on request. Run the same command again to resume."
@@ -133,3 +135,113 @@ def test_ctrl_c_in_a_terminal_saves(data: Data, quick: dict[str, str], tmp_path:
     assert said.count("SIGINT: the run will stop") == said.count(STOPPED) == 1, said
     assert_only_ours(said)
     assert saved_steps(tmp_path)[0] >= 2
+
+
+def start_machines(
+    environment: dict[str, str], folder: Path, port: int, *flags: list[str]
+) -> list[tuple[subprocess.Popen[bytes], Path]]:
+    """Start a launcher for each list of flags, as the machines of one run."""
+    launched = []
+    for node, own in enumerate(flags):
+        place = ["--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
+        words = [environment.get("PYTHON_EXEC", sys.executable), "-m", "megatron_packed", "train"]
+        console = folder / f"machine_{node}.txt"
+        with console.open("w") as file:
+            command = [*words, "--nnodes", str(len(flags)), *place, *own]
+            launched.append(
+                (subprocess.Popen(command, env=environment, stdout=file, stderr=file), console)
+            )
+    return launched
+
+
+@pytest.mark.parametrize(
+    ("processes", "wrong", "sentence"),
+    [
+        ("1", ["--sequence-lenght", "8"], "--sequence-lenght 8: is not a flag; correct it"),
+        (
+            "gpu",
+            [],
+            "--nproc-per-node gpu: no GPU is visible on this machine; give a number or cpu.",
+        ),
+    ],
+)
+def test_a_machine_that_is_refused_ends_the_others(
+    processes: str,
+    wrong: list[str],
+    sentence: str,
+    data: Data,
+    quick: dict[str, str],
+    tmp_path: Path,
+) -> None:
+    """The other machine ends with the same exit code, and prints the reason."""
+    flags = command_line(tiny_options(data, train_iters=2, lr_warmup_iters=0))
+    begun = time.monotonic()
+    machines = start_machines(
+        {**quick, "CUDA_VISIBLE_DEVICES": ""},
+        tmp_path,
+        20000 + job_number(),
+        ["--nproc-per-node", "1", *flags],
+        ["--nproc-per-node", processes, *flags, *wrong],
+    )
+    assert [launcher.wait(60) for launcher, _ in machines] == [USAGE, USAGE]
+    assert time.monotonic() - begun < 60
+    said = machines[0][1].read_text()
+    assert re.fullmatch(rf"machine 1 \(.*\) takes no part: {re.escape(sentence)}.*\n", said), said
+
+
+def test_a_port_of_another_program_ends_all_machines(
+    data: Data, quick: dict[str, str], tmp_path: Path
+) -> None:
+    """No machine waits longer than join_timeout for a program that never answers."""
+    flags = command_line(tiny_options(data, train_iters=2, lr_warmup_iters=0))
+    flags = ["--nproc-per-node", "1", "--rdzv-conf", "join_timeout=2", *flags]
+    with socket.create_server(("", 0)) as silent:
+        machines = start_machines(quick, tmp_path, silent.getsockname()[1], flags, flags)
+        assert [launcher.wait(40) for launcher, _ in machines] == [1, 1]
+    for _, console in machines:
+        [line] = console.read_text().splitlines()
+        assert line.startswith("the machines did not meet at 127.0.0.1:"), line
+
+
+def test_the_loss_of_the_first_machine_is_told_without_backtraces(
+    data: Data, quick: dict[str, str], tmp_path: Path
+) -> None:
+    """The second machine ends soon after the first, which hosts all stores, was killed.
+
+    Both start without ``quick``: torch reads its log level while it is imported.
+    """
+    environment = {name: value for name, value in quick.items() if name != "PYTHON_EXEC"}
+    options = tiny_options(data, train_iters=2000, log_jsonl=tmp_path / "log.jsonl")
+    flags = ["--nproc-per-node", "1", "--max-restarts", "1", "--rdzv-conf", "join_timeout=4"]
+    flags += command_line(options)
+    first, second = start_machines(environment, tmp_path, 20000 + job_number(), flags, flags)
+    wait_for_steps(tmp_path / "log.jsonl", 2)
+    first[0].kill()
+    assert second[0].wait(40) == 1
+    said = second[1].read_text()
+    assert "the machines did not meet" in said and "frame #" not in said, said
+
+
+def test_no_machine_reads_the_store_of_one_machine(
+    data: Data, quick: dict[str, str], tmp_path: Path
+) -> None:
+    """Every port on which a rank listens is a port of 127.0.0.1."""
+    options = tiny_options(data, train_iters=2000, **in_folder(tmp_path))
+    launcher = subprocess.Popen(train(options), env=quick, stdout=subprocess.DEVNULL)
+    try:
+        wait_for_steps(tmp_path / "log.jsonl", 2)
+        ranks = [
+            process
+            for process in psutil.process_iter(["environ"])
+            if (process.info["environ"] or {}).get("MEGATRON_PACKED_LAUNCHER") == str(launcher.pid)
+        ]
+        listening = [
+            connection.laddr.ip
+            for process in ranks
+            for connection in process.net_connections("tcp")
+            if connection.status == psutil.CONN_LISTEN
+        ]
+    finally:
+        launcher.send_signal(signal.SIGTERM)
+        launcher.wait(60)
+    assert listening and set(listening) <= {"127.0.0.1", "::ffff:127.0.0.1"}, listening

@@ -210,3 +210,12 @@ def test_numbers_of_two_checkouts(tmp_path: Path) -> None:
     tensors[name][3] += 1e-6
     save_file(tensors, path)
     assert same_numbers.different_checkpoints(here, other) == [f"tensor {name} of {path.name}"]
+
+
+def test_jobs_on_a_real_slurm():
+    """Jobs on two nodes of a real SLURM train to their end, with and without scontrol."""
+    import real_slurm
+
+    if real_slurm.missing():
+        pytest.skip(real_slurm.missing())
+    assert real_slurm.main(["start"]) == 0

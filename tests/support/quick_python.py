@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_packed.config.environment_variables import STORE_SOCKET
 from support.fork_server import CHARTS, KEPT_MEMORY, TESTS, modules
 
 MORE = (*CHARTS, "torch.distributed.run", "megatron_packed.cli.main")
@@ -38,7 +39,8 @@ import ctypes, json, os, signal, socket, sys
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
 job = json.dumps([{words!r} + sys.argv[1:], os.getcwd(), dict(os.environ)]).encode()
-socket.send_fds(server, [len(job).to_bytes(8, "big")], [0, 1, 2])
+store = [int(number) for number in [os.environ.get({socket!r})] if number]
+socket.send_fds(server, [len(job).to_bytes(8, "big")], [0, 1, 2, *store])
 server.sendall(job)
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # ends with the process that started it
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
@@ -63,7 +65,9 @@ def quick_python(folder: Path) -> Iterator[None]:
         address = _others[0] if _others else servers.enter_context(server(folder))
         for name, words in PROGRAMS.items():
             (folder / name).write_text(
-                CLIENT.format(python=sys.executable, address=str(address), words=words)
+                CLIENT.format(
+                    python=sys.executable, address=str(address), words=words, socket=STORE_SOCKET
+                )
             )
             (folder / name).chmod(0o755)
         deadline = time.monotonic() + 60
@@ -111,7 +115,7 @@ def serve(address: str) -> tuple[list[str], str, dict[str, str], list[int]]:
         client.close()
     listening.close()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    size, streams, _, _ = socket.recv_fds(client, 8, 3)
+    size, streams, _, _ = socket.recv_fds(client, 8, 4)
     job = b""
     while len(job) < int.from_bytes(size, "big"):
         job += client.recv(1 << 16)
@@ -140,8 +144,10 @@ def main() -> None:
         with contextlib.suppress(ImportError):  # an optional package is not installed
             __import__(module)
     words, folder, environment, streams = serve(sys.argv[1])
-    for number, stream in enumerate(streams):
+    for number, stream in enumerate(streams[:3]):
         os.dup2(stream, number)
+    if streams[3:]:
+        environment[STORE_SOCKET] = str(streams[3])
     # Open the streams again: the server's objects remember whether its own streams could seek.
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
     os.chdir(folder)

@@ -54,8 +54,8 @@ class RefusedCommandLine(SystemExit):
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         super().__init__(EXIT_CODE)
-        self.everywhere = not all(problem.node_dependent for problem in problems)
-        """True if a machine with the same command line finds a problem too."""
+        self.first = str(problems[0])
+        """First problem, in one sentence."""
 
 
 @dataclass(frozen=True)

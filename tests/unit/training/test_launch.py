@@ -1,6 +1,7 @@
 """The launcher of `megatron-packed train`, with small scripts in place of ranks."""
 
 import argparse
+import json
 import os
 import signal
 import stat
@@ -15,9 +16,10 @@ import pytest
 
 from megatron_packed.cli import train
 from megatron_packed.cli.errors import UsageError
+from megatron_packed.cli.slurm_step import first_host
 from megatron_packed.training import launch as launch_module
 from megatron_packed.training.launch import Launcher, LaunchOptions
-from megatron_packed.training.under_launcher import report_file
+from megatron_packed.training.under_launcher import LAUNCHER, report_file
 
 REPOSITORY = Path(__file__).parents[3]
 SLEEP = "exec sleep 60"
@@ -39,7 +41,7 @@ def rank_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
 
 
 def run(load: str | None = None, **options: object) -> int:
-    config = SimpleNamespace(checkpoint=SimpleNamespace(load=load))
+    config = SimpleNamespace(checkpoint=SimpleNamespace(load=load, save=None))
     return Launcher(LaunchOptions(processes=2, **options), [], config).run()  # type: ignore[arg-type]
 
 
@@ -146,7 +148,7 @@ PROGRAM = """
 import sys
 from types import SimpleNamespace
 from megatron_packed.training.launch import Launcher, LaunchOptions
-config = SimpleNamespace(checkpoint=SimpleNamespace(load=None))
+config = SimpleNamespace(checkpoint=SimpleNamespace(load=None, save=None))
 options = LaunchOptions(processes=2, max_restarts=3, shutdown_timeout=float(sys.argv[1]))
 sys.exit(Launcher(options, [], config).run())
 """
@@ -233,6 +235,26 @@ def test_ranks_end_with_a_launcher_that_is_killed(rank_script: Callable[..., Non
                 raise ProcessLookupError
 
 
+def test_a_rank_ends_if_its_launcher_has_ended_and_was_not_reaped(tmp_path: Path) -> None:
+    """A launcher that was killed before the rank's first line leaves its number in the table."""
+    launcher = subprocess.Popen(["true"])
+    while Path(f"/proc/{launcher.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+        time.sleep(0.01)
+    program = (
+        "from megatron_packed.training.under_launcher import end_with_launcher; "
+        "end_with_launcher(); print('lives')"
+    )
+    variables = {"PYTHONPATH": str(REPOSITORY), LAUNCHER: str(launcher.pid)}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True)
+    assert (done.returncode, done.stdout) == (1, b"")
+    launcher.wait()
+    # A program of PYTHON_EXEC stands between the launcher and the rank.
+    variables[LAUNCHER] = str(os.getppid())
+    done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True)
+    assert (done.returncode, done.stdout) == (0, b"lives\n")
+
+
 def test_the_output_of_each_rank_is_copied(
     rank_script: Callable[..., None], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -301,21 +323,93 @@ def test_options_of_several_machines() -> None:
     assert found.rdzv_conf == (("x", "1"), ("y", "2"))
 
 
-def test_slurm_gives_the_place_of_a_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "scontrol").write_text('#!/bin/sh\n[ "$3" = "n[5-6]" ] && printf "n5\\nn6\\n"\n')
-    (tmp_path / "scontrol").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    variables = {
-        "SLURM_STEP_ID": "0",
-        "SLURM_NODEID": "1",
-        "SLURM_JOB_ID": "47000",
-        "SLURM_JOB_NODELIST": "n[5-6]",
-    }
-    found = options_of("--nproc-per-node 8 --nnodes 2", **variables)
+SLURM = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_NODEID": "1",
+    "SLURM_JOB_ID": "47000",
+    "SLURM_JOB_NODELIST": "n[1-6]",
+    "SLURM_STEP_NODELIST": "n[5-6]",
+}
+
+
+def test_slurm_gives_the_place_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variables of the step suffice: no command of SLURM is needed."""
+    monkeypatch.setenv("PATH", "")
+    found = options_of("--nproc-per-node 8 --nnodes 2", **SLURM)
     assert (found.node_rank, found.rdzv_endpoint, found.rdzv_id) == (1, "n5:27000", "47000")
     assert found.shared_console and not found.speaks
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [
+        ("gpu7", "gpu7"),
+        ("gpu[007-009,12],login1", "gpu007"),
+        ("gpu[12,3-4]-ib.example.org", "gpu12-ib.example.org"),
+        ("rack[2-3]node[00-07]", "rack2node00"),
+        ("10.0.0.[5-6]", "10.0.0.5"),
+        ("a,b[1-2]", "a"),
+        ("", None),
+        ("gpu[1-", None),
+        ("gpu[x]", None),
+        (",a", None),
+    ],
+)
+def test_the_first_host_of_a_list_of_slurm(hosts: str, first: str | None) -> None:
+    assert first_host(hosts) == first
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "sentence"),
+    [
+        ("SLURM_NODEID", "x", "SLURM_NODEID is 'x', not a number"),
+        ("SLURM_JOB_ID", "", "SLURM_JOB_ID is '', not a number"),
+        ("SLURM_STEP_NODELIST", "n[5-", "names the hosts of this step 'n[5-'"),
+    ],
+)
+def test_a_wrong_variable_of_slurm_is_named(variable: str, value: str, sentence: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        options_of("--nproc-per-node 8 --nnodes 2", **{**SLURM, variable: value})
+    assert sentence in str(refused.value)
+
+
+def test_a_python_that_does_not_exist_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch_module, "_read_flags", lambda *_: None)
+    monkeypatch.setenv("PYTHON_EXEC", "/nonexistent")
+    assert launch_module.launch(LaunchOptions(processes=2), []) == 2
+    said = capfd.readouterr().err
+    assert (
+        said.startswith("PYTHON_EXEC is '/nonexistent', which is no program")
+        and said.count("\n") == 1
+    )
+
+
+def test_the_socket_of_the_store_is_bound_to_this_machine_alone(
+    rank_script: Callable[..., None], tmp_path: Path
+) -> None:
+    """Rank 0 alone inherits a socket of 127.0.0.1; no other process keeps it open."""
+    look = f"readlink /proc/self/fd/$MEGATRON_PACKED_STORE_SOCKET > {tmp_path}/$RANK"
+    rank_script(look, f"sleep 1; {look}; ls /proc/$PPID/fd -l > {tmp_path}/launcher")
+    assert run() == 0
+    name = (tmp_path / "0").read_text().strip()
+    assert name.startswith("socket:")
+    assert (tmp_path / "1").read_text().strip() != name
+    assert name not in (tmp_path / "launcher").read_text()
+
+
+def test_a_loss_is_marked_for_the_scheduler(
+    rank_script: Callable[..., None], tmp_path: Path
+) -> None:
+    """STATUS.json says that another start helps, if a rank was killed and no restart is left."""
+    config = SimpleNamespace(checkpoint=SimpleNamespace(load=None, save=str(tmp_path)))
+    for command, lost in (("kill -KILL $$", True), ("exit 3", None)):
+        (tmp_path / "STATUS.json").write_text('{"exit_code": 1, "reason": "a"}')
+        rank_script(command, FINISH)
+        Launcher(LaunchOptions(processes=2), [], config).run()  # type: ignore[arg-type]
+        status = json.loads((tmp_path / "STATUS.json").read_text())
+        assert (status["exit_code"], status["reason"], status.get("lost")) == (1, "a", lost)
 
 
 @pytest.mark.parametrize(
@@ -332,6 +426,7 @@ def test_slurm_gives_the_place_of_a_machine(
         ("--max-restarts -1", "--max-restarts -1: give 0 or more."),
         ("--nproc-per-node 1 --shutdown-timeout nan", "--shutdown-timeout nan: give a positive"),
         ("--nproc-per-node 1 --nnodes 2 --rdzv-endpoint a --rdzv-conf b", "give KEY=VALUE"),
+        ("--nproc-per-node 1 --rdzv-endpoint a --rdzv-conf join_timeout=1.5", "whole seconds"),
     ],
 )
 def test_a_wrong_option_is_refused_with_a_cure(words: str, sentence: str) -> None:
