@@ -21,6 +21,7 @@ from megatron_packed.data.errors import DataError
 from megatron_packed.data.tokenizers.base import Tokenizer, meaning_hash
 from megatron_packed.data.tokenizers.chat_format import TemplateFormat
 from megatron_packed.data.tokenizers.exported_files import Files, files_of_template
+from megatron_packed.data.tokenizers.huggingface_settings import CONFIG as SETTINGS
 from megatron_packed.data.tokenizers.huggingface_settings import (
     default_template,
     read_templates,
@@ -172,7 +173,9 @@ class _TrainedChat:
                     f"The chat template is the original's ({flags.KEEP_BASE_TEMPLATE}); the training had another one."
                 )
             else:
-                files |= files_of_template(self._original, *templates)
+                # A tokenizer of the training has its own settings: they name its special tokens.
+                settings = files.get(SETTINGS)
+                files |= files_of_template(self._original, *templates, settings=settings)
                 parts.append("the chat template is that of the training")
         # Ends that the original has beside these stay, and then its files keep every byte.
         ends = special_ids(self._run, self.tokenizer).ends

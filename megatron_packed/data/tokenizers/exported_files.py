@@ -64,7 +64,13 @@ def files_of_huggingface(path: Path, chat_template: str | None) -> Files:
     return files
 
 
-def files_of_template(directory: Path, chat_template: str, for_tools: str | None = None) -> Files:
+def files_of_template(
+    directory: Path,
+    chat_template: str,
+    for_tools: str | None = None,
+    *,
+    settings: str | Path | None = None,
+) -> Files:
     """Return the files of a model's directory that contain its chat template, with another one.
 
     transformers reads chat_template.jinja first; other programs read tokenizer_config.json.
@@ -73,13 +79,21 @@ def files_of_template(directory: Path, chat_template: str, for_tools: str | None
         directory: directory of the model.
         chat_template: jinja2 source.
         for_tools: template for conversations with tools; None for ``chat_template``.
+        settings: text of a tokenizer_config.json, or its path, that takes the place of the
+            directory's.
     """
     files: Files = {TEMPLATE: chat_template}
     if for_tools is not None:
         files[f"{TEMPLATE_FOLDER}/{TOOL_USE}.jinja"] = for_tools
     for name in (CONFIG, PROCESSOR_TEMPLATE):
         if name == CONFIG or (directory / name).is_file():
-            files[name] = _text({**read_json(directory / name), "chat_template": chat_template})
+            given = settings if name == CONFIG else None
+            fields = (
+                json.loads(given)
+                if isinstance(given, str)
+                else read_json(given or directory / name)
+            )
+            files[name] = _text({**fields, "chat_template": chat_template})
     return files
 
 

@@ -169,6 +169,24 @@ def test_a_run_with_another_tokenizer_exports_its_files(base, tmp_path):
     assert "generation -" not in (out / "chat_template.jinja").read_text()
 
 
+@pytest.mark.parametrize("others", [None, '{"eos_token": "<|endoftext|>", "b": 2}'])
+def test_a_replaced_tokenizer_keeps_its_settings_beside_a_template(base, tmp_path, others):
+    """Its special tokens are named there; the original may have other ones, or no such file."""
+    own = write_tokenizer(tmp_path / "own", ("<|im_end|>", "<|im_start|>", "<s>"), CHATML)
+    settings = {"bos_token": "<s>", "eos_token": "<|im_end|>"}
+    (own / "tokenizer_config.json").write_text(json.dumps(settings))
+    run = tune(base, tmp_path, tokenizer=own)
+    for file in base.glob("tokenizer*"):
+        file.unlink()
+    if others is not None:
+        (base / "tokenizer_config.json").write_text(others)
+    export(run, base, tmp_path / "out")
+    found = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert found.pop("chat_template") == (tmp_path / "out" / "chat_template.jinja").read_text()
+    assert {name: found[name] for name in settings} == settings
+    assert "b" not in found
+
+
 def test_a_tokenizer_that_was_moved_is_the_base_s_or_named(base, template, tmp_path, capsys):
     moved = write_tokenizer(tmp_path / "moved")
     run = tune(base, tmp_path, "--chat-template", template, tokenizer=moved)
