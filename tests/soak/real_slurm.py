@@ -259,8 +259,8 @@ def requeue(folder: Path) -> None:
 def kill(folder: Path) -> None:
     """A killed rank restarts the run in the job; the second one gives the job another turn."""
     job = Job(folder / "job", ["--train-iters", "100000"])
+    job.wait_for("saved ")
     for loss in (1, 2):
-        job.wait_for_step(3)
         kill_rank(folder)
         if loss == 1:
             job.wait_for("restart 1 of 1")
