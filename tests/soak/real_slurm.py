@@ -250,7 +250,6 @@ def stop(folder: Path) -> None:
     job.start_next_turn()
     job.wait_for("resuming from")
     said("scancel", job.number)
-    job.wait_for_state("CANCELLED")
 
 
 def requeue(folder: Path) -> None:
