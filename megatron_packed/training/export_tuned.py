@@ -6,6 +6,7 @@ that is prompted in another way, or does not stop, gives other answers.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -16,7 +17,12 @@ from megatron_packed.checkpoint.manifest import read_manifest
 from megatron_packed.checkpoint.sealed_json import parse_object, read_small_file
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.run import RunConfig
-from megatron_packed.config.sections.data_parts.tokenizer import HUGGING_FACE, TRAINED_BPE
+from megatron_packed.config.sections.data_parts.tokenizer import (
+    BYTES,
+    GPT2,
+    HUGGING_FACE,
+    TRAINED_BPE,
+)
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.tokenizers.base import Tokenizer, meaning_hash
 from megatron_packed.data.tokenizers.chat_format import TemplateFormat
@@ -29,7 +35,7 @@ from megatron_packed.data.tokenizers.huggingface_settings import (
 )
 from megatron_packed.data.tokenizers.served_template import served_template
 from megatron_packed.data.tokenizers.untrusted_tokenizer import open_tokenizer
-from megatron_packed.models.convert.answer_ends import ends_of, with_ends
+from megatron_packed.models.convert.answer_ends import ends_of, with_ids
 from megatron_packed.models.convert.export_huggingface import (
     TOKENIZER_FILES,
     Converted,
@@ -51,6 +57,10 @@ from megatron_packed.training.export_trained import (
 )
 from megatron_packed.training.open_documents import build_tokenizer
 from megatron_packed.training.trained_model import stored_run
+
+_WRITTEN = (HUGGING_FACE, TRAINED_BPE, BYTES, GPT2)
+"""Types of tokenizers whose files can take the place of the original's. The others write no files for
+transformers, or not all of them."""
 
 
 class Tuned(NamedTuple):
@@ -109,6 +119,7 @@ def export_tuned(
         try:
             replaced, left_out, sentences = chat.files(config, keep_base_template)
             warning = tokenizer_warning(found, metadata, meaning_hash(chat.tokenizer))
+            warning = warning or chat.warning
         finally:
             chat.tokenizer.close()
     converted = to_huggingface(
@@ -148,12 +159,22 @@ class _TrainedChat:
             if not same or run.data.chat_template is None:
                 raise
             self.tokenizer = cast("Tokenizer", base)
-        # Tokenizers of other types write no files for transformers, or spell some tokens of one
-        # vocabulary in another way.
-        replaces = self._data.tokenizer_type in (HUGGING_FACE, TRAINED_BPE)
-        self._replaces_tokenizer = replaces and not _are_equal(self.tokenizer, base)
+        self._replaces_tokenizer = self._data.tokenizer_type in _WRITTEN and not _are_equal(
+            self.tokenizer, base
+        )
+        self._keeps_ids = base is None or _has_tokens_of(self.tokenizer, base)
         if base is not None and base is not self.tokenizer:
             base.close()
+
+    @property
+    def warning(self) -> str | None:
+        """Sentence about a tokenizer of the training that differs and cannot be written."""
+        if self._keeps_ids or self._replaces_tokenizer:
+            return None
+        return (
+            f"the original's tokenizer has other tokens than the {self._data.tokenizer_type} of the training, "
+            "which has no files for transformers, so token numbers mean other text there."
+        )
 
     def files(
         self, config: Path, keeps_template: bool
@@ -172,18 +193,26 @@ class _TrainedChat:
                 sentences.append(
                     f"The chat template is the original's ({flags.KEEP_BASE_TEMPLATE}); the training had another one."
                 )
+                if SETTINGS in files:
+                    files |= self._original_template_files(files[SETTINGS])
             else:
                 # A tokenizer of the training has its own settings: they name its special tokens.
                 settings = files.get(SETTINGS)
                 files |= files_of_template(self._original, *templates, settings=settings)
                 parts.append("the chat template is that of the training")
-        # Ends that the original has beside these stay, and then its files keep every byte.
-        ends = special_ids(self._run, self.tokenizer).ends
+        if self._data.sft_tokenizer_prompt_format == "identity":
+            sentences.append(
+                "The conversations of the training came rendered (--sft-tokenizer-prompt-format identity), so the "
+                "chat template is the original's."
+            )
+        # If the original has these ends, its files keep every byte.
+        ids = special_ids(self._run, self.tokenizer)
         fields, generation = _read(config), self._generation()
-        if not set(ends) <= set(ends_of(fields, generation)):
-            changed = with_ends(fields, generation, ends)
+        known = set(ids.ends) <= set(ends_of(fields, generation))
+        if not (known and self._keeps_ids):
+            changed = with_ids(fields, generation, ids, keeping=self._keeps_ids)
             files[CONFIG], files[GENERATION_CONFIG] = map(json_text, changed)
-            spelled = " or ".join(self.tokenizer.decode([end]) for end in ends)
+            spelled = " or ".join(self.tokenizer.decode([end]) for end in ids.ends)
             parts.append(f"answers end at {spelled} (eos_token_id)")
         if parts:
             cure = f" {flags.KEEP_BASE_TEMPLATE} keeps the original's template." * (
@@ -192,6 +221,18 @@ class _TrainedChat:
             sentences.insert(0, f"Unlike the original: {'; '.join(parts)}.{cure}")
         sentences += self._sentences_of_date(templates)
         return files, left_out, tuple(sentences)
+
+    def _original_template_files(self, settings: str | Path) -> Files:
+        """Return the original's chat template with the settings of another tokenizer."""
+        found = read_templates(self._original / TOKENIZER)
+        default = default_template(found)
+        if default is not None:
+            return files_of_template(
+                self._original, default, tool_template(found), settings=settings
+            )
+        assert isinstance(settings, str)
+        fields = json.loads(settings)
+        return {SETTINGS: json_text({k: v for k, v in fields.items() if k != "chat_template"})}
 
     def _original_templates(self) -> ServedTemplates | None:
         found = read_templates(self._original / TOKENIZER)
@@ -236,6 +277,12 @@ def _are_equal(tokenizer: Tokenizer, other: Tokenizer | None) -> bool:
     same = tokenizer.vocab_size == other.vocab_size
     same = same and tokenizer.special_tokens == other.special_tokens
     return same and meaning_hash(tokenizer) == meaning_hash(other)
+
+
+def _has_tokens_of(tokenizer: Tokenizer, other: Tokenizer) -> bool:
+    """Return whether the tokens of ``other`` have the same numbers in ``tokenizer``."""
+    same = meaning_hash(tokenizer) == meaning_hash(other)
+    return same and other.special_tokens.items() <= tokenizer.special_tokens.items()
 
 
 def _read(file: Path) -> dict[str, Any]:

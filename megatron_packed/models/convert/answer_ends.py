@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_packed.models.convert.original_facts import IDS
@@ -23,27 +23,37 @@ def ends_of(config: Mapping[str, Any], generation: Mapping[str, Any] | None) -> 
     return _listed((_text_model(config) if generation is None else generation).get(ENDS))
 
 
-def with_ends(
-    config: Mapping[str, Any], generation: Mapping[str, Any] | None, ends: Sequence[int]
+def with_ids(
+    config: Mapping[str, Any],
+    generation: Mapping[str, Any] | None,
+    ids: SpecialIds,
+    *,
+    keeping: bool,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return both files with the ends of the training before those of the original.
 
-    The ends of the original stay, because a server may need them for other kinds of answers.
-
     Args:
-        ends: tokens that end an answer of the training.
+        ids: tokens of the training.
+        keeping: True if the original's numbers mean the same tokens in the training. Then all of
+            them stay, because a server may need its ends for other kinds of answers. Otherwise the
+            numbers of the training replace all of them.
     """
-    both = SpecialIds(ends=tuple(ends)).keeping({ENDS: list(ends_of(config, generation))})
-    value = both.fields()[ENDS]
+    original = {ENDS: list(ends_of(config, generation))} if keeping else {}
+    numbers = ids.keeping(original).fields()
+    if keeping:
+        numbers = {ENDS: numbers[ENDS]}
     changed = dict(config)
     if _TEXT in config:
-        changed[_TEXT] = {**config[_TEXT], ENDS: value}
-    if ENDS in config or _TEXT not in config:
-        changed[ENDS] = value
+        changed[_TEXT] = {**config[_TEXT], **numbers}
+    outer = {
+        name: value for name, value in numbers.items() if name in config or _TEXT not in config
+    }
+    changed |= outer
     if generation is None:
         text = _text_model(config)
         generation = {name: text[name] for name in IDS if text.get(name) is not None}
-    return changed, {**generation, ENDS: value}
+    known = {**generation, **numbers}
+    return changed, {name: value for name, value in known.items() if value is not None}
 
 
 def _text_model(config: Mapping[str, Any]) -> Mapping[str, Any]:

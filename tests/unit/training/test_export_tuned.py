@@ -9,8 +9,11 @@ import torch
 from megatron_packed.cli.main import main
 from megatron_packed.config.run import RunConfig
 from megatron_packed.data.errors import DataError
-from megatron_packed.models.convert.answer_ends import ends_of, with_ends
+from megatron_packed.data.tokenizers.base import ByteTokenizer
+from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
+from megatron_packed.models.convert.answer_ends import ends_of, with_ids
 from megatron_packed.models.convert.huggingface_files import SINGLE, ModelFiles
+from megatron_packed.models.convert.trained_config import SpecialIds
 from megatron_packed.training.export_tuned import export_tuned
 from megatron_packed.training.from_python import train
 from support.converted_model import write_model
@@ -247,4 +250,51 @@ def test_a_template_that_prints_the_date_is_named(base, tmp_path, date, given):
 )
 def test_ends_of_the_training_come_first_in_both_files(config, generation, known, changed):
     assert ends_of(config, generation) == known
-    assert with_ends(config, generation, (7,)) == changed
+    assert with_ids(config, generation, SpecialIds(ends=(7,)), keeping=True) == changed
+
+
+def test_numbers_of_another_tokenizer_replace_all_of_the_original():
+    config = {"bos_token_id": 1, "eos_token_id": 2, "text_config": {"eos_token_id": 2, "b": 5}}
+    generation = {"bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": 0, "top_k": 4}
+    ids = SpecialIds(bos=None, pad=8, ends=(7,))
+    assert with_ids(config, generation, ids, keeping=False) == (
+        {
+            "bos_token_id": None,
+            "eos_token_id": 7,
+            "text_config": {"b": 5, "bos_token_id": None, "eos_token_id": 7, "pad_token_id": 8},
+        },
+        {"eos_token_id": 7, "pad_token_id": 8, "top_k": 4},
+    )
+
+
+def test_a_run_on_bytes_exports_bytes(base, tmp_path):
+    """The default tokenizer has other tokens than the base, whose numbers would mean other text."""
+    (base / "tokenizer.json").rename(tmp_path / "tokenizer.json")
+    run = tune(base, tmp_path)
+    (tmp_path / "tokenizer.json").rename(base / "tokenizer.json")
+    [sentence, *_] = export(run, base, tmp_path / "out").sentences
+    assert "the tokenizer is that of the training" in sentence
+    written = HuggingFaceTokenizer(tmp_path / "out")
+    assert written.encode("ab").tolist() == ByteTokenizer().encode("ab").tolist()
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert set(config["eos_token_id"]) <= set(ByteTokenizer().special_tokens.values())
+
+
+def test_a_kept_template_stays_beside_another_tokenizer(base, tmp_path):
+    other = write_tokenizer(tmp_path / "other", (*TOKENS, "<extra>"), CHATML)
+    run = tune(base, tmp_path, tokenizer=other)
+    export(run, base, tmp_path / "out", keep_base_template=True)
+    settings = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert (
+        "chat_template" not in settings and not (tmp_path / "out" / "chat_template.jinja").exists()
+    )
+    named = json.loads((base / "tokenizer_config.json").read_text())
+    (base / "tokenizer_config.json").write_text(json.dumps({**named, "chat_template": PLAIN + "!"}))
+    export(run, base, tmp_path / "again", keep_base_template=True)
+    settings = json.loads((tmp_path / "again" / "tokenizer_config.json").read_text())
+    assert settings["chat_template"] == PLAIN + "!"
+
+
+def test_conversations_that_came_rendered_are_named(base, tmp_path):
+    run = tune(base, tmp_path, "--sft-tokenizer-prompt-format", "identity")
+    assert any("came rendered" in one for one in export(run, base, tmp_path / "out").sentences)
