@@ -1,7 +1,7 @@
 """Files that a run attaches to its checkpoints, and their use by later runs and for inference.
 
-A ``TrainedBPETokenizer`` is made from the training data, and ``--chat-template`` may name a file.
-Data, cache and file may be gone when the checkpoint is used, so the checkpoint has a copy.
+A ``TrainedBPETokenizer`` is made from the training data, and a chat template is read from a file.
+Data, cache and files may be gone or changed when the checkpoint is used, so the checkpoint has a copy.
 """
 
 from __future__ import annotations
@@ -49,11 +49,19 @@ def files_to_attach(options: DataConfig, tokenizer: Tokenizer) -> dict[str, str]
     if options.tokenizer_type == TRAINED_BPE:
         assert isinstance(tokenizer, HuggingFaceTokenizer)
         texts |= tokenizer_files(tokenizer)
-    if _is_file(options.chat_template):
+    if _is_file(options.chat_template) or _uses_own_template(options, tokenizer):
         source = template_source(tokenizer, options.chat_template)
         assert source is not None
         texts[TEMPLATE] = source
     return texts
+
+
+def _uses_own_template(options: DataConfig, tokenizer: Tokenizer) -> bool:
+    """Return whether the one template of the tokenizer's files renders the conversations."""
+    renders = options.sft and options.sft_tokenizer_prompt_format in (None, "default")
+    # Only the tokenizer itself can offer a second template for tools.
+    one = tokenizer.chat_template is not None and tokenizer.tool_chat_template is None
+    return renders and options.chat_template is None and one
 
 
 class StoredFiles(NamedTuple):
@@ -83,19 +91,16 @@ class StoredFiles(NamedTuple):
         Args:
             options: options of the data.
             prefers_stored: take the checkpoint's template although the file that the options name
-                exists. The options must name the file by the path of the training.
+                exists, or the tokenizer has a template. The options must be those of the training.
         """
         path = options.chat_template
-        if (
-            TEMPLATE not in self.texts
-            or not _is_file(path)
-            or path != self.data.get("chat_template")
-        ):
+        if TEMPLATE not in self.texts or path != self.data.get("chat_template"):
             return options
-        assert path is not None
+        if path is None and not prefers_stored:  # the tokenizer's own template, as it is now
+            return options
         # A given flag names the file itself. If its text has changed, the data differs, and the
         # load says so: see `changed_files`.
-        if Path(path).is_file() and not prefers_stored:
+        if path is not None and Path(path).is_file() and not prefers_stored:
             return options
         return replace(options, chat_template=str(self.checkpoint / TEMPLATE))
 
@@ -109,6 +114,11 @@ class StoredFiles(NamedTuple):
         then, now = self.texts.get(TEMPLATE), attached.get(TEMPLATE)
         if then is None or now is None or then == now:
             return ""
+        if options.chat_template is None:
+            return (
+                "the chat template of the tokenizer has changed "
+                f"(--chat-template {self.checkpoint / TEMPLATE} is the text of the checkpoint)"
+            )
         return (
             f"the text of --chat-template {options.chat_template} has changed "
             "(--use-checkpoint-args without this flag takes the text of the checkpoint)"

@@ -11,11 +11,14 @@ from megatron_packed.config.run import RunConfig
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
+from megatron_packed.data.tokenizers.served_template import served_template
 from megatron_packed.models.convert.answer_ends import ends_of, with_ids
 from megatron_packed.models.convert.huggingface_files import SINGLE, ModelFiles
 from megatron_packed.models.convert.trained_config import SpecialIds
 from megatron_packed.training.export_tuned import export_tuned
 from megatron_packed.training.from_python import train
+from megatron_packed.training.prompts import encode_prompts, texts
+from megatron_packed.training.trained_model import TrainedModel
 from support.converted_model import write_model
 from support.data_helpers import byte_level
 
@@ -198,6 +201,9 @@ def test_a_tokenizer_that_was_moved_is_the_base_s_or_named(base, template, tmp_p
     write_tokenizer(moved, template=CHATML)
     run = tune(base, tmp_path, "--save", tmp_path / "own", tokenizer=moved)
     shutil.rmtree(moved)
+    export(tmp_path / "own", base, tmp_path / "c")
+    assert (tmp_path / "c" / "chat_template.jinja").read_text() == served_template(CHATML)
+    (base / "tokenizer.json").unlink()
     with pytest.raises(DataError, match="moved"):
         export(tmp_path / "own", base, tmp_path / "b")
     argv = ["convert", "--to-hf", tmp_path / "b", "--load", tmp_path / "own", "--hf-base", base]
@@ -293,6 +299,20 @@ def test_a_kept_template_stays_beside_another_tokenizer(base, tmp_path):
     export(run, base, tmp_path / "again", keep_base_template=True)
     settings = json.loads((tmp_path / "again" / "tokenizer_config.json").read_text())
     assert settings["chat_template"] == PLAIN + "!"
+
+
+def test_the_template_of_the_training_counts_though_the_model_s_has_changed(base, tmp_path):
+    """An updated download must not change the prompts of a model that is trained already."""
+    (base / "chat_template.jinja").write_text(CHATML)
+    run = tune(base, tmp_path)
+    (base / "chat_template.jinja").write_text(CHATML.replace("|im_start|>'", "|im_start|>!'"))
+    [sentence, *_] = export(run, base, tmp_path / "out").sentences
+    assert "the chat template is that of the training" in sentence
+    written = (tmp_path / "out" / "chat_template.jinja").read_text()
+    assert written == served_template(CHATML)
+    loaded = TrainedModel.load(run, device="cpu")
+    [prompt], _ = encode_prompts(loaded.config, loaded.tokenizer, texts(["a"]))
+    assert "!" not in loaded.tokenizer.decode(prompt)
 
 
 def test_conversations_that_came_rendered_are_named(base, tmp_path):
