@@ -228,6 +228,45 @@ def test_only_a_stopped_run_and_a_lost_process_have_another_turn(
     assert job.requeued == requeued
 
 
+@pytest.mark.parametrize(
+    ("state", "reason", "restarts", "preempted", "requeued"),
+    [
+        pytest.param("COMPLETING", "None", 10, "None", 0, id="scancel"),
+        pytest.param("CANCELLED", "None", 10, "None", 0, id="scancel-shown-early"),
+        pytest.param("RUNNING", "None", 10, "None", 1, id="only-a-signal"),
+        pytest.param("COMPLETING", "TimeLimit", 10, "None", 1, id="time-limit"),
+        pytest.param("COMPLETING", "None", 10, "2026-11-29T02:10:51", 1, id="preempted"),
+        pytest.param("RUNNING", "None", 10, "2026-11-29T02:11:01", 1, id="grace-time"),
+        pytest.param("COMPLETING", "None", 11, "None", 1, id="queued-by-an-administrator"),
+    ],
+)
+def test_a_cancelled_job_is_not_queued_again(
+    state: str, reason: str, restarts: int, preempted: str, requeued: int, tmp_path: Path
+) -> None:
+    """After scancel a saved run has no other turn; after every other SIGTERM it has one.
+
+    Each case has the fields that SLURM 22.05 showed at this time, in turn 10.
+    """
+    commands = tmp_path / "commands"
+    commands.mkdir()
+    marker = tmp_path / "run" / "checkpoints" / "STATUS.json"
+    status = json.dumps({"exit_code": PREEMPTED})
+    (commands / "srun").write_text(
+        f"#!/bin/sh\nmkdir -p '{marker.parent}'\necho '{status}' > '{marker}'\nexit 1\n"
+    )
+    (commands / "srun").chmod(0o755)
+    (tmp_path / "shown").write_text(
+        f"   JobState={state} Reason={reason} Dependency=(null)\n"
+        f"   Requeue=1 Restarts={restarts} BatchFlag=1 Reboot=0 ExitCode=0:0\n"
+        f"   PreemptEligibleTime=2026-11-29T02:10:49 PreemptTime={preempted}\n"
+    )
+    job = Job(tmp_path, ["@run.args"], commands)
+    assert job.begin(SLURM_RESTART_COUNT="10").wait(30) == PREEMPTED, job.output
+    assert job.requeued == requeued
+    sentence = "saved before the end of turn 10: the job was cancelled and is not queued again"
+    assert (sentence in job.output) == (not requeued), job.output
+
+
 def test_two_jobs_never_use_one_folder(tmp_path: Path) -> None:
     """A job is refused while SLURM lists the job that used the folder last, and starts afterwards."""
     commands = tmp_path / "commands"

@@ -239,7 +239,10 @@ def start(folder: Path) -> None:
 
 
 def stop(folder: Path) -> None:
-    """USR1 saves and requeues; the next turn resumes. Another job on the folder is refused."""
+    """USR1 saves and requeues; the next turn resumes. Another job on the folder is refused.
+
+    scancel saves and does not requeue.
+    """
     job = Job(folder / "job", ["--train-iters", "1200"], NO_SCONTROL="1")
     job.wait_for_step(3)
     second = Job(folder / "second", ["--train-iters", "12"], run=job.run)
@@ -250,6 +253,8 @@ def stop(folder: Path) -> None:
     job.start_next_turn()
     job.wait_for("resuming from")
     said("scancel", job.number)
+    job.wait_for("the job was cancelled and is not queued again")
+    job.wait_for_state("CANCELLED")
 
 
 def requeue(folder: Path) -> None:
