@@ -269,6 +269,8 @@ def manifest_of(checkpoint: Path) -> dict[str, Any]:
     """Return a manifest; the first line of its file is the checksum of the others."""
     text = (checkpoint / "manifest.json").read_text()
     manifest: dict[str, Any] = json.JSONDecoder().raw_decode(text)[0]
+    # The working directory of the run; both checkouts have their own.
+    manifest["metadata"].pop("folder", None)
     return manifest
 
 
