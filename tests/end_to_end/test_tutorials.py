@@ -58,7 +58,7 @@ SBATCH = """#!/usr/bin/env bash
 # Fake of SLURM's sbatch: start a job of two nodes at once, on this machine
 set -eu
 [ "$1 $2" = "--nodes 2" ]
-export FAKE_SLURM=$PWD SLURM_JOB_ID={number} SLURM_JOB_NODELIST="node[1-2]" SLURM_JOB_NUM_NODES=2 PATH={fakes}:$PATH
+export FAKE_SLURM=$PWD SLURM_JOB_ID={number} SLURM_JOB_NODELIST="127.0.0.[1-2]" SLURM_JOB_NUM_NODES=2 PATH={fakes}:$PATH
 exec bash "${{@:3}}"
 """
 HF = f"""#!{sys.executable}
