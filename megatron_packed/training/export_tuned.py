@@ -29,6 +29,7 @@ from megatron_packed.data.tokenizers.chat_format import TemplateFormat
 from megatron_packed.data.tokenizers.exported_files import Files, files_of_template
 from megatron_packed.data.tokenizers.huggingface_settings import CONFIG as SETTINGS
 from megatron_packed.data.tokenizers.huggingface_settings import (
+    TEMPLATE,
     default_template,
     read_templates,
     tool_template,
@@ -216,7 +217,7 @@ class _TrainedChat:
             parts.append(f"answers end at {spelled} (eos_token_id)")
         if parts:
             cure = f" {flags.KEEP_BASE_TEMPLATE} keeps the original's template." * (
-                "chat_template.jinja" in files
+                TEMPLATE in files
             )
             sentences.insert(0, f"Unlike the original: {'; '.join(parts)}.{cure}")
         sentences += self._sentences_of_date(templates)

@@ -28,6 +28,13 @@ from megatron_packed.config.serialise import (
     model_differences,
 )
 from megatron_packed.config.stored_config import stored_problem
+from megatron_packed.data.tokenizers.huggingface_settings import (
+    ADDED_TOKENS,
+    SPECIAL_TOKENS_MAP,
+    TEMPLATE,
+    TEMPLATE_FOLDER,
+)
+from megatron_packed.data.tokenizers.huggingface_settings import CONFIG as SETTINGS
 from megatron_packed.models.convert.exported_tensors import ExportedTensors
 from megatron_packed.models.convert.families.family import MTP, OUTPUT, TABLE, Family, Fields
 from megatron_packed.models.convert.huggingface_config import model_of, read_config
@@ -49,19 +56,18 @@ from megatron_packed.models.convert.trained_config import (
 )
 from megatron_packed.models.convert.weight_rows import Weight, weights_of
 
-CHAT_TEMPLATE = "chat_template.jinja"
 TOKENIZER_FILES = (
     TOKENIZER,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
+    SETTINGS,
+    SPECIAL_TOKENS_MAP,
+    ADDED_TOKENS,
     "tokenizer.model",
     "vocab.json",
     "merges.txt",
-    "added_tokens.json",
 )
 BESIDE = (
     *TOKENIZER_FILES,
-    CHAT_TEMPLATE,
+    TEMPLATE,
     "chat_template.json",
     "preprocessor_config.json",
     "processor_config.json",
@@ -69,8 +75,6 @@ BESIDE = (
     GENERATION_CONFIG,
 )
 """Files that are copied to an export if they are next to config.json; code is not among them."""
-NAMED_TEMPLATES = "additional_chat_templates"
-"""Directory of chat templates that is copied unless an export has another chat template."""
 MAX_FILE_BYTES = 5_000_000_000
 """Limit for the tensors of one file, as in transformers."""
 
@@ -140,10 +144,10 @@ def to_huggingface(
     def beside(temporary: Path) -> None:
         copied = {name: config.parent / name for name in BESIDE if (config.parent / name).is_file()}
         _write_texts(temporary, {CONFIG: config, **copied, **replaced})
-        named = config.parent / NAMED_TEMPLATES
-        if CHAT_TEMPLATE not in replaced:
+        named = config.parent / TEMPLATE_FOLDER
+        if TEMPLATE not in replaced:
             paths = (path for path in named.glob("*.jinja") if path.is_file())
-            _write_texts(temporary, {f"{NAMED_TEMPLATES}/{path.name}": path for path in paths})
+            _write_texts(temporary, {f"{TEMPLATE_FOLDER}/{path.name}": path for path in paths})
 
     _write_model(directory, exported, max_file_bytes, beside)
     aside = tuple(files.aside) if files else tuple(_patterns_aside(family, model, fields))

@@ -1,4 +1,4 @@
-"""Whose log a file is: what a run continues, sets aside or refuses, and its lock."""
+"""Logs of other runs: a run continues its own log, sets an old one aside, or is refused."""
 
 import json
 import os
