@@ -115,13 +115,6 @@ def main() -> None:
     def save() -> None:
         harness.save("doubled_beta", results, folder=arguments.results)
 
-    results["errors"] = errors(
-        size._replace(key_heads=2, value_heads=4) if not arguments.quick else size,
-        device,
-        ("triton", "reference") if backend == "triton" else ("reference",),
-    )
-    print(json.dumps(results["errors"], indent=1), flush=True)
-    save()
     for doubled in (False, True):
         results[f"times, doubled {doubled}"] = time_of(
             size, device, doubled=doubled, backend=backend
@@ -144,6 +137,13 @@ def main() -> None:
         ]
         save()
         print(harness.table([{k: str(v) for k, v in row.items()} for row in results["sizes"]]))
+    results["errors"] = errors(
+        size._replace(key_heads=2, value_heads=4) if not arguments.quick else size,
+        device,
+        ("triton", "reference") if backend == "triton" else ("reference",),
+    )
+    print(json.dumps(results["errors"], indent=1), flush=True)
+    save()
 
 
 if __name__ == "__main__":

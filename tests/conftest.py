@@ -47,12 +47,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="COMMIT",
         help="commit of the tested files, if they are a copy without a git repository",
     )
+    parser.addoption(
+        "--one-gpu-each",
+        action="store_true",
+        help="workers of -n N see one GPU each, in turns; tests of several GPUs are skipped",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "shows(column, *rows, of): cells of docs/support_matrix.md that a test fills"
     )
+    if config.getoption("--one-gpu-each") and worker_input(config):
+        see_one_gpu(worker_number(config))
     share_servers(config)
     collect_elsewhere(config)
     for path in config.getoption("--record-shown"):
@@ -68,6 +75,16 @@ def pytest_xdist_auto_num_workers() -> int:
     the tests share no GPU.
     """
     return 0 if torch.cuda.is_available() else min((os.cpu_count() or 1) + 1, 8)
+
+
+def see_one_gpu(worker: int) -> None:
+    """Hide all GPUs but one from a worker. Without CUDA_VISIBLE_DEVICES all GPUs are used in turns.
+
+    CUDA reads the variable at its first use, so this must come before it.
+    """
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = given.split(",") if given else [str(i) for i in range(torch.cuda.device_count())]
+    os.environ["CUDA_VISIBLE_DEVICES"] = devices[worker % len(devices)] if devices else ""
 
 
 SERVERS = pytest.StashKey[tuple[str, str]]()
@@ -105,6 +122,10 @@ def worker_input(config: pytest.Config) -> dict[str, Any]:
     return getattr(config, "workerinput", {})
 
 
+def worker_number(config: pytest.Config) -> int:
+    return int(worker_input(config).get("workerid", "gw0").removeprefix("gw"))
+
+
 def has_all_tests(config: pytest.Config) -> bool:
     return [Path(x).resolve() for x in config.args] == [Path(__file__).parent]
 
@@ -115,7 +136,7 @@ def collect_elsewhere(config: pytest.Config) -> None:
     The first import of a test module compiles it, which is most of the time of a collection. So
     each worker compiles a part of the modules and finds the other parts compiled.
     """
-    place = int(worker_input(config).get("workerid", "gw0").removeprefix("gw")) % 3
+    place = worker_number(config) % 3
     if place and has_all_tests(config):
         root = Path(__file__).parent
         parts = [path for path in root.glob("*/*") if path.is_dir() or path.match("test_*.py")]
