@@ -20,6 +20,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "beside_megatron": HYBRID,
     "capacity_cost": ("varlen_attention", "ssd", "causal_conv1d", "gated_rms_norm"),
     "cublas_workspace": (),
+    "doubled_beta": ("gated_delta_rule",),
     "elementwise": ("activation", "causal_conv1d", "gated_rms_norm", "rms_norm"),
     "exchanges": (),
     "expert_graphs": WITH_EXPERTS,

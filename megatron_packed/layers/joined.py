@@ -26,6 +26,13 @@ NOT_LOCAL = "the projections are not those of this package"
 BIAS = "the projections have a bias"
 TENSOR_PARALLEL = "tensor-parallel ranks exchange rows around the projections"
 OBSERVED = "calls of the projections or of the activation are replaced or observed"
+NOTES_CALLS = "transformer_engine.pytorch.graph"
+"""Module whose hooks only note which modules run.
+
+``make_graphed_callables`` registers them around the forward pass of its warm-up, not around its
+backward pass. If they counted as observers, a recomputed layer would save other tensors in its
+second run, and the warm-up would not run the kernels that are captured.
+"""
 Forward = TypeVar("Forward", bound=Callable[..., Tensor])
 
 
@@ -63,13 +70,14 @@ def is_observed(module: nn.Module, *, wrapped: bool = True) -> bool:
         forward = None if wrapped else _inside_wrappers(module.forward)
         if getattr(forward, "__func__", None) is not type(module).forward:
             return True
+    hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
     return any(
-        (
-            module._forward_hooks,
-            module._forward_pre_hooks,
-            module._backward_hooks,
-            module._backward_pre_hooks,
-        )
+        getattr(hook, "__module__", None) != NOTES_CALLS for each in hooks for hook in each.values()
     )
 
 

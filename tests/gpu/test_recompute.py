@@ -154,9 +154,11 @@ def test_memory_falls_by_what_sizes_of_tensors_say(groups: ParallelGroups) -> No
     assert found["groups"][0] - found["one group"][0] == (len(PATTERN) // 3 - 1) * hidden
     assert found["none"][0] - found["layernorm"][0] >= (len(PATTERN) - PATTERN.count("E")) * hidden
     for name in MODES:
-        # Experts of one function (`quack_joined`) do not save their activation in any case.
-        assert found[name][0] < found["none"][0] + (name == "moe_act"), name
-        assert found[name][1] <= found["none"][1], name
+        # Experts of one function (`quack_joined`) do not save their activation in any case. Then the
+        # peaks differ by blocks of the allocator, each of which may be 1 MiB larger than its tensor.
+        nothing = name == "moe_act"
+        assert found[name][0] < found["none"][0] + nothing, name
+        assert found[name][1] <= found["none"][1] + nothing * 4 * 2**20, name
     assert found["layers"][0] < found["none"][0] / 5
     assert found["layers"][1] < found["groups"][1] < found["none"][1]
     assert max(found["layers"][1], found["parts"][1]) < 0.75 * found["none"][1]

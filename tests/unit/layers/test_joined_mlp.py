@@ -12,6 +12,7 @@ from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.joined import JoinedResidual
 from megatron_packed.layers.mlp import MLP
 from megatron_packed.layers.tensor_parallel import TensorParallel
+from megatron_packed.memory.recompute import checkpoint
 from megatron_packed.models.estimate.activations import footprints
 from megatron_packed.models.estimate.footprint import Purpose, Work
 from megatron_packed.models.hybrid_model import HybridModel
@@ -212,6 +213,28 @@ def test_modules_that_are_observed_or_replaced_are_called(on_cpu, package, chang
     got, want = run(layer, x, dy), run(mlp("torch"), x, dy)
     assert all(torch.equal(got[name], want[name]) for name in want)
     assert not package.tiles
+
+
+def test_hooks_of_a_warm_up_change_no_saved_tensor(on_cpu, package):
+    """TransformerEngine's capture registers them for the first run of a recomputed layer only."""
+
+    def hook(module, inputs, output):
+        seen.append(module)
+
+    hook.__module__ = "transformer_engine.pytorch.graph"
+    seen, layer = [], mlp()
+    x, dy = values()
+    want = run(mlp(), x, dy)
+    x = x.requires_grad_()
+    handles = [module.register_forward_hook(hook) for module in layer.modules()]
+    y = checkpoint(layer, x)
+    for handle in handles:
+        handle.remove()
+    y.backward(dy)
+    assert seen == [layer]
+    assert package.tiles
+    assert torch.equal(y, want["y"])
+    assert torch.equal(x.grad, want["x"])
 
 
 @pytest.mark.parametrize(
