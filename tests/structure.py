@@ -1,8 +1,9 @@
-"""Numbers about the structure of the package: the path of a step, and the style of the source.
+"""Numbers about the structure of the package: the path of a step, the places of a fact, the style.
 
 ``python tests/structure.py`` prints the numbers next to those of ``structure_before.json``, which
 ``--save-before`` writes. ``--list FIGURE`` prints the places that a number counts.
-``tests/unit/test_structure.py`` checks bounds. All lines of a file count, also empty lines.
+``tests/unit/test_structure.py`` tests rules; sizes, paths and places of a fact are printed only. All
+lines of a file count, also empty lines.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import fact_places
 import traced_step
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -111,9 +113,6 @@ def source_figures(sources: list[Source]) -> dict[str, Figure]:
         "class_names_more_than_once": Figure.count(repeated_class_names(sources)),
         "nested_conditional_expressions": Figure.count(find(sources, nested_conditionals)),
         "tuple_attribute_assignments": Figure.count(find(sources, tuple_assignments)),
-        "files_in_cuda_graphs": Figure.count(
-            [source.path for source in sources if source.path.startswith("cuda_graphs/")]
-        ),
         "isinstance_full_iteration_elsewhere": Figure.count(find(sources, graph_type_tests)),
         "private_torch_references": Figure.count(private),
         "private_torch_files": Figure.count(by_file(private)),
@@ -260,10 +259,23 @@ def question_attributes(source: Source) -> Iterator[str]:
 def all_figures() -> dict[str, Figure]:
     """Return the figures of a traced step and of the source, by name."""
     tracer = traced_step.trace(PACKAGE)
+    sources = read_sources(PACKAGE)
+    options = fact_places.files_of_options(PACKAGE)
     return {
         "frames_from_model_to_attention": Figure.count(tracer.road),
         "switches_of_one_step": Figure.count(tracer.switches),
-        **source_figures(read_sources(PACKAGE)),
+        "files_that_name_a_kind": Figure.count(fact_places.files_of_a_kind(PACKAGE)),
+        "comparisons_of_symbols": Figure.count(find(sources, fact_places.comparisons_of_symbols)),
+        "files_that_name_an_option": Figure(
+            fact_places.files_per_option(options),
+            [f"{option} {len(files)}: {', '.join(files)}" for option, files in options.items()],
+        ),
+        "places_that_derive_shapes": Figure.count(fact_places.places_of_shapes(PACKAGE)),
+        **source_figures(sources),
+        **{
+            f"tokens: {folder}": Figure(tokens, [])
+            for folder, tokens in fact_places.tokens_by_folder(sources).items()
+        },
     }
 
 
@@ -280,9 +292,15 @@ def save_before(figures: dict[str, Figure]) -> None:
 
 def print_table(figures: dict[str, Figure]) -> None:
     before = json.loads(BEFORE.read_text())
-    print(f"{'':45}{'before':>10}{'now':>10}   (before: commit {before['commit'][:10]})")
+    commit = before["commit"][:10]
+    print(f"{'':45}{'before':>10}{'now':>10}   (before: commit {commit}; torchtitan; OLMo-core)")
     for name, figure in figures.items():
-        print(f"{name:45}{before['figures'].get(name, '-'):>10}{figure.value:>10}")
+        others = fact_places.FOLDERS.get(name.removeprefix("tokens: "), ())
+        print(
+            f"{name:45}{before['figures'].get(name, '-'):>10}{figure.value:>10}",
+            *others,
+            sep="   ",
+        )
     print("\nprivate torch references by file:")
     print(*(f"  {line}" for line in figures["private_torch_files"].found), sep="\n")
 
