@@ -21,7 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_packed.distributed.collectives import Started, exchange_parts, start_exchange
+from megatron_packed.distributed.collectives import (
+    Started,
+    exchange_parts,
+    exchanges,
+    start_exchange,
+)
 from megatron_packed.distributed.differentiable import Group, linear_map
 from megatron_packed.distributed.symmetric_exchange import SymmetricExchange, UsedBytes
 
@@ -49,7 +54,7 @@ class EqualExchange:
 
     @property
     def size(self) -> int:
-        return dist.get_world_size(self.group)
+        return self.group.size()
 
     def exchange(self, x: Tensor, used: UsedBytes | None = None) -> Tensor:
         """Send part r of ``x`` ``(c, ...)`` to rank r; return part s from each rank s.
@@ -207,7 +212,8 @@ def exchange_equal_parts(
 def _all_to_all(x: Tensor, group: Group, *, sent: list[int], received: list[int]) -> Tensor:
     x = x.contiguous()
     result = x.new_empty(sum(received), *x.shape[1:])
-    dist.all_to_all_single(result, x, received, sent, group=group)
+    if exchanges(group):
+        dist.all_to_all_single(result, x, received, sent, group=group)
     return result
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.groups import ParallelGroups, Unjoined, global_ranks
 
 T = TypeVar("T")
 
@@ -24,9 +24,17 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def exchanges(group: dist.ProcessGroup | None) -> TypeGuard[dist.ProcessGroup]:
+    """Return whether a collective over the group exchanges data.
+
+    It does not for one rank, nor for the groups of a layout that is inspected and never run.
+    """
+    return group is not None and not isinstance(group, Unjoined)
+
+
 def all_reduce_sum(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Sum ``tensor`` over ``group`` in place and return it; ``group`` None is the identity."""
-    if group is not None:
+    if exchanges(group):
         dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group)
     return tensor
 
@@ -36,7 +44,7 @@ def all_reduce_max(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
     The operation is in place, and the identity for ``group`` None.
     """
-    if group is not None:
+    if exchanges(group):
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
     return tensor
 
@@ -46,8 +54,8 @@ def broadcast_from_first(tensor: Tensor, group: dist.ProcessGroup | None) -> Ten
 
     The operation is in place, and the identity for ``group`` None.
     """
-    if group is not None:
-        dist.broadcast(tensor, src=dist.get_process_group_ranks(group)[0], group=group)
+    if exchanges(group):
+        dist.broadcast(tensor, src=global_ranks(group)[0], group=group)
     return tensor
 
 
@@ -61,8 +69,9 @@ def all_gather_rows(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     rows, *rest = x.shape
     # Pass one output tensor, not a list, so that NCCL writes each rank's rows to their final place
     # without a copy.
-    whole = x.new_empty(rows * dist.get_world_size(group), *rest)
-    _all_gather(whole, x.contiguous(), group=group)
+    whole = x.new_empty(rows * group.size(), *rest)
+    if exchanges(group):
+        _all_gather(whole, x.contiguous(), group=group)
     return whole
 
 
@@ -75,7 +84,8 @@ def reduce_scatter_rows(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if group is None:
         return x
     mine = torch.empty_like(own_rows(x, group), memory_format=torch.contiguous_format)
-    _reduce_scatter(mine, x.contiguous(), group=group)
+    if exchanges(group):
+        _reduce_scatter(mine, x.contiguous(), group=group)
     return mine
 
 
@@ -106,6 +116,16 @@ class Waitable(Protocol):
     """Operation in progress, for which the current stream can wait."""
 
     def wait(self) -> Any: ...
+
+
+class Done:
+    """Operation that has nothing to wait for."""
+
+    def wait(self) -> None:
+        pass
+
+
+DONE: Waitable = Done()
 
 
 class Started(NamedTuple):
@@ -150,14 +170,16 @@ def start_all_gather(flat: Tensor, group: dist.ProcessGroup | None) -> Started |
 def exchange_parts(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Send part r of a contiguous ``x`` ``(c, ...)`` to rank r; receive part s from rank s."""
     received = torch.empty_like(x)
-    dist.all_to_all_single(received, x, group=group)
+    if exchanges(group):
+        dist.all_to_all_single(received, x, group=group)
     return received
 
 
 def start_exchange(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Started]:
     """Start ``exchange_parts``; call ``wait_for`` before the result is read or ``x`` is freed."""
-    received = torch.empty_like(x)
-    work = dist.all_to_all_single(received, x, group=group, async_op=True)
+    received, work = torch.empty_like(x), DONE
+    if exchanges(group):
+        work = dist.all_to_all_single(received, x, group=group, async_op=True)
     return received, Started(work, "all_to_all_single", group)
 
 
@@ -178,8 +200,9 @@ def start_gather_rows(x: Tensor, group: dist.ProcessGroup | None) -> PendingRows
     if group is None:
         return PendingRows(None, x)
     rows, *rest = x.shape
-    whole = x.new_empty(rows * dist.get_world_size(group), *rest)
-    work = _all_gather(whole, x.contiguous(), group=group, async_op=True)
+    whole, work = x.new_empty(rows * group.size(), *rest), DONE
+    if exchanges(group):
+        work = _all_gather(whole, x.contiguous(), group=group, async_op=True)
     return PendingRows(Started(work, "all_gather", group), whole)
 
 
@@ -192,7 +215,9 @@ def start_scatter_rows(x: Tensor, group: dist.ProcessGroup | None) -> PendingRow
     if group is None:
         return PendingRows(None, x)
     mine = torch.empty_like(own_rows(x, group), memory_format=torch.contiguous_format)
-    work = _reduce_scatter(mine, x.contiguous(), group=group, async_op=True)
+    work = DONE
+    if exchanges(group):
+        work = _reduce_scatter(mine, x.contiguous(), group=group, async_op=True)
     return PendingRows(Started(work, "reduce_scatter", group), mine)
 
 
@@ -219,10 +244,12 @@ def start_row_from_others(
     Returns:
         the received rows in the order of ranks.
     """
-    ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
+    ranks, me = global_ranks(group), group.rank()
     earlier, later = ranks[:me], ranks[me + 1 :]
     senders, receivers = (later, earlier) if back else (earlier, later)
     x, rows = x.contiguous(), x.new_empty(len(senders), *x.shape[1:])
+    if not exchanges(group):
+        return PendingRows(None, rows)
     exchange = [dist.P2POp(dist.isend, x, rank, group) for rank in receivers]
     exchange += [dist.P2POp(dist.irecv, row, rank, group) for row, rank in zip(rows, senders)]
     works = _Messages(dist.batch_isend_irecv(exchange), x)
@@ -243,11 +270,13 @@ def pass_to_next(x: Tensor, group: dist.ProcessGroup | None, *, back: bool = Fal
     """
     if group is None:
         return x
-    ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
+    ranks, me = global_ranks(group), group.rank()
     after, before = ranks[(me + 1) % len(ranks)], ranks[me - 1]
     if back:
         after, before = before, after
     x, received = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    if not exchanges(group):
+        return received
     # Post the send and the receive in one batch. If each rank posted its send first,
     # the sends of all ranks could deadlock the ring.
     exchange = [
@@ -296,12 +325,12 @@ def own_last(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 def _own(x: Tensor, group: dist.ProcessGroup | None, dim: int, noun: str) -> Tensor:
     if group is None:
         return x
-    size, length = dist.get_world_size(group), x.shape[dim]
+    size, length = group.size(), x.shape[dim]
     if length % size:
         raise ValueError(
             f"{length} {noun} cannot be split evenly among the {size} ranks of the group {group.group_desc!r}."
         )
-    return x.narrow(dim, dist.get_rank(group) * (length // size), length // size)
+    return x.narrow(dim, group.rank() * (length // size), length // size)
 
 
 def barrier(groups: ParallelGroups) -> None:

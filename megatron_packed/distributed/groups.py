@@ -41,9 +41,21 @@ from megatron_packed.torch_private import abort_process_group
 
 @dataclass(frozen=True)
 class Unjoined:
-    """Placeholder for a process group of a layout that is never run: ranks without collectives."""
+    """Placeholder for a process group of a layout that is never run.
+
+    Collectives over it return tensors of the right shapes and exchange nothing.
+    """
 
     ranks: tuple[int, ...]
+    own: int
+    """This process's rank in the group."""
+    group_desc = "unjoined"
+
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def rank(self) -> int:
+        return self.own
 
 
 def global_ranks(group: dist.ProcessGroup | Unjoined) -> list[int]:
@@ -139,7 +151,8 @@ class ParallelGroups:
         """
         by_axis = {axis: layout.ranks(axis, rank) for axis in GROUP_AXES}
         groups = {
-            axis: Unjoined(ranks) if len(ranks) > 1 else None for axis, ranks in by_axis.items()
+            axis: Unjoined(ranks, layout.rank_in(axis, rank)) if len(ranks) > 1 else None
+            for axis, ranks in by_axis.items()
         }
         return cls(
             device=torch.device(device),

@@ -136,7 +136,7 @@ class SequenceParallelProducts:
         self.memory = None
 
     def _multiply_scatter(self, x_TI: Tensor, matrix_IO: Tensor, fuse: bool) -> Tensor:
-        rows, size = x_TI.shape[0], dist.get_world_size(self.group)
+        rows, size = x_TI.shape[0], self.group.size()
         # The plain collective reports rows that do not divide evenly.
         if fuse and rows % size == 0:
             width = matrix_IO.shape[1]

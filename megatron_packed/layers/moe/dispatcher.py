@@ -195,8 +195,15 @@ class Dispatcher(ABC):
         worst, bounds = self.worst_rows(tokens), self.room.bounds
         if bounds is None:
             return worst
-        even = tokens * self.config.moe_router_topk
+        even = self.even_rows(tokens)
         return self.room.same_tiles(bounded_rows(even, bounds.rank, worst), self.num_local, worst)
+
+    def even_rows(self, tokens: int) -> int:
+        """Return the rows of this rank's experts if all ranks get equally many.
+
+        This is also the routing on the meta device, whose tensors have no values.
+        """
+        return tokens * self.config.moe_router_topk
 
     def exact_rows(self, needed: int, tokens: int) -> int:
         """Return the rows of a buffer for ``needed`` rows."""
@@ -250,7 +257,10 @@ class AllGatherDispatcher(Dispatcher):
         local_GK = ids_GK - self.ep.rank * self.num_local
         rows_e = self._rows_of_ranks(ids_GK) if self.room.bounds is not None else None
         if rows_e is not None and self.room.exact:
-            rows = self.exact_rows(int(rows_e[self.ep.rank].item()), x_TD.shape[0])
+            needed = (
+                self.even_rows(x_TD.shape[0]) if rows_e.is_meta else rows_e[self.ep.rank].item()
+            )
+            rows = self.exact_rows(int(needed), x_TD.shape[0])
         permuted = permute(x_GD, local_GK, self.num_local, rows=rows, backend=self.backend)
         rows_2 = (
             _no_rows(x_TD) if rows_e is None else F.pad(rows_e.amax(dim=0, keepdim=True), (0, 1))
@@ -298,7 +308,10 @@ class AllToAllDispatcher(Dispatcher):
         counts_eE = all_gather_rows(permuted.tokens_per_expert_E[None], self.ep.group)
         counts_eeL = counts_eE.view(ranks, ranks, local)  # from rank, to rank, L local experts
         mine_eL = counts_eeL[:, self.ep.rank]
-        loads = counts_eeL.sum(dim=2).tolist()  # the host sync
+        if counts_eeL.is_meta:
+            loads = [[self.even_rows(x_TD.shape[0]) // ranks] * ranks] * ranks
+        else:
+            loads = counts_eeL.sum(dim=2).tolist()  # the host sync
         sent = loads[self.ep.rank]
         received = [row[self.ep.rank] for row in loads]
         x_SD = exchange_rows(permuted.x_RD[: sum(sent)], sent, received, self.ep.group)
