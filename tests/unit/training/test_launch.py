@@ -267,6 +267,32 @@ def test_the_output_of_each_rank_is_copied(
     assert (logs / "rank_1.log").read_text() == "three\n"
 
 
+@pytest.mark.parametrize(
+    ("variable", "level"),
+    [
+        (None, "ERROR"),
+        ("TORCH_CPP_LOG_LEVEL=INFO", "INFO"),
+        ("NCCL_DEBUG=WARN", ""),
+        ("TORCH_DISTRIBUTED_DEBUG=DETAIL", ""),
+        ("LOGLEVEL=INFO", ""),
+    ],
+)
+def test_warnings_of_torch_are_shown_to_a_user_who_asks_for_a_log(
+    variable: str | None,
+    level: str,
+    rank_script: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    for name in ("TORCH_CPP_LOG_LEVEL", "LOGLEVEL", "NCCL_DEBUG", "TORCH_DISTRIBUTED_DEBUG"):
+        monkeypatch.delenv(name, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(*variable.split("="))
+    rank_script(f"echo $TORCH_CPP_LOG_LEVEL > {tmp_path}/level", FINISH)
+    assert run() == 0
+    assert (tmp_path / "level").read_text().strip() == level
+
+
 def test_a_link_under_the_name_of_a_rank_log_is_not_followed(
     rank_script: Callable[..., None], tmp_path: Path
 ) -> None:
