@@ -214,15 +214,16 @@ class Job:
         )
 
     def start_next_turn(self) -> None:
-        """Start a requeued job now; SLURM would wait two minutes."""
+        """Start a requeued job now. SLURM would wait two minutes, and does so if it is busy."""
 
         def starts() -> bool:
-            # Repeated: the end of the previous turn sets the time once more.
-            said("scontrol", "update", f"JobId={self.number}", "StartTime=now")
-            turns = self.output.count(f" of job {self.number}: ")
-            return turns > self._turns
+            # The end of the previous turn sets the time once more.
+            if self.field("Reason") == "BeginTime":
+                said("scontrol", "update", f"JobId={self.number}", "StartTime=now")
+                time.sleep(1)
+            return self.output.count(f" of job {self.number}: ") > self._turns
 
-        wait_until(starts, 90, f"the next turn does not start:\n{self.output}")
+        wait_until(starts, 200, f"the next turn does not start:\n{self.output}")
         self._turns += 1
 
 
