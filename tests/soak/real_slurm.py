@@ -223,7 +223,11 @@ class Job:
                 time.sleep(1)
             return self.output.count(f" of job {self.number}: ") > self._turns
 
-        wait_until(starts, 200, f"the next turn does not start:\n{self.output}")
+        try:
+            wait_until(starts, 200, "the next turn does not start")
+        except AssertionError as error:
+            shown = said("scontrol", "show", "job", self.number)
+            raise AssertionError(f"{error}:\n{shown}\n{self.output}") from None
         self._turns += 1
 
 
