@@ -14,6 +14,10 @@ from megatron_packed.cli.errors import UsageError
 _HOST_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 """Variables with a list of hosts. A step may use some hosts of its job only, and SLURM_NODEID
 counts the hosts of the step."""
+_FIRST_PORT, _PORTS = 20_000, 20_000
+_PORTS_BETWEEN_STEPS = 1009
+"""A prime, so that steps 0 to 19,999 of one job have different ports. Jobs have consecutive numbers,
+so ports of steps are further apart."""
 _RANGES = r"\[\s*\d+(?:-\d+)?(?:\s*,\s*\d+(?:-\d+)?)*\s*\]"
 _FIRST_ENTRY = re.compile(rf"\s*((?:[^\s\[\],]|{_RANGES})+)\s*(?:,|$)")
 _FIRST_NUMBER = re.compile(r"\[\s*(\d+)[^\]]*\]")
@@ -25,6 +29,7 @@ class SlurmStep:
 
     node_rank: int
     job: int
+    step: int
     hosts: str
     """SLURM's list of the hosts of this step, in short form; empty if no variable has it."""
 
@@ -40,8 +45,22 @@ class SlurmStep:
         return cls(
             node_rank=_number(environ, "SLURM_NODEID"),
             job=_number(environ, "SLURM_JOB_ID"),
+            step=_number(environ, "SLURM_STEP_ID"),
             hosts=next((environ[name] for name in _HOST_LISTS if environ.get(name)), ""),
         )
+
+    @property
+    def run_id(self) -> str:
+        """Name of this step in the notation of SLURM, such as ``4711.0``."""
+        return f"{self.job}.{self.step}"
+
+    @property
+    def port(self) -> int:
+        """Port at which the machines of this step meet, from 20000 to 39999.
+
+        Steps of one job, and of jobs with similar numbers, may share their first machine.
+        """
+        return _FIRST_PORT + (self.job + _PORTS_BETWEEN_STEPS * self.step) % _PORTS
 
     @property
     def first_host(self) -> str:

@@ -12,19 +12,24 @@ SLURM. docs/launching.md explains several machines and restarts, docs/cluster.md
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import entry_points
+from typing import Any, TypeVar
 
 from megatron_packed.cli.errors import UsageError
 from megatron_packed.cli.slurm_step import SlurmStep
 from megatron_packed.config.kernel_options import count_gpus
 from megatron_packed.training.launch import SHUTDOWN_SECONDS, LaunchOptions, launch
+from megatron_packed.training.launch_refusals import C10D, STATIC, UNKNOWN_NODES
 
 NAME = "train"
 HELP = "train a model: start one process per GPU, on one or several machines"
 MASTER_PORT = 29500
+BACKENDS = (STATIC, C10D, "etcd", "etcd-v2")
+T = TypeVar("T")
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -34,11 +39,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "(gpu where there is one, else cpu); default: one per GPU, without GPU 1",
     },
     "nnodes": {"metavar": "MIN[:MAX]", "default": "1", "help": "machines; default: 1"},
-    "node-rank": {"metavar": "I", "type": int, "help": "number of this machine, from 0"},
+    "node-rank": {"metavar": "I", "help": "number of this machine, from 0"},
     "master-addr": {"metavar": "HOST", "help": "address of the first machine"},
     "master-port": {
         "metavar": "PORT",
-        "type": int,
         "help": f"free port of the first machine; default: {MASTER_PORT}",
     },
     "rdzv-backend": {
@@ -59,15 +63,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "max-restarts": {
         "metavar": "N",
-        "type": int,
-        "default": 0,
+        "default": "0",
         "help": "restarts after a process was killed, hung or lost its connection; each restart "
         "resumes from --load; default: 0",
     },
     "shutdown-timeout": {
         "metavar": "SECONDS",
-        "type": float,
-        "default": SHUTDOWN_SECONDS,
+        "default": str(SHUTDOWN_SECONDS),
         "help": "time for the last step and its checkpoint after a signal, before the processes are "
         f"killed; default: {SHUTDOWN_SECONDS:g}",
     },
@@ -117,40 +119,86 @@ def launch_options(
 ) -> LaunchOptions:
     """Return the checked options of the launcher.
 
+    A wrong value on one of several machines is returned as the reason to refuse this machine.
+
     Raises:
-        UsageError: a value is wrong, or an option of several machines is missing.
+        UsageError: a value is wrong and there are no other machines, or nothing says where they are.
     """
-    min_nodes, max_nodes = _nodes(arguments.nnodes)
-    if arguments.max_restarts < 0:
-        raise UsageError(f"--max-restarts {arguments.max_restarts}: give 0 or more.")
-    if not arguments.shutdown_timeout > 0:  # also refuses nan
-        raise UsageError(
-            f"--shutdown-timeout {arguments.shutdown_timeout:g}: give a positive number of seconds."
-        )
+    checks = _Checks()
+    min_nodes, max_nodes = checks.value(
+        lambda: _nodes(arguments.nnodes), (UNKNOWN_NODES, UNKNOWN_NODES)
+    )
+    max_restarts = checks.value(lambda: _max_restarts(arguments.max_restarts), 0)
+    shutdown_timeout = checks.value(
+        lambda: _shutdown_timeout(arguments.shutdown_timeout), SHUTDOWN_SECONDS
+    )
     if arguments.standalone and max_nodes > 1:
-        raise UsageError(
+        checks.refuse(
             f"--standalone is for one machine, but --nnodes is {arguments.nnodes}; drop one."
         )
-    local = arguments.standalone or (max_nodes == 1 and not arguments.rdzv_endpoint)
-    rendezvous = {} if local else _rendezvous(arguments, min_nodes, max_nodes, environ)
-    refusal = None
-    try:
-        processes = _processes(arguments.nproc_per_node, flags, environ)
-    except UsageError as error:
-        if local:
-            raise
-        # The other machines must learn that this one does not come.
-        processes, refusal = 1, str(error)
+    one_machine = max_nodes == 1 and (
+        arguments.standalone or (not arguments.rdzv_endpoint and arguments.node_rank in (None, "0"))
+    )
+    rendezvous: dict[str, Any] = {}
+    if not one_machine:
+        rendezvous = checks.value(
+            lambda: _rendezvous(arguments, min_nodes, max_nodes, environ, checks), {}
+        )
+    processes = checks.value(lambda: _processes(arguments.nproc_per_node, flags, environ), 1)
+    if checks.refusal is not None and not rendezvous:
+        raise UsageError(checks.refusal)
     return LaunchOptions(
         processes=processes,
-        refusal=refusal,
+        refusal=checks.refusal,
         min_nodes=min_nodes,
         max_nodes=max_nodes,
-        max_restarts=arguments.max_restarts,
-        shutdown_timeout=arguments.shutdown_timeout,
+        max_restarts=max_restarts,
+        shutdown_timeout=shutdown_timeout,
         log_dir=arguments.log_dir,
         **rendezvous,
     )
+
+
+class _Checks:
+    """Checks of options, of which the first failed one is the reason to refuse this machine.
+
+    One of several machines goes on after a failed check: it must inform the others.
+    """
+
+    def __init__(self) -> None:
+        self.refusal: str | None = None
+        """Sentence of the first failed check."""
+
+    def value(self, check: Callable[[], T], otherwise: T) -> T:
+        """Return the result of a check, or ``otherwise`` if the check raises `UsageError`."""
+        try:
+            return check()
+        except UsageError as error:
+            self.refuse(str(error))
+            return otherwise
+
+    def refuse(self, sentence: str) -> None:
+        self.refusal = self.refusal or sentence
+
+
+def _max_restarts(text: str) -> int:
+    try:
+        restarts = int(text)
+    except ValueError:
+        restarts = -1
+    if restarts < 0:
+        raise UsageError(f"--max-restarts {text}: give 0 or more.")
+    return restarts
+
+
+def _shutdown_timeout(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not seconds > 0:  # also refuses nan
+        raise UsageError(f"--shutdown-timeout {text}: give a positive number of seconds.")
+    return seconds
 
 
 def _nodes(text: str) -> tuple[int, int]:
@@ -193,48 +241,88 @@ def _device_is_cpu(flags: Sequence[str]) -> bool:
 
 
 def _rendezvous(
-    arguments: argparse.Namespace, min_nodes: int, max_nodes: int, environ: Mapping[str, str]
-) -> dict[str, object]:
-    """Return the options with which machines meet; SLURM's variables are the defaults under srun."""
+    arguments: argparse.Namespace,
+    min_nodes: int,
+    max_nodes: int,
+    environ: Mapping[str, str],
+    checks: _Checks,
+) -> dict[str, Any]:
+    """Return the options with which machines meet; SLURM's variables are the defaults under srun.
+
+    Raises:
+        UsageError: no option says where the machines meet, so no other machine can be informed.
+    """
     step = SlurmStep.from_environment(environ)
-    node_rank = arguments.node_rank
-    if node_rank is None and step is not None:
-        node_rank = step.node_rank
-    backend = arguments.rdzv_backend
+    backend = checks.value(lambda: _backend(arguments), None)
     if backend is None:
-        backend = "c10d" if arguments.rdzv_endpoint and arguments.node_rank is None else "static"
-    endpoint = arguments.rdzv_endpoint
-    if backend == "static":
+        backend = C10D if arguments.rdzv_endpoint and arguments.node_rank is None else STATIC
+    endpoint, node_rank = arguments.rdzv_endpoint, None
+    if backend == STATIC:
         if min_nodes != max_nodes:
-            raise UsageError(
+            checks.refuse(
                 f"--nnodes {arguments.nnodes}: a varying number of machines needs --rdzv-backend c10d "
                 "and --rdzv-endpoint HOST:PORT."
             )
-        if node_rank is None or not 0 <= node_rank < max_nodes:
-            raise UsageError(
-                f"--node-rank {'is missing' if node_rank is None else node_rank}: give each of the "
-                f"{max_nodes} machines its number, from 0 to {max_nodes - 1}."
-            )
-        endpoint = endpoint or _first_machine(arguments, step)
+        node_rank = checks.value(lambda: _node_rank(arguments.node_rank, step, max_nodes), None)
+        endpoint = endpoint or _first_machine(arguments, step, checks)
     elif not endpoint:
         raise UsageError(f"--rdzv-backend {backend} needs --rdzv-endpoint HOST:PORT.")
+    elif step is not None:
+        node_rank = step.node_rank
     return {
         "node_rank": node_rank,
         "rdzv_backend": backend,
         "rdzv_endpoint": endpoint,
-        "rdzv_id": arguments.rdzv_id or ("none" if step is None else str(step.job)),
-        "rdzv_conf": _pairs(arguments.rdzv_conf),
+        "rdzv_id": arguments.rdzv_id or ("none" if step is None else step.run_id),
+        "rdzv_conf": checks.value(lambda: _pairs(arguments.rdzv_conf), ()),
         "shared_console": step is not None,
     }
 
 
-def _first_machine(arguments: argparse.Namespace, step: SlurmStep | None) -> str:
+def _backend(arguments: argparse.Namespace) -> str | None:
+    """Return the backend that is given; None without one."""
+    backend = arguments.rdzv_backend
+    others = {point.name for point in entry_points(group="torchrun.handlers")}
+    if backend is not None and backend not in BACKENDS and backend not in others:
+        raise UsageError(f"--rdzv-backend {backend}: give {STATIC} or {C10D}, or leave it out.")
+    return None if backend is None else str(backend)
+
+
+def _node_rank(text: str | None, step: SlurmStep | None, nodes: int) -> int | None:
+    """Return the number of this machine."""
+    if text is None and step is not None:
+        return step.node_rank
+    try:
+        node_rank = int(text or "")
+    except ValueError:
+        node_rank = -1
+    if nodes == 1 and node_rank > 0:
+        raise UsageError(
+            f"--node-rank {text}: --nnodes is 1 on this machine; give all machines the same --nnodes."
+        )
+    if not 0 <= node_rank < nodes:
+        machines = "machines" if nodes == UNKNOWN_NODES else f"{nodes} machines"
+        last = "" if nodes == UNKNOWN_NODES else f" to {nodes - 1}"
+        raise UsageError(
+            f"--node-rank {'is missing' if text is None else text}: give each of the {machines} its "
+            f"number, from 0{last}."
+        )
+    return node_rank
+
+
+def _first_machine(arguments: argparse.Namespace, step: SlurmStep | None, checks: _Checks) -> str:
     """Return HOST:PORT of the first machine."""
     host = arguments.master_addr or (None if step is None else step.first_host)
     if host is None:
         raise UsageError("--master-addr is missing: give the address of the first machine.")
-    port = arguments.master_port or (MASTER_PORT if step is None else 20000 + step.job % 20000)
-    return f"{host}:{port}"
+    default = MASTER_PORT if step is None else step.port
+    return f"{host}:{checks.value(lambda: _port(arguments.master_port), None) or default}"
+
+
+def _port(text: str | None) -> int | None:
+    if text is not None and not (text.isdecimal() and 0 < int(text) < 2**16):
+        raise UsageError(f"--master-port {text}: give a port, from 1 to 65535.")
+    return None if text is None else int(text)
 
 
 def _pairs(text: str) -> tuple[tuple[str, str], ...]:

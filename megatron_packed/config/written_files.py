@@ -8,8 +8,11 @@ new file is opened only if its name is free.
 from __future__ import annotations
 
 import errno
+import fcntl
+import glob
 import os
 import stat
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,6 +23,9 @@ _KERNEL_FOLDERS = ("/dev", "/proc", "/sys")
 _MEMORY_FOLDER = "/dev/shm"  # noqa: S108  an ordinary file system in memory
 _SHOWN_OF_NAME = 40
 """Characters of a file's name in its temporary name; a file name has at most 255 bytes."""
+
+_RANDOM_DIGITS = 12
+_ABANDONED_SECONDS = 24 * 3600.0
 
 
 def open_new(path: str | os.PathLike[str], *, mode: int = 0o666, dir_fd: int | None = None) -> int:
@@ -37,7 +43,49 @@ def open_new(path: str | os.PathLike[str], *, mode: int = 0o666, dir_fd: int | N
 
 def temporary_path(path: Path) -> Path:
     """Return a random path in the folder of ``path``."""
-    return path.with_name(f".{path.name[:_SHOWN_OF_NAME]}.tmp-{uuid.uuid4().hex[:12]}")
+    return path.with_name(f".{path.name[:_SHOWN_OF_NAME]}.tmp-{uuid.uuid4().hex[:_RANDOM_DIGITS]}")
+
+
+def open_temporary(path: Path) -> int:
+    """Create a file with a name of `temporary_path`, locked until it is closed; return its
+    descriptor.
+
+    Raises:
+        OSError: as in `open_new`.
+    """
+    descriptor = open_new(path)
+    _try_lock(descriptor)
+    return descriptor
+
+
+def remove_abandoned(path: Path) -> None:
+    """Remove temporary files of ``path`` that killed processes left.
+
+    A file that a living process writes is locked, and stays. A file system without locks keeps each
+    file for a day.
+    """
+    name = glob.escape(path.name[:_SHOWN_OF_NAME])
+    for left in path.parent.glob(f".{name}.tmp-{'[0-9a-f]' * _RANDOM_DIGITS}"):
+        with suppress(OSError):  # it is gone, or belongs to another user
+            descriptor = os.open(left, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                locked = _try_lock(descriptor)
+                old = time.time() - os.fstat(descriptor).st_mtime > _ABANDONED_SECONDS
+                if locked or (locked is None and old):
+                    os.unlink(left)
+            finally:
+                os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool | None:
+    """Lock a file; return False if another process holds its lock, None if there are no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
 
 
 @contextmanager
@@ -52,7 +100,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """
     temporary = temporary_path(path)
     try:
-        with os.fdopen(open_new(temporary), "w+b") as file:
+        with os.fdopen(open_temporary(temporary), "w+b") as file:
             yield file
         os.replace(temporary, path)
     finally:

@@ -5,8 +5,9 @@ The launchers of several machines meet through a rendezvous of torch. It gives e
 and all machines a key-value store. One thread of each launcher talks to the store, so that a broken
 network never blocks the main thread, which handles signals. In every attempt:
 
-1. Each launcher publishes its number of processes under ``here``. A machine whose command line was
-   refused publishes that it leaves, and why. All other machines then end with the same exit code.
+1. Each launcher publishes its number of processes under ``here``. A machine that was stopped between
+   two attempts publishes that it leaves, and why. All other machines then end with the same exit
+   code. `launch_refusals` handles machines that were refused before the first attempt.
    ``join_timeout`` limits this step as a whole: a wait inside of torch may ignore its own limit.
 2. The launcher of the first failed rank publishes the failure under ``first``. The store accepts one
    failure only. All machines end their ranks because of this failure, with its exit code.
@@ -32,6 +33,7 @@ from typing import Any, Protocol
 
 from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.launch_attempt import LaunchAttempt, wait_for_readers
+from megatron_packed.training.launch_refusals import STATIC, Refusals, different_nodes
 from megatron_packed.training.local_ranks import Placement, RankFailure
 
 LEAVE_SECONDS = 60.0
@@ -43,7 +45,6 @@ END_SECONDS = 150.0
 JOIN_SECONDS = 600
 """Default of ``join_timeout`` in ``--rdzv-conf``."""
 _HERE = "here"
-_STATIC = "static"
 
 
 class RendezvousOptions(Protocol):
@@ -178,6 +179,7 @@ class ManyNodes(OneNode):
         self._attempt: LaunchAttempt | None = None
         conf = dict(options.rdzv_conf)
         self._join_seconds = int(conf.get("join_timeout", JOIN_SECONDS))
+        self._refusals = Refusals(options)
         self._met_by = math.inf
         """Time at which all machines must have met; it is set after the import of torch."""
 
@@ -186,6 +188,7 @@ class ManyNodes(OneNode):
             "processes": processes,
             "restarts": restarts,
             "leaves": None if leaves is None else [leaves.exit_code, leaves.reason],
+            "nodes": [self._options.min_nodes, self._options.max_nodes],
             "host": socket.gethostname(),
         }
         placements: list[Placement | NodesError] = []
@@ -197,6 +200,8 @@ class ManyNodes(OneNode):
         while thread.is_alive():
             thread.join(0.1)
             now = time.monotonic()
+            if self._refusals.found is not None:
+                raise NodesError(*self._refusals.found)
             if leaves is not None and (self._stopped() or now > told_by):
                 raise NodesError(leaves.exit_code, "")
             if self._stopped():
@@ -244,6 +249,11 @@ class ManyNodes(OneNode):
         """Join the rendezvous and publish ``here``; return the ranks of this machine."""
         try:
             with _quiet_torch():
+                if self._attempt is None and self._refusals.supported:
+                    if here["leaves"] is not None:
+                        self._refusals.publish(*here["leaves"])
+                        return NodesError(here["leaves"][0], "")
+                    threading.Thread(target=self._refusals.watch, daemon=True).start()
                 placement, store = self._rendezvous(here)
         except NodesError as error:
             return error
@@ -251,6 +261,8 @@ class ManyNodes(OneNode):
             # An error of torch may have no text. Its later lines are a C++ backtrace.
             text = str(error) or "a machine did not arrive in time"
             return self._unmet(text.splitlines()[0].split(". ")[0].rstrip("."))
+        finally:
+            self._refusals.met.set()
         self._attempt = LaunchAttempt(store, placement.node, placement.nodes)
         return placement
 
@@ -276,7 +288,7 @@ class ManyNodes(OneNode):
             "read_timeout": min(60, self._join_seconds),
             **dict(options.rdzv_conf),
         }
-        if options.rdzv_backend == _STATIC:
+        if options.rdzv_backend == STATIC:
             conf["rank"] = options.node_rank
         if self._handler is None:
             parameters = RendezvousParameters(
@@ -294,7 +306,7 @@ class ManyNodes(OneNode):
             # A new store for the ranks of each attempt: an old one holds keys of lost ranks.
             self._run_store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
             here = {**here, "port": self._run_store.port}
-        if options.rdzv_backend == _STATIC:  # its store is the same in each attempt
+        if options.rdzv_backend == STATIC:  # its store is the same in each attempt
             store = PrefixStore(f"attempt_{here['restarts']}", store)
         # At least a second: this machine has met the others, which only have to write their entries.
         seconds = max(self._met_by - time.monotonic(), 1.0)
@@ -305,6 +317,9 @@ class ManyNodes(OneNode):
             if entry["leaves"] is not None:
                 code, reason = entry["leaves"]
                 raise NodesError(code, f"machine {node} ({entry['host']}) takes no part: {reason}")
+            if entry["nodes"] != here["nodes"]:
+                machines = f"machine {met.rank}", here["nodes"], f"machine {node}", entry["nodes"]
+                raise NodesError(ExitCode.USAGE, different_nodes(*machines))
         counts = [entry["processes"] for entry in entries]
         placement = Placement(
             first_rank=sum(counts[: met.rank]),
@@ -330,15 +345,20 @@ def _exchange(
     """
     store.set(f"{_HERE}/{node}", json.dumps(here))
     deadline = time.monotonic() + seconds
-    for other in range(nodes):
-        while not store.check([f"{_HERE}/{other}"]):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"machine {other} did not arrive in time")
+    entries: list[dict[str, Any]] = []
+    while len(entries) < nodes:
+        key = f"{_HERE}/{len(entries)}"
+        if store.check([key]):
+            entries.append(json.loads(store.get(key)))
+            if entries[-1]["nodes"] != here["nodes"]:
+                break  # the other machines may never come
+        elif time.monotonic() > deadline:
+            raise TimeoutError(f"machine {len(entries)} did not arrive in time")
+        else:
             time.sleep(0.05)
-    entries = [json.loads(store.get(f"{_HERE}/{other}")) for other in range(nodes)]
-    wait_for_readers(
-        store, nodes, 5.0 if any(entry["leaves"] is not None for entry in entries) else 0
-    )
+    ends = any(entry["leaves"] is not None or entry["nodes"] != here["nodes"] for entry in entries)
+    fewest = min(entry["nodes"][0] for entry in entries)
+    wait_for_readers(store, min(nodes, fewest) if ends else nodes, 5.0 if ends else 0)
     return entries
 
 

@@ -31,6 +31,9 @@ _PROGRAM = (
     "import megatron_packed; sys.path.append(sys.path.pop(0)); sys.path[:] = filter(None, sys.path); "
     "from megatron_packed.training.worker import launched; launched()"
 )
+_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
+_SHOW_WARNINGS = (_LOG_LEVEL, "LOGLEVEL", "NCCL_DEBUG", "TORCH_DISTRIBUTED_DEBUG")
+"""Variables with which a user asks for the log of torch or of NCCL."""
 _COPY_SECONDS = 2.0
 """Seconds to copy the last output of a rank; processes that the rank started may hold its pipe."""
 
@@ -215,10 +218,19 @@ def _environment(placement: Placement, count: int) -> dict[str, str]:
         "TORCHELASTIC_RESTART_COUNT": str(placement.restarts),
         "TORCHELASTIC_MAX_RESTARTS": str(placement.max_restarts),
         "TORCHELASTIC_RUN_ID": placement.run_id,
-        # If the host of the store is gone, each rank would print backtraces of C++ as warnings.
-        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+        **_log_level(),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }
+
+
+def _log_level() -> dict[str, str]:
+    """Hide warnings of torch's C++ code, unless the user looks for a fault of the connections.
+
+    If the host of the store is gone, each rank would print four backtraces as warnings (torch 2.13).
+    """
+    if any(name in os.environ for name in _SHOW_WARNINGS):
+        return {}
+    return {_LOG_LEVEL: "ERROR"}
 
 
 def _own_variables(placement: Placement, local_rank: int) -> dict[str, str]:

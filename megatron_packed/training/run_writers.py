@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from megatron_packed.config.run import RunConfig
@@ -15,6 +16,7 @@ from megatron_packed.training.metric_writers import JsonlWriter, TensorBoardWrit
 from megatron_packed.training.progress_log import ProgressLog
 from megatron_packed.training.run_facts import now
 from megatron_packed.training.run_state import RunState
+from megatron_packed.training.tensorboard_folder import events_folder
 
 Callback = Callable[[dict[str, object]], object]
 """Function that receives the records of the log."""
@@ -64,7 +66,8 @@ def writers_of(
     if log is not None:
         writers.append(_log_writer(log, config, state, opening, console))
     if options.tensorboard_dir:
-        writers.append(TensorBoardWriter(options.tensorboard_dir, first, flags))
+        folder = _events_folder(options.tensorboard_dir, config, state, console)
+        writers.append(TensorBoardWriter(folder, first, flags))
     tracked = services(
         options,
         save=config.checkpoint.save,
@@ -76,6 +79,16 @@ def writers_of(
     if callback is not None:
         writers.append(CallbackWriter(callback))
     return writers
+
+
+def _events_folder(given: str, config: RunConfig, state: RunState, console: Console) -> str:
+    identity = RunIdentity.of(state.run_id, config)
+    folder = str(events_folder(given, identity, resumed=state.resumed is not None))
+    if folder != str(Path(given)):
+        console.warn(
+            f"{given} has TensorBoard events of another run; those of this run are in {folder}"
+        )
+    return folder
 
 
 def _log_writer(

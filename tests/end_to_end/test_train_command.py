@@ -189,6 +189,71 @@ def test_a_machine_that_is_refused_ends_the_others(
     assert re.fullmatch(rf"machine 1 \(.*\) takes no part: {re.escape(sentence)}.*\n", said), said
 
 
+@pytest.mark.parametrize(
+    ("wrong_node", "wrong", "sentence"),
+    [
+        (1, "--nnodes x", r"machine 1 \(.*\) takes no part: --nnodes x: give a number of machines"),
+        (
+            1,
+            "--nnodes 3",
+            r"machine \d.* has --nnodes \d, and .* has --nnodes \d; give all machines",
+        ),
+        (
+            0,
+            "--nnodes 3",
+            r"machine \d.* has --nnodes \d, and .* has --nnodes \d; give all machines",
+        ),
+        (1, "--nnodes 1", r"a machine \(.*\) takes no part: --node-rank 1: --nnodes is 1 on this"),
+        (1, "--node-rank x", r"a machine \(.*\) takes no part: --node-rank x: give each of the 2"),
+        (
+            0,
+            "--max-restarts x",
+            r"machine 0 \(.*\) takes no part: --max-restarts x: give 0 or more",
+        ),
+    ],
+)
+def test_a_wrong_launcher_option_of_one_machine_ends_the_others(
+    wrong_node: int,
+    wrong: str,
+    sentence: str,
+    data: Data,
+    quick: dict[str, str],
+    tmp_path: Path,
+) -> None:
+    """The other machine prints the machine and its option, also if that machine has no number."""
+    options = tiny_options(data, train_iters=2, lr_warmup_iters=0, global_batch_size=6)
+    flags = ["--nproc-per-node", "1", *command_line(options)]
+    machines = [flags, flags]
+    machines[wrong_node] = [*flags, *wrong.split()]
+    port = 20000 + job_number()
+    launched = start_machines({**quick, "CUDA_VISIBLE_DEVICES": ""}, tmp_path, port, *machines)
+    assert [launcher.wait(60) for launcher, _ in launched] == [USAGE, USAGE]
+    said = launched[1 - wrong_node][1].read_text()
+    # Torch was imported before the launcher could quieten it, and may warn of the closed store.
+    assert re.search(f"^{sentence}", said, re.MULTILINE), said
+
+
+def test_a_wrong_option_ends_machines_that_find_their_numbers(
+    data: Data, quick: dict[str, str], tmp_path: Path
+) -> None:
+    flags = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{20000 + job_number()}"]
+    flags += ["--nproc-per-node", "1", "--nnodes", "2"]
+    flags += command_line(tiny_options(data, train_iters=2, lr_warmup_iters=0))
+    machines = [flags, [*flags, "--nnodes", "x"]]
+    launched = [
+        subprocess.Popen(
+            [quick["PYTHON_EXEC"], "-m", "megatron_packed", "train", *words],
+            env={**quick, "CUDA_VISIBLE_DEVICES": ""},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for words in machines
+    ]
+    said = [launcher.communicate(timeout=60)[1] for launcher in launched]
+    assert [launcher.returncode for launcher in launched] == [USAGE, USAGE]
+    assert re.search(r"^a machine \(.*\) takes no part: --nnodes x: give", said[0], re.M), said
+
+
 def test_a_port_of_another_program_ends_all_machines(
     data: Data, quick: dict[str, str], tmp_path: Path
 ) -> None:

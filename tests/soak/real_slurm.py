@@ -3,8 +3,9 @@
     apt-get install -y slurm-wlm munge
     python tests/soak/real_slurm.py
 
-It needs root and about six minutes on two cores. Each case prints a line; the exit code is 1 if a case
-fails and 77 if a package of SLURM is missing. All daemons end with the script.
+It needs root and about five minutes on two cores. Each case runs with and without scontrol in the step,
+and prints a line. The exit code is 1 if a case fails and 77 if a package of SLURM is missing. All daemons
+end with the script.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
@@ -89,7 +90,7 @@ def cluster(folder: Path) -> Iterator[None]:
     key.write_bytes(os.urandom(1024))
     key.chmod(0o400)
     host = socket.gethostname().split(".")[0]
-    ports = dict(zip(("port", "first", "second"), range(26817, 26820), strict=True))
+    ports = free_ports("port", "first", "second")
     (folder / "slurm.conf").write_text(
         CONFIGURATION.format(host=host, folder=folder, cpus=os.cpu_count(), **ports)
     )
@@ -128,6 +129,13 @@ def cluster(folder: Path) -> Iterator[None]:
             daemon.wait(30)
 
 
+def free_ports(*names: str) -> dict[str, int]:
+    """Return a port of this machine for each name, which no program uses now."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("", 0))) for _ in names]
+        return {name: one.getsockname()[1] for name, one in zip(names, sockets, strict=True)}
+
+
 def said(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True).stdout
 
@@ -143,7 +151,12 @@ class Job:
     """Job of two nodes with one process each, in a folder of its own."""
 
     def __init__(
-        self, folder: Path, flags: list[str], run: Path | None = None, **variables: str
+        self,
+        folder: Path,
+        flags: list[str],
+        run: Path | None = None,
+        template: str = TEMPLATE,
+        **variables: str,
     ) -> None:
         folder.mkdir()
         self.run = run or folder / "run"
@@ -164,7 +177,7 @@ class Job:
                 "sbatch",
                 *options,
                 f"--output={self._output}",
-                TEMPLATE,
+                template,
                 str(self.run),
                 *FLAGS,
                 *flags,
@@ -201,15 +214,20 @@ class Job:
         )
 
     def start_next_turn(self) -> None:
-        """Start a requeued job now; SLURM would wait two minutes."""
+        """Start a requeued job now. SLURM would wait two minutes, and does so if it is busy."""
 
         def starts() -> bool:
-            # Repeated: the end of the previous turn sets the time once more.
-            said("scontrol", "update", f"JobId={self.number}", "StartTime=now")
-            turns = self.output.count(f" of job {self.number}: ")
-            return turns > self._turns
+            # The end of the previous turn sets the time once more.
+            if self.field("Reason") == "BeginTime":
+                said("scontrol", "update", f"JobId={self.number}", "StartTime=now")
+                time.sleep(1)
+            return self.output.count(f" of job {self.number}: ") > self._turns
 
-        wait_until(starts, 90, f"the next turn does not start:\n{self.output}")
+        try:
+            wait_until(starts, 200, "the next turn does not start")
+        except AssertionError as error:
+            shown = said("scontrol", "show", "job", self.number)
+            raise AssertionError(f"{error}:\n{shown}\n{self.output}") from None
         self._turns += 1
 
 
@@ -230,20 +248,18 @@ def commands(folder: Path) -> Path:
     return bin_folder
 
 
-def start(folder: Path) -> None:
-    """A job trains to its end, also where the step has no scontrol."""
-    for name in ("with", "without"):
-        variables = {"NO_SCONTROL": "1"} if name == "without" else {}
-        job = Job(folder / name, ["--train-iters", "12"], **variables)
-        job.wait_for_state("COMPLETED", 120)
+def start(folder: Path, variables: dict[str, str]) -> None:
+    """A job trains to its end."""
+    job = Job(folder / "job", ["--train-iters", "12"], **variables)
+    job.wait_for_state("COMPLETED", 120)
 
 
-def stop(folder: Path) -> None:
+def stop(folder: Path, variables: dict[str, str]) -> None:
     """USR1 saves and requeues; the next turn resumes. Another job on the folder is refused.
 
     scancel saves and does not requeue.
     """
-    job = Job(folder / "job", ["--train-iters", "1200"], NO_SCONTROL="1")
+    job = Job(folder / "job", ["--train-iters", "1200"], **variables)
     job.wait_for_step(3)
     second = Job(folder / "second", ["--train-iters", "12"], run=job.run)
     said("scancel", "--signal=USR1", job.number)
@@ -257,9 +273,9 @@ def stop(folder: Path) -> None:
     job.wait_for_state("CANCELLED")
 
 
-def requeue(folder: Path) -> None:
+def requeue(folder: Path, variables: dict[str, str]) -> None:
     """A requeue by an administrator saves, says that the job waits, and resumes."""
-    job = Job(folder / "job", ["--train-iters", "100000"])
+    job = Job(folder / "job", ["--train-iters", "100000"], **variables)
     job.wait_for_step(3)
     said("scontrol", "requeue", job.number)
     job.wait_for("queued it; otherwise submit")
@@ -268,9 +284,9 @@ def requeue(folder: Path) -> None:
     said("scancel", job.number)
 
 
-def kill(folder: Path) -> None:
+def kill(folder: Path, variables: dict[str, str]) -> None:
     """A killed rank restarts the run in the job; the second one gives the job another turn."""
-    job = Job(folder / "job", ["--train-iters", "100000"])
+    job = Job(folder / "job", ["--train-iters", "100000"], **variables)
     job.wait_for("saved ")
     for loss in (1, 2):
         kill_rank(folder)
@@ -293,17 +309,63 @@ def kill_rank(folder: Path) -> None:
     raise AssertionError("rank 1 does not run")
 
 
-def wrong_machine(folder: Path) -> None:
+def wrong_machine(folder: Path, variables: dict[str, str]) -> None:
     """A machine with a wrong flag ends the job with code 2 within a minute."""
+    refused = "machine 1", "--sequence-lenght 8: is not a flag"
+    end_with_wrong_machine(folder / "job", "--sequence-lenght 8", refused, variables)
+
+
+def wrong_launcher(folder: Path, variables: dict[str, str]) -> None:
+    """So does a machine with a wrong option of the launcher, also in the number of machines."""
+    wrong = {
+        "--max-restarts x": "--max-restarts x: give 0 or more",
+        "--nnodes x": "--nnodes x: give a number of machines",
+        "--nnodes 3": "give all machines the same number",
+        "--node-rank 7": "--node-rank 7: give each of the 2 machines its number",
+    }
+    for number, (option, sentence) in enumerate(wrong.items()):
+        end_with_wrong_machine(folder / f"job_{number}", option, [sentence], variables)
+
+
+def end_with_wrong_machine(
+    folder: Path, wrong: str, sentences: Sequence[str], variables: dict[str, str]
+) -> None:
     begun = time.monotonic()
-    job = Job(folder / "job", ["--train-iters", "12"], WRONG="--sequence-lenght 8")
+    # A batch size for two and for three machines, so that only the given option is wrong.
+    flags = ["--train-iters", "12", "--global-batch-size", "6"]
+    job = Job(folder, flags, WRONG=wrong, **variables)
     job.wait_for_state("FAILED")
     assert job.field("ExitCode") == "2:0", job.output
-    assert "machine 1" in job.output and "--sequence-lenght 8: is not a flag" in job.output
+    told = [line for line in job.output.splitlines() if line.startswith("0: ")]
+    for sentence in sentences:
+        assert any(sentence in line for line in told), job.output
     assert time.monotonic() - begun < 60, time.monotonic() - begun
 
 
-CASES = (start, stop, requeue, kill, wrong_machine)
+STEPS = """#!/bin/bash
+folder=$1
+shift
+for step in a b; do
+  srun --overlap --mem=0 --label megatron-packed train --nnodes 2 --nproc-per-node 1 "$@" --save "$folder/$step" &
+done
+wait -n && wait -n
+"""
+
+
+def steps(folder: Path, variables: dict[str, str]) -> None:
+    """Two steps of one job train at once."""
+    template = folder / "steps.sbatch"
+    template.write_text(STEPS)
+    flags = ["--train-iters", "60"]
+    job = Job(folder / "job", flags, template=str(template), **variables)
+    job.wait_for_state("COMPLETED", 120)
+    for step in ("a", "b"):
+        assert (job.run / step / "step_00000060").is_dir(), job.output
+
+
+CASES = (start, stop, requeue, kill, wrong_machine, wrong_launcher, steps)
+SCONTROL: dict[str, dict[str, str]] = {"with": {}, "without": {"NO_SCONTROL": "1"}}
+"""Variables of a job whose step has scontrol, and of one whose step has none."""
 
 
 def no_job_is_left() -> bool:
@@ -332,17 +394,24 @@ def main(names: Sequence[str]) -> int:
         folder.chmod(0o755)  # munged refuses folders that others could not pass
         with cluster(folder):
             for case in cases:
-                begun = time.monotonic()
-                (folder / case.__name__).mkdir()
-                try:
-                    case(folder / case.__name__)
-                    passed, outcome = passed + 1, "passed"
-                except AssertionError as error:
-                    outcome = f"FAILED: {error}"
-                print(f"{case.__name__}: {outcome} in {time.monotonic() - begun:.0f} s", flush=True)
-                wait_until(no_job_is_left, 90, "jobs do not end")
-    print(f"{passed} of {len(cases)}")
-    return int(passed < len(cases))
+                for name, variables in SCONTROL.items():
+                    begun = time.monotonic()
+                    place = folder / case.__name__ / name
+                    place.mkdir(parents=True)
+                    try:
+                        case(place, variables)
+                        passed, outcome = passed + 1, "passed"
+                    except AssertionError as error:
+                        outcome = f"FAILED: {error}"
+                    seconds = time.monotonic() - begun
+                    print(
+                        f"{case.__name__}, {name} scontrol: {outcome} in {seconds:.0f} s",
+                        flush=True,
+                    )
+                    wait_until(no_job_is_left, 90, "jobs do not end")
+    count = len(cases) * len(SCONTROL)
+    print(f"{passed} of {count}")
+    return int(passed < count)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatron_packed.config import flag_names as flags
-from megatron_packed.config.written_files import write_file
+from megatron_packed.config.written_files import remove_abandoned, write_file
 from megatron_packed.data.errors import DataError, printable
 
 _STALE_SECONDS = 24 * 3600.0
@@ -146,7 +146,7 @@ def _publish(temporary: Path, final: Path, is_valid: Callable[[Path], bool]) -> 
 
 
 def _remove_stale(final: Path) -> None:
-    """Remove temporary directories of killed builders.
+    """Remove temporary files and directories of killed builders.
 
     This process holds the lock, so a live builder can only be on another node. Directories of other
     nodes are removed after 24 hours.
@@ -159,6 +159,9 @@ def _remove_stale(final: Path) -> None:
             continue
         if old or (host == socket.gethostname() and pid.isdigit() and not _is_alive(int(pid))):
             shutil.rmtree(left, ignore_errors=True)
+    for aside in final.parent.glob(f".{final.name}.bad-*"):  # see `_publish`
+        shutil.rmtree(aside, ignore_errors=True)
+    remove_abandoned(final.with_name(f"{final.name}.failed"))
 
 
 def _is_alive(pid: int) -> bool:

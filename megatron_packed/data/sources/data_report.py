@@ -12,7 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_packed.config import flag_names as flags
-from megatron_packed.config.written_files import open_new, temporary_path
+from megatron_packed.config.written_files import (
+    open_temporary,
+    remove_abandoned,
+    temporary_path,
+)
 from megatron_packed.data.errors import CURES, EMPTY, REASONS, BadLine, DataError, printable
 from megatron_packed.data.notes import Notes, note_lines
 from megatron_packed.data.sources.jsonl_lines import WHOLE_FILE, RawLine
@@ -372,11 +376,13 @@ class Quarantine:
 
     An object has the file, the line (or row) number counted from 1, the reason, the detail, and the
     first 200 bytes of the line, escaped. The first line creates the file under a temporary name;
-    `close` renames it to ``path``. Without lines, `close` deletes an old file at ``path``.
+    `close` renames it to ``path``. Without lines, `close` deletes an old file at ``path``. Temporary
+    files of killed processes are removed.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        remove_abandoned(path)
         self._temporary = temporary_path(path)
         self._file: Any = None
 
@@ -397,7 +403,7 @@ class Quarantine:
     def _open(self) -> Any:
         with self._writing():
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            return os.fdopen(open_new(self._temporary), "w", encoding="ascii")
+            return os.fdopen(open_temporary(self._temporary), "w", encoding="ascii")
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

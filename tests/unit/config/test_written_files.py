@@ -9,6 +9,8 @@ import pytest
 from megatron_packed.config import written_files
 from megatron_packed.config.written_files import (
     open_new,
+    open_temporary,
+    remove_abandoned,
     replacing,
     resolve_output,
     temporary_path,
@@ -92,3 +94,29 @@ def test_a_loop_of_links_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "log").symlink_to("log")
     with pytest.raises(OSError, match="Too many levels of symbolic links"):
         resolve_output(tmp_path / "log")
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_only_temporary_files_of_ended_processes_are_removed(
+    locks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that is open stays; without locks, a file stays for a day."""
+    page = tmp_path / "page[1].txt"
+    left, open_one, other = (temporary_path(path) for path in (page, page, tmp_path / "other.txt"))
+    for path in (left, other):
+        os.close(open_temporary(path))
+    descriptor = open_temporary(open_one)
+    planted = temporary_path(page)
+    planted.symlink_to(other)
+    if not locks:
+        monkeypatch.setattr(written_files.fcntl, "flock", no_locks)
+        remove_abandoned(page)
+        assert left.exists()
+        os.utime(left, (0, 0))
+    remove_abandoned(page)
+    assert {path.name for path in tmp_path.iterdir()} == {open_one.name, other.name, planted.name}
+    os.close(descriptor)
+
+
+def no_locks(*_: object) -> None:
+    raise OSError(38, "Function not implemented")

@@ -2,8 +2,10 @@
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.load import find_checkpoints
 from megatron_packed.checkpoint.save import save_checkpoint
+from megatron_packed.config import launch_checks
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.checkpoint import CheckpointConfig
@@ -159,3 +162,28 @@ def test_a_status_that_cannot_be_replaced_is_found_before_training(start: Train)
     ):
         start("--save a", 2)
     assert find_checkpoints("a") == []
+
+
+def test_each_run_has_tensorboard_events_of_its_own(
+    start: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders: list[str] = []
+
+    class Board:
+        def __init__(self, folder: str, purge_step: int) -> None:
+            folders.append(folder)
+
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            return lambda *_: None
+
+    library = SimpleNamespace(SummaryWriter=Board)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", library)
+    monkeypatch.setattr(launch_checks, "is_installed", lambda module: True)
+    start("--save a --load a --tensorboard-dir board", 2)
+    start("--save a --load a --tensorboard-dir board", 4)
+    assert "of another run" not in capsys.readouterr().out
+    start("--save b --tensorboard-dir board", 2)
+    assert folders == ["board", "board", "board/run_2"]
+    assert "board has TensorBoard events of another run; those of this run are in board/run_2" in (
+        capsys.readouterr().out
+    )

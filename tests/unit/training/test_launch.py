@@ -267,6 +267,32 @@ def test_the_output_of_each_rank_is_copied(
     assert (logs / "rank_1.log").read_text() == "three\n"
 
 
+@pytest.mark.parametrize(
+    ("variable", "level"),
+    [
+        (None, "ERROR"),
+        ("TORCH_CPP_LOG_LEVEL=INFO", "INFO"),
+        ("NCCL_DEBUG=WARN", ""),
+        ("TORCH_DISTRIBUTED_DEBUG=DETAIL", ""),
+        ("LOGLEVEL=INFO", ""),
+    ],
+)
+def test_warnings_of_torch_are_shown_to_a_user_who_asks_for_a_log(
+    variable: str | None,
+    level: str,
+    rank_script: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    for name in ("TORCH_CPP_LOG_LEVEL", "LOGLEVEL", "NCCL_DEBUG", "TORCH_DISTRIBUTED_DEBUG"):
+        monkeypatch.delenv(name, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(*variable.split("="))
+    rank_script(f"echo $TORCH_CPP_LOG_LEVEL > {tmp_path}/level", FINISH)
+    assert run() == 0
+    assert (tmp_path / "level").read_text().strip() == level
+
+
 def test_a_link_under_the_name_of_a_rank_log_is_not_followed(
     rank_script: Callable[..., None], tmp_path: Path
 ) -> None:
@@ -336,8 +362,21 @@ def test_slurm_gives_the_place_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> 
     """The variables of the step suffice: no command of SLURM is needed."""
     monkeypatch.setenv("PATH", "")
     found = options_of("--nproc-per-node 8 --nnodes 2", **SLURM)
-    assert (found.node_rank, found.rdzv_endpoint, found.rdzv_id) == (1, "n5:27000", "47000")
+    assert (found.node_rank, found.rdzv_endpoint, found.rdzv_id) == (1, "n5:27000", "47000.0")
     assert found.shared_console and not found.speaks
+
+
+def test_steps_of_slurm_on_one_machine_have_different_ports_and_names() -> None:
+    """Steps of one job run at once; jobs that share a machine have numbers close together."""
+    steps = [
+        {**SLURM, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}
+        for job in range(39_990, 40_010)
+        for step in range(30)
+    ]
+    found = [options_of("--nproc-per-node 8 --nnodes 2", **step) for step in steps]
+    ports = {int(options.rdzv_endpoint.removeprefix("n5:")) for options in found}
+    assert len(ports) == len({options.rdzv_id for options in found}) == len(steps)
+    assert min(ports) >= 20_000 and max(ports) < 40_000
 
 
 @pytest.mark.parametrize(
@@ -425,11 +464,39 @@ def test_a_loss_is_marked_for_the_scheduler(
         ("--standalone --nnodes 2", "--standalone is for one machine"),
         ("--max-restarts -1", "--max-restarts -1: give 0 or more."),
         ("--nproc-per-node 1 --shutdown-timeout nan", "--shutdown-timeout nan: give a positive"),
-        ("--nproc-per-node 1 --nnodes 2 --rdzv-endpoint a --rdzv-conf b", "give KEY=VALUE"),
-        ("--nproc-per-node 1 --rdzv-endpoint a --rdzv-conf join_timeout=1.5", "whole seconds"),
+        ("--max-restarts x", "--max-restarts x: give 0 or more."),
+        ("--nnodes x", "--nnodes x: give a number of machines"),
     ],
 )
 def test_a_wrong_option_is_refused_with_a_cure(words: str, sentence: str) -> None:
     with pytest.raises(UsageError) as refused:
         options_of(words)
     assert sentence in str(refused.value)
+
+
+PLACE = "--nproc-per-node 1 --master-addr a"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (f"{PLACE} --nnodes x --node-rank 1", "--nnodes x: give a number of machines"),
+        (f"{PLACE} --node-rank 1", "--node-rank 1: --nnodes is 1 on this machine"),
+        (f"{PLACE} --nnodes 2", "--node-rank is missing: give each of the 2 machines"),
+        (f"{PLACE} --nnodes 2 --node-rank x", "--node-rank x: give each of the 2 machines"),
+        (f"{PLACE} --nnodes 2:3 --node-rank 1", "needs --rdzv-backend c10d"),
+        (f"{PLACE} --nnodes 2 --node-rank 1 --standalone", "--standalone is for one machine"),
+        (f"{PLACE} --nnodes 2 --node-rank 1 --max-restarts x", "--max-restarts x: give 0 or more."),
+        (f"{PLACE} --nnodes 2 --node-rank 1 --shutdown-timeout x", "--shutdown-timeout x: give a"),
+        (f"{PLACE} --nnodes 2 --node-rank 1 --master-port x", "--master-port x: give a port"),
+        (f"{PLACE} --nnodes 2 --node-rank 1 --rdzv-backend x", "--rdzv-backend x: give static or"),
+        ("--nproc-per-node 1 --nnodes 2 --rdzv-endpoint a --rdzv-conf b", "give KEY=VALUE"),
+        ("--nproc-per-node 1 --rdzv-endpoint a --rdzv-conf join_timeout=1.5", "whole seconds"),
+        ("--nproc-per-node 0 --rdzv-endpoint a", "--nproc-per-node 0: give a number from 1"),
+    ],
+)
+def test_a_wrong_option_of_one_of_several_machines_is_a_refusal(words: str, sentence: str) -> None:
+    """The machine still knows where the others meet, so that it can inform them."""
+    options = options_of(words)
+    assert options.refusal is not None and sentence in options.refusal
+    assert options.rdzv_endpoint in ("a", "a:29500")

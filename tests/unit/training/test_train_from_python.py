@@ -94,7 +94,7 @@ def test_additional_values_and_logs_come_on_request(flags, tmp_path, monkeypatch
     assert boards == {} and not progress.exists()
     assert not any("params_norm" in record or "num_zeros" in record for record in seen)
     more = ["--log-params-norm", "--log-num-zeros-in-grad", "--log-progress"]
-    more += ["--tensorboard-dir", "board", "--train-iters", "4"]
+    more += ["--tensorboard-dir", str(tmp_path / "board"), "--train-iters", "4"]
     train(RunConfig.from_args([*flags, *more]), seen.append)
     *_, last = seen
     model = TrainedModel.load(tmp_path / "run", device="cpu").model
@@ -102,7 +102,7 @@ def test_additional_values_and_logs_come_on_request(flags, tmp_path, monkeypatch
     assert last["params_norm"] == pytest.approx(norm)
     # The 40 documents have few of the words, so most rows of the embedding have no gradient.
     assert 0 < last["num_zeros"] < sum(weight.numel() for weight in model.parameters())
-    assert boards["board"]["train/grad_norm", 4] == last["grad_norm"]
+    assert boards[str(tmp_path / "board")]["train/grad_norm", 4] == last["grad_norm"]
     assert "Saved checkpoint\tIteration: 4" in progress.read_text()
 
 

@@ -224,17 +224,21 @@ def stop(*_):
     print("here", flush=True); time.sleep(60)
 if kill_at == "building": dataset.build_arrays = stop
 if kill_at == "manifest": dataset.write_manifest = stop
+if kill_at == "quarantine":
+    from megatron_packed.data.sources.data_report import Quarantine
+    Quarantine.close = stop
 if kill_at == "rename":
     from megatron_packed.data.sources import cache_directory as cache
     cache._publish = stop
-dataset.open_dataset([sys.argv[1]], ByteTokenizer(), IdentityFormat(), sft=False, cache_root=sys.argv[2], show=False)
+dataset.open_dataset([sys.argv[1]], ByteTokenizer(), IdentityFormat(), sft=False, cache_root=sys.argv[2], show=False,
+    max_bad_fraction=0.5)
 """
 
 
-@pytest.mark.parametrize("kill_at", ["building", "manifest", "rename"])
+@pytest.mark.parametrize("kill_at", ["building", "manifest", "rename", "quarantine"])
 def test_a_killed_writer_leaves_nothing_harmful(tmp_path, kill_at):
     path, root = tmp_path / "data.jsonl", tmp_path / "cache"
-    path.write_text("\n".join(LINES))
+    path.write_text("\n".join([*LINES, "{"] if kill_at == "quarantine" else LINES))
     repository = str(Path(arrays.__file__).parents[2])
     writer = subprocess.Popen(
         [sys.executable, "-c", SLOW_WRITER, path, root, kill_at],
@@ -245,13 +249,29 @@ def test_a_killed_writer_leaves_nothing_harmful(tmp_path, kill_at):
     os.kill(writer.pid, signal.SIGKILL)
     writer.wait()
     writer.stdout.close()
-    assert len([name for name in os.listdir(root) if ".tmp-" in name]) == 1
+    left = [name for name in os.listdir(root) if ".tmp-" in name]
+    assert len(left) == (2 if kill_at == "quarantine" else 1)
     dataset = open_dataset(
-        [path], ByteTokenizer(), IdentityFormat(), sft=False, cache_root=root, show=False
+        [path],
+        ByteTokenizer(),
+        IdentityFormat(),
+        sft=False,
+        cache_root=root,
+        max_bad_fraction=0.5,
+        show=False,
     )
     dataset.verify()
     assert dataset.lengths.sum() == sum(len(text.encode()) + 1 for text in TEXTS)
     assert not [name for name in os.listdir(root) if ".tmp-" in name]
+
+
+def test_a_damaged_directory_that_was_not_removed_is_removed_by_the_next_build(tmp_path):
+    open_lines(tmp_path, LINES, sft=False)
+    [directory] = built_once(tmp_path)
+    aside = directory.with_name(f".{directory.name}.bad-0123abcd")
+    directory.rename(aside)
+    open_lines(tmp_path, LINES, sft=False)
+    assert built_once(tmp_path) == [directory] and not aside.exists()
 
 
 def test_a_writer_on_another_node_is_left_alone_until_it_is_old(tmp_path):
