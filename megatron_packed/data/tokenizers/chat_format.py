@@ -104,6 +104,9 @@ class ChatFormat(Protocol):
     last_only: bool
     """True if only the document that ends last is used (``--multi-turn last``)."""
 
+    refusal: str | None
+    """Reason why the options allow no conversation, with its cure; None if they allow them."""
+
     def documents(self, conversation: Conversation) -> tuple[list[ChatDocument], Notes]:
         """Return the documents of a conversation, and notes about what is not learned.
 
@@ -164,6 +167,7 @@ class IdentityFormat:
     turn_markers: frozenset[str] = frozenset()
     rules: tuple[object, ...] = ()
     last_only = False
+    refusal: str | None = None
 
     def documents(self, conversation: Conversation) -> tuple[list[ChatDocument], Notes]:
         return [ChatDocument(conversation, self.pieces(conversation))], Counter()
@@ -306,7 +310,7 @@ class TemplateFormat:
         date: str | None = None,
         kwargs: str | None = None,
     ) -> None:
-        self._refusal = _no_chatml(tokenizer) if source is None else None
+        self.refusal = _no_chatml(tokenizer) if source is None else None
         self._source = DEFAULT_TEMPLATE if source is None else source
         self._tool_source = tool_source
         self.ends_documents = ends_documents
@@ -332,8 +336,8 @@ class TemplateFormat:
             self._with_tools = _Renderers(tool_source, tokenizer, cpu_seconds, date, kwargs)
 
     def documents(self, conversation: Conversation) -> tuple[list[ChatDocument], Notes]:
-        if self._refusal is not None:
-            raise DataError(self._refusal)
+        if self.refusal is not None:
+            raise DataError(self.refusal)
         messages, tools = conversation.messages, conversation.tools
         with self._for(tools).renderer() as renderer:
             rendered, notes = renderer.documents(messages, tools, self._rendering)
