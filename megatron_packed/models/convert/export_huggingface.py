@@ -30,6 +30,7 @@ from megatron_packed.config.serialise import (
 from megatron_packed.config.stored_config import stored_problem
 from megatron_packed.data.tokenizers.huggingface_settings import (
     ADDED_TOKENS,
+    PROCESSOR_TEMPLATE,
     SPECIAL_TOKENS_MAP,
     TEMPLATE,
     TEMPLATE_FOLDER,
@@ -68,7 +69,7 @@ TOKENIZER_FILES = (
 BESIDE = (
     *TOKENIZER_FILES,
     TEMPLATE,
-    "chat_template.json",
+    PROCESSOR_TEMPLATE,
     "preprocessor_config.json",
     "processor_config.json",
     "video_preprocessor_config.json",
