@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_packed.checkpoint.errors import CheckpointError
-from megatron_packed.checkpoint.load import Step
+from megatron_packed.checkpoint.load import Step, newest_checkpoint
 from megatron_packed.checkpoint.manifest import read_manifest
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.hub_paths import MODEL
@@ -29,7 +29,11 @@ from megatron_packed.config.sections.data_parts.tokenizer import (
 )
 from megatron_packed.data.sources.hub import local_path
 from megatron_packed.data.tokenizers.base import ByteTokenizer, Tokenizer, meaning_hash, vocabulary
-from megatron_packed.data.tokenizers.chat_format import lacks_chatml, template_source
+from megatron_packed.data.tokenizers.chat_format import (
+    OWN_TEMPLATES,
+    lacks_chatml,
+    template_source,
+)
 from megatron_packed.data.tokenizers.chat_template import DEFAULT_TEMPLATE
 from megatron_packed.data.tokenizers.exported_files import (
     Files,
@@ -42,7 +46,6 @@ from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron_packed.data.tokenizers.prompt_formats import PROMPT_FORMATS
 from megatron_packed.data.tokenizers.served_template import served_template
 from megatron_packed.models.convert.export_huggingface import (
-    newest_checkpoint,
     trained_to_huggingface,
 )
 from megatron_packed.models.convert.families.family import Family
@@ -230,6 +233,10 @@ def _tokenizer_path(data: DataConfig) -> Path:
     return Path(local_path(str(data.tokenizer_model), MODEL))
 
 
+_CURE_OF_TRAINING = f"; give {flags.CHAT_TEMPLATE} one that does"
+"""Cure in the errors of this project's templates. The template of a model has no such option."""
+
+
 class ServedTemplates(NamedTuple):
     """Chat templates that print on a server what the training printed."""
 
@@ -254,6 +261,8 @@ def trained_templates(data: DataConfig, tokenizer: Tokenizer) -> ServedTemplates
         source = DEFAULT_TEMPLATE
 
     def served(template: str) -> str:
+        if template in OWN_TEMPLATES:
+            template = template.replace(_CURE_OF_TRAINING, "")
         return served_template(template, data.chat_template_kwargs, tokenizer.template_variables)
 
     return ServedTemplates(served(source), None if for_tools is None else served(for_tools))

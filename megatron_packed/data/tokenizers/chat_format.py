@@ -47,10 +47,11 @@ from megatron_packed.data.tokenizers.turn_markers import (
 
 BUILT_IN_TEMPLATES = {"chatml": DEFAULT_TEMPLATE}
 """Values of ``--chat-template`` that name a built-in template instead of a file."""
-_OWN_TEMPLATES = {
+OWN_TEMPLATES = {
     *BUILT_IN_TEMPLATES.values(),
     *(form.template for form in PROMPT_FORMATS.values() if form.template),
 }
+"""Templates of this project, which need no process of their own."""
 
 
 class TextPiece(NamedTuple):
@@ -238,7 +239,7 @@ class _Renderers:
         self._start = partial(
             TemplateProcess, *arguments, cpu_seconds=cpu_seconds, budget=template_budget()
         )
-        self._own = ConversationRenderer(*arguments) if source in _OWN_TEMPLATES else None
+        self._own = ConversationRenderer(*arguments) if source in OWN_TEMPLATES else None
         self._idle: list[TemplateProcess] = []
         self._lock = threading.Lock()
         if self._own is None:

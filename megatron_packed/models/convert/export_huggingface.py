@@ -18,8 +18,8 @@ import torch
 
 from megatron_packed.checkpoint.directory import sync_directory
 from megatron_packed.checkpoint.errors import CheckpointError
-from megatron_packed.checkpoint.load import Step, checkpoint_of_step, find_checkpoints
-from megatron_packed.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from megatron_packed.checkpoint.load import newest_checkpoint
+from megatron_packed.checkpoint.manifest import Manifest, read_manifest
 from megatron_packed.checkpoint.tensor_shard import DTYPE_NAMES
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.layer_pattern import DEPTH
@@ -311,33 +311,6 @@ def _writing(temporary: Path, directory: Path) -> Iterator[None]:
             path=directory,
             cure=f"name another directory by {flags.TO_HF}",
         ) from error
-
-
-def newest_checkpoint(path: Path, step: Step = None) -> Path:
-    """Return ``path`` if it is a checkpoint, else the newest checkpoint in it.
-
-    A damaged newest checkpoint is an error; an older checkpoint never replaces it silently.
-
-    Args:
-        step: take the checkpoint of this step; see `checkpoint.load.Step`.
-    """
-    if step is not None:
-        return checkpoint_of_step(path, step)
-    if os.path.lexists(path / MANIFEST):
-        return path
-    candidates = find_checkpoints(path)
-    if not candidates:
-        found, cure = (
-            "none" if path.exists() else "no such directory",
-            "name a directory that a run saved checkpoints to",
-        )
-        expected = "step_<number>/manifest.json"
-        raise CheckpointError("no checkpoint", path=path, expected=expected, found=found, cure=cure)
-    if candidates[0].problem is not None:
-        raise CheckpointError(
-            candidates[0].problem, cure=f"name another step's directory by {flags.LOAD}"
-        )
-    return candidates[0].path
 
 
 def _check(manifest: Manifest, weights: Mapping[str, Weight], path: Path) -> None:

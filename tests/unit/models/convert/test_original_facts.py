@@ -6,11 +6,11 @@ import shlex
 import pytest
 
 from megatron_packed.checkpoint.errors import CheckpointError
+from megatron_packed.checkpoint.load import newest_checkpoint
 from megatron_packed.checkpoint.manifest import read_manifest
 from megatron_packed.cli.main import main
 from megatron_packed.config.run import RunConfig
 from megatron_packed.data.tokenizers.base import ByteTokenizer
-from megatron_packed.models.convert.export_huggingface import newest_checkpoint
 from megatron_packed.models.convert.import_huggingface import from_huggingface
 from megatron_packed.models.convert.original_facts import facts_problem, read_facts
 from megatron_packed.training.checkpoint_metadata import metadata_problem
