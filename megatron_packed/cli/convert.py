@@ -306,11 +306,11 @@ def _from_megatron(arguments: argparse.Namespace, run_flags: Sequence[str]) -> N
 
 def _to_megatron(arguments: argparse.Namespace) -> None:
     from megatron_packed.data.progress_bar import ProgressBar
-    from megatron_packed.models.convert.megatron.export_megatron import to_megatron
+    from megatron_packed.training.export_for_megatron import export_for_megatron
 
     directory = Path(arguments.to_megatron).absolute()
     with ProgressBar("converting", 1) as bar:
-        to_megatron(
+        exported = export_for_megatron(
             Path(arguments.load),
             directory,
             step=_step(arguments),
@@ -321,6 +321,7 @@ def _to_megatron(arguments: argparse.Namespace) -> None:
         f"Load it in Megatron with: --load {shlex.quote(str(directory))} --finetune "
         "--dist-ckpt-strictness log_all"
     )
+    show(exported.tokenizer)
 
 
 def _print_imported(done: Imported, root: Path) -> None:

@@ -7,6 +7,7 @@ model is needed.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -233,7 +234,7 @@ def _tokenizer_path(data: DataConfig) -> Path:
     return Path(local_path(str(data.tokenizer_model), MODEL))
 
 
-_CURE_OF_TRAINING = f"; give {flags.CHAT_TEMPLATE} one that does"
+_CURE_OF_TRAINING = re.compile(f"; give {flags.CHAT_TEMPLATE}[^']*")
 """Cure in the errors of this project's templates. The template of a model has no such option."""
 
 
@@ -262,7 +263,7 @@ def trained_templates(data: DataConfig, tokenizer: Tokenizer) -> ServedTemplates
 
     def served(template: str) -> str:
         if template in OWN_TEMPLATES:
-            template = template.replace(_CURE_OF_TRAINING, "")
+            template = _CURE_OF_TRAINING.sub("", template)
         return served_template(template, data.chat_template_kwargs, tokenizer.template_variables)
 
     return ServedTemplates(served(source), None if for_tools is None else served(for_tools))

@@ -144,11 +144,11 @@ def to_huggingface(
 
     def beside(temporary: Path) -> None:
         copied = {name: config.parent / name for name in BESIDE if (config.parent / name).is_file()}
-        _write_texts(temporary, {CONFIG: config, **copied, **replaced})
+        write_texts(temporary, {CONFIG: config, **copied, **replaced})
         named = config.parent / TEMPLATE_FOLDER
         if TEMPLATE not in replaced:
             paths = (path for path in named.glob("*.jinja") if path.is_file())
-            _write_texts(temporary, {f"{TEMPLATE_FOLDER}/{path.name}": path for path in paths})
+            write_texts(temporary, {f"{TEMPLATE_FOLDER}/{path.name}": path for path in paths})
 
     _write_model(directory, exported, max_file_bytes, beside)
     aside = tuple(files.aside) if files else tuple(_patterns_aside(family, model, fields))
@@ -217,12 +217,12 @@ def trained_to_huggingface(
     }
 
     _write_model(
-        directory, exported, max_file_bytes, lambda temporary: _write_texts(temporary, texts)
+        directory, exported, max_file_bytes, lambda temporary: write_texts(temporary, texts)
     )
     return chosen
 
 
-def _write_texts(directory: Path, files: Mapping[str, str | Path | None]) -> None:
+def write_texts(directory: Path, files: Mapping[str, str | Path | None]) -> None:
     """Write texts and copies of files into ``directory``; None stands for no file."""
     for name, content in files.items():
         if content is None:
