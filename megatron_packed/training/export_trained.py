@@ -51,7 +51,13 @@ from megatron_packed.models.convert.export_huggingface import (
 )
 from megatron_packed.models.convert.families.family import Family
 from megatron_packed.models.convert.import_huggingface import OnProgress, silent
-from megatron_packed.models.convert.original_facts import CONFIG, IDS, MAX_POSITIONS, ORIGINAL
+from megatron_packed.models.convert.original_facts import (
+    CONFIG,
+    IDS,
+    MAX_POSITIONS,
+    ORIGINAL,
+    TOKENIZER_HASH,
+)
 from megatron_packed.models.convert.trained_config import SpecialIds, TrainedOptions, family_for
 from megatron_packed.training.checkpoint_metadata import metadata_problem, tokenizer_warning
 from megatron_packed.training.open_documents import build_tokenizer
@@ -119,7 +125,7 @@ def export_trained(
         bf16=config.training.bf16,
         max_positions=_max_positions(config, metadata),
         ids=ids,
-        original=_original(config, metadata),
+        original=_original(config, metadata, used),
     )
     made = trained_to_huggingface(
         found,
@@ -163,20 +169,30 @@ def _longer(config: RunConfig, options: TrainedOptions, stored: Mapping[str, Any
     )
 
 
-def _original(config: RunConfig, metadata: Mapping[str, Any]) -> dict[str, Any]:
+def _original(
+    config: RunConfig, metadata: Mapping[str, Any], used: Tokenizer | None
+) -> dict[str, Any]:
     """Return the facts of the original, without token numbers that no longer hold.
 
-    The ends of the training's answers replace those of the original. If a tokenizer was learned from
-    the training data, token numbers mean other text.
+    The ends of the training's answers replace those of the original. With another tokenizer, for
+    example one learned from the training data, token numbers mean other text.
+
+    Args:
+        used: tokenizer of the export; None if there is none.
     """
+    facts = metadata.get(ORIGINAL, {})
+    then = facts.get(TOKENIZER_HASH, "")
+    now = metadata.get("tokenizer_hash", "") if used is None else meaning_hash(used)
     # The original's tokenizer is not at hand, so its other ends might be tokens of other text.
     gone: tuple[str, ...] = ("eos_token_id",) if config.data.sft else ()
     # Not `config`, which names the copy of this tokenizer in the checkpoint as a file.
-    if metadata["config"].get("data", {}).get("tokenizer_type") == TRAINED_BPE:
+    is_learned = metadata["config"].get("data", {}).get("tokenizer_type") == TRAINED_BPE
+    if is_learned or (then and now and then != now):
         gone = IDS
     return {
         part: {key: value for key, value in keys.items() if key not in gone}
-        for part, keys in metadata.get(ORIGINAL, {}).items()
+        for part, keys in facts.items()
+        if part != TOKENIZER_HASH
     }
 
 
