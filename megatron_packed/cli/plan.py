@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     if not 0 < arguments.mfu <= 100:
         raise UsageError(f"--mfu {arguments.mfu:g}: must be above 0 and at most 100 percent.")
     config = parse_or_exit(
-        without_data(run_flags),
+        without_data(run_flags, uses=("model",)),
         launched=False,
         world_size=arguments.world_size,
         here=False,

@@ -87,6 +87,15 @@ def test_a_missing_option_of_a_loaded_checkpoint_has_this_cure(report, capsys, c
     assert "--use-checkpoint-args" not in capsys.readouterr().err
 
 
+def test_plan_estimates_no_model_that_no_flag_describes(report: dict, capsys) -> None:
+    for more in ([], ["--load", "run"]):
+        with pytest.raises(SystemExit):
+            raise SystemExit(main(["plan", "--seq-length", "96", *more]))
+        said = capsys.readouterr().err
+        assert "--hybrid-layer-pattern" in said
+        assert ("with --use-checkpoint-args" in said) == bool(more)
+
+
 def test_a_damaged_tokenizer_is_a_sentence(report: dict, capsys) -> None:
     Path("run/step_00000001/tokenizer.json").write_text("{}")
     words = ["--sft", "--data-path", "talk.jsonl", "--load", "run", "--use-checkpoint-args"]
