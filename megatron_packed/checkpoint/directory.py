@@ -30,6 +30,9 @@ LATEST = "latest"
 PROBE = "shared"
 """Beginning of the name of a file by which all ranks check that they see the same directory."""
 
+_SHARED = "use a shared file system on which all ranks have write permission and enough free space"
+_WRONG_SIZE = "the file is missing or has another size than in the manifest"
+_RESTORE = "use another checkpoint, or restore the file"
 _ID = r"[0-9a-f]{12}"
 _CHECKPOINT = re.compile(rf"step_(\d{{8,18}})(?:\.replaced-{_ID})?")
 _LEFTOVER = re.compile(
@@ -57,6 +60,12 @@ class Candidate:
     path: Path
     manifest: Manifest | None
     problem: str | None
+
+    @property
+    def named_step(self) -> int:
+        """Step in the name of the directory; -1 if it has another name."""
+        match = _CHECKPOINT.fullmatch(self.path.name)
+        return -1 if match is None else int(match[1])
 
     @property
     def age(self) -> tuple[int, int, str]:
@@ -115,11 +124,13 @@ def examine(path: Path) -> Candidate:
     return Candidate(path=path, manifest=manifest, problem=None)
 
 
-def check_sizes(directory: Path, manifest: Manifest) -> None:
+def check_sizes(directory: Path, manifest: Manifest, *, saves: bool = False) -> None:
     """Compare the sizes of all files with the manifest, to find missing or truncated files.
 
     The comparison reads no file and takes milliseconds.
 
+    Args:
+        saves: True if all ranks have just written the files, for the words of the error.
     Raises:
         CheckpointError: a file is missing, is not a regular file, or has another size.
     """
@@ -137,12 +148,13 @@ def check_sizes(directory: Path, manifest: Manifest) -> None:
             or path.is_symlink()
             or not path.is_file()
         ):
+            owner = owners.get(record.name, record.name)
             raise CheckpointError(
-                f"rank 0 finds {owners.get(record.name, record.name)} missing or with another size",
+                f"rank 0 finds {owner} missing or with another size" if saves else _WRONG_SIZE,
                 path=path,
                 expected=f"{record.size} bytes",
                 found=found,
-                cure="use a shared file system on which all ranks have write permission and enough free space",
+                cure=_SHARED if saves else _RESTORE,
             )
 
 

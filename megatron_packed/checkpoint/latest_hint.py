@@ -49,9 +49,18 @@ def check_hint(root: str | os.PathLike[str], candidates: Sequence[Candidate]) ->
     Otherwise return None.
     """
     try:
-        hint = read_hint(Path(root))
+        return lost_checkpoint(root, candidates)
     except CheckpointError as error:
         return f"{error} (this file is ignored; checkpoints are found by scanning the directory)"
+
+
+def lost_checkpoint(root: str | os.PathLike[str], candidates: Sequence[Candidate]) -> str | None:
+    """Return a sentence if ``latest`` names a newer checkpoint than the candidates, else None.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    hint = read_hint(Path(root))
     newest = max((c.manifest.sequence for c in candidates if c.manifest is not None), default=0)
     if hint is not None and hint["sequence"] > newest:
         return (

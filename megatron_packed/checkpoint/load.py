@@ -27,19 +27,26 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch.distributed as dist
 
 from megatron_packed.checkpoint.attached_files import read_attached
-from megatron_packed.checkpoint.directory import Candidate, examine, is_checkpoint_name, scan
+from megatron_packed.checkpoint.directory import (
+    Candidate,
+    examine,
+    is_checkpoint_name,
+    scan,
+    step_name,
+)
 from megatron_packed.checkpoint.errors import (
     CheckpointError,
     CheckpointMismatchError,
     NoCheckpointError,
 )
-from megatron_packed.checkpoint.latest_hint import check_hint
+from megatron_packed.checkpoint.latest_hint import check_hint, lost_checkpoint
 from megatron_packed.checkpoint.load_attempt import LoadAttempt, LoadedCheckpoint
 from megatron_packed.checkpoint.manifest import MANIFEST, read_manifest
 from megatron_packed.checkpoint.rank_agreement import Ranks, on_rank_0
@@ -121,7 +128,7 @@ def load_checkpoint(
         if reason is None:
             return attempt.loaded(tuple(problems))
         problems.append(reason)
-        say(f"WARNING: checkpoint {name} is rejected, trying the previous checkpoint: {reason}")
+        say(_rejection(name, reason))
     raise _none_is_intact(path, problems)
 
 
@@ -200,25 +207,25 @@ def read_attachments(
     say = warn or _print_to_stderr
 
     def choose() -> Json:
-        problems: list[str] = []
+        rejected: dict[str, str] = {}
         for name in _list_candidates(Path(path), step)["names"]:
             try:
                 _read_attachments(Path(name))
             except CheckpointError as error:
-                problems.append(str(error))
-                say(
-                    f"WARNING: checkpoint {name} is rejected, trying the previous checkpoint: {error}"
-                )
+                rejected[name] = str(error)
                 continue
-            return name
-        if problems:
-            raise _none_is_intact(path, problems)
-        return None
+            # If no checkpoint is intact, the error names the reasons.
+            for other, reason in rejected.items():
+                say(_rejection(other, reason))
+            return [name, []]
+        return [None, list(rejected.values())]
 
     ranks = Ranks(rank=rank, world_size=world_size, group=group)
-    [name, *_] = ranks.agree(
+    [(name, problems), *_] = ranks.agree(
         on_rank_0(rank, choose), f"reading the newest checkpoint in {path}", cure=_CURE
     )
+    if problems:
+        raise _none_is_intact(path, problems)
     if name is None:
         return None
     # Each rank reads: a gather of a file of 20 MiB over 1,000 ranks would need 20 GiB on each.
@@ -235,6 +242,11 @@ def _read_attachments(path: Path) -> Attachments:
     manifest = read_manifest(path)
     texts = {record.name: read_attached(path, record) for record in manifest.attached}
     return Attachments(path, manifest.metadata, texts)
+
+
+def _rejection(name: str, reason: str) -> str:
+    """Return the warning about a checkpoint in whose place the previous one is tried."""
+    return f"WARNING: checkpoint {name} is rejected, trying the previous checkpoint: {reason}"
 
 
 def _none_is_intact(path: str | os.PathLike[str], problems: Sequence[str]) -> CheckpointError:
@@ -277,8 +289,14 @@ def no_checkpoint(path: str | os.PathLike[str], step: Step, found: int | None) -
     """
     if step != BEST:
         at = "" if step is None else f" of step {step}"
-        expected = "step_<number>/manifest.json"
-        return NoCheckpointError(f"no checkpoint{at}", path=path, expected=expected, found="none")
+        return NoCheckpointError(
+            f"no checkpoint{at}",
+            path=path,
+            expected="step_<number>/manifest.json",
+            found="none" if os.path.lexists(path) else "no such directory",
+            cure="name a directory that a run saved checkpoints to"
+            + f", or leave {flags.CKPT_STEP} out for the newest checkpoint" * bool(at),
+        )
     what = "no checkpoint names a best validation"
     if found is not None:
         what = f"the lowest validation loss is of step {found}, whose checkpoint is not there"
@@ -291,11 +309,51 @@ def checkpoint_of_step(path: str | os.PathLike[str], step: Step) -> Path:
 
     Raises:
         NoCheckpointError: there is no checkpoint of this step.
+        CheckpointError: its manifest is damaged.
     """
     listed = _list_candidates(Path(path), step)
     if not listed["names"]:
-        raise no_checkpoint(path, step, listed["step"])
+        number = listed["step"]
+        there = Path(path) / step_name(number or 0)
+        problem = examine(there).problem if os.path.lexists(there) else None
+        if problem is not None:
+            raise CheckpointError(problem)
+        raise no_checkpoint(path, step, number)
     return Path(listed["names"][0])
+
+
+def newest_checkpoint(path: Path, step: Step = None) -> Path:
+    """Return ``path`` if it is a checkpoint, else the newest checkpoint in it, without loading it.
+
+    A damaged or lost newest checkpoint is an error; an older checkpoint never replaces it silently.
+
+    Args:
+        step: take the checkpoint of this step; see `Step`.
+    Raises:
+        NoCheckpointError: there is no checkpoint.
+        CheckpointError: the manifest of the newest checkpoint is damaged, or it was lost.
+    """
+    if step is not None:
+        return checkpoint_of_step(path, step)
+    if os.path.lexists(path / MANIFEST):
+        return path
+    candidates = scan(path)
+    if not candidates:
+        raise no_checkpoint(path, None, None)
+    damaged = [each for each in candidates if each.problem is not None]
+    problem, newest = None, candidates[0]
+    if damaged:
+        # The order of publication stands in manifests, so for damaged ones the step must decide.
+        last = max(damaged, key=lambda each: each.named_step)
+        if newest.manifest is None or last.named_step > newest.named_step:
+            problem = last.problem
+    if problem is None:
+        with suppress(CheckpointError):  # without the file, the scan decides
+            problem = lost_checkpoint(path, candidates)
+    if problem is not None:
+        readable = f"{flags.LOAD} {newest.path} is the newest readable checkpoint"
+        raise CheckpointError(problem, cure=readable if newest.manifest is not None else None)
+    return newest.path
 
 
 def _list_candidates(path: Path, step: Step) -> Json:

@@ -312,7 +312,7 @@ class CheckpointSave:
                 AttachedFile.of(name, text.encode()) for name, text in self.attached.items()
             ),
         )
-        check_sizes(temporary, manifest)
+        check_sizes(temporary, manifest, saves=True)
         write_durably(
             temporary / MANIFEST,
             encode_manifest(manifest),
@@ -343,7 +343,7 @@ class CheckpointSave:
         warnings: list[str] = []
         removed: list[str] = []
         manifest = read_manifest(final)
-        check_sizes(final, manifest)
+        check_sizes(final, manifest, saves=True)
         self.on_site("save.verified")
         try:
             hint = encode_hint(final.name, manifest.sequence)

@@ -27,7 +27,6 @@ import argparse
 import functools
 import shlex
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -254,24 +253,9 @@ def _from_huggingface(arguments: argparse.Namespace) -> None:
             on_progress=lambda done, total: bar.update(done, total=total),
         )
     _print_imported(done, root)
-    if (directory / TOKENIZER).is_file():
-        _check_tokenizer(directory, done)
-    else:
+    if not (directory / TOKENIZER).is_file():
         show(f"{directory} has no {TOKENIZER}; choose a tokenizer with --tokenizer-type.")
     _print_command(root)
-
-
-def _check_tokenizer(directory: Path, done: Imported) -> None:
-    """Print why a run would refuse the tokenizer of the model, for example its size."""
-    from megatron_packed.data.errors import DataError
-    from megatron_packed.data.tokenizers.base import vocabulary
-    from megatron_packed.data.tokenizers.untrusted_tokenizer import UntrustedTokenizer
-
-    try:
-        with closing(UntrustedTokenizer("tokenizer.json", str(directory))) as tokenizer:
-            vocabulary(tokenizer, done.model.vocab_size)
-    except DataError as error:
-        show(f"No run can use this tokenizer with these weights: {error}")
 
 
 def _from_megatron(arguments: argparse.Namespace, run_flags: Sequence[str]) -> None:
@@ -306,11 +290,11 @@ def _from_megatron(arguments: argparse.Namespace, run_flags: Sequence[str]) -> N
 
 def _to_megatron(arguments: argparse.Namespace) -> None:
     from megatron_packed.data.progress_bar import ProgressBar
-    from megatron_packed.models.convert.megatron.export_megatron import to_megatron
+    from megatron_packed.training.export_for_megatron import export_for_megatron
 
     directory = Path(arguments.to_megatron).absolute()
     with ProgressBar("converting", 1) as bar:
-        to_megatron(
+        exported = export_for_megatron(
             Path(arguments.load),
             directory,
             step=_step(arguments),
@@ -321,6 +305,7 @@ def _to_megatron(arguments: argparse.Namespace) -> None:
         f"Load it in Megatron with: --load {shlex.quote(str(directory))} --finetune "
         "--dist-ckpt-strictness log_all"
     )
+    show(exported.tokenizer)
 
 
 def _print_imported(done: Imported, root: Path) -> None:

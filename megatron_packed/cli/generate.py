@@ -20,6 +20,7 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_packed.cli.errors import EXIT_CHECKPOINT, EXIT_DATA, UsageError
@@ -110,7 +111,9 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
         prompts = texts(arguments.prompt, "--prompt")
         if arguments.prompts_file is not None:
             prompts += read_prompts(arguments.prompts_file, config.data.fields)
-        _answer(_with_files(config), prompts, arguments.max_new_tokens, sampling)
+        # The line has the options as they were given, not the paths of copies in the checkpoint.
+        contents = _contents(config)
+        _answer(_with_files(config), contents, prompts, arguments.max_new_tokens, sampling)
     except DataError as error:
         raise UsageError(f"data error: {error}", EXIT_DATA) from None
     except CheckpointError as error:
@@ -163,14 +166,13 @@ def _stored(given: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
 
 
 def _with_files(config: RunConfig) -> RunConfig:
-    """Return the configuration with the paths of the checkpoint's tokenizer and chat template, and
-    print what was loaded in one line.
-    """
+    """Return the configuration with the paths of the checkpoint's tokenizer and chat template."""
     from megatron_packed.training.stored_files import stored_files
 
-    files = stored_files(str(config.checkpoint.load), config.checkpoint.ckpt_step)
+    # The load of the model checks the files again, and reports damaged ones.
+    options = config.checkpoint
+    files = stored_files(str(options.load), options.ckpt_step, warn=lambda line: None)
     assert files is not None  # the configuration was read from a checkpoint
-    show_aside(f"{files.checkpoint}: {_contents(config)}")
     of_checkpoint = (config.origins or {}).get("data.chat_template") == STORED
     data = files.for_inference(config.data, prefers_stored=of_checkpoint)
     if data.tokenizer_type == TRAINED_BPE and data.train_paths == NO_DATA:
@@ -201,9 +203,13 @@ def _sampling(arguments: argparse.Namespace, seed: int) -> Sampling:
 
 
 def _answer(
-    config: RunConfig, prompts: Sequence[GivenPrompt], max_new_tokens: int, sampling: Sampling
+    config: RunConfig,
+    contents: str,
+    prompts: Sequence[GivenPrompt],
+    max_new_tokens: int,
+    sampling: Sampling,
 ) -> None:
-    """Load the model, and print the answers."""
+    """Load the model, print the checkpoint with its ``contents`` in one line, and the answers."""
     from megatron_packed.cli.answers import JsonAnswers, LabelledAnswers, LiveAnswer
     from megatron_packed.models.generate import generate
     from megatron_packed.training.load_for_inference import load_model
@@ -228,7 +234,11 @@ def _answer(
         answers = LiveAnswer(*printer, live=sys.stdout.isatty())
     else:
         answers = (LabelledAnswers if sys.stdout.isatty() else JsonAnswers)(*printer)
-    model = load_model(config, tokenizer, device, warn=_warn)
+
+    def say_loaded(path: Path) -> None:
+        show_aside(f"{path}: {contents}")
+
+    model = load_model(config, tokenizer, device, warn=_warn, on_loaded=say_loaded)
     generate(
         model,
         encoded.tokens,

@@ -2,7 +2,8 @@
 
 Takes the flags of pretrain_hybrid.py, also from --config and @files. Needs neither a GPU nor other
 processes; the layout is checked for --world-size processes. Flags of data, optimizer and training
-loop may be left out. Paths and packages of the training machine are not checked. docs/memory.md
+loop may be left out. --load DIR --use-checkpoint-args takes model, length, precision and tokenizer
+of a checkpoint. Paths and packages of the training machine are not checked. docs/memory.md
 lists what is counted and what is assumed.
 """
 
@@ -20,13 +21,14 @@ from megatron_packed.cli.lengths import read_numbers
 from megatron_packed.cli.output import show
 from megatron_packed.cli.packing import with_unused_flags
 from megatron_packed.config.batch_ramp import BatchStage
-from megatron_packed.config.parser import stored_options
 from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.parser.precedence import gather
+from megatron_packed.config.parser.stored_options import NO_DATA as NO_DATA_FILE
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.data_parts.files import TRAINING_DATA
 from megatron_packed.config.sections.packing import PackingConfig
 from megatron_packed.config.sections.parallel import fewest_processes
+from megatron_packed.training.stored_options import stored_options
 
 if TYPE_CHECKING:
     from megatron_packed.models.estimate.rank_memory import Estimate
@@ -46,7 +48,7 @@ _UNITS = (
     ("ms", 1e-3, 0.0),
 )
 """Units of time: name, seconds, and the shortest time in seconds that is printed in the unit."""
-NO_DATA = ("--data-path", *stored_options.NO_DATA)
+NO_DATA = ("--data-path", *NO_DATA_FILE)
 """Placeholder for data when only lengths are used; the file is never opened."""
 
 
@@ -101,7 +103,11 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     if not 0 < arguments.mfu <= 100:
         raise UsageError(f"--mfu {arguments.mfu:g}: must be above 0 and at most 100 percent.")
     config = parse_or_exit(
-        without_data(run_flags), launched=False, world_size=arguments.world_size, here=False
+        without_data(run_flags, uses=("model",)),
+        launched=False,
+        world_size=arguments.world_size,
+        here=False,
+        read_stored=stored_options,
     )
     world_size = arguments.world_size or fewest_processes(config.parallel)
     from megatron_packed.training.known_data import documents_in_pack

@@ -17,6 +17,7 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "chat_template.json",
     "additional_chat_templates/*.jinja",
 )
 """Files of a model on the Hub that a HuggingFaceTokenizer reads, as names and patterns."""

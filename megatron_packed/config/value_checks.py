@@ -9,6 +9,8 @@ from megatron_packed.config.errors import MOST_SHOWN, Problem
 from megatron_packed.config.options import Field, Option
 from megatron_packed.config.parser.did_you_mean import did_you_mean, nearest
 
+MISSING = "is required: "
+"""Beginning of the rule of an option that is missing."""
 INT32_MAX = 2**31 - 1
 MOST_VALUES = 20_000
 """Maximum number of values of one option. Data paths and weights, for example, are checked one by
@@ -27,7 +29,7 @@ def check_value(described: Field, value: Any) -> tuple[Any, list[Problem]]:
             Problem(
                 flag,
                 "",
-                f"is required: {missing}",
+                f"{MISSING}{missing}",
                 f"give {flag} {placeholder(described)}".rstrip(),
             )
         ]

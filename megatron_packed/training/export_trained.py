@@ -7,13 +7,14 @@ model is needed.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_packed.checkpoint.errors import CheckpointError
-from megatron_packed.checkpoint.load import Step
+from megatron_packed.checkpoint.load import Step, newest_checkpoint
 from megatron_packed.checkpoint.manifest import read_manifest
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.hub_paths import MODEL
@@ -29,7 +30,11 @@ from megatron_packed.config.sections.data_parts.tokenizer import (
 )
 from megatron_packed.data.sources.hub import local_path
 from megatron_packed.data.tokenizers.base import ByteTokenizer, Tokenizer, meaning_hash, vocabulary
-from megatron_packed.data.tokenizers.chat_format import lacks_chatml, template_source
+from megatron_packed.data.tokenizers.chat_format import (
+    OWN_TEMPLATES,
+    lacks_chatml,
+    template_source,
+)
 from megatron_packed.data.tokenizers.chat_template import DEFAULT_TEMPLATE
 from megatron_packed.data.tokenizers.exported_files import (
     Files,
@@ -42,12 +47,17 @@ from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron_packed.data.tokenizers.prompt_formats import PROMPT_FORMATS
 from megatron_packed.data.tokenizers.served_template import served_template
 from megatron_packed.models.convert.export_huggingface import (
-    newest_checkpoint,
     trained_to_huggingface,
 )
 from megatron_packed.models.convert.families.family import Family
 from megatron_packed.models.convert.import_huggingface import OnProgress, silent
-from megatron_packed.models.convert.original_facts import CONFIG, IDS, MAX_POSITIONS, ORIGINAL
+from megatron_packed.models.convert.original_facts import (
+    CONFIG,
+    IDS,
+    MAX_POSITIONS,
+    ORIGINAL,
+    TOKENIZER_HASH,
+)
 from megatron_packed.models.convert.trained_config import SpecialIds, TrainedOptions, family_for
 from megatron_packed.training.checkpoint_metadata import metadata_problem, tokenizer_warning
 from megatron_packed.training.open_documents import build_tokenizer
@@ -115,7 +125,7 @@ def export_trained(
         bf16=config.training.bf16,
         max_positions=_max_positions(config, metadata),
         ids=ids,
-        original=_original(config, metadata),
+        original=_original(config, metadata, used),
     )
     made = trained_to_huggingface(
         found,
@@ -159,20 +169,30 @@ def _longer(config: RunConfig, options: TrainedOptions, stored: Mapping[str, Any
     )
 
 
-def _original(config: RunConfig, metadata: Mapping[str, Any]) -> dict[str, Any]:
+def _original(
+    config: RunConfig, metadata: Mapping[str, Any], used: Tokenizer | None
+) -> dict[str, Any]:
     """Return the facts of the original, without token numbers that no longer hold.
 
-    The ends of the training's answers replace those of the original. If a tokenizer was learned from
-    the training data, token numbers mean other text.
+    The ends of the training's answers replace those of the original. With another tokenizer, for
+    example one learned from the training data, token numbers mean other text.
+
+    Args:
+        used: tokenizer of the export; None if there is none.
     """
+    facts = metadata.get(ORIGINAL, {})
+    then = facts.get(TOKENIZER_HASH, "")
+    now = metadata.get("tokenizer_hash", "") if used is None else meaning_hash(used)
     # The original's tokenizer is not at hand, so its other ends might be tokens of other text.
     gone: tuple[str, ...] = ("eos_token_id",) if config.data.sft else ()
     # Not `config`, which names the copy of this tokenizer in the checkpoint as a file.
-    if metadata["config"].get("data", {}).get("tokenizer_type") == TRAINED_BPE:
+    is_learned = metadata["config"].get("data", {}).get("tokenizer_type") == TRAINED_BPE
+    if is_learned or (then and now and then != now):
         gone = IDS
     return {
         part: {key: value for key, value in keys.items() if key not in gone}
-        for part, keys in metadata.get(ORIGINAL, {}).items()
+        for part, keys in facts.items()
+        if part != TOKENIZER_HASH
     }
 
 
@@ -230,6 +250,10 @@ def _tokenizer_path(data: DataConfig) -> Path:
     return Path(local_path(str(data.tokenizer_model), MODEL))
 
 
+_CURE_OF_TRAINING = re.compile(f"; give {flags.CHAT_TEMPLATE}[^']*")
+"""Cure in the errors of this project's templates. The template of a model has no such option."""
+
+
 class ServedTemplates(NamedTuple):
     """Chat templates that print on a server what the training printed."""
 
@@ -254,6 +278,8 @@ def trained_templates(data: DataConfig, tokenizer: Tokenizer) -> ServedTemplates
         source = DEFAULT_TEMPLATE
 
     def served(template: str) -> str:
+        if template in OWN_TEMPLATES:
+            template = _CURE_OF_TRAINING.sub("", template)
         return served_template(template, data.chat_template_kwargs, tokenizer.template_variables)
 
     return ServedTemplates(served(source), None if for_tools is None else served(for_tools))

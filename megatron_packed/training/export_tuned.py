@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from megatron_packed.checkpoint.errors import CheckpointError
-from megatron_packed.checkpoint.load import Step
+from megatron_packed.checkpoint.load import Step, newest_checkpoint
 from megatron_packed.checkpoint.manifest import read_manifest
 from megatron_packed.checkpoint.sealed_json import parse_object, read_small_file
 from megatron_packed.config import flag_names as flags
@@ -41,7 +41,6 @@ from megatron_packed.models.convert.export_huggingface import (
     TOKENIZER_FILES,
     Converted,
     check_new,
-    newest_checkpoint,
     to_huggingface,
 )
 from megatron_packed.models.convert.huggingface_config import MAX_CONFIG_BYTES, read_config

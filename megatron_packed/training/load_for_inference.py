@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -22,6 +23,7 @@ def load_model(
     device: torch.device | str = "cpu",
     *,
     warn: Callable[[str], None],
+    on_loaded: Callable[[Path], None] = lambda path: None,
 ) -> HybridModel:
     """Load the newest valid checkpoint of ``--load`` into a new model, and return it in eval mode.
 
@@ -30,6 +32,7 @@ def load_model(
         tokenizer: tokenizer of the texts.
         device: device of the model.
         warn: receives a sentence if the model was trained with another tokenizer.
+        on_loaded: receives the path of the loaded checkpoint.
     Raises:
         ValueError: ``--load`` is not given.
         CheckpointError: there is no checkpoint of this model.
@@ -48,6 +51,7 @@ def load_model(
             or model_refusal(metadata, config.model)
         ),
     )
+    on_loaded(loaded.path)
     # Not an error: other files of the same tokenizer may write some tokens in another way.
     warning = tokenizer_warning(loaded.path, loaded.metadata, meaning_hash(tokenizer))
     if warning is not None:

@@ -93,9 +93,9 @@ def conversation(*turns: str, **fields) -> str:
 
 
 def open_lines(
-    tmp_path: Path, lines: list[str], *, sft: bool = True, tokenizer=None, **options
+    tmp_path: Path, lines: list[str], *, sft: bool = True, tokenizer=None, chat=None, **options
 ) -> TokenizedDataset:
-    """Return ``lines``, tokenised with the built-in template."""
+    """Return ``lines``, tokenised with ``chat`` or with the built-in template."""
     path = tmp_path / "data.jsonl"
     path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     tokenizer = tokenizer or ByteTokenizer()
@@ -106,7 +106,8 @@ def open_lines(
         "cache_root": tmp_path / "cache",
         **options,
     }
-    return open_dataset([path], tokenizer, TemplateFormat(None, tokenizer), sft=sft, **options)
+    chat = chat or TemplateFormat(None, tokenizer)
+    return open_dataset([path], tokenizer, chat, sft=sft, **options)
 
 
 def encode(tokenizer, chat, *samples) -> list[list[EncodedDocument] | BadLine]:

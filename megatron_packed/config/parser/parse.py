@@ -34,6 +34,7 @@ from megatron_packed.config.parser.stored_options import (
     ReadStored,
     take_for_inference,
     take_stored,
+    with_stored_cure,
 )
 from megatron_packed.config.path_checks import path_problems
 from megatron_packed.config.run import SECTIONS, RunConfig, unchecked_run
@@ -277,6 +278,8 @@ def _resolve(
             *device_problems(run, environ, sound),
         ]
     if problems:
+        if read_stored is not None:
+            problems = with_stored_cure(given, problems)
         raise ConfigError(dict.fromkeys(problems))
     sources = {f.key: given.sources.get(f.key, "default") for f in every_field()}
     for described in every_field():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron_packed.config.errors import ConfigError, Problem
@@ -18,6 +19,7 @@ from megatron_packed.config.sections.data_parts.tokenizer import (
 )
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.serialise import as_flag, as_given
+from megatron_packed.config.value_checks import MISSING
 
 ReadStored = Callable[[Mapping[str, Any]], Mapping[str, Mapping[str, Any]] | None]
 """Function that takes the given values by key, and returns the configuration in the checkpoint that
@@ -87,7 +89,7 @@ def take_stored(given: Given, read: ReadStored | None, *, trains: bool) -> str:
     if read is None:
         cure = (
             "give the model's options; pretrain_hybrid.py and megatron-packed train, generate, "
-            "packing and tune take this flag"
+            "packing, plan and tune take this flag"
         )
         given.problems.append(Problem(_FLAG, "", "this command reads no checkpoint", cure))
         given.expect(_expected())
@@ -131,6 +133,20 @@ def take_for_inference(given: Given, read: ReadStored) -> str:
     if not any(given.values.get(key) for key in TRAINING_DATA):
         given.values["data.data_path"] = NO_DATA
     return line
+
+
+def with_stored_cure(given: Given, problems: Sequence[Problem]) -> list[Problem]:
+    """Return problems in which a missing option that a checkpoint may contain has this cure, too."""
+    if not _loads(given) or uses_checkpoint(given):
+        return list(problems)
+    stored = {about.flag for about in every_field() if about.key in _expected()}
+    cured = []
+    for problem in problems:
+        if problem.option in stored and not problem.value and problem.rule.startswith(MISSING):
+            cure = f"{problem.cure}, or take it from the loaded checkpoint with {_FLAG}"
+            problem = replace(problem, cure=cure)
+        cured.append(problem)
+    return cured
 
 
 def uses_checkpoint(given: Given) -> bool:

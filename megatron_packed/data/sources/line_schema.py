@@ -92,6 +92,9 @@ Sample = Conversation | PromptCompletion | Text | TokenSequence
 """Type of one document before tokenisation."""
 TEXT_SCHEMA = "text"
 TOKEN_SCHEMA = "input_ids"  # noqa: S105 (no password)
+PROMPT_SCHEMA = "prompt/completion"
+NO_CHAT = (TEXT_SCHEMA, TOKEN_SCHEMA, PROMPT_SCHEMA)
+"""Schemas of lines that no chat template renders."""
 _CHATS = ("messages", "conversations")
 _OF_CHAT = frozenset({"system", "tools", LISTED_MASK})
 """Fields that are read beside a list of messages."""
@@ -127,7 +130,7 @@ def schema_name(sample: Sample) -> str:
     if isinstance(sample, Conversation):
         return sample.schema
     if isinstance(sample, PromptCompletion):
-        return "prompt/completion"
+        return PROMPT_SCHEMA
     return TOKEN_SCHEMA if isinstance(sample, TokenSequence) else TEXT_SCHEMA
 
 

@@ -40,6 +40,7 @@ from megatron_packed.data.sources.cache_manifest import (
 from megatron_packed.data.sources.checked_arrays import CheckedArray
 from megatron_packed.data.sources.data_report import DataReport
 from megatron_packed.data.sources.jsonl_lines import MAX_LINE_BYTES
+from megatron_packed.data.sources.line_schema import NO_CHAT
 from megatron_packed.data.sources.source_files import (
     QUARANTINE_SUFFIX,
     expand_paths,
@@ -373,15 +374,19 @@ class _Contents:
         """Return a data set whose lines are usable.
 
         Raises:
-            DataError: too many of its lines are not, or they are of the wrong kind.
+            DataError: too many of its lines are not, they are of the wrong kind, or the options
+                allow no conversation.
         """
-        options = self.options
+        options, schemas = self.options, dataset.report.schemas
+        # A run with other options may have made the same tokens.
+        if self.chat.refusal is not None and not schemas.keys() <= {*NO_CHAT}:
+            raise DataError(self.chat.refusal)
         letters_wanted = self.special_tokens_in_text is not None
         quarantine = quarantine_of(dataset.directory)
         dataset.report.check(options.max_bad_fraction, quarantine, letters_wanted)
         for warning in dataset.report.warnings() if options.show_progress else ():
             warn(warning)
-        for schema in dataset.report.schemas:
+        for schema in schemas:
             check_kind(schema, options.sft)
         return dataset
 

@@ -47,10 +47,11 @@ from megatron_packed.data.tokenizers.turn_markers import (
 
 BUILT_IN_TEMPLATES = {"chatml": DEFAULT_TEMPLATE}
 """Values of ``--chat-template`` that name a built-in template instead of a file."""
-_OWN_TEMPLATES = {
+OWN_TEMPLATES = {
     *BUILT_IN_TEMPLATES.values(),
     *(form.template for form in PROMPT_FORMATS.values() if form.template),
 }
+"""Templates of this project, which need no process of their own."""
 
 
 class TextPiece(NamedTuple):
@@ -103,6 +104,9 @@ class ChatFormat(Protocol):
 
     last_only: bool
     """True if only the document that ends last is used (``--multi-turn last``)."""
+
+    refusal: str | None
+    """Reason why the options allow no conversation, with its cure; None if they allow them."""
 
     def documents(self, conversation: Conversation) -> tuple[list[ChatDocument], Notes]:
         """Return the documents of a conversation, and notes about what is not learned.
@@ -164,6 +168,7 @@ class IdentityFormat:
     turn_markers: frozenset[str] = frozenset()
     rules: tuple[object, ...] = ()
     last_only = False
+    refusal: str | None = None
 
     def documents(self, conversation: Conversation) -> tuple[list[ChatDocument], Notes]:
         return [ChatDocument(conversation, self.pieces(conversation))], Counter()
@@ -234,7 +239,7 @@ class _Renderers:
         self._start = partial(
             TemplateProcess, *arguments, cpu_seconds=cpu_seconds, budget=template_budget()
         )
-        self._own = ConversationRenderer(*arguments) if source in _OWN_TEMPLATES else None
+        self._own = ConversationRenderer(*arguments) if source in OWN_TEMPLATES else None
         self._idle: list[TemplateProcess] = []
         self._lock = threading.Lock()
         if self._own is None:
@@ -306,7 +311,7 @@ class TemplateFormat:
         date: str | None = None,
         kwargs: str | None = None,
     ) -> None:
-        self._refusal = _no_chatml(tokenizer) if source is None else None
+        self.refusal = _no_chatml(tokenizer) if source is None else None
         self._source = DEFAULT_TEMPLATE if source is None else source
         self._tool_source = tool_source
         self.ends_documents = ends_documents
@@ -332,8 +337,8 @@ class TemplateFormat:
             self._with_tools = _Renderers(tool_source, tokenizer, cpu_seconds, date, kwargs)
 
     def documents(self, conversation: Conversation) -> tuple[list[ChatDocument], Notes]:
-        if self._refusal is not None:
-            raise DataError(self._refusal)
+        if self.refusal is not None:
+            raise DataError(self.refusal)
         messages, tools = conversation.messages, conversation.tools
         with self._for(tools).renderer() as renderer:
             rendered, notes = renderer.documents(messages, tools, self._rendering)

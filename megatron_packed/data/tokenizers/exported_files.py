@@ -22,6 +22,7 @@ from megatron_packed.data.tokenizers.base import (
 from megatron_packed.data.tokenizers.huggingface_settings import (
     ADDED_TOKENS,
     CONFIG,
+    PROCESSOR_TEMPLATE,
     SPECIAL_TOKENS_MAP,
     TEMPLATE,
     TEMPLATE_FOLDER,
@@ -32,8 +33,6 @@ from megatron_packed.data.tokenizers.huggingface_settings import (
 )
 
 TOKENIZER = "tokenizer.json"
-PROCESSOR_TEMPLATE = "chat_template.json"
-"""File in which older models with vision have the chat template."""
 Files = dict[str, "str | Path"]
 """Name of each file, with its text or with the file to copy."""
 

@@ -14,6 +14,8 @@ Rules of transformers (``PreTrainedTokenizerBase._from_pretrained``, ``Tokenizer
 - Tokens that tokenizer.json lacks get the next free numbers. First come those with a number in the
   files, in the order of these numbers, then named tokens, then ``extra_special_tokens``.
 - Files with chat templates win over the ``chat_template`` of tokenizer_config.json.
+- chat_template.json holds the template of a processor (``ProcessorMixin``), and no tokenizer of
+  transformers reads it. Here it is the template of a folder that has no other.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ from megatron_packed.data.tokenizers.base import read_text
 CONFIG, SPECIAL_TOKENS_MAP = "tokenizer_config.json", "special_tokens_map.json"
 ADDED_TOKENS, TEMPLATE = "added_tokens.json", "chat_template.jinja"
 TEMPLATE_FOLDER = "additional_chat_templates"
+PROCESSOR_TEMPLATE = "chat_template.json"
+"""File in which older models with vision have the chat template."""
 DEFAULT, TOOL_USE = "default", "tool_use"
 """Names of chat templates: the template of all conversations, and the one of those with tools."""
 
@@ -319,14 +323,16 @@ def read_templates(file: Path) -> dict[str, str] | str | None:
             separate[other.name.removesuffix(".jinja")] = read_text(other)
     if separate:
         return separate[DEFAULT] if list(separate) == [DEFAULT] else separate
-    templates = read_json(file.with_name(CONFIG)).get("chat_template")
+    source = file.with_name(CONFIG)
+    templates = read_json(source).get("chat_template")
+    if templates is None:
+        source = file.with_name(PROCESSOR_TEMPLATE)
+        templates = read_json(source).get("chat_template")
     if isinstance(templates, list) and all(isinstance(item, dict) for item in templates):
         templates = {item.get("name"): item.get("template") for item in templates}
     texts = [*templates, *templates.values()] if isinstance(templates, dict) else [templates]
     if templates is not None and not all(isinstance(text, str) for text in texts):
-        raise DataError(
-            f"{file.with_name(CONFIG)}: chat_template must be text or a list of named templates."
-        )
+        raise DataError(f"{source}: chat_template must be text or a list of named templates.")
     return templates
 
 

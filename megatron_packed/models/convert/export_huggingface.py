@@ -18,8 +18,8 @@ import torch
 
 from megatron_packed.checkpoint.directory import sync_directory
 from megatron_packed.checkpoint.errors import CheckpointError
-from megatron_packed.checkpoint.load import Step, checkpoint_of_step, find_checkpoints
-from megatron_packed.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from megatron_packed.checkpoint.load import newest_checkpoint
+from megatron_packed.checkpoint.manifest import Manifest, read_manifest
 from megatron_packed.checkpoint.tensor_shard import DTYPE_NAMES
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.layer_pattern import DEPTH
@@ -30,6 +30,7 @@ from megatron_packed.config.serialise import (
 from megatron_packed.config.stored_config import stored_problem
 from megatron_packed.data.tokenizers.huggingface_settings import (
     ADDED_TOKENS,
+    PROCESSOR_TEMPLATE,
     SPECIAL_TOKENS_MAP,
     TEMPLATE,
     TEMPLATE_FOLDER,
@@ -68,7 +69,7 @@ TOKENIZER_FILES = (
 BESIDE = (
     *TOKENIZER_FILES,
     TEMPLATE,
-    "chat_template.json",
+    PROCESSOR_TEMPLATE,
     "preprocessor_config.json",
     "processor_config.json",
     "video_preprocessor_config.json",
@@ -143,11 +144,11 @@ def to_huggingface(
 
     def beside(temporary: Path) -> None:
         copied = {name: config.parent / name for name in BESIDE if (config.parent / name).is_file()}
-        _write_texts(temporary, {CONFIG: config, **copied, **replaced})
+        write_texts(temporary, {CONFIG: config, **copied, **replaced})
         named = config.parent / TEMPLATE_FOLDER
         if TEMPLATE not in replaced:
             paths = (path for path in named.glob("*.jinja") if path.is_file())
-            _write_texts(temporary, {f"{TEMPLATE_FOLDER}/{path.name}": path for path in paths})
+            write_texts(temporary, {f"{TEMPLATE_FOLDER}/{path.name}": path for path in paths})
 
     _write_model(directory, exported, max_file_bytes, beside)
     aside = tuple(files.aside) if files else tuple(_patterns_aside(family, model, fields))
@@ -216,12 +217,12 @@ def trained_to_huggingface(
     }
 
     _write_model(
-        directory, exported, max_file_bytes, lambda temporary: _write_texts(temporary, texts)
+        directory, exported, max_file_bytes, lambda temporary: write_texts(temporary, texts)
     )
     return chosen
 
 
-def _write_texts(directory: Path, files: Mapping[str, str | Path | None]) -> None:
+def write_texts(directory: Path, files: Mapping[str, str | Path | None]) -> None:
     """Write texts and copies of files into ``directory``; None stands for no file."""
     for name, content in files.items():
         if content is None:
@@ -310,33 +311,6 @@ def _writing(temporary: Path, directory: Path) -> Iterator[None]:
             path=directory,
             cure=f"name another directory by {flags.TO_HF}",
         ) from error
-
-
-def newest_checkpoint(path: Path, step: Step = None) -> Path:
-    """Return ``path`` if it is a checkpoint, else the newest checkpoint in it.
-
-    A damaged newest checkpoint is an error; an older checkpoint never replaces it silently.
-
-    Args:
-        step: take the checkpoint of this step; see `checkpoint.load.Step`.
-    """
-    if step is not None:
-        return checkpoint_of_step(path, step)
-    if os.path.lexists(path / MANIFEST):
-        return path
-    candidates = find_checkpoints(path)
-    if not candidates:
-        found, cure = (
-            "none" if path.exists() else "no such directory",
-            "name a directory that a run saved checkpoints to",
-        )
-        expected = "step_<number>/manifest.json"
-        raise CheckpointError("no checkpoint", path=path, expected=expected, found=found, cure=cure)
-    if candidates[0].problem is not None:
-        raise CheckpointError(
-            candidates[0].problem, cure=f"name another step's directory by {flags.LOAD}"
-        )
-    return candidates[0].path
 
 
 def _check(manifest: Manifest, weights: Mapping[str, Weight], path: Path) -> None:

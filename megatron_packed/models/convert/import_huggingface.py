@@ -24,9 +24,17 @@ from megatron_packed.config.model_flags import model_flags
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.serialise import model_hash, section_to_dict
 from megatron_packed.config.written_files import write_file
+from megatron_packed.data.errors import DataError
+from megatron_packed.data.tokenizers.base import meaning_hash, vocabulary
+from megatron_packed.data.tokenizers.untrusted_tokenizer import open_tokenizer
 from megatron_packed.models.convert.huggingface_config import CHUNK_SIZES, model_of, read_config
 from megatron_packed.models.convert.huggingface_files import ModelFiles, by_prefix, open_weights
-from megatron_packed.models.convert.original_facts import GENERATION_CONFIG, ORIGINAL, read_facts
+from megatron_packed.models.convert.original_facts import (
+    GENERATION_CONFIG,
+    ORIGINAL,
+    TOKENIZER_HASH,
+    read_facts,
+)
 from megatron_packed.models.convert.weight_rows import Weight
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
@@ -122,6 +130,9 @@ def from_huggingface(
     model, files, weights = open_model(directory, bf16=bf16, ignored=ignored, depths=depths)
     fields = read_config(directory / CONFIG)
     original, left_out = read_facts(directory / CONFIG, fields)
+    tokenizer_hash, unusable = _tokenizer(directory, model)
+    if tokenizer_hash:
+        original[TOKENIZER_HASH] = tokenizer_hash
     flags = _flags(model, directory, bf16)
     check, write = halves(on_progress)
     check_values(directory, files.read, weights, on_progress=check)
@@ -144,8 +155,25 @@ def from_huggingface(
         for w in weights.values()
         if any(torch.promote_types(files.dtypes[part.name], w.dtype) != w.dtype for part in w.parts)
     ]
-    notes = tuple(_notes(fields, left_out, model, files))
+    notes = (*_notes(fields, left_out, model, files), *unusable)
     return Imported(saved, model, flags, tuple(narrower), notes)
+
+
+def _tokenizer(directory: Path, model: ModelConfig) -> tuple[str, list[str]]:
+    """Return the hash of the model's tokenizer, and why a run would refuse it, as sentences.
+
+    The hash is empty if there is no readable tokenizer.json.
+    """
+    if not (directory / TOKENIZER).is_file():
+        return "", []
+    found = ""
+    try:
+        with closing(open_tokenizer(directory)) as tokenizer:
+            found = meaning_hash(tokenizer)
+            vocabulary(tokenizer, model.vocab_size)
+    except DataError as error:
+        return found, [f"No run can use this tokenizer with these weights: {error}"]
+    return found, []
 
 
 def _notes(
@@ -241,6 +269,9 @@ def save_weights(
         "config": config,
         **({} if original is None else {ORIGINAL: original}),
     }
+    if original is not None and TOKENIZER_HASH in original:
+        # Runs replace this hash by that of their own tokenizer, and keep the fact of the original.
+        metadata["tokenizer_hash"] = original[TOKENIZER_HASH]
     meta = {
         name: torch.empty(w.shape, dtype=w.dtype, device="meta") for name, (w, _) in sources.items()
     }

@@ -21,6 +21,10 @@ checkpoints lack it.
 """
 CONFIG, GENERATION = "config", "generation"
 """Parts of the facts: keys of config.json, and of generation_config.json."""
+TOKENIZER_HASH = "tokenizer_hash"
+"""Fact beside these parts: `meaning_hash` of the original's tokenizer, to which its numbers belong.
+Conversions without a readable tokenizer and older ones lack it.
+"""
 GENERATION_CONFIG = "generation_config.json"
 MAX_POSITIONS = "max_position_embeddings"
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -95,9 +99,13 @@ def read_facts(config: Path, fields: Mapping[str, Any]) -> tuple[dict[str, Any],
 
 def facts_problem(value: Any) -> str | None:
     """Return the first problem of stored facts, as a clause; None if there is none."""
-    if not isinstance(value, dict) or not value.keys() <= {CONFIG, GENERATION}:
+    if not isinstance(value, dict) or not value.keys() <= {CONFIG, GENERATION, TOKENIZER_HASH}:
         return wrong(value, "the facts of a model")
     for part, keys in value.items():
+        if part == TOKENIZER_HASH:
+            if not isinstance(keys, str):
+                return f".{part}{wrong(keys, 'a text')}"
+            continue
         if not isinstance(keys, dict):
             return f".{part}{wrong(keys, 'an object')}"
         problem = next(_problems(keys, part), None)

@@ -71,8 +71,13 @@ def test_damage_is_named_and_the_previous_checkpoint_is_taken(tmp_path, tools, k
     assert len(lines) == 2
     for line in lines:
         assert "step_00000020/tokenizer.json" in line and "expected" in line and "found" in line
-    with pytest.raises(CheckpointError, match=r"is intact.*\n.*step_00000020/tokenizer.json"):
+    with pytest.raises(
+        CheckpointError, match=r"is intact.*\n.*step_00000020/tokenizer.json"
+    ) as said:
         read_attachments(tmp_path, step=20, warn=lines.append)
+    # The error alone names the file, and a process without others is no rank.
+    assert len(lines) == 2 and str(said.value).count("tokenizer.json") == 1
+    assert "rank" not in str(said.value)
 
 
 def test_a_text_that_is_too_large_is_refused_before_a_save(tmp_path, tools, monkeypatch):

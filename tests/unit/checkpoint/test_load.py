@@ -1,6 +1,7 @@
 """Loading by one process: strictness, ranges, choice of the checkpoint, ``latest``, single tensors."""
 
 import os
+import shutil
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from megatron_packed.checkpoint.errors import (
     CheckpointMismatchError,
     NoCheckpointError,
 )
-from megatron_packed.checkpoint.load import find_checkpoints, load_checkpoint
+from megatron_packed.checkpoint.load import find_checkpoints, load_checkpoint, newest_checkpoint
 from megatron_packed.checkpoint.manifest import read_manifest
 from megatron_packed.checkpoint.read_tensors import read_tensor
+from megatron_packed.checkpoint.save import save_checkpoint
 from megatron_packed.checkpoint.tensor_shard import TensorShard, whole_tensors
 
 
@@ -162,6 +164,60 @@ def test_newest_means_published_last_and_a_step_can_be_asked_for(tmp_path, tools
     )
     with pytest.raises(NoCheckpointError, match="no checkpoint of step 15"):
         load_checkpoint(tmp_path, [], step=15)
+
+
+LOST = {
+    "a changed manifest": lambda step: os.truncate(step / "manifest.json", 90),
+    "no manifest": lambda step: (step / "manifest.json").unlink(),
+    "no folder": shutil.rmtree,
+}
+
+
+@pytest.mark.parametrize("kind", LOST)
+def test_an_older_checkpoint_never_replaces_the_newest_without_a_word(tmp_path, tools, kind):
+    for step in (10, 20):
+        save_checkpoint(tmp_path, step, whole_tensors(tools.make_state(step)), {})
+    assert newest_checkpoint(tmp_path) == tmp_path / "step_00000020"
+    LOST[kind](tmp_path / "step_00000020")
+    cure = f"--load {tmp_path}/step_00000010 is the newest readable checkpoint"
+    with pytest.raises(CheckpointError, match=f"step_00000020.*; {cure}$"):
+        newest_checkpoint(tmp_path)
+    assert newest_checkpoint(tmp_path / "step_00000010") == tmp_path / "step_00000010"
+    assert newest_checkpoint(tmp_path, 10) == tmp_path / "step_00000010"
+    reason = "no checkpoint of step 20.*; name a directory" if kind == "no folder" else "manifest"
+    with pytest.raises(CheckpointError, match=reason):
+        newest_checkpoint(tmp_path, 20)
+    # Without the file ``latest``, the name of the damaged folder says that it was newer.
+    (tmp_path / "latest").unlink()
+    if kind != "no folder":
+        with pytest.raises(CheckpointError, match=f"step_00000020.*; {cure}$"):
+            newest_checkpoint(tmp_path)
+
+
+def test_damage_of_an_older_checkpoint_or_of_the_hint_is_no_fault_of_the_newest(tmp_path, tools):
+    for step in (10, 20):
+        save_checkpoint(tmp_path, step, whole_tensors(tools.make_state(step)), {})
+    LOST["no manifest"](tmp_path / "step_00000010")
+    (tmp_path / "latest").write_text("{}")
+    assert newest_checkpoint(tmp_path) == tmp_path / "step_00000020"
+
+
+@pytest.mark.parametrize("folder, found", [("", "none"), ("absent", "no such directory")])
+def test_a_folder_without_checkpoints_is_refused_with_a_cure(tmp_path, folder, found):
+    cure = "name a directory that a run saved checkpoints to"
+    for read in (newest_checkpoint, lambda path: load_checkpoint(path, [])):
+        with pytest.raises(NoCheckpointError, match=f"found {found}; {cure}$"):
+            read(tmp_path / folder)
+
+
+def test_a_file_of_another_size_has_the_cure_of_a_reader(tmp_path, tools):
+    """A save has another cure: the ranks may not share the directory."""
+    state = tools.make_state()
+    path = save_checkpoint(tmp_path, 10, whole_tensors(state), {}).path
+    os.truncate(path / "rank_00000.safetensors", 9)
+    said = "the file is missing or has another size .*; use another checkpoint, or restore the file"
+    with pytest.raises(CheckpointError, match=f"rank_00000.safetensors: {said}$"):
+        read_tensor(path, next(iter(state)))
 
 
 def test_a_step_that_was_asked_for_has_no_substitute(tmp_path, tools):

@@ -326,7 +326,8 @@ def test_generate_stops_where_answers_end(form, stops, tmp_path, monkeypatch, ca
     """
     seen = []
     load_model = "megatron_packed.training.load_for_inference.load_model"
-    monkeypatch.setattr(load_model, lambda *_, **__: None)
+    loaded = tmp_path / "step_00000000"
+    monkeypatch.setattr(load_model, lambda *_, on_loaded, **__: on_loaded(loaded))
     monkeypatch.setattr(
         "megatron_packed.models.generate.generate",
         lambda *_, ends, on_token, **__: seen.append(ends) or on_token(0, 2),

@@ -63,6 +63,39 @@ def test_plan_knows_the_vocabulary_of_the_checkpoint(report: dict, capsys) -> No
     assert vocabularies == [270, size] and size < 270
 
 
+def test_plan_takes_the_options_of_the_checkpoint(report: dict, capsys) -> None:
+    assert main(["plan", *FLAGS.split(), "--load", "run", "--json"]) == 0
+    expected = json.loads(capsys.readouterr().out)
+    assert main(["plan", "--load", "run", "--use-checkpoint-args", "--json"]) == 0
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    for name in ("vocab_size", "world_size", "ranks"):
+        assert found[name] == expected[name]
+    assert "--seq-length 96" in printed.err and "--bf16" in printed.err
+
+
+@pytest.mark.parametrize("command", ["packing", "plan", "tune"])
+def test_a_missing_option_of_a_loaded_checkpoint_has_this_cure(report, capsys, command) -> None:
+    words = [command, "--sft", "--data-path", "talk.jsonl", "--load", "run"]
+    with pytest.raises(SystemExit):
+        raise SystemExit(main(words))
+    said = capsys.readouterr().err
+    cure = "give --seq-length N, or take it from the loaded checkpoint with --use-checkpoint-args"
+    assert cure in said
+    with pytest.raises(SystemExit):
+        raise SystemExit(main(words[:-2]))
+    assert "--use-checkpoint-args" not in capsys.readouterr().err
+
+
+def test_plan_estimates_no_model_that_no_flag_describes(report: dict, capsys) -> None:
+    for more in ([], ["--load", "run"]):
+        with pytest.raises(SystemExit):
+            raise SystemExit(main(["plan", "--seq-length", "96", *more]))
+        said = capsys.readouterr().err
+        assert "--hybrid-layer-pattern" in said
+        assert ("with --use-checkpoint-args" in said) == bool(more)
+
+
 def test_a_damaged_tokenizer_is_a_sentence(report: dict, capsys) -> None:
     Path("run/step_00000001/tokenizer.json").write_text("{}")
     words = ["--sft", "--data-path", "talk.jsonl", "--load", "run", "--use-checkpoint-args"]

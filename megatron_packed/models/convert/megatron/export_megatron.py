@@ -8,9 +8,10 @@ import os
 import shutil
 import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,13 +20,13 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 
 from megatron_packed.checkpoint.directory import sync_directory
 from megatron_packed.checkpoint.errors import CheckpointError
-from megatron_packed.checkpoint.load import Step
+from megatron_packed.checkpoint.load import Step, newest_checkpoint
 from megatron_packed.checkpoint.manifest import Manifest, read_manifest
 from megatron_packed.checkpoint.read_tensors import read_tensor
 from megatron_packed.config.section import section_fields
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.stored_config import stored_problem
-from megatron_packed.models.convert.export_huggingface import newest_checkpoint
+from megatron_packed.models.convert.export_huggingface import write_texts
 from megatron_packed.models.convert.families.family import TABLE
 from megatron_packed.models.convert.import_huggingface import OnProgress, silent
 from megatron_packed.models.convert.megatron.arguments import UNPADDED
@@ -50,8 +51,24 @@ _OURS = (
 """Options that Megatron does not have; only their defaults can be exported."""
 
 
+class MegatronTokenizer(NamedTuple):
+    """Tokenizer of a checkpoint, in Megatron's terms."""
+
+    options: Mapping[str, Any]
+    """Options by Megatron's names, which ``--use-checkpoint-args`` takes there."""
+    vocab_size: int | None
+    """Vocabulary without padding; None if it is unknown."""
+    files: Mapping[str, str | Path] = MappingProxyType({})
+    """Names of files to write into the new directory, and the text of each or the file to copy."""
+
+
 def to_megatron(
-    checkpoint: Path, directory: Path, *, step: Step = None, on_progress: OnProgress = silent
+    checkpoint: Path,
+    directory: Path,
+    *,
+    step: Step = None,
+    tokenizer: MegatronTokenizer | None = None,
+    on_progress: OnProgress = silent,
 ) -> Path:
     """Write the weights of a checkpoint as a hybrid model of Megatron.
 
@@ -62,6 +79,7 @@ def to_megatron(
         checkpoint: one checkpoint, or a directory of checkpoints, of which the newest is exported.
         directory: new directory, for ``--load`` of Megatron.
         step: export the checkpoint of this step; see `checkpoint.load.Step`.
+        tokenizer: tokenizer to store with the weights; None stores none.
     Returns:
         The folder of the checkpoint in ``directory``.
     Raises:
@@ -74,12 +92,14 @@ def to_megatron(
     manifest = read_manifest(found)
     model, dtype = _model(manifest, found)
     vocabulary = manifest.metadata["config"]["model"].get("vocab_size")
+    named = tokenizer or MegatronTokenizer({}, vocabulary)
     temporary = directory.with_name(f"{directory.name}.tmp-{uuid.uuid4().hex[:12]}")
     folder = temporary / FOLDER
     folder.mkdir(parents=True)
     try:
         tensors = _tensors(found, manifest, model, dtype, on_progress)
-        _write(folder, tensors, _arguments(model, vocabulary))
+        _write(folder, tensors, _arguments(model, named))
+        write_texts(temporary, named.files)
         (temporary / TRACKER).write_text(FOLDER)
         sync_directory(temporary)
         os.rename(temporary, directory)
@@ -112,8 +132,12 @@ def _model(manifest: Manifest, path: Path) -> tuple[ModelConfig, torch.dtype]:
     return model, torch.bfloat16 if stored["training"]["bf16"] else torch.float32
 
 
-def _arguments(model: ModelConfig, vocabulary: int | None) -> argparse.Namespace:
-    """Return the model's options under Megatron's names, and its vocabulary without padding."""
+def _arguments(model: ModelConfig, tokenizer: MegatronTokenizer) -> argparse.Namespace:
+    """Return the options of model and tokenizer under Megatron's names.
+
+    The vocabulary without padding is among them.
+    """
+    size = tokenizer.vocab_size
     values = {
         about.name: getattr(model, about.name)
         for about in section_fields(ModelConfig)
@@ -125,9 +149,10 @@ def _arguments(model: ModelConfig, vocabulary: int | None) -> argparse.Namespace
         num_layers=model.num_layers,
         group_query_attention=model.num_query_groups != model.num_attention_heads,
         padded_vocab_size=model.vocab_size,
-        **({} if vocabulary is None else {UNPADDED: vocabulary}),
+        **({} if size is None else {UNPADDED: size, "vocab_size": size}),
         window_size=None if window is None else [int(one) for one in window.split(",")],
         window_attn_skip_freq=model.window_attn_skip_freq,
+        **tokenizer.options,
     )
 
 

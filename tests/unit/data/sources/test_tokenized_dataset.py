@@ -15,12 +15,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_packed.config.sections.data_parts.tokenizer import DATA_RULES, EARLIER_RULES
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.sources import checked_arrays as arrays
 from megatron_packed.data.sources.tokenized_dataset import TokenizedDataset, open_dataset
 from megatron_packed.data.tokenizers.base import ByteTokenizer
-from megatron_packed.data.tokenizers.chat_format import IdentityFormat, TemplateFormat
-from support.data_helpers import conversation, open_lines
+from megatron_packed.data.tokenizers.chat_format import (
+    IdentityFormat,
+    TemplateFormat,
+    chat_format,
+)
+from support.data_helpers import byte_level, conversation, open_lines, save_tokenizer
 
 TEXTS = ["abc", "é", "a longer document with more than sixteen tokens", "x" * 300]
 LINES = [json.dumps({"text": text}) for text in TEXTS]
@@ -117,6 +122,24 @@ def test_the_same_data_is_tokenised_once_and_other_options_again(tmp_path, monke
         open_lines(tmp_path, [*LINES, LINES[0]], sft=False).key,
     }
     assert len(keys) == len(built_once(tmp_path)) == 4
+
+
+@pytest.mark.parametrize("rules", [EARLIER_RULES, DATA_RULES])
+def test_cached_tokens_do_not_lift_the_refusal_of_a_tokenizer_without_chatml(tmp_path, rules):
+    tokenizer = save_tokenizer(tmp_path, byte_level(("</s>",)), eos_token="</s>")
+    prompts = [json.dumps({"prompt": "q", "completion": "a"})]
+
+    def opened(template: str | None, lines: list[str]) -> TokenizedDataset:
+        chat = chat_format(tokenizer, template)
+        return open_lines(tmp_path, lines, tokenizer=tokenizer, chat=chat, rules=rules)
+
+    for lines in ([conversation("q", "a")], [conversation("q", "a"), *prompts]):
+        assert len(opened("chatml", lines)) == len(lines)
+        with pytest.raises(DataError, match="the tokenizer has no chat template"):
+            opened(None, lines)
+        assert len(opened("chatml", lines)) == len(lines)
+    # A prompt and its completion need no template.
+    assert opened(None, prompts).key == opened("chatml", prompts).key
 
 
 def test_the_default_place_is_beside_the_data(tmp_path):

@@ -19,6 +19,7 @@ from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron_packed.data.tokenizers.huggingface_settings import (
     ADDED_TOKENS,
     CONFIG,
+    PROCESSOR_TEMPLATE,
     SPECIAL_TOKENS_MAP,
     TEMPLATE,
     TEMPLATE_FOLDER,
@@ -382,6 +383,14 @@ NAMED = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": 
             {"chat_template.jinja": "F", "additional_chat_templates/tool_use.jinja": "A"},
             ("F", "A"),
         ),
+        ({}, {PROCESSOR_TEMPLATE: '{"chat_template": "P"}'}, ("P", None)),
+        ({}, {PROCESSOR_TEMPLATE: "{}"}, (None, None)),
+        ({"chat_template": "D"}, {PROCESSOR_TEMPLATE: '{"chat_template": "P"}'}, ("D", None)),
+        (
+            {},
+            {PROCESSOR_TEMPLATE: '{"chat_template": "P"}', "chat_template.jinja": "F"},
+            ("F", None),
+        ),
         ({}, {"additional_chat_templates/default.jinja": "A"}, ("A", None)),
         ({}, {"chat_template.jinja": "F", "additional_chat_templates/rag.jinja": "A"}, ("F", None)),
     ],
@@ -411,11 +420,25 @@ def test_a_missing_default_template_is_an_error_only_where_it_is_needed(tmp_path
     chat.close()
 
 
+@pytest.mark.parametrize("file", [CONFIG, PROCESSOR_TEMPLATE])
 @pytest.mark.parametrize("wrong", [7, [1], [{"name": "default"}], [{"template": "D"}], {"a": 1}])
-def test_chat_templates_of_a_wrong_type(tmp_path, wrong):
-    write(tmp_path, {**END, "chat_template": wrong})
-    with pytest.raises(DataError, match="chat_template must be text or a list of named templates"):
+def test_chat_templates_of_a_wrong_type(tmp_path, wrong, file):
+    write(tmp_path, END)
+    fields = {**(END if file == CONFIG else {}), "chat_template": wrong}
+    (tmp_path / file).write_text(json.dumps(fields))
+    said = f"{file}: chat_template must be text or a list of named templates"
+    with pytest.raises(DataError, match=said):
         HuggingFaceTokenizer(tmp_path)
+
+
+def test_transformers_gives_the_template_of_a_processor_to_no_tokenizer(tmp_path):
+    """A processor of transformers has it, and so has the tokenizer here."""
+    transformers = pytest.importorskip("transformers")
+    write(tmp_path, END)
+    (tmp_path / PROCESSOR_TEMPLATE).write_text(json.dumps({"chat_template": "P"}))
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path).chat_template is None
+    fields, _ = transformers.ProcessorMixin.get_processor_dict(tmp_path)
+    assert fields["chat_template"] == HuggingFaceTokenizer(tmp_path).chat_template == "P"
 
 
 def test_an_export_is_read_back_with_its_tokens_and_templates(tmp_path):
@@ -438,5 +461,6 @@ def test_an_export_is_read_back_with_its_tokens_and_templates(tmp_path):
 
 def test_a_download_has_all_files_that_are_read():
     read = ["tokenizer.json", CONFIG, SPECIAL_TOKENS_MAP, ADDED_TOKENS, TEMPLATE]
+    read += [PROCESSOR_TEMPLATE]
     for name in [*read, f"{TEMPLATE_FOLDER}/tool_use.jinja"]:
         assert any(fnmatch(name, pattern) for pattern in TOKENIZER_FILES), name

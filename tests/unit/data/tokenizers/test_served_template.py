@@ -4,6 +4,9 @@ import json
 
 import pytest
 
+from megatron_packed.config.sections.data import DataConfig
+from megatron_packed.data.tokenizers.base import ByteTokenizer
+from megatron_packed.data.tokenizers.chat_format import OWN_TEMPLATES
 from megatron_packed.data.tokenizers.chat_template import (
     DEFAULT_TEMPLATE,
     TemplateRenderer,
@@ -11,6 +14,7 @@ from megatron_packed.data.tokenizers.chat_template import (
 )
 from megatron_packed.data.tokenizers.prompt_formats import PROMPT_FORMATS
 from megatron_packed.data.tokenizers.served_template import served_template
+from megatron_packed.training.export_trained import trained_templates
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},
@@ -90,3 +94,13 @@ def test_a_server_can_set_other_variables():
 def test_a_template_that_a_server_can_run_stays_as_it_is():
     plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
     assert served_template(plain, '{"enable_thinking": false}') == plain
+
+
+def test_an_exported_template_of_this_project_names_no_flag():
+    tokenizer = ByteTokenizer()
+    for source in OWN_TEMPLATES:
+        tokenizer.chat_template = source
+        served = trained_templates(DataConfig(data_path=("d",), sft=True), tokenizer)
+        assert served is not None and "--" not in served.default
+        assert ("prints no tool" in served.default) == ("prints no tool" in source)
+    assert any("--" in source for source in OWN_TEMPLATES)

@@ -6,17 +6,18 @@ import shlex
 import pytest
 
 from megatron_packed.checkpoint.errors import CheckpointError
+from megatron_packed.checkpoint.load import newest_checkpoint
 from megatron_packed.checkpoint.manifest import read_manifest
 from megatron_packed.cli.main import main
 from megatron_packed.config.run import RunConfig
 from megatron_packed.data.tokenizers.base import ByteTokenizer
-from megatron_packed.models.convert.export_huggingface import newest_checkpoint
 from megatron_packed.models.convert.import_huggingface import from_huggingface
 from megatron_packed.models.convert.original_facts import facts_problem, read_facts
 from megatron_packed.training.checkpoint_metadata import metadata_problem
 from megatron_packed.training.export_trained import export_trained
 from megatron_packed.training.from_python import train
 from support.converted_model import write_model
+from support.data_helpers import byte_level, save_tokenizer
 
 TOKENS = ByteTokenizer.vocab_size
 FIELDS = {
@@ -127,6 +128,37 @@ def test_a_tokenizer_of_the_training_data_drops_the_token_numbers(weights, data,
     assert config["max_position_embeddings"] == 262144 and generation["top_k"] == 20
 
 
+def test_only_the_tokenizer_of_the_original_keeps_its_token_numbers(data, tmp_path):
+    """A conversion stores the hash of the tokenizer next to the weights."""
+    model, weights = written(tmp_path / "model", vocab_size=400), tmp_path / "weights"
+    save_tokenizer(model, byte_level(), eos_token="</s>")
+    save_tokenizer(tmp_path / "other", byte_level(corpus=["quite another text"]), eos_token="</s>")
+    assert from_huggingface(model, weights).notes == ()
+    for path, bos in ((model, 3), (tmp_path / "other", None)):
+        folder = tmp_path / f"hf {path.name}"
+        config, generation, result = exported(weights, folder, tokenizer=str(path))
+        assert (config.get("bos_token_id"), generation.get("bos_token_id")) == (bos, bos)
+        assert (result.warning is None) == (bos == 3)
+        assert config["max_position_embeddings"] == 262144 and generation["top_k"] == 20
+    # Checkpoints of a run have the hash of the run's tokenizer, and keep that of the original.
+    more = ["--tokenizer-model", str(tmp_path / "other"), "--pretrained-checkpoint", str(weights)]
+    run = trained(weights, tmp_path / "run", data, "--sft", *more)
+    config, _, result = exported(run, tmp_path / "hf")
+    assert config.get("bos_token_id") is None and result.warning is None
+
+
+def test_a_tokenizer_that_does_not_fit_the_weights_is_reported(tmp_path):
+    model = written(tmp_path / "model")
+    save_tokenizer(model, byte_level(), eos_token="</s>")
+    [note] = from_huggingface(model, tmp_path / "weights").notes
+    assert note.startswith("No run can use this tokenizer with these weights: --vocab-size 26")
+    (model / "tokenizer.json").write_text("{}")
+    [note] = from_huggingface(model, tmp_path / "damaged").notes
+    assert "tokenizer.json is not a tokenizer.json" in note
+    metadata = read_manifest(newest_checkpoint(tmp_path / "damaged")).metadata
+    assert "tokenizer_hash" not in {**metadata, **metadata["original"]}
+
+
 def test_the_length_that_a_run_names_counts(data, tmp_path, capsys):
     """Longer documents alone do not raise the length; the export reports them."""
     from_huggingface(written(tmp_path / "hf", max_position_embeddings=64), tmp_path / "weights")
@@ -200,5 +232,11 @@ def test_forged_facts_are_refused_with_their_place(weights):
     assert metadata_problem(metadata) is None
     forged = {**metadata, "original": {"generation": {"top_p": "1"}}}
     assert "original.generation.top_p is '1', but must be a number" in metadata_problem(forged)
-    for value in ([], {"other": {}}, {"config": []}, {"config": {"top_k": 3}}):
+    for value in (
+        [],
+        {"other": {}},
+        {"tokenizer_hash": 1},
+        {"config": []},
+        {"config": {"top_k": 3}},
+    ):
         assert facts_problem(value) is not None
