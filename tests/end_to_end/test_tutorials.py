@@ -19,7 +19,8 @@ TUTORIALS = REPOSITORY / "docs" / "tutorials"
 PAGES = ("first_run", "sft", "published", "pretrain", "capacities", "multi_node", "fallback")
 ON_THEIR_OWN = ("first_run", "sft", "pretrain")
 FEWER = (
-    "--train-iters 3 --lr-warmup-iters 1 --eval-interval 2 --eval-iters 1 --no-isolation-self-test"
+    "--train-iters 3 --lr-warmup-iters 1 --eval-interval 2 --eval-iters 1 --global-batch-size 2 "
+    "--no-isolation-self-test"
 )
 """Flags that are added to each training command. The tests check the commands, not the training."""
 SAID = {
