@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from megatron_packed.distributed.testing import WorkerPools
 
 torch.set_num_threads(1)
+gc.set_threshold(20_000, 20, 20)  # as in the servers of processes: cycles are few
 
 
 FIRST = ("end_to_end", "distributed", "unit/ops", "unit/benchmarks", "unit/training")

@@ -19,7 +19,8 @@ TUTORIALS = REPOSITORY / "docs" / "tutorials"
 PAGES = ("first_run", "sft", "published", "pretrain", "capacities", "multi_node", "fallback")
 ON_THEIR_OWN = ("first_run", "sft", "pretrain")
 FEWER = (
-    "--train-iters 3 --lr-warmup-iters 1 --eval-interval 2 --eval-iters 1 --no-isolation-self-test"
+    "--train-iters 3 --lr-warmup-iters 1 --eval-interval 2 --eval-iters 1 --global-batch-size 2 "
+    "--no-isolation-self-test"
 )
 """Flags that are added to each training command. The tests check the commands, not the training."""
 SAID = {
@@ -61,8 +62,12 @@ set -eu
 export FAKE_SLURM=$PWD SLURM_JOB_ID={number} SLURM_JOB_NODELIST="127.0.0.[1-2]" SLURM_JOB_NUM_NODES=2 PATH={fakes}:$PATH
 exec bash "${{@:3}}"
 """
-HF = f"""#!{sys.executable}
+HF = f"""#!/usr/bin/env bash
 # Fake of the Hugging Face CLI: a random model of the same family in place of a download
+set -eu
+[ "$1 $3" = "download --local-dir" ]
+[[ $2 == *granite-4.0-h* ]]
+exec "$(dirname "$0")/python" - "$4" <<'END'
 import sys
 
 sys.path[:0] = {[str(REPOSITORY), str(REPOSITORY / "tests")]}
@@ -70,9 +75,8 @@ from pathlib import Path
 
 from support.served_models import write_base
 
-download, name, option, folder = sys.argv[1:]
-assert (download, option) == ("download", "--local-dir") and "granite-4.0-h" in name
-write_base("granite", Path(folder))
+write_base("granite", Path(sys.argv[1]))
+END
 """
 
 

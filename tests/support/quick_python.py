@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 from megatron_packed.config.environment_variables import STORE_SOCKET
 from support.fork_server import CHARTS, KEPT_MEMORY, TESTS, modules
@@ -125,18 +126,18 @@ def serve(address: str) -> tuple[list[str], str, dict[str, str], list[int]]:
         return *json.loads(job), streams
     for stream in streams:
         os.close(stream)
+    end = os.pidfd_open(child)  # readable when the child has ended, so nothing polls
     while True:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            code = os.waitstatus_to_exitcode(status)
-            client.sendall(str(code).encode())
+        ready, _, _ = select.select([client, end], [], [])
+        if end in ready:
+            _, status = os.waitpid(child, 0)
+            client.sendall(str(os.waitstatus_to_exitcode(status)).encode())
             os._exit(0)
-        if select.select([client], [], [], 0.01)[0]:
-            numbers = client.recv(8)
-            for number in numbers or [signal.SIGKILL]:  # nothing to read: the client was killed
-                os.kill(child, number)
-            if not numbers:
-                os._exit(0)
+        numbers = client.recv(8)
+        for number in numbers or [signal.SIGKILL]:  # nothing to read: the client was killed
+            os.kill(child, number)
+        if not numbers:
+            os._exit(0)
 
 
 def main() -> None:
@@ -161,7 +162,10 @@ def main() -> None:
     elif words[0] in ("-c", "-"):
         program = words.pop(1) if words[0] == "-c" else sys.stdin.read()
         sys.argv = words
-        exec(program, {"__name__": "__main__"})
+        # As in a fresh interpreter. Processes that multiprocessing spawns would import this file
+        # again, and with it torch, if it stayed the main module.
+        sys.modules["__main__"] = ModuleType("__main__")
+        exec(program, vars(sys.modules["__main__"]))
     else:
         sys.path[0] = str(Path(words[0]).resolve().parent)
         sys.argv = words

@@ -168,8 +168,10 @@ def answer(capsys: pytest.CaptureFixture[str], run: Path, prompt: str, *more: st
     return Printed(*capsys.readouterr())
 
 
-@pytest.mark.parametrize("precision", ["float32", "bf16"])
-@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    [*((kind, "float32") for kind in TOKENIZERS), ("ByteTokenizer", "bf16")],
+)
 def test_each_tokenizer_and_precision_comes_from_the_checkpoint(
     kind: str,
     precision: str,
