@@ -15,6 +15,7 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron_packed.cli.errors import UsageError
@@ -132,7 +133,9 @@ def launch_options(
             f"--standalone is for one machine, but --nnodes is {arguments.nnodes}; drop one."
         )
     local = arguments.standalone or (max_nodes == 1 and not arguments.rdzv_endpoint)
-    rendezvous = {} if local else _rendezvous(arguments, min_nodes, max_nodes, environ)
+    rendezvous = LaunchOptions()
+    if not local:
+        rendezvous = _rendezvous(arguments, min_nodes, max_nodes, environ)
     refusal = None
     try:
         processes = _processes(arguments.nproc_per_node, flags, environ)
@@ -141,7 +144,8 @@ def launch_options(
             raise
         # The other machines must learn that this one does not come.
         processes, refusal = 1, str(error)
-    return LaunchOptions(
+    return replace(
+        rendezvous,
         processes=processes,
         refusal=refusal,
         min_nodes=min_nodes,
@@ -149,7 +153,6 @@ def launch_options(
         max_restarts=arguments.max_restarts,
         shutdown_timeout=arguments.shutdown_timeout,
         log_dir=arguments.log_dir,
-        **rendezvous,
     )
 
 
@@ -194,7 +197,7 @@ def _device_is_cpu(flags: Sequence[str]) -> bool:
 
 def _rendezvous(
     arguments: argparse.Namespace, min_nodes: int, max_nodes: int, environ: Mapping[str, str]
-) -> dict[str, object]:
+) -> LaunchOptions:
     """Return the options with which machines meet; SLURM's variables are the defaults under srun."""
     step = SlurmStep.from_environment(environ)
     node_rank = arguments.node_rank
@@ -218,14 +221,14 @@ def _rendezvous(
         endpoint = endpoint or _first_machine(arguments, step)
     elif not endpoint:
         raise UsageError(f"--rdzv-backend {backend} needs --rdzv-endpoint HOST:PORT.")
-    return {
-        "node_rank": node_rank,
-        "rdzv_backend": backend,
-        "rdzv_endpoint": endpoint,
-        "rdzv_id": arguments.rdzv_id or ("none" if step is None else str(step.job)),
-        "rdzv_conf": _pairs(arguments.rdzv_conf),
-        "shared_console": step is not None,
-    }
+    return LaunchOptions(
+        node_rank=node_rank,
+        rdzv_backend=backend,
+        rdzv_endpoint=endpoint,
+        rdzv_id=arguments.rdzv_id or ("none" if step is None else str(step.job)),
+        rdzv_conf=_pairs(arguments.rdzv_conf),
+        shared_console=step is not None,
+    )
 
 
 def _first_machine(arguments: argparse.Namespace, step: SlurmStep | None) -> str:
