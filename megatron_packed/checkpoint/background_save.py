@@ -101,13 +101,15 @@ class Staging:
         # torch rounds page-locked allocations up to a power of two, up to twice the needed size.
         # So allocate ordinary memory, and page-lock it in place.
         if locked and num_bytes:
-            result = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), num_bytes, 0)
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            result = runtime.cudaHostRegister(self._memory.data_ptr(), num_bytes, 0)
             # If CUDA cannot page-lock the memory, copies are slower but still correct.
             self._locked = int(result) == 0
 
     def _unlock(self) -> None:
         if self._locked:
-            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            runtime.cudaHostUnregister(self._memory.data_ptr())
             self._locked = False
 
     def __del__(self) -> None:

@@ -135,7 +135,7 @@ def check_sizes(directory: Path, manifest: Manifest, *, saves: bool = False) -> 
         CheckpointError: a file is missing, is not a regular file, or has another size.
     """
     owners = {record.name: f"the file of rank {record.rank}" for record in manifest.files}
-    for record in (*manifest.files, *manifest.attached):
+    for record in manifest.all_files:
         path = directory / record.name
         try:
             status = os.stat(path, follow_symlinks=False)

@@ -29,7 +29,7 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 
@@ -164,6 +164,7 @@ def newest_metadata(
         return {key: metadata[key] for key in keys if key in metadata}
 
     ranks = Ranks(rank=rank, world_size=world_size, group=group)
+    found: dict[str, Any] | None
     [found, *_] = ranks.agree(
         on_rank_0(rank, read), f"reading the newest checkpoint in {path}", cure=_CURE
     )

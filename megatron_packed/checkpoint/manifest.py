@@ -97,6 +97,11 @@ class Manifest:
     attached: tuple[AttachedFile, ...] = ()
     """Files of text; none in older checkpoints."""
 
+    @property
+    def all_files(self) -> list[FileRecord | AttachedFile]:
+        """Files of tensors, then files of text."""
+        return [*self.files, *self.attached]
+
     @cached_property
     def held(self) -> list[list[tuple[str, torch.dtype, Extent]]]:
         """Ranges in each file, as ``(name, dtype, extent)``."""
@@ -188,7 +193,8 @@ def decode_manifest(data: bytes, path: Path) -> Manifest:
     files = tuple(_file_record(value, path) for value in check.take("files", list))
     given = check.take("attached", list) if "attached" in fields else []
     attached = tuple(_attached_file(value, path) for value in given)
-    names = [record.name for record in (*files, *attached)]
+    listed: list[FileRecord | AttachedFile] = [*files, *attached]
+    names = [record.name for record in listed]
     if len({*names, MANIFEST}) != len(names) + 1:
         raise CheckpointError(
             "a file is listed twice", path=path, found=sorted(names)[:20], cure=_CURE

@@ -328,7 +328,7 @@ class CheckpointSave:
             self.on_site("save.old_moved")
         os.rename(temporary, final)
         self.temporary = None
-        num_bytes = sum(record.size for record in (*files, *manifest.attached))
+        num_bytes = sum(record.size for record in manifest.all_files)
         return {"sequence": manifest.sequence, "num_bytes": num_bytes}
 
     def finish(self, save_id: str) -> Json:

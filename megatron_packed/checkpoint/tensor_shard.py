@@ -126,7 +126,7 @@ def shards_of(
 
     ``tensor`` (1-D, contiguous) contains the elements of all extents, in the order of ``extents``.
     """
-    views = tensor.split([extent.numel for extent in extents]) if extents else ()
+    views = torch.split(tensor, [extent.numel for extent in extents]) if extents else ()
     return [
         TensorShard(name=name, global_shape=global_shape, tensor=view, **extent._asdict())
         for extent, view in zip(extents, views)

@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments, run_flags = parser.parse_known_args(argv)
     output = SteadyStream(sys.stdout, "standard output")
     try:
-        with redirect_stdout(output):  # type: ignore[type-var]
+        with redirect_stdout(output):
             code = int(arguments.command.run(arguments, run_flags))
         output.flush()
         return code if output.failed is None else _lost(output.failed)

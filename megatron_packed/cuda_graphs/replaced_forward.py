@@ -307,7 +307,7 @@ class KeywordLayer(nn.Module):
         layer.forward = self._called_by_keywords
 
     @property
-    def training(self) -> bool:  # type: ignore[override]
+    def training(self) -> bool:
         """Mode of the layer. The model sets the mode of the layer, not the mode of the adapter."""
         return self.layer.training
 
@@ -332,9 +332,8 @@ class KeywordLayer(nn.Module):
             **self._constants,
         )
         self._returns_tuple = isinstance(result, tuple)
-        if not self._returns_tuple:
-            return result
-        hidden, *context = result
+        hidden: Tensor
+        hidden, *context = result if self._returns_tuple else (result,)
         if any(value is not None for value in context):
             raise TypeError(
                 "the layer returns a context besides hidden states; only a context of None can be captured."

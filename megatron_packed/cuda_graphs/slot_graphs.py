@@ -213,8 +213,8 @@ class SlotGraphs:
             # end the run; a refusal of one capture would leave the other ranks waiting.
             if progress.in_pass and self._passes_wait and isinstance(error, torch.OutOfMemoryError):
                 raise
-            module = None if progress.number is None else planned[progress.number].module
-            raise _capture_error(module, _first_of(error)) from error
+            failed = None if progress.number is None else planned[progress.number].module
+            raise _capture_error(failed, _first_of(error)) from error
 
     def _capture_forward(
         self, planned: Sequence[Planned], size: CaptureSize

@@ -164,22 +164,25 @@ class FullIterationGraphs(StepGraphs):
         names = [name for name in self._audited if name in self.parts]
         worst = 0.0
         for name in names:
-            with self._rehearsing():
-                difference = audit_part(
-                    name,
-                    lambda name=name: self.parts[name](micro_batch.to(self.device)),
-                    lambda name=name: self._replay_over_nonsense(name, micro_batch),
-                    self._audited[name](),
-                    self._reset,
-                    dtype=self._dtype,
-                    deterministic=deterministic,
-                )
-            worst = max(worst, difference)
+            worst = max(worst, self._audit_part(name, micro_batch, deterministic))
         return Audit(
             compared=len(names),
             finding=f"whole steps ({', '.join(names)}) replay what they compute",
             largest_difference=worst,
         )
+
+    def _audit_part(self, name: str, micro_batch: MicroBatch, deterministic: bool) -> float:
+        """Return the largest difference between replay and eager pass of one part."""
+        with self._rehearsing():
+            return audit_part(
+                name,
+                lambda: self.parts[name](micro_batch.to(self.device)),
+                lambda: self._replay_over_nonsense(name, micro_batch),
+                self._audited[name](),
+                self._reset,
+                dtype=self._dtype,
+                deterministic=deterministic,
+            )
 
     def _replay_over_nonsense(self, name: str, micro_batch: MicroBatch) -> None:
         # If a replay reads bytes that the copy into the slot does not write, the replay must read

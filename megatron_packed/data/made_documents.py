@@ -97,7 +97,8 @@ class MadeDocuments:
     ) -> NDArray[np.int64]:
         starts = np.asarray(starts, np.int64)
         first = np.maximum(self._prompts[documents], starts + 1)
-        return np.maximum(starts + lengths - first, 0)
+        targets: NDArray[np.int64] = np.maximum(starts + lengths - first, 0)
+        return targets
 
     def sentences(self) -> list[str]:
         return [

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from megatron_packed.layers.attention import Attention as Attention
     from megatron_packed.layers.attention import Rotary as Rotary
     from megatron_packed.layers.backends import Backends as Backends
+    from megatron_packed.layers.build import Build as Build
     from megatron_packed.layers.context_parallel import ContextParallel as ContextParallel
     from megatron_packed.layers.embedding import Embedding as Embedding
     from megatron_packed.layers.gated_delta_net import GatedDeltaNet as GatedDeltaNet
@@ -23,6 +24,7 @@ else:
         {
             "attention": ["Attention", "Rotary"],
             "backends": ["Backends"],
+            "build": ["Build"],
             "context_parallel": ["ContextParallel"],
             "embedding": ["Embedding"],
             "gated_delta_net": ["GatedDeltaNet"],

@@ -25,13 +25,9 @@ from megatron_packed.layers.attention_heads import (
     qkv_shard,
     query_heads,
 )
-from megatron_packed.layers.backends import Backends
-from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
-from megatron_packed.layers.context_parallel import ContextParallel
+from megatron_packed.layers.build import Build
 from megatron_packed.layers.joined import JoinedResidual, adds_residual
 from megatron_packed.layers.query_key_norm import QueryKeyNorm, query_key_norms
-from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
-from megatron_packed.layers.transformer_impl import implementation
 from megatron_packed.layers.zigzag_rows import from_zigzag, to_zigzag
 from megatron_packed.ops.activation.api import sigmoid_gate
 from megatron_packed.ops.column_slices import split_columns
@@ -131,26 +127,23 @@ class CoreAttention(nn.Module):
 
     Args:
         config: sizes of the model.
+        build: arguments that all layers share.
         number: number of the layer in the pattern, from 0.
         norm: norms of queries and keys, whose parameters the layer holds; None for none.
         rotary: tables of the rotary embedding, or None for no position embedding.
-        backends: backend of each op.
-        tp: tensor parallelism of this rank.
-        cp: context parallelism of this rank.
     """
 
     def __init__(
         self,
         config: ModelConfig,
+        build: Build,
         *,
         number: int,
         norm: QueryKeyNorm | None,
         rotary: Rotary | None,
-        backends: Backends,
-        tp: TensorParallel,
-        cp: ContextParallel,
     ) -> None:
         super().__init__()
+        tp, cp = build.tp, build.cp
         # This call raises an error for heads that cannot be split evenly.
         queries, keys = attended_heads(config, tp, cp)
         self.parts = attention_parts(config, tp, cp)
@@ -170,7 +163,7 @@ class CoreAttention(nn.Module):
         self.num_heads = tp.local_count(query_heads(config))
         self.num_groups = tp.local_count(key_value_heads(config))
         self.head_dim = config.head_dim
-        self.backends = backends
+        self.backends = build.backends
         self.softmax_scale = config.softmax_scale
         self.window_size = config.window_of(number)
         self.norm = norm
@@ -195,9 +188,8 @@ class CoreAttention(nn.Module):
         tokens = qkv_TO.shape[0]
         # (T, O) -> (T, K, O/K) -> q and gate (T, K, N/K * H), k and v (T, K, H); the split's
         # backward is one copy
-        q_TKF, *gates, k_TKH, v_TKH = qkv_TO.view(tokens, self.num_groups, -1).split(
-            self.split_sizes, dim=-1
-        )
+        grouped_TKF = qkv_TO.view(tokens, self.num_groups, -1)
+        q_TKF, *gates, k_TKH, v_TKH = torch.split(grouped_TKF, self.split_sizes, dim=-1)
         if self.norm is not None:
             q_TKF, k_TKH = self.norm(q_TKF, k_TKH)
         q_TNH = q_TKF.reshape(tokens, self.num_heads, self.head_dim)
@@ -283,41 +275,37 @@ class Attention(nn.Module):
 
     Args:
         config: sizes and biases of the model.
+        build: arguments that all layers share.
         number: number of the layer in the pattern, from 0.
         rotary: tables of the rotary embedding, or None for no position embedding.
-        backends: backend of each op.
-        tp: tensor parallelism of this rank.
-        cp: context parallelism of this rank.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
     """
 
     def __init__(
         self,
         config: ModelConfig,
+        build: Build,
         *,
         number: int = 0,
         rotary: Rotary | None,
-        backends: Backends,
-        tp: TensorParallel = SINGLE,
-        cp: ContextParallel = ALL_ROWS,
-        device: torch.device | str,
-        dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        norm = query_key_norms(config, backends=backends, tp=tp, device=device, dtype=dtype)
-        self.core_attn = CoreAttention(
-            config, number=number, norm=norm, rotary=rotary, backends=backends, tp=tp, cp=cp
+        norm = query_key_norms(config, build)
+        self.core_attn = CoreAttention(config, build, number=number, norm=norm, rotary=rotary)
+        self.qkv = build.parts.column_parallel(
+            config.hidden_size,
+            qkv_shard(config, build.tp),
+            bias=config.add_bias_linear or config.add_qkv_bias,
+            tp=build.tp,
+            device=build.device,
+            dtype=build.dtype,
         )
-        qkv_bias = config.add_bias_linear or config.add_qkv_bias
-        options = {"tp": tp, "device": device, "dtype": dtype}
-        parts = implementation(backends.transformer_impl, device, dtype)
-        self.qkv = parts.column_parallel(
-            config.hidden_size, qkv_shard(config, tp), bias=qkv_bias, **options
-        )
-        columns = tp.shard(query_heads(config), dim=1)
-        self.proj = parts.row_parallel(
-            columns, config.hidden_size, bias=config.add_bias_linear, **options
+        self.proj = build.parts.row_parallel(
+            build.tp.shard(query_heads(config), dim=1),
+            config.hidden_size,
+            bias=config.add_bias_linear,
+            tp=build.tp,
+            device=build.device,
+            dtype=build.dtype,
         )
         if norm is not None:
             self.q_norm = norm.q_norm

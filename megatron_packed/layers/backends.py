@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +47,15 @@ class Backends:
                 object.__setattr__(self, op, "transformer_engine")
 
     @classmethod
-    def of(cls, backends: Backends | Mapping[str, str] | None) -> Backends:
-        """Convert a mapping from op to backend name to `Backends`; other ops get ``auto``.
+    def of(cls, backends: Backends | Mapping[str, str | bool] | None) -> Backends:
+        """Convert a mapping from field to value to `Backends`; other ops get ``auto``.
 
         For None all ops get ``auto``. A `Backends` is returned unchanged.
         """
-        return backends if isinstance(backends, cls) else cls(**(backends or {}))
+        if isinstance(backends, Backends):
+            return backends
+        values: dict[str, Any] = dict(backends or {})
+        return cls(**values)
 
     @classmethod
     def reference(cls) -> Backends:
@@ -61,5 +65,5 @@ class Backends:
             for field in fields(cls)
             if field.name not in ("deterministic", "transformer_impl")
         )
-        plain = {"dense_mlp": "torch", "residual_projection": "torch"}
-        return cls(**(dict.fromkeys(ops, "reference") | plain))
+        values: dict[str, Any] = dict.fromkeys(ops, "reference")
+        return cls(**values | {"dense_mlp": "torch", "residual_projection": "torch"})

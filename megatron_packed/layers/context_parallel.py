@@ -235,7 +235,8 @@ def take_in_parts(shard: Shard, whole: Tensor, parts: int) -> tuple[Tensor, ...]
     One part is ``shard.take(whole)``.
     """
     pieces = (whole.narrow(0, piece.start, piece.length) for piece in shard.pieces)
-    return torch.cat([piece.unflatten(0, (parts, -1)) for piece in pieces], dim=1).unbind()
+    parted = [torch.unflatten(piece, 0, (parts, -1)) for piece in pieces]
+    return torch.cat(parted, dim=1).unbind()
 
 
 class _PermuteRows(torch.autograd.Function):
@@ -258,4 +259,4 @@ class _PermuteRows(torch.autograd.Function):
 
 def permute_rows(x_TW: Tensor, index_T: Tensor, inverse_T: Tensor) -> Tensor:
     """Return ``x[index]`` for a permutation ``index`` with the inverse ``inverse``."""
-    return cast(Tensor, _PermuteRows.apply(x_TW, index_T, inverse_T))
+    return cast(Tensor, _PermuteRows.apply(x_TW, index_T, inverse_T))  # type: ignore[no-untyped-call]

@@ -120,6 +120,8 @@ class Embedding(nn.Module):
     def _rows(self, tokens_T: Tensor) -> Tensor:
         main_grad_VD = main_grad_of(self.weight)
         if main_grad_VD is not None and torch.is_grad_enabled():
-            result: Tensor = _EmbeddingIntoMainGrad.apply(tokens_T, self.weight, main_grad_VD)
-            return result
+            hidden_TD: Tensor = _EmbeddingIntoMainGrad.apply(  # type: ignore[no-untyped-call]
+                tokens_T, self.weight, main_grad_VD
+            )
+            return hidden_TD
         return F.embedding(tokens_T, self.weight)

@@ -13,9 +13,7 @@ from torch import Tensor, nn
 
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.tensor_parallel_shards import SplitSegment
-from megatron_packed.layers.backends import Backends
-from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
-from megatron_packed.layers.context_parallel import ContextParallel
+from megatron_packed.layers.build import Build
 from megatron_packed.layers.parameters import new_parameter, no_weight_decay
 from megatron_packed.layers.recurrent_mixer import RecurrentMixer
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
@@ -75,22 +73,13 @@ class GatedDeltaNet(RecurrentMixer):
 
     Args:
         config: sizes of the model.
-        backends: backend of each op.
-        tp: tensor parallelism of this rank.
-        cp: context parallelism of this rank.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
+        build: arguments that all layers share.
     """
 
     def __init__(
         self,
         config: ModelConfig,
-        *,
-        backends: Backends,
-        tp: TensorParallel = SINGLE,
-        cp: ContextParallel = ALL_ROWS,
-        device: torch.device | str,
-        dtype: torch.dtype,
+        build: Build,
     ) -> None:
         q = SplitSegment(
             noun="key heads of a gated delta net",
@@ -105,13 +94,14 @@ class GatedDeltaNet(RecurrentMixer):
         norm = GatedHeadNorm(
             v.width,
             config.linear_norm_epsilon or config.norm_epsilon,
-            backend=backends.gated_rms_norm,
-            tp=tp,
-            device=device,
-            dtype=dtype,
+            backend=build.backends.gated_rms_norm,
+            tp=build.tp,
+            device=build.device,
+            dtype=build.dtype,
         )
         super().__init__(
             config.hidden_size,
+            build,
             convolved=(q, q, v),
             z=v,
             z_first=False,
@@ -119,15 +109,10 @@ class GatedDeltaNet(RecurrentMixer):
             width=config.linear_conv_kernel_dim,
             bias=False,
             norm=norm,
-            backends=backends,
-            tp=tp,
-            cp=cp,
-            device=device,
-            dtype=dtype,
         )
         self.allow_neg_eigval = config.linear_allow_neg_eigval
-        self.A_log = self.per_head(device)
-        self.dt_bias = self.per_head(device)
+        self.A_log = self.per_head(build.device)
+        self.dt_bias = self.per_head(build.device)
 
     def head_parameters(self) -> tuple[Tensor, ...]:
         return self.A_log, self.dt_bias

@@ -5,8 +5,8 @@ Letters: T tokens, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -15,18 +15,13 @@ from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, MAM
 from megatron_packed.config.layer_pattern import MLP as DENSE
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.attention import Attention, Rotary
-from megatron_packed.layers.backends import Backends
-from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
-from megatron_packed.layers.context_parallel import ContextParallel
+from megatron_packed.layers.build import Build
 from megatron_packed.layers.gated_delta_net import GatedDeltaNet
 from megatron_packed.layers.joined import joined_residual
 from megatron_packed.layers.mamba_mixer import MambaMixer
 from megatron_packed.layers.mlp import MLP
 from megatron_packed.layers.moe.layer import MoE, MoEOutput, MoEReport
-from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.layers.norm import Norm
-from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
-from megatron_packed.layers.transformer_impl import implementation
 from megatron_packed.ops.residual_projection.api import WITH_CHOICE
 from megatron_packed.packed.params import PackedSeqParams
 
@@ -61,14 +56,15 @@ class HybridLayer(nn.Module):
         self.norms_output = norms_output
         self.backend = backend
 
-    def forward(self, hidden_TD: Tensor, packed: PackedSeqParams) -> Any:
+    def forward(self, hidden_TD: Tensor, packed: PackedSeqParams) -> Tensor | MoEOutput:
         x_TD = residual_TD = hidden_TD
         if not self.norms_output:
             x_TD, residual_TD = self.norm.with_residual(hidden_TD)
         if hidden_TD.device.type in WITH_CHOICE and self.adds_unchanged:
             joined = joined_residual(self.mixer, residual_TD, self.backend)
             if joined is not None:
-                return self.mixer(x_TD, packed, joined)
+                sum_TD: Tensor = self.mixer(x_TD, packed, joined)
+                return sum_TD
         return self.add(residual_TD, self.mixer(x_TD, packed))
 
     @property
@@ -90,6 +86,8 @@ class HybridLayer(nn.Module):
 class HybridMoELayer(HybridLayer):
     """`HybridLayer` for the symbol ``E`` (MoE), which also returns the statistics of the MoE."""
 
+    mixer: MoE
+
     def forward(self, hidden_TD: Tensor, packed: PackedSeqParams) -> MoEOutput:
         x_TD = residual_TD = hidden_TD
         if not self.norms_output:
@@ -100,6 +98,9 @@ class HybridMoELayer(HybridLayer):
 
 class HybridLayers(nn.ModuleList):
     """Sequence of layers."""
+
+    def __iter__(self) -> Iterator[HybridLayer]:
+        return cast("Iterator[HybridLayer]", super().__iter__())
 
     def forward(
         self, hidden_TD: Tensor, packed: PackedSeqParams, numbers: Iterable[int] | None = None
@@ -122,34 +123,27 @@ class HybridLayers(nn.ModuleList):
         return hidden_TD, reports
 
 
-def build_norm(
-    config: ModelConfig,
-    backends: Backends,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    tp: TensorParallel = SINGLE,
-) -> Norm:
+def build_norm(config: ModelConfig, build: Build) -> Norm:
     """Build a norm over the hidden size, for use in a layer or after the last layer."""
-    return implementation(backends.transformer_impl, device, dtype).norm(
+    return build.parts.norm(
         config.hidden_size,
         kind=config.normalization,
         eps=config.norm_epsilon,
-        device=device,
-        dtype=dtype,
+        device=build.device,
+        dtype=build.dtype,
         zero_centered=config.apply_layernorm_1p,
-        backend=backends.rms_norm,
-        tp=tp,
+        backend=build.backends.rms_norm,
+        tp=build.tp,
     )
 
 
-def build_layers(config: ModelConfig, **options: Any) -> HybridLayers:
+def build_layers(config: ModelConfig, build: Build, rotary: Rotary | None = None) -> HybridLayers:
     """Build all layers of the pattern: the main model, then each depth of multi-token prediction.
 
-    Args:
-        options: arguments of `build_layer` that are the same for all layers.
+    The arguments are those of `build_layer`.
     """
     return HybridLayers(
-        build_layer(symbol, config, number=number, depth=config.depth_of_layer(number), **options)
+        build_layer(symbol, config, build, number, config.depth_of_layer(number), rotary)
         for number, symbol in enumerate(config.layer_types)
     )
 
@@ -157,50 +151,33 @@ def build_layers(config: ModelConfig, **options: Any) -> HybridLayers:
 def build_layer(
     symbol: str,
     config: ModelConfig,
-    *,
+    build: Build,
     number: int = 0,
     depth: int = 0,
     rotary: Rotary | None = None,
-    backends: Backends,
-    tp: TensorParallel = SINGLE,
-    cp: ContextParallel = ALL_ROWS,
-    ep: ExpertParallel | None = None,
-    device: torch.device | str,
-    dtype: torch.dtype,
 ) -> HybridLayer:
     """Build the layer for one symbol of the layer pattern.
 
     Args:
         symbol: ``M`` Mamba, ``G`` gated delta net, ``*`` attention, ``-`` MLP or ``E`` MoE.
         config: sizes of the model.
+        build: arguments that all layers share.
         number: number of the layer in the pattern, from 0.
         depth: depth of multi-token prediction, 0 in the main model.
         rotary: tables of the rotary embedding, shared by all attention layers, or None.
-        backends: backend of each op.
-        tp: tensor parallelism of this rank.
-        cp: context parallelism of this rank.
-        ep: expert parallelism of this rank, for ``E``.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
     """
-    norm = build_norm(config, backends, device, dtype, tp)
-    residual: dict[str, Any] = {
-        "dropout": config.hidden_dropout,
-        "multiplier": config.residual_multiplier,
-        "norms_output": config.norms_output(number),
-        "backend": backends.residual_projection,
-    }
-    options: dict[str, Any] = {"backends": backends, "tp": tp, "device": device, "dtype": dtype}
-    if symbol == MOE:
-        moe = MoE(config, cp=cp, ep=ep, depth=depth, **options)
-        return HybridMoELayer(norm, moe, **residual)
+    norm = build_norm(config, build)
+    layer_class = HybridLayer
     mixer: nn.Module
     if symbol == MAMBA:
-        mixer = MambaMixer(config, cp=cp, **options)
+        mixer = MambaMixer(config, build)
     elif symbol == GATED_DELTA_NET:
-        mixer = GatedDeltaNet(config, cp=cp, **options)
+        mixer = GatedDeltaNet(config, build)
     elif symbol == ATTENTION:
-        mixer = Attention(config, number=number, rotary=rotary, cp=cp, **options)
+        mixer = Attention(config, build, number=number, rotary=rotary)
+    elif symbol == MOE:
+        layer_class = HybridMoELayer
+        mixer = MoE(config, build, depth=depth)
     else:
         assert symbol == DENSE, symbol
         mixer = MLP(
@@ -208,6 +185,16 @@ def build_layer(
             config.ffn_hidden_size,
             kind=config.activation,
             bias=config.add_bias_linear,
-            **options,
+            backends=build.backends,
+            tp=build.tp,
+            device=build.device,
+            dtype=build.dtype,
         )
-    return HybridLayer(norm, mixer, **residual)
+    return layer_class(
+        norm,
+        mixer,
+        config.hidden_dropout,
+        config.residual_multiplier,
+        norms_output=config.norms_output(number),
+        backend=build.backends.residual_projection,
+    )

@@ -7,7 +7,7 @@ Letters: T tokens, I input width, O output width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, autograd, nn
@@ -110,8 +110,7 @@ class JoinedResidual(NamedTuple):
 
         The weight's gradient is added to ``main_grad``; without it, autograd accumulates the gradient.
         """
-        y_TO: Tensor = _AddedLinear.apply(x_TI, weight_OI, *self)
-        return y_TO
+        return cast(Tensor, _AddedLinear.apply(x_TI, weight_OI, *self))  # type: ignore[no-untyped-call]
 
 
 def joined_residual(mixer: nn.Module, residual_TD: Tensor, backend: str) -> JoinedResidual | None:

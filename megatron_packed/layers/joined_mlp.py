@@ -30,7 +30,9 @@ def joined_mlp(
     Gradients of weights are added to their ``main_grad``; without it, autograd accumulates them.
     """
     residual_TD, product = (None, None) if joined is None else joined
-    y_TD: Tensor = _JoinedMLP.apply(x_TD, w1_FD, w2_DF, residual_TD, products, product)
+    y_TD: Tensor = _JoinedMLP.apply(  # type: ignore[no-untyped-call]
+        x_TD, w1_FD, w2_DF, residual_TD, products, product
+    )
     return y_TD
 
 

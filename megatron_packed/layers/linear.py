@@ -12,7 +12,7 @@ weight.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -177,7 +177,7 @@ class _ScatteredLinear(torch.autograd.Function):
             grad_TO, grad_TI = products.gather_multiply(own_grad_TO, weight_OI, keep=needs_dw)
         elif needs_dw:
             grad_TO = products.gathered(None, own_grad_TO)
-        if needs_dw:
+        if grad_TO is not None:
             grad_OI = weight_grad(ctx.weight_main_grad, grad_TO, x_TI)
         return grad_TI, grad_OI, None
 
@@ -203,8 +203,7 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
         ``(T, O)`` in the weight's dtype.
     """
     if main_grad_of(weight_OI) is not None and torch.is_grad_enabled():
-        result: Tensor = _LinearIntoMainGrad.apply(x_TI, weight_OI, bias_O)
-        return result
+        return cast(Tensor, _LinearIntoMainGrad.apply(x_TI, weight_OI, bias_O))  # type: ignore[no-untyped-call]
     return F.linear(x_TI, weight_OI, bias_O)
 
 
@@ -274,8 +273,8 @@ class ColumnParallelLinear(Linear):
         if self.tp.group is None:
             return linear(x_TI, self.weight, self.bias)
         if self.tp.products is not None:
-            result: Tensor = _GatheredLinear.apply(x_TI, self.weight, self.bias, self.tp.products)
-            return result
+            gathered = (x_TI, self.weight, self.bias, self.tp.products)
+            return cast(Tensor, _GatheredLinear.apply(*gathered))  # type: ignore[no-untyped-call]
         return linear(self.tp.enter(x_TI), self.weight, self.bias)
 
 
@@ -321,7 +320,9 @@ class RowParallelLinear(Linear):
         if self.tp.group is None:
             return linear(x_TI, self.weight, self.bias)
         if self.tp.products is not None:
-            y_TO: Tensor = _ScatteredLinear.apply(x_TI, self.weight, self.tp.products)
+            y_TO: Tensor = _ScatteredLinear.apply(  # type: ignore[no-untyped-call]
+                x_TI, self.weight, self.tp.products
+            )
         else:
             y_TO = self.tp.leave(linear(x_TI, self.weight))
         return y_TO if self.bias is None else y_TO + self.bias

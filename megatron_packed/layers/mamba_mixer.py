@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +15,7 @@ from torch import Tensor, nn
 
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.tensor_parallel_shards import Shard, SplitSegment, set_shard
-from megatron_packed.layers.backends import Backends
-from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
-from megatron_packed.layers.context_parallel import ContextParallel
+from megatron_packed.layers.build import Build
 from megatron_packed.layers.parameters import new_parameter, no_weight_decay
 from megatron_packed.layers.recurrent_mixer import RecurrentMixer
 from megatron_packed.layers.state_passing import StatePassing
@@ -98,22 +95,13 @@ class MambaMixer(RecurrentMixer):
 
     Args:
         config: sizes of the model.
-        backends: backend of each op.
-        tp: tensor parallelism of this rank.
-        cp: context parallelism of this rank.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
+        build: arguments that all layers share.
     """
 
     def __init__(
         self,
         config: ModelConfig,
-        *,
-        backends: Backends,
-        tp: TensorParallel = SINGLE,
-        cp: ContextParallel = ALL_ROWS,
-        device: torch.device | str,
-        dtype: torch.dtype,
+        build: Build,
     ) -> None:
         x = SplitSegment(
             noun="Mamba heads", count=config.mamba_num_heads, width=config.mamba_head_dim
@@ -125,16 +113,17 @@ class MambaMixer(RecurrentMixer):
             shareable=True,
         )
         norm = GatedNorm(
-            tp.shard(x),
+            build.tp.shard(x),
             config.gated_norm_groups,
             eps=config.mamba_norm_epsilon,
-            backend=backends.gated_rms_norm,
-            tp=tp,
-            device=device,
-            dtype=dtype,
+            backend=build.backends.gated_rms_norm,
+            tp=build.tp,
+            device=build.device,
+            dtype=build.dtype,
         )
         super().__init__(
             config.hidden_size,
+            build,
             convolved=(x, B, B),
             z=x,
             z_first=True,
@@ -142,17 +131,12 @@ class MambaMixer(RecurrentMixer):
             width=config.mamba_d_conv,
             bias=config.mamba_conv_bias,
             norm=norm,
-            backends=backends,
-            tp=tp,
-            cp=cp,
-            passing=StatePassing(cp, config.mamba_d_conv) if cp.passes_states else None,
-            device=device,
-            dtype=dtype,
+            passing=StatePassing(build.cp, config.mamba_d_conv) if build.cp.passes_states else None,
         )
         self.chunk_size = config.mamba_chunk_size
-        self.A_log = self.per_head(device)
-        self.D = self.per_head(device)
-        self.dt_bias = self.per_head(device)
+        self.A_log = self.per_head(build.device)
+        self.D = self.per_head(build.device)
+        self.dt_bias = self.per_head(build.device)
 
     def head_parameters(self) -> tuple[Tensor, ...]:
         return self.A_log, self.D, self.dt_bias
@@ -169,14 +153,21 @@ class MambaMixer(RecurrentMixer):
         (dt_TN,) = per_head
         A_log_N, D_N, dt_bias_N = parameters or self.head_parameters()
         scanned = (x_TNP, dt_TN, A_log_N, B_TGS, C_TGS, D_N, dt_bias_N)
-        options: dict[str, Any] = {"chunk_size": self.chunk_size, "backend": self.backends.ssd}
+        backend = self.backends.ssd
         if self.passing is None:
-            return ssd(*scanned, packed.seq_idx, packed.cu_seqlens, **options)
+            return ssd(
+                *scanned,
+                packed.seq_idx,
+                packed.cu_seqlens,
+                chunk_size=self.chunk_size,
+                backend=backend,
+            )
         return ssd_of_part(
             *scanned,
             self.passing.seq_idx(packed),
             self.passing.cu_seqlens(packed),
             part=self.passing.part(packed),
             entering=partial(self.passing.entering, packed=packed),
-            **options,
+            chunk_size=self.chunk_size,
+            backend=backend,
         )

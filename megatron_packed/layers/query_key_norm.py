@@ -10,7 +10,7 @@ has its own weight. Tensor-parallel ranks then add their sums of squares.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.tensor_parallel_shards import SplitSegment, set_shard
 from megatron_packed.layers.attention_heads import query_heads
-from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.build import Build
 from megatron_packed.layers.norm import Norm
 from megatron_packed.layers.parameters import new_parameter, no_weight_decay
 from megatron_packed.layers.tensor_parallel import TensorParallel
@@ -94,24 +94,10 @@ class AllHeadsNorm(nn.Module):
         return (normed * (1 + scale_C if self.zero_centered else scale_C)).to(x_TC.dtype)
 
 
-def query_key_norms(
-    config: ModelConfig,
-    *,
-    backends: Backends,
-    tp: TensorParallel,
-    device: torch.device | str,
-    dtype: torch.dtype,
-) -> QueryKeyNorm | None:
+def query_key_norms(config: ModelConfig, build: Build) -> QueryKeyNorm | None:
     """Build the norms of queries and keys of one attention layer; None if the model has none."""
     if not config.qk_layernorm:
         return None
-    options: dict[str, Any] = {
-        "eps": config.norm_epsilon,
-        "zero_centered": config.apply_layernorm_1p,
-        "backend": backends.rms_norm,
-        "device": device,
-        "dtype": dtype,
-    }
     if config.qk_layernorm_scope == "all_heads":
         keys = SplitSegment(
             noun="key-value heads",
@@ -120,13 +106,36 @@ def query_key_norms(
             shareable=True,
         )
         return QueryKeyNorm(
-            *(AllHeadsNorm(heads, tp=tp, **options) for heads in (query_heads(config), keys))
+            _all_heads_norm(query_heads(config), config, build),
+            _all_heads_norm(keys, config, build),
         )
-    norms = QueryKeyNorm(
-        *(Norm(config.head_dim, kind=config.normalization, **options) for _ in range(2))
-    )
+    norms = QueryKeyNorm(_head_norm(config, build), _head_norm(config, build))
     for norm in norms:
         for parameter in norm.parameters():
             # Each rank computes the gradient terms of its own heads.
-            tp.use_inside(parameter)
+            build.tp.use_inside(parameter)
     return norms
+
+
+def _all_heads_norm(heads: SplitSegment, config: ModelConfig, build: Build) -> AllHeadsNorm:
+    return AllHeadsNorm(
+        heads,
+        eps=config.norm_epsilon,
+        zero_centered=config.apply_layernorm_1p,
+        backend=build.backends.rms_norm,
+        tp=build.tp,
+        device=build.device,
+        dtype=build.dtype,
+    )
+
+
+def _head_norm(config: ModelConfig, build: Build) -> Norm:
+    return Norm(
+        config.head_dim,
+        kind=config.normalization,
+        eps=config.norm_epsilon,
+        zero_centered=config.apply_layernorm_1p,
+        backend=build.backends.rms_norm,
+        device=build.device,
+        dtype=build.dtype,
+    )

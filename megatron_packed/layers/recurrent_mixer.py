@@ -22,25 +22,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from megatron_packed.distributed.overlapped_exchange import compute_by_heads
 from megatron_packed.distributed.tensor_parallel_shards import SplitSegment, set_shard
-from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.build import Build
 from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
-from megatron_packed.layers.context_parallel import ContextParallel, take_in_parts
+from megatron_packed.layers.context_parallel import take_in_parts
 from megatron_packed.layers.joined import JoinedResidual, adds_residual
 from megatron_packed.layers.named_call import NamedCall
 from megatron_packed.layers.parameters import keep_fp32, new_parameter, no_weight_decay
 from megatron_packed.layers.short_convolution import CausalConv1d
 from megatron_packed.layers.state_passing import StatePassing
-from megatron_packed.layers.tensor_parallel import TensorParallel
-from megatron_packed.layers.transformer_impl import implementation
 from megatron_packed.ops.column_slices import split_columns
 from megatron_packed.packed.params import PackedSeqParams
+
+Row = TypeVar("Row")
 
 
 def _of_part(shapes: Sequence[tuple[int, ...]], parts: int) -> list[tuple[int, ...]]:
@@ -60,6 +60,7 @@ class RecurrentMixer(nn.Module):
 
     Args:
         hidden_size: D.
+        build: arguments that all layers share.
         convolved: segments of the rows of ``in_proj`` that are the channels of ``conv1d``.
         z: segment of the rows for the gate z of the norm; the output has the same channels.
         z_first: z comes before the convolved rows; otherwise it comes after them.
@@ -67,17 +68,13 @@ class RecurrentMixer(nn.Module):
         width: convolution width.
         bias: adds a bias to each convolution channel.
         norm: gated norm of the output.
-        backends: backend of each op.
-        tp: tensor parallelism of this rank.
-        cp: context parallelism of this rank.
         passing: passing of states between context-parallel ranks; None exchanges heads instead.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
     """
 
     def __init__(
         self,
         hidden_size: int,
+        build: Build,
         *,
         convolved: Sequence[SplitSegment],
         z: SplitSegment,
@@ -86,18 +83,14 @@ class RecurrentMixer(nn.Module):
         width: int,
         bias: bool,
         norm: nn.Module,
-        backends: Backends,
-        tp: TensorParallel,
-        cp: ContextParallel,
         passing: StatePassing | None = None,
-        device: torch.device | str,
-        dtype: torch.dtype,
     ) -> None:
         super().__init__()
         # With passed states the mixer has all heads, as with one rank.
         self.passing = passing
-        self.cp = cp = cp if passing is None else ALL_ROWS
-        self.backends = backends
+        self.cp = cp = build.cp if passing is None else ALL_ROWS
+        self.backends = build.backends
+        tp, device, dtype = build.tp, build.device, build.dtype
         self.z_first = z_first
         self.values_per_head = values_per_head
         head = replace(z, width=1)
@@ -118,24 +111,25 @@ class RecurrentMixer(nn.Module):
         used_heads = (cp.local_count(own_head),)
         self.used_shapes = ((self.used_channels.local_length,), *[used_heads] * values_per_head)
         self.conv_shapes = tuple((cp.local_count(s), s.width) for s in own_channels)
-        options = {"device": device, "dtype": dtype}
-        parts = implementation(backends.transformer_impl, device, dtype)
         rows = tp.shard(*self._rows(z, convolved, head))
-        self.in_proj = parts.column_parallel(hidden_size, rows, bias=False, tp=tp, **options)
+        self.in_proj = build.parts.column_parallel(
+            hidden_size, rows, bias=False, tp=tp, device=device, dtype=dtype
+        )
         self.conv1d = CausalConv1d(
             channels,
             width,
             bias=bias,
-            backend=backends.causal_conv1d,
-            **options,
+            backend=build.backends.causal_conv1d,
+            device=device,
+            dtype=dtype,
         )
         self.scan = NamedCall()
         self.norm = norm
-        self.out_proj = parts.row_parallel(
-            tp.shard(z, dim=1), hidden_size, bias=False, tp=tp, **options
+        self.out_proj = build.parts.row_parallel(
+            tp.shard(z, dim=1), hidden_size, bias=False, tp=tp, device=device, dtype=dtype
         )
 
-    def _rows(self, z: Any, convolved: Sequence[Any], head: Any) -> tuple[Any, ...]:
+    def _rows(self, z: Row, convolved: Sequence[Row], head: Row) -> tuple[Row, ...]:
         """Return what belongs to the rows of ``in_proj`` in the order of the rows."""
         heads = [head] * self.values_per_head
         return (z, *convolved, *heads) if self.z_first else (*convolved, z, *heads)

@@ -91,9 +91,8 @@ class StatePassing:
             log_N: logarithm of the part's decay.
         """
         message_1X = torch.cat([state_NPS.flatten(), log_N])[None]
-        states_cX, logs_cN = gather_rows(message_1X, self.cp.group).split(
-            [state_NPS.numel(), len(log_N)], dim=1
-        )
+        gathered_cX = gather_rows(message_1X, self.cp.group)
+        states_cX, logs_cN = torch.split(gathered_cX, [state_NPS.numel(), len(log_N)], dim=1)
         # (1, T) -> (c, T / c)
         documents = packed.seq_idx.view(self.cp.size, -1)
         return entering_state(

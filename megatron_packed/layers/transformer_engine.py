@@ -25,6 +25,7 @@ import transformer_engine.pytorch as te
 from torch import Tensor, nn
 
 from megatron_packed.distributed.tensor_parallel_shards import Shard
+from megatron_packed.layers.joined import JoinedResidual
 from megatron_packed.layers.linear import (
     ColumnParallelLinear,
     Linear,
@@ -124,7 +125,10 @@ class TransformerEngineRowParallelLinear(RowParallelLinear):
         super().__init__(columns, out_features, bias=bias, tp=tp, device=device, dtype=dtype)
         _attach_te_linear(self, "row", tp)
 
-    def forward(self, x_TI: Tensor) -> Tensor:
+    def forward(self, x_TI: Tensor, joined: JoinedResidual | None = None) -> Tensor:
+        assert joined is None, (
+            "`added_product` must not join a residual to TransformerEngine's product"
+        )
         return _run(self, x_TI)
 
 
@@ -153,9 +157,11 @@ class TransformerEngineNorm(Norm):
             backend=backend,
             tp=tp,
         )
-        made = te.RMSNorm if kind == "RMSNorm" else te.LayerNorm
-        options = {"eps": eps, "zero_centered_gamma": zero_centered, "dtype": dtype}
-        _share_parameters(made(hidden_size, device="meta", **options), self)
+        norm_class = te.RMSNorm if kind == "RMSNorm" else te.LayerNorm
+        module = norm_class(
+            hidden_size, eps=eps, zero_centered_gamma=zero_centered, dtype=dtype, device="meta"
+        )
+        _share_parameters(module, self)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         module: Any = self.te_module

@@ -30,13 +30,13 @@ def to_zigzag(
     """Move ``(T / c, ...)`` tensors from contiguous rows to this rank's rows in attention."""
     columns = [x.flatten(1) for x in tensors]
     moved_TC = _moved(torch.cat(columns, dim=1), cp, packed, back=False)
-    parts = moved_TC.split([x_TC.shape[1] for x_TC in columns], dim=1)
-    return [part.unflatten(1, x.shape[1:]) for part, x in zip(parts, tensors)]
+    parts = torch.split(moved_TC, [x_TC.shape[1] for x_TC in columns], dim=1)
+    return [torch.unflatten(part, 1, x.shape[1:]) for part, x in zip(parts, tensors)]
 
 
 def from_zigzag(x: Tensor, cp: ContextParallel, packed: PackedSeqParams) -> Tensor:
     """Move a ``(T / c, ...)`` tensor back to contiguous rows: the inverse of `to_zigzag`."""
-    return _moved(x.flatten(1), cp, packed, back=True).unflatten(1, x.shape[1:])
+    return torch.unflatten(_moved(x.flatten(1), cp, packed, back=True), 1, x.shape[1:])
 
 
 def _moved(x_TC: Tensor, cp: ContextParallel, packed: PackedSeqParams, *, back: bool) -> Tensor:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from megatron_packed.distributed.differentiable import gather_last
 from megatron_packed.distributed.rng import generators_kept
-from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
+from megatron_packed.layers.build import Build
 from megatron_packed.layers.decoding.state import CACHE_BLOCK, NextTokens
 from megatron_packed.layers.decoding.states import DecodedLayer
 from megatron_packed.layers.embedding import Embedding
@@ -53,7 +53,7 @@ class DecoderModules(nn.Module):
             model.config,
             # Multi-token prediction is not used.
             hybrid_layer_pattern=model.config.main_layers,
-            mtp_num_layers=None,
+            mtp_num_layers=0,
             moe_expert_capacity_factor=None,
             moe_pad_expert_input_to_capacity=False,
             moe_expert_rank_capacity_factor=None,
@@ -64,6 +64,7 @@ class DecoderModules(nn.Module):
         num_rows = config.padded_vocab_size(model.vocab_size, tp.size)
         # The meta device has no memory: `share_weights` puts the model's tensors in place.
         meta = torch.device("meta")
+        build = Build(backends=backends, tp=tp, ep=ep, device=meta, dtype=model.dtype)
         # The copy has the same tables, and its own mode.
         rotary = copy(model.rotary)
         self.embedding = Embedding(
@@ -74,24 +75,10 @@ class DecoderModules(nn.Module):
             device=meta,
             dtype=model.dtype,
         )
-        self.layers = build_layers(
-            config,
-            rotary=rotary,
-            backends=backends,
-            tp=tp,
-            ep=ep,
-            device=meta,
-            dtype=model.dtype,
-        )
-        self.final_norm = build_norm(config, backends, meta, model.dtype, tp)
+        self.layers = build_layers(config, build, rotary)
+        self.final_norm = build_norm(config, build)
         self.pack_tables = PackTables(
-            config,
-            tp=tp,
-            cp=ALL_ROWS,
-            backends=backends,
-            rotary=rotary,
-            max_positions=model.max_positions,
-            dtype=model.dtype,
+            config, build, rotary=rotary, max_positions=model.max_positions
         )
         self.tp = tp
         self.row_multiple = tp.size if ep.splits_tokens else 1

@@ -135,8 +135,9 @@ class ExpertLayers:
             skip: 0-d bool on the device. True leaves the biases unchanged, because the optimizer
                 step was not taken either.
         """
-        biases = [layer.mixer.router.expert_bias for layer in self.moe_layers]
-        if biases and biases[0] is not None:
+        all_biases = [layer.mixer.router.expert_bias for layer in self.moe_layers]
+        biases: Sequence[Tensor] = [bias for bias in all_biases if bias is not None]
+        if biases:
             counts_LE = tokens_per_expert.view(len(biases), -1)
             if self.config.mtp_use_repeated_layer:
                 biases, counts_LE = self.mtp.joined_counts(biases, counts_LE)

@@ -81,7 +81,8 @@ class Flops:
 
     @property
     def total(self) -> float:
-        return sum(getattr(self, field.name) for field in fields(self))
+        amounts: list[float] = [getattr(self, field.name) for field in fields(self)]
+        return sum(amounts)
 
     def scaled(self, factor: float) -> Flops:
         return Flops(**{field.name: factor * getattr(self, field.name) for field in fields(self)})

@@ -28,6 +28,7 @@ from megatron_packed.distributed.tensor_parallel_shards import (
 )
 from megatron_packed.layers.attention import Rotary
 from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.build import Build
 from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.layers.embedding import Embedding
 from megatron_packed.layers.hybrid_layer import (
@@ -103,6 +104,9 @@ class HybridModel(ExpertLayers, nn.Module):
         ValueError: the parallel layout is not supported.
     """
 
+    _no_rows: Tensor
+    _no_counts: Tensor
+
     def __init__(
         self,
         config: ModelConfig,
@@ -118,7 +122,7 @@ class HybridModel(ExpertLayers, nn.Module):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         seed: int = 1234,
-        backends: Backends | Mapping[str, str] | None = None,
+        backends: Backends | Mapping[str, str | bool] | None = None,
         memory: MemoryConfig | None = None,
         offload: Offload | None = None,
     ) -> None:
@@ -137,24 +141,38 @@ class HybridModel(ExpertLayers, nn.Module):
         self.dtype = dtype
         self.backends = Backends.of(backends)
         num_rows = config.padded_vocab_size(vocab_size, self.tp.size)
-        parts = {"backends": self.backends, "tp": self.tp, "cp": self.cp, "dtype": dtype}
-        options = {"tp": self.tp, "device": device, "dtype": dtype}
-        options["stored_rows"] = config.padded_vocab_size(vocab_size)
+        stored_rows = config.padded_vocab_size(vocab_size)
+        build = Build(
+            backends=self.backends, tp=self.tp, cp=self.cp, ep=self.ep, device=device, dtype=dtype
+        )
         self.embedding = Embedding(
-            num_rows, config.hidden_size, multiplier=config.embedding_multiplier, **options
+            num_rows,
+            config.hidden_size,
+            stored_rows=stored_rows,
+            multiplier=config.embedding_multiplier,
+            tp=self.tp,
+            device=device,
+            dtype=dtype,
         )
         # Positions of a document's padding continue after its last token.
         positions = max_positions + -max_positions % self.cp.attention_partition.alignment
         self.rotary = Rotary.of(config, positions, backend=self.backends.rope, device=device)
-        self.layers = build_layers(config, rotary=self.rotary, ep=self.ep, device=device, **parts)
+        self.layers = build_layers(config, build, self.rotary)
         self._main_layers = config.layers_of_depth(0)
-        self.final_norm = build_norm(config, self.backends, device, dtype, self.tp)
-        self.mtp = MultiTokenPrediction(config, self.layers, device=device, **parts)
+        self.final_norm = build_norm(config, build)
+        self.mtp = MultiTokenPrediction(config, build, self.layers)
         self.output: Output | None = None
         if config.untie_embeddings_and_output_weights:
-            self.output = Output(num_rows, config.hidden_size, **options)
+            self.output = Output(
+                num_rows,
+                config.hidden_size,
+                stored_rows=stored_rows,
+                tp=self.tp,
+                device=device,
+                dtype=dtype,
+            )
         self.pack_tables = PackTables(
-            config, rotary=self.rotary, max_positions=max_positions, **parts
+            config, build, rotary=self.rotary, max_positions=max_positions
         )
         self._join_experts(groups, device)
         for name, shape in (("_no_rows", (2,)), ("_no_counts", (0, 0))):

@@ -126,7 +126,7 @@ def check_isolation(
     model_config: ModelConfig,
     device: torch.device | str,
     dtype: torch.dtype,
-    backends: Backends | Mapping[str, str] | None = None,
+    backends: Backends | Mapping[str, str | bool] | None = None,
     *,
     groups: ParallelGroups | None = None,
     cp_comm_type: str = "a2a",
@@ -372,7 +372,8 @@ def _without_boundaries(pack: MicroBatch) -> MicroBatch:
 def observe(model: HybridModel, pack: MicroBatch) -> dict[str, Tensor]:
     """Return outputs, losses and input gradients of all slots; no losses with ``/`` parts."""
     captured: list[Tensor] = []
-    final_norm = model.mtp[-1].final_norm if model.mtp else model.final_norm
+    depths = list(model.mtp)
+    final_norm = depths[-1].final_norm if depths else model.final_norm
     handles = [
         module.register_forward_hook(lambda _module, _inputs, output: captured.append(output))
         for module in (model.embedding, final_norm)

@@ -10,7 +10,8 @@ Letters: T tokens, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +19,10 @@ from torch import Tensor, nn
 from megatron_packed.config.layer_pattern import MOE
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.overlapped_collectives import Stage
-from megatron_packed.layers.backends import Backends
-from megatron_packed.layers.context_parallel import ContextParallel
+from megatron_packed.layers.build import Build
 from megatron_packed.layers.hybrid_layer import HybridLayers, build_norm
 from megatron_packed.layers.linear import Linear
 from megatron_packed.layers.moe.layer import MoEReport
-from megatron_packed.layers.tensor_parallel import TensorParallel
 from megatron_packed.packed.later_tokens import later, reached
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.packed.params import PackedSeqParams
@@ -38,21 +37,16 @@ class DepthHead(nn.Module):
     tensor-parallel rank holds all of the projection and applies it to its rows of the hidden state.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        backends: Backends,
-        device: torch.device | str,
-        dtype: torch.dtype,
-        tp: TensorParallel,
-    ) -> None:
+    def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
         hidden = config.hidden_size
-        self.enorm = build_norm(config, backends, device, dtype, tp)
-        self.hnorm = build_norm(config, backends, device, dtype, tp)
-        self.eh_proj = Linear(2 * hidden, hidden, bias=False, device=device, dtype=dtype)
-        tp.use_on_rows(self.eh_proj.weight)
-        self.final_norm = build_norm(config, backends, device, dtype, tp)
+        self.enorm = build_norm(config, build)
+        self.hnorm = build_norm(config, build)
+        self.eh_proj = Linear(
+            2 * hidden, hidden, bias=False, device=build.device, dtype=build.dtype
+        )
+        build.tp.use_on_rows(self.eh_proj.weight)
+        self.final_norm = build_norm(config, build)
 
     def own_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that `forward` uses: all but those of the final norm."""
@@ -75,30 +69,23 @@ class MultiTokenPrediction(nn.ModuleList):
     """A `DepthHead` for each depth. The layers between its modules are among those of the model.
 
     Args:
+        config: the model.
+        build: arguments that all layers share.
         layers: all layers of the model. With repeated layers, those of later depths get the
             parameters of the first depth.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layers: HybridLayers,
-        *,
-        backends: Backends,
-        tp: TensorParallel,
-        cp: ContextParallel,
-        device: torch.device | str,
-        dtype: torch.dtype,
-    ) -> None:
-        super().__init__(
-            DepthHead(config, backends, device, dtype, tp) for _ in range(config.mtp_depths)
-        )
+    def __init__(self, config: ModelConfig, build: Build, layers: HybridLayers) -> None:
+        super().__init__(DepthHead(config, build) for _ in range(config.mtp_depths))
         self.config = config
-        self.cp = cp
+        self.cp = build.cp
         # In a tuple, so that they are no submodules here.
         self._layers = (layers,)
         if config.mtp_use_repeated_layer:
             self._repeat_first_depth(layers)
+
+    def __iter__(self) -> Iterator[DepthHead]:
+        return cast("Iterator[DepthHead]", super().__iter__())
 
     def _repeat_first_depth(self, layers: HybridLayers) -> None:
         """Give the parameters of the first depth to the modules of the other depths."""
@@ -166,6 +153,7 @@ class MultiTokenPrediction(nn.ModuleList):
         (layers,) = self._layers
         # The backward pass of `stack` splits the upstream gradient into views of its memory, by
         # which the loss recognises its scale.
+        scales: Sequence[Tensor | None]
         scales = [None] * len(self) if grad_scales is None else grad_scales.unbind()
         for depth, (head, grad_scale) in enumerate(zip(self, scales, strict=True), start=1):
             reaches_T = reached(packed, depth)

@@ -10,10 +10,8 @@ from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, MOE
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.attention import Rotary
 from megatron_packed.layers.attention_heads import attended_heads
-from megatron_packed.layers.backends import Backends
-from megatron_packed.layers.context_parallel import ContextParallel
+from megatron_packed.layers.build import Build
 from megatron_packed.layers.moe.layer import count_valid
-from megatron_packed.layers.tensor_parallel import TensorParallel
 from megatron_packed.ops.gated_delta_rule.tables import build_tables as build_delta_rule_tables
 from megatron_packed.ops.varlen_attention.api import prepare_tables
 from megatron_packed.packed.later_tokens import reaches
@@ -32,6 +30,7 @@ class PackTables:
 
     Args:
         config: the model; its layer pattern decides which tables exist.
+        build: arguments that all layers share.
         rotary: position tables of the attention layers, or None.
         max_positions: length of the longest document, for the error message.
     """
@@ -39,21 +38,18 @@ class PackTables:
     def __init__(
         self,
         config: ModelConfig,
+        build: Build,
         *,
-        tp: TensorParallel,
-        cp: ContextParallel,
-        backends: Backends,
         rotary: Rotary | None,
         max_positions: int,
-        dtype: torch.dtype,
     ) -> None:
-        self.cp = cp
-        self.partition = cp.partition
-        self.backends = backends
+        self.cp = build.cp
+        self.partition = build.cp.partition
+        self.backends = build.backends
         self.rotary = rotary
         self.max_positions = max_positions
         self.head_dim = config.head_dim
-        self.dtype = dtype
+        self.dtype = build.dtype
         self.sample_shape: tuple[int, int] | None = None
         """Samples of a pack and slots of a sample, if experts are balanced in each sample."""
         self.balances_documents = config.balances_documents and MOE in config.layer_types
@@ -64,8 +60,8 @@ class PackTables:
         self.has_delta_rule = GATED_DELTA_NET in config.layer_types
         self.attended_heads: tuple[int, int] | None = None
         """Query and key-value heads of the attention kernel; None if the kernel uses no tables."""
-        if ATTENTION in config.layer_types and cp.exchanges_heads:
-            self.attended_heads = attended_heads(config, tp, cp)
+        if ATTENTION in config.layer_types and build.cp.exchanges_heads:
+            self.attended_heads = attended_heads(config, build.tp, build.cp)
 
     def check(self, packed: PackedSeqParams) -> None:
         """Check one pack on the host; every pack must be checked.

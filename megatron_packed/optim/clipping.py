@@ -116,7 +116,7 @@ def _set_aside(views: Sequence[Tensor]) -> Iterator[None]:
     kept = torch.cat(list(views))
     foreach_zero_(list(views))
     yield
-    foreach_copy_(list(views), list(kept.split([view.numel() for view in views])))
+    foreach_copy_(list(views), list(torch.split(kept, [view.numel() for view in views])))
 
 
 def nonfinite_flag(values: Tensor) -> Tensor:

@@ -72,8 +72,10 @@ def _loss_rows(run: Run) -> list[tuple[str, str]]:
 def _phase_rows(run: Run) -> list[tuple[str, str]]:
     """Return a row with the phases of the run and their first steps; empty without phases."""
     phases = run.facts.get("phases")
+    if not isinstance(phases, list):
+        return []
     try:
-        texts = [f"{phase['name']} from step {phase['iteration'] + 1:,}" for phase in phases or []]
+        texts = [f"{phase['name']} from step {phase['iteration'] + 1:,}" for phase in phases]
     except (KeyError, TypeError, ValueError):  # a damaged log
         return []
     return [("phases", ", ".join(texts))] if texts else []

@@ -27,6 +27,8 @@ from megatron_packed.cuda_graphs.transformer_engine import Maker, maker
 from megatron_packed.cuda_graphs.whole_step_graphs import FullIterationGraphs
 from megatron_packed.distributed.collectives import all_gather_json, in_turns
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.layers.hybrid_layer import HybridMoELayer
+from megatron_packed.layers.linear import main_grad_of
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.packed.capture_sizes import CaptureSize, CaptureSizes
 from megatron_packed.packed.micro_batch import Document, MicroBatch
@@ -144,6 +146,7 @@ def modules_to_capture(options: CudaGraphConfig, model: HybridModel) -> dict[str
         if symbol in whole:
             modules[f"layers.{number}"] = layer
         elif ROUTER in asked and symbol == MODULE_LAYERS[ROUTER]:
+            assert isinstance(layer, HybridMoELayer)
             modules[f"layers.{number}.mixer.router"] = layer.mixer.router
     return modules
 
@@ -258,7 +261,8 @@ def _added_to(step: TrainStep, part: str) -> dict[str, Tensor]:
     result is defined only for the gradients that it owns, so only those are returned.
     """
     buffers = step.buffers
-    gradients = {name: parameter.main_grad for name, parameter in buffers.parameters.items()}
+    main_grads = {name: main_grad_of(one) for name, one in buffers.parameters.items()}
+    gradients = {name: grad for name, grad in main_grads.items() if grad is not None}
     if part == LAST_MICRO_BATCH and not buffers.owns_all:
         owned = [buffers.owned_span(bucket) for bucket in buffers.layout.buckets]
         gradients = {
@@ -340,7 +344,8 @@ def within(lengths: NDArray[np.int64], longest: int) -> NDArray[np.int64]:
     beyond = int(np.maximum(lengths - longest, 0).sum())
     lengths = np.minimum(lengths, longest)
     room = longest - lengths
-    return lengths + np.clip(beyond - (np.cumsum(room) - room), 0, room)
+    added: NDArray[np.int64] = np.clip(beyond - (np.cumsum(room) - room), 0, room)
+    return lengths + added
 
 
 def sentences_of_all_ranks(

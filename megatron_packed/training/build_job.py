@@ -72,7 +72,7 @@ def build_model(
     groups: ParallelGroups | None = None,
     *,
     dtype: torch.dtype | None = None,
-    backends: Mapping[str, str] | None = None,
+    backends: Mapping[str, str | bool] | None = None,
 ) -> HybridModel:
     """Build the model with initial weights, which depend only on the seed.
 

@@ -242,7 +242,7 @@ def _room_problem(value: Any) -> str | None:
 
 
 def _spike_window_problem(value: Any) -> str | None:
-    rows = (
+    rows: list[Any] = (
         list(value.values())
         if isinstance(value, dict) and value.keys() == {"loss", "grad_norm"}
         else [None]

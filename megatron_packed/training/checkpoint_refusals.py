@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -173,7 +173,7 @@ class CheckpointRefusals:
     hashes: DataHashes
     config: dict[str, Any]
     schedule_units: Collection[str]
-    implied: Collection[str]
+    implied: Set[str]
     planned: Resumed | None = None
     """The checkpoint for which the data was planned; None if nothing is resumed."""
     changed_files: str = ""
@@ -218,7 +218,8 @@ class CheckpointRefusals:
 
     def _phase_refusal(self, metadata: Mapping[str, Any], resumed: Resumed) -> str | None:
         """Return why the phase of this run cannot begin at a checkpoint, or continue from it."""
-        *earlier, current = [phase.name for phase in resumed.phases] or [None]
+        names = [phase.name for phase in resumed.phases]
+        earlier, current = names[:-1], names[-1] if names else None
         if current in earlier:
             return (
                 f"is of phase {earlier[-1]}, and phase {current} ended before it; give --begin-phase "

@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 
 from megatron_packed.config.run import RunConfig
+from megatron_packed.data.packing.evaluation_plan import EvaluationPlan
 from megatron_packed.distributed.collectives import all_gather_json, all_reduce_sum
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.packed.micro_batch import MicroBatch
@@ -39,7 +40,7 @@ class Evaluations:
     console: Console
     write: Callable[[dict[str, object]], None]
     """Writes a record to the logs."""
-    load: Callable[[Stream, int], Sequence[MicroBatch]]
+    load: Callable[[Stream[EvaluationPlan], int], Sequence[MicroBatch]]
     """Returns this rank's micro-batches of a step of a plan."""
     garbage: GarbageCollection
     wait_for_device: Callable[[], None]
@@ -107,7 +108,9 @@ class Evaluations:
             f"validations is {best} (--early-stopping-patience {patience})."
         )
 
-    def _evaluate(self, streams: Mapping[str, Stream], name: str, field: str) -> float:
+    def _evaluate(
+        self, streams: Mapping[str, Stream[EvaluationPlan]], name: str, field: str
+    ) -> float:
         """Print the loss over finite plans, and write it as ``{field}_loss``."""
         iteration, total, targets = self.progress.iteration, 0.0, 0
         of_sets: dict[str, float] = {}
@@ -147,7 +150,7 @@ class Evaluations:
             name, share, count
         )
 
-    def _sum_loss(self, stream: Stream) -> tuple[float, int]:
+    def _sum_loss(self, stream: Stream[EvaluationPlan]) -> tuple[float, int]:
         """Return the sum of the losses over a finite plan in nats, and the number of targets."""
         loss, overflow, targets = self._passes(stream)
         # The sum of a pack that overflowed cannot be taken back, so all packs run again.
@@ -156,7 +159,7 @@ class Evaluations:
                 loss, _, targets = self._passes(stream)
         return loss, targets
 
-    def _passes(self, stream: Stream) -> tuple[float, float, int]:
+    def _passes(self, stream: Stream[EvaluationPlan]) -> tuple[float, float, int]:
         """Run a validation; return its loss, the overflows of expert buffers, and the targets."""
         step, targets = self.step, 0
         # In place, because captured validation passes add to these addresses.

@@ -111,7 +111,8 @@ def export_trained(
     stored = metadata["config"]
     config = stored_run(stored, found, None, "cpu")
     family_for(config.model, family)  # refuse the model before any file is read
-    used, files, missing, ids, warning = None, {}, _NO_TOKENIZER, SpecialIds(), None
+    files: Files = {}
+    used, missing, ids, warning = None, _NO_TOKENIZER, SpecialIds(), None
     if tokenizer is not None or "data" in stored:
         data = config.data if tokenizer is None else moved_tokenizer(config.data, tokenizer)
         used = build_tokenizer(data, config.model.vocab_size, build_missing=False)
@@ -154,7 +155,8 @@ def _max_positions(config: RunConfig, metadata: Mapping[str, Any]) -> int | None
     of the original has no value.
     """
     if config.model.max_position_embeddings is None and ORIGINAL in metadata:
-        return metadata[ORIGINAL].get(CONFIG, {}).get(MAX_POSITIONS)
+        positions: int | None = metadata[ORIGINAL].get(CONFIG, {}).get(MAX_POSITIONS)
+        return positions
     return config.max_positions
 
 

@@ -247,6 +247,7 @@ def _feed_forward_ops(config: RunConfig, kind: str) -> Iterator[tuple[Op, Hashab
     gated = 2 if model.activation == "swiglu" else 1
     width = model.ffn_hidden_size // parallel.tensor_model_parallel_size
     if MOE in model.hybrid_layer_pattern:
+        assert model.num_experts is not None
         expert = model.moe_ffn_hidden_size // parallel.expert_tensor_parallel_size
         yield from grouped_mlp_ops(config, kind)
         yield (
@@ -308,7 +309,7 @@ def asked_of(config: RunConfig, op: Op, device: torch.device) -> str:
 
 
 def _backends(config: RunConfig) -> Backends:
-    return Backends.of(backends_of(config))  # type: ignore[arg-type]
+    return Backends.of(backends_of(config))
 
 
 def _has_mlp(config: RunConfig) -> bool:

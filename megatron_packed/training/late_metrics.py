@@ -109,7 +109,7 @@ class LateMetrics(Generic[Facts]):
         else:
             # Not `synchronize`: a host that waits inside CUDA sends no heartbeat to the thread that
             # detects hangs.
-            while not item.end.query():
+            while not item.end.query():  # type: ignore[no-untyped-call]
                 self._waits()
                 time.sleep(_POLL_SECONDS)
             seconds = cast(torch.cuda.Event, item.begin).elapsed_time(item.end) / 1e3
@@ -118,6 +118,6 @@ class LateMetrics(Generic[Facts]):
     def _mark(self) -> Mark:
         if not self._on_gpu:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event

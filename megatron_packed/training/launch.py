@@ -42,7 +42,7 @@ SHUTDOWN_SECONDS = 1800.0
 """Default of ``--shutdown-timeout``."""
 SECOND_SIGNAL_SECONDS = 3.0
 """Seconds after a second signal until the processes are killed."""
-_SECONDS_AFTER = {
+_SECONDS_AFTER: dict[int, float] = {
     # These runs ended in the same step on all ranks. Rank 0 may still close files.
     ExitCode.PREEMPTED: 120.0,
     ExitCode.NONFINITE: 120.0,
@@ -146,7 +146,7 @@ class Launcher:
         self._config = config
         self._second: int | None = None
         self._forwarded = 0
-        signals = SIGNALS
+        signals: tuple[signal.Signals, ...] = SIGNALS
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # ignored under nohup
             signals = (*SIGNALS, signal.SIGHUP)
         self._flag = SignalFlag(self._receive_second, speaks=options.speaks, signals=signals)
@@ -230,6 +230,7 @@ class Launcher:
             return
         self._forwarded = signals
         received = self._flag.received
+        assert received is not None  # a second signal follows a first one
         # A run does not handle SIGHUP, which a closed terminal sends to this process.
         ranks.signal(signal.SIGTERM if received == signal.SIGHUP else received)
         if self._second is not None:

@@ -220,14 +220,19 @@ class ManyNodes(OneNode):
             raise placement
         return placement
 
+    @property
+    def _current(self) -> LaunchAttempt:
+        assert self._attempt is not None, "`join` begins an attempt"
+        return self._attempt
+
     def publish(self, failure: RankFailure) -> None:
-        self._attempt.own_failure = self._attempt.own_failure or failure
+        self._current.own_failure = self._current.own_failure or failure
 
     def failure(self) -> RankFailure | None:
-        return self._attempt.first
+        return self._current.first
 
     def agree(self, *, stopped: bool) -> Agreement:
-        attempt = self._attempt
+        attempt = self._current
         own = attempt.own_failure
         attempt.own_end = {"stopped": stopped, "lost": own is not None and bool(own.lost)}
         attempt.thread.join(END_SECONDS)
@@ -276,7 +281,7 @@ class ManyNodes(OneNode):
         )
 
     def _rendezvous(self, here: dict[str, Any]) -> tuple[Placement, Any]:
-        from torch.distributed import PrefixStore, TCPStore
+        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
         from torch.distributed.elastic.rendezvous import RendezvousParameters
         from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 

@@ -106,7 +106,7 @@ def run_job(
         check_kernels(config, groups.device)
         outputs.claim(config, groups)
         report = partial(_report, watch=watch, groups=groups, outputs=outputs)
-        exit_code = _train(
+        exit_code: int = _train(
             Launch(
                 config=config,
                 groups=groups,

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_packed.config.run import RunConfig
@@ -94,7 +94,7 @@ class StepProfiler:
             )
             self._profile.start()
         elif self._device.type == "cuda":
-            torch.cuda.profiler.start()
+            torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
         else:
             raise RuntimeError(
                 "nsys profiles only GPUs, and none is used; add --use-pytorch-profiler"
@@ -109,7 +109,7 @@ class StepProfiler:
             # Kernels of the last step may still be queued. Wait, so that the profile includes them.
             torch.cuda.synchronize(self._device)
         if self._profile is None:
-            torch.cuda.profiler.stop()
+            torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
             self._say(f"profile: steps {first} to {iteration} were marked for nsys")
             return
         profiled = self._profile

@@ -276,7 +276,9 @@ def _add_answer(value: dict[str, Any]) -> None:
         if question in value and not value.get(answer) and not value.get("response"):
             value[answer] = _NO_ANSWER
     for turns in (value.get("messages"), value.get("conversations")):
-        last = turns[-1] if isinstance(turns, list) and turns else None
+        if not isinstance(turns, list) or not turns:
+            continue
+        last = turns[-1]
         if isinstance(last, dict) and last.get("role", last.get("from")) in _ASKING:
             role, content = ("role", "content") if "role" in last else ("from", "value")
             turns += [{role: "assistant", content: _NO_ANSWER}]

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -351,7 +351,8 @@ class ReplicaCheck:
         if not troubled and not mismatches(brief):
             return
         everything = [
-            cast(dict[str, dict], one) for one in ranks.gather({"held": held, "wrong": dict(wrong)})
+            cast(dict[str, dict[str, Any]], one)
+            for one in ranks.gather({"held": held, "wrong": dict(wrong)})
         ]
         found = against_masters([one["wrong"] for one in everything])
         known = {name for one in everything for name in one["wrong"]}

@@ -100,8 +100,10 @@ def _say_changes(
     keys = PHASE_CHANGES if begins else ("optim", "training")
     changed = changed_options(before, state.config, keys)
     # With --train-samples and --train-epochs, these lengths are computed and are not options.
-    computed = {"--train-samples": ("--train-iters ",)}
-    computed["--train-epochs"] = ("--train-iters ", "--train-samples ")
+    computed: dict[str, tuple[str, ...]] = {
+        "--train-samples": ("--train-iters ",),
+        "--train-epochs": ("--train-iters ", "--train-samples "),
+    }
     without = computed.get(config.training.length_flag, ())
     changed = [option for option in changed if not option.startswith(without)]
     if changed:

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,13 +44,18 @@ from megatron_packed.training.stored_files import (
     with_stored_template,
 )
 
+AnyPlan = PackPlan | EvaluationPlan
+"""Plan of training data, or of validation or test data."""
+_Plan = TypeVar("_Plan", bound=AnyPlan)
+_Plan_co = TypeVar("_Plan_co", bound=AnyPlan, covariant=True)
+
 
 @dataclass(frozen=True, kw_only=True)
-class Stream:
+class Stream(Generic[_Plan_co]):
     """Documents, the plan that orders and packs them, and the loader of their packs."""
 
     dataset: Documents
-    plan: PackPlan | EvaluationPlan
+    plan: _Plan_co
     loader: Loader
 
     def lengths(self, step: StepPlan) -> NDArray[np.int64]:
@@ -64,8 +70,8 @@ class RunData:
 
     tokenizer: Tokenizer
     vocab_size: int
-    train: Stream
-    evaluated: Mapping[str, Stream]
+    train: Stream[PackPlan]
+    evaluated: Mapping[str, Stream[EvaluationPlan]]
     """Validation and test data, with the keys of `RunDocuments.evaluated`."""
     tokenizer_hash: str
     """`meaning_hash` of the tokenizer."""
@@ -83,16 +89,16 @@ class RunData:
     """Clause about files that have changed since the checkpoint (`StoredFiles.changed_files`)."""
 
     @property
-    def valid(self) -> Stream | None:
+    def valid(self) -> Stream[EvaluationPlan] | None:
         """Validation data; None without any, and with several validation sets."""
         return self.evaluated.get(VALIDATION)
 
     @property
-    def test(self) -> Stream | None:
+    def test(self) -> Stream[EvaluationPlan] | None:
         return self.evaluated.get(TEST)
 
     @property
-    def validations(self) -> dict[str, Stream]:
+    def validations(self) -> dict[str, Stream[EvaluationPlan]]:
         """``validation``, or ``validation (NAME)`` for each validation set."""
         return {name: stream for name, stream in self.evaluated.items() if name != TEST}
 
@@ -106,16 +112,18 @@ class RunData:
         read = [
             [stream.dataset.content_hash, stream.plan.num_targets]
             for stream in self.validations.values()
-            if isinstance(stream.plan, EvaluationPlan)
         ]
         validation = hashlib.sha256(json.dumps(read).encode()).hexdigest()[:32] if read else ""
         return DataHashes(self.train.dataset.content_hash, self.tokenizer_hash, validation)
 
     @property
+    def _streams(self) -> dict[str, Stream[AnyPlan]]:
+        return {"training": self.train, **self.evaluated}
+
+    @property
     def accounts(self) -> dict[str, dict[str, int]]:
         """Counts of kept and dropped tokens and targets, for each of training, validation, test."""
-        streams = {"training": self.train, **self.evaluated}
-        return {name: stream.plan.pieces.as_dict() for name, stream in streams.items()}
+        return {name: stream.plan.pieces.as_dict() for name, stream in self._streams.items()}
 
     def sentences(self) -> list[str]:
         """Return sentences about packing and about kept and dropped tokens and targets."""
@@ -123,7 +131,7 @@ class RunData:
         return [*self.packing.sentences(), *(line for lines in of_plans for line in lines)]
 
     def close(self) -> None:
-        for stream in (self.train, *self.evaluated.values()):
+        for stream in self._streams.values():
             stream.loader.close()
         self.tokenizer.close()
 
@@ -250,7 +258,8 @@ def _say_packs(
         for name, evaluation in plans.evaluations.items()
         for line in beyond_sentences(plans.capture_sizes, evaluation, name)
     ]
-    kept = all(plan.pieces.keeps_everything for plan in (plans.train, *plans.evaluations.values()))
+    pieces = [plans.train.pieces, *(plan.pieces for plan in plans.evaluations.values())]
+    kept = all(part.keeps_everything for part in pieces)
     show = detail if detail is not None and kept else say
     for line in [*packing_sentences(config, plans), *beyond, *spread_sentences(plans.train)]:
         show(line)
@@ -278,7 +287,7 @@ def _refuse_fallbacks(config: RunConfig, plans: Plans, beyond: list[str]) -> Non
         )
 
 
-def check_alike(streams: Mapping[str, Stream], groups: ParallelGroups) -> None:
+def check_alike(streams: Mapping[str, Stream[AnyPlan]], groups: ParallelGroups) -> None:
     """Check that all ranks read the same tokens in the same order. A collective.
 
     Raises:
@@ -303,9 +312,9 @@ def _stream(
     config: RunConfig,
     groups: ParallelGroups,
     dataset: Documents,
-    plan: PackPlan | EvaluationPlan,
+    plan: _Plan,
     capture_sizes: CaptureSizes | None,
-) -> Stream:
+) -> Stream[_Plan]:
     loader = Loader(
         dataset,
         plan,

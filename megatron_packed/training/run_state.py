@@ -188,7 +188,7 @@ class RunState:
         )
         self.progress = RunProgress()
         phase = begun_phase(config)
-        self.phases = () if phase is None else (Phase(phase, 0),)
+        self.phases: tuple[Phase, ...] = () if phase is None else (Phase(phase, 0),)
         """Phases of the run, the current one last."""
         self.original: Any = None
         """Facts of the Hugging Face model whose weights the run began with; None if there is none."""
@@ -293,6 +293,7 @@ class RunState:
         step: int,
         ranks: Ranks,
     ) -> SavedCheckpoint:
+        assert options.save is not None
         return save_checkpoint(
             options.save,
             step,
@@ -341,6 +342,7 @@ class RunState:
                 {f"rng/rank_{self.groups.rank}/{name}": t for name, t in rng.tensors.items()}
             )
         unwanted = () if with_optimizer else ("optimizer/",)
+        assert options.load is not None
         show = self._show and self.groups.rank == 0
         with ProgressBar("reading the checkpoint", 1, show) as bar:
             loaded = load_checkpoint(

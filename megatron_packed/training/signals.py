@@ -11,11 +11,17 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
+from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SAME_REQUEST_SECONDS = 1.0
+
+
+_Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
+"""Result of ``signal.signal``."""
 
 
 class SignalFlag:
@@ -30,7 +36,7 @@ class SignalFlag:
 
     def __init__(
         self,
-        exit_now=os._exit,
+        exit_now: Callable[[int], object] = os._exit,
         *,
         speaks: bool = False,
         signals: tuple[signal.Signals, ...] = SIGNALS,
@@ -40,7 +46,7 @@ class SignalFlag:
         self._signals = signals
         self._received_at = 0.0
         self._exit_now = exit_now
-        self._previous: dict[int, object] = {}
+        self._previous: dict[int, _Handler] = {}
 
     def __enter__(self) -> SignalFlag:
         for number in self._signals:

@@ -50,11 +50,11 @@ class StepQueue:
     """Progress of the run, advanced whenever a step is queued."""
     schedule: Schedule
     weight_decay: WeightDecaySchedule
-    train: Stream
+    train: Stream[PackPlan]
     flops: FlopCounter
     console: Console
     watch: FailureWatch
-    load: Callable[[Stream, int], list[MicroBatch]]
+    load: Callable[[Stream[PackPlan], int], list[MicroBatch]]
     checks: Callable[[int], StepChecks]
     """Returns the checks that run in an iteration."""
     stop_requested: Callable[[], bool]
@@ -70,7 +70,6 @@ class StepQueue:
 
     @property
     def _plan(self) -> PackPlan:
-        assert isinstance(self.train.plan, PackPlan)
         return self.train.plan
 
     @cached_property

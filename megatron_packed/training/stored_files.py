@@ -131,7 +131,7 @@ class StoredFiles(NamedTuple):
         paths of other tokenizers are found from another working directory, too.
         """
         # First, because the paths of attached files replace those of the options.
-        moved = found_paths(vars(options), self.folder)
+        moved: dict[str, Any] = dict(found_paths(vars(options), self.folder))
         if moved:
             options = replace(options, **moved)
         if self.trained_tokenizer(options) is not None:

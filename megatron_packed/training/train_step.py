@@ -410,7 +410,7 @@ class TrainStep:
 
     def _watch_gradient(self, embedded_TD: Tensor) -> None:
         if embedded_TD.requires_grad:
-            embedded_TD.register_hook(self._keep_sum)
+            embedded_TD.register_hook(self._keep_sum)  # type: ignore[no-untyped-call]
 
     def _keep_sum(self, grad_TD: Tensor) -> None:
         self._input_grad_sum.copy_(grad_TD.sum(dtype=torch.float32))

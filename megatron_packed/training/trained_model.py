@@ -140,7 +140,7 @@ class TrainedModel:
     @overload
     def generate(
         self,
-        prompt: Sequence[str],
+        prompt: list[str] | tuple[str, ...],
         max_new_tokens: int = 64,
         *,
         temperature: float = 0.0,

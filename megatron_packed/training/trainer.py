@@ -31,7 +31,7 @@ from megatron_packed.training.periodic_actions import PeriodicAction, after_ever
 from megatron_packed.training.profiling import StepProfiler
 from megatron_packed.training.progress_log import ProgressLog
 from megatron_packed.training.replica_checks import ReplicaCheck, StepChecks
-from megatron_packed.training.run_data import RunData, Stream
+from megatron_packed.training.run_data import AnyPlan, RunData, Stream
 from megatron_packed.training.run_state import RunState
 from megatron_packed.training.signals import SignalFlag
 from megatron_packed.training.step_queue import StepQueue
@@ -302,7 +302,7 @@ class Trainer:
         if self.progress_log is not None and self.config.checkpoint.async_save:
             self.progress_log.published(saved.step)
 
-    def _loaded(self, stream: Stream, number: int) -> list[MicroBatch]:
+    def _loaded(self, stream: Stream[AnyPlan], number: int) -> list[MicroBatch]:
         # The loader may have to pack an epoch first. Resting keeps the hang detector from taking
         # this wait for a hang.
         with self._resting():
@@ -375,7 +375,7 @@ class Trainer:
         return self.signal.received is not None or timed_out
 
     def _due(self, interval: int | None) -> bool:
-        return bool(interval) and self.state.progress.iteration % interval == 0
+        return bool(interval and self.state.progress.iteration % interval == 0)
 
     def _every(self, interval: int | None) -> Callable[[], bool]:
         return lambda: self._due(interval)

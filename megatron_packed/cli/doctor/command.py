@@ -256,7 +256,9 @@ def _gains(package: Package, answers: Answers) -> bool:
     """
     for op, backend in (name.partition(".")[::2] for name in package.kernels):
         found = _ops(answers).get(op)
-        names = [] if found is None else list(found["reasons"])
+        if found is None:
+            continue
+        names = list(found["reasons"])
         if backend in names and names.index(backend) < names.index(found["chosen"]):
             return True
     return False

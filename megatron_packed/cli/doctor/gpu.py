@@ -56,7 +56,7 @@ def gpu_findings() -> Iterator[Finding]:
 
 def _cudnn() -> Finding:
     try:
-        version = torch.backends.cudnn.version()
+        version = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     except (
         RuntimeError
     ) as error:  # torch loaded another cuDNN than the version for which it was built
@@ -79,7 +79,7 @@ def _nccl() -> Finding:
             detail="torch is built without NCCL",
             instead="one GPU, or gloo",
         )
-    version = ".".join(map(str, torch.cuda.nccl.version()))
+    version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     return Finding(name="NCCL", state=State.FOUND, found=version)
 
 

@@ -14,7 +14,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -69,10 +69,14 @@ def main(names: Sequence[str]) -> None:
 def answer_to(name: str) -> dict[str, Any]:
     """Return the answer of one probe; every exception becomes an answer."""
     kind, _, what = name.partition(":")
+    probes: dict[str, Callable[..., dict[str, Any]]] = {
+        "import": _import,
+        "kernels": _kernels,
+        "kernel": _kernel,
+        "gpu": _gpu,
+    }
     try:
-        return {"import": _import, "kernels": _kernels, "kernel": _kernel, "gpu": _gpu}[kind](
-            *([what] if what else [])
-        )
+        return probes[kind](*([what] if what else []))
     except Exception as error:  # a broken package may raise anything
         text = " ".join(str(error).split())[:400]
         return {"error": f"{type(error).__name__}: {text}", "last": kind == "kernel" and _on_gpu()}
@@ -170,6 +174,7 @@ def _layer_difference(op: str, backend: str) -> float:
     config, device, _ = _job()
     choice = "transformer_impl" if op == "layers" else op
     model_config = small_config(LAYER_OF[op], config.model)
+    assert model_config.vocab_size is not None
     draw = np.random.default_rng(0)
     documents = [
         (draw.integers(0, model_config.vocab_size, length), None) for length in (130, 3, 251)

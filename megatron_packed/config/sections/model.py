@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.layer_pattern import (
@@ -69,7 +69,7 @@ class ModelConfig(  # dataclass fields follow the bases from right to left
     )
 
     @property
-    def activation(self) -> str:
+    def activation(self) -> Literal["gelu", "squared_relu", "swiglu"]:
         """Name of the activation function: ``gelu``, ``squared_relu`` or ``swiglu``."""
         if self.squared_relu:
             return "squared_relu"

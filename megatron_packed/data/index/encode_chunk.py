@@ -68,7 +68,7 @@ def encode_chunk(
             texts.append(found)
             places.append(place)
         else:
-            blank += line.count
+            blank += line.num_lines
     good: list[list[NDArray[np.int32]]] = []
     notes: list[Notes] = []
     special = options.special_tokens_in_text == TOKENS

@@ -271,7 +271,8 @@ class _Workers:
             raise
 
     def _line_by_line(self, lines: Sequence[RawLine]) -> Encoded:
-        parts, bad = [], []
+        parts: list[Encoded] = []
+        bad: list[tuple[int, BadLine]] = []
         for place, line in enumerate(lines):
             try:
                 part = self._alone([line])

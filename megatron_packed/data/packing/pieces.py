@@ -179,7 +179,9 @@ class Pieces:
 
     def sentences(self) -> list[str]:
         """Return the counts of tokens and targets as sentences for a console; none if all are kept."""
-        counts = [self.counts, *([] if self.targets is None else [self.targets])]
+        counts: list[TokenCounts | TargetCounts] = [self.counts]
+        if self.targets is not None:
+            counts.append(self.targets)
         return [part.sentence() for part in counts if not part.all_kept]
 
     def as_dict(self) -> dict[str, int]:

@@ -126,22 +126,25 @@ def expected(
     """
     room = packing.capacity_of(capacities)
     eager = room == EAGER
-    known = {
-        "method": packing.method,
-        "capacities": tuple(sorted(capacities)),
-        "eager_share": float(eager.mean()),
-    }
+    in_order, eager_share = tuple(sorted(capacities)), float(eager.mean())
     fill = packing.fill or 1.0
     if costs is None or packing.squares is None or (eager.any() and not costs.knows_eager):
         mean_room = float(np.where(eager, packing.documents, room).mean())
-        return Expected(**known, relative=(1 + DOCUMENT_COST * mean_room) / fill)
+        return Expected(
+            method=packing.method,
+            capacities=in_order,
+            eager_share=eager_share,
+            relative=(1 + DOCUMENT_COST * mean_room) / fill,
+        )
     mean = float(costs.milliseconds(room, packing.squares).mean())
     step = packs_per_step * mean + costs.update_ms
     least = float(
         costs.milliseconds(np.array([costs.capacities[0]]), packing.squares.mean(keepdims=True))[0]
     )
     return Expected(
-        **known,
+        method=packing.method,
+        capacities=in_order,
+        eager_share=eager_share,
         relative=mean / least / fill,
         micro_batch_ms=mean,
         step_ms=step,

@@ -313,8 +313,8 @@ class LineTally:
 
     def blank(self, line: RawLine) -> None:
         """Count blank lines."""
-        self._counts.lines += line.count
-        self._counts.blank += line.count
+        self._counts.lines += line.num_lines
+        self._counts.blank += line.num_lines
 
     def used(
         self,
@@ -340,8 +340,8 @@ class LineTally:
 
     def left_out(self, file: Path, line: RawLine, bad: BadLine) -> None:
         """Count a line that is left out, and list it in the quarantine file."""
-        self._counts.lines += line.count
-        self._of_file[str(file)] += line.count
+        self._counts.lines += line.num_lines
+        self._of_file[str(file)] += line.num_lines
         is_empty = bad.reason in EMPTY
         counts = self._counts.empty if is_empty else self._counts.bad
         counts[bad.reason] = counts.get(bad.reason, 0) + 1

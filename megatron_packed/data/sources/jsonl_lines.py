@@ -44,7 +44,7 @@ class RawLine(NamedTuple):
     """``element`` if the file is a JSON array, ``row`` if it is a table, `WHOLE_FILE` if it is one
     text, else ``line``.
     """
-    count: int = 1
+    num_lines: int = 1
     """Number of consecutive lines that this value represents: above 1 only for blank lines."""
 
     @property
@@ -94,7 +94,7 @@ class LineReader:
                     blank += 1
                 else:
                     if blank:
-                        yield RawLine(number - blank, b"", count=blank)
+                        yield RawLine(number - blank, b"", num_lines=blank)
                         blank = 0
                     line.add(first)
                     yield line.take(number)
@@ -102,7 +102,7 @@ class LineReader:
                 first = piece
             line.add(first)
         if blank:
-            yield RawLine(number - blank, b"", count=blank)
+            yield RawLine(number - blank, b"", num_lines=blank)
         if self._blocks.damage is not None:
             # The bytes read of the last line may be only its beginning, even if they parse.
             yield line.take(number, self._blocks.damage)

@@ -174,7 +174,7 @@ def documents_of_lines(
     counts: dict[Path, array[int]] = {file: array("q") for file in files}
     for chunk, outcomes in _in_order(_chunks_of_lines(files, options), encoder, options):
         for outcome in outcomes:
-            counts[chunk.file].extend([len(outcome.documents)] * outcome.line.count)
+            counts[chunk.file].extend([len(outcome.documents)] * outcome.line.num_lines)
     return {file: np.array(count, np.int64) for file, count in counts.items()}
 
 

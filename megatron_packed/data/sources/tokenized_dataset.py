@@ -326,13 +326,18 @@ class _Contents:
         return identity
 
     def encoder(self) -> SampleEncoder:
-        build = partial(
-            SampleEncoder if self.shorten_to is None else ShorteningEncoder,
+        if self.shorten_to is None:
+            return SampleEncoder(
+                tokenizer=self.tokenizer,
+                chat=self.chat,
+                special_tokens_in_text=self.special_tokens_in_text,
+            )
+        return ShorteningEncoder(
             tokenizer=self.tokenizer,
             chat=self.chat,
             special_tokens_in_text=self.special_tokens_in_text,
+            max_tokens=self.shorten_to,
         )
-        return build() if self.shorten_to is None else build(max_tokens=self.shorten_to)
 
     def _open_earlier(self, root: Path) -> TokenizedDataset | None:
         """Open the tokens that an earlier version left under ``root``; None if there are none."""

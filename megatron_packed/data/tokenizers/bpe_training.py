@@ -189,7 +189,7 @@ def _lines_of(
     options = BuildOptions(
         sft=share.sft, max_bad_fraction=1.0, max_line_bytes=MAX_LINE_BYTES, fields=fields
     )
-    chosen = {}
+    chosen: dict[Path, NDArray[np.bool_]] = {}
     for path in paths:
         counts = documents_of_lines(expand_paths([path]), encoder, options)
         documents = sum(int(count.sum()) for count in counts.values())

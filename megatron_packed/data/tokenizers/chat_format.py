@@ -94,19 +94,23 @@ class ChatFormat(Protocol):
     """True if the text ends with the last trained answer. An end-of-document token is then appended
     only if no special token ends this answer.
     """
-    turn_end: TurnEnd | None
-    """End of a turn, found by rendering; None if the format prints no special token after an
-    answer.
-    """
-
-    turn_markers: frozenset[str]
-    """Special tokens that begin and end turns and documents; no text of a message acts as one."""
-
     last_only: bool
     """True if only the document that ends last is used (``--multi-turn last``)."""
 
     refusal: str | None
     """Reason why the options allow no conversation, with its cure; None if they allow them."""
+
+    @property
+    def turn_end(self) -> TurnEnd | None:
+        """End of a turn, found by rendering; None if the format prints no special token after an
+        answer.
+        """
+        ...
+
+    @property
+    def turn_markers(self) -> frozenset[str]:
+        """Special tokens that begin and end turns and documents; no text of a message acts as one."""
+        ...
 
     def documents(self, conversation: Conversation) -> tuple[list[ChatDocument], Notes]:
         """Return the documents of a conversation, and notes about what is not learned.

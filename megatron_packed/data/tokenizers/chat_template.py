@@ -221,7 +221,8 @@ class TemplateRenderer:
 
     def _protected_message(self, message: dict[str, Any], notes: Notes) -> dict[str, Any]:
         if message["role"] != "assistant":
-            return self._broken(message, notes)
+            broken: dict[str, Any] = self._broken(message, notes)
+            return broken
         own = {name: message[name] for name in ("content", *REASONING) if name in message}
         rest = {name: value for name, value in message.items() if name not in own}
         # The order of the fields stays, because a template may print them by a loop.

@@ -382,7 +382,8 @@ class ConversationRenderer(TemplateRenderer):
         for number, text in texts.items():
             message = messages[number]
             whole = messages if complete else messages[: number + 1]
-            gone, left = [], []
+            gone: list[str] = []
+            left: list[str] = []
             for fields in _PARTS:
                 name = next((name for name in fields if message.get(name)), None)
                 if name is not None:

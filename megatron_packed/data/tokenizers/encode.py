@@ -178,9 +178,9 @@ class SampleEncoder:
             if isinstance(outcome, BadLine):
                 continue
             finished = [self._finished(*pair, known) for pair in zip(documents, group)]
-            bad = next((part for part in finished if isinstance(part, BadLine)), None)
-            if bad is not None:
-                outcomes[number] = bad
+            refused = next((part for part in finished if isinstance(part, BadLine)), None)
+            if refused is not None:
+                outcomes[number] = refused
                 continue
             kept = [part for part in finished if isinstance(part, EncodedDocument)]
             if len(kept) < len(finished):

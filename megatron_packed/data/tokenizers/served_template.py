@@ -48,12 +48,11 @@ def _assigns_in_blocks(parsed: nodes.Template) -> bool:
     The variable of an ``if`` block would stay. All else is equal in both, and ``if`` is known to
     more implementations of jinja2 than ``with``.
     """
-    sets = (nodes.Assign, nodes.AssignBlock)
-    return any(
-        isinstance(assigned.target, (nodes.Name, nodes.Tuple))
-        for block in parsed.find_all(nodes.CallBlock)
-        for assigned in block.find_all(sets)
-    )
+    targets: list[nodes.Node] = []
+    for block in parsed.find_all(nodes.CallBlock):
+        targets += [assigned.target for assigned in block.find_all(nodes.Assign)]
+        targets += [assigned.target for assigned in block.find_all(nodes.AssignBlock)]
+    return any(isinstance(target, (nodes.Name, nodes.Tuple)) for target in targets)
 
 
 def _defaults(values: dict[str, Any], defined: Collection[str]) -> str:

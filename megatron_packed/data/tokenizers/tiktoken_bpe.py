@@ -157,7 +157,8 @@ class TikTokenizer(InProcess):
     ) -> str:
         tokens = known_tokens(ids, self.vocab_size)
         kept = [token for token in tokens if not (skip_special and token < self._num_special)]
-        return self._encoding.decode_bytes(kept).decode("utf-8", errors="replace")
+        data: bytes = self._encoding.decode_bytes(kept)
+        return data.decode("utf-8", errors="replace")
 
 
 def _read_vocabulary(file: Path, data: bytes) -> list[bytes]:

@@ -38,21 +38,22 @@ PROBES: tuple[Messages, ...] = (_TWO_TURNS, [_SYSTEM, *_TWO_TURNS], _ONE_TURN)
 """Conversations that are rendered to find the end of a turn; some templates refuse the first ones.
 """
 _CALL_ID = "abcdefghi"  # some templates accept only identifiers of nine letters
+_FUNCTION = "colour_of"
 _CALL = {
     "id": _CALL_ID,
     "type": "function",
-    "function": {"name": "colour_of", "arguments": {"thing": "snow"}},
+    "function": {"name": _FUNCTION, "arguments": {"thing": "snow"}},
 }
 _CALLING: Messages = [
     _ONE_TURN[0],
     {"role": "assistant", "content": "", "tool_calls": [_CALL]},
 ]
-_RESULT = {"role": "tool", "name": "colour_of", "tool_call_id": _CALL_ID, "content": "white"}
+_RESULT = {"role": "tool", "name": _FUNCTION, "tool_call_id": _CALL_ID, "content": "white"}
 _TOOLS = [
     {
         "type": "function",
         "function": {
-            "name": "colour_of",
+            "name": _FUNCTION,
             "description": "Return the colour of a thing.",
             "parameters": {"type": "object", "properties": {"thing": {"type": "string"}}},
         },
@@ -211,7 +212,7 @@ def _tags(render: Render, pattern: re.Pattern[str]) -> set[str]:
     tags: set[str] = set()
     for messages, content in (
         ([_ONE_TURN[0], thinking], _THOUGHT),
-        ([*_CALLING, _RESULT], _CALL["function"]["name"]),
+        ([*_CALLING, _RESULT], _FUNCTION),
     ):
         with suppress(BadLine):
             parts = pattern.split(render(messages))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -40,7 +40,7 @@ LIMITS = Limits(cpu_seconds=30.0, cpu_seconds_per_mib=30.0)
 a second per MiB of text, so the limits are far above usual times.
 """
 _MAX_IN_A_ROW = 16
-_KINDS = {
+_KINDS: dict[str, Callable[..., Tokenizer]] = {
     "tokenizer.json": HuggingFaceTokenizer,
     "vocab.json": HuggingFaceTokenizer.gpt2,
     "sentencepiece": SentencePieceTokenizer,
@@ -77,11 +77,11 @@ class UntrustedTokenizer:
     eod_id: int
     pad_id: int
     prefix_ids: tuple[int, ...]
-    special_tokens: dict[str, int]
+    special_tokens: Mapping[str, int]
     splits_cleanly: bool
     chat_template: str | None
     tool_chat_template: str | None
-    template_variables: dict[str, str]
+    template_variables: Mapping[str, str]
     fingerprint: str
 
     def __init__(self, kind: str, *arguments: Any, limits: Limits = LIMITS) -> None:
@@ -170,7 +170,7 @@ def serve() -> None:
 def _prepare(setup: dict[str, Any]) -> tuple[bytes, Answer]:
     arguments = setup["arguments"]
     try:
-        tokenizer: Any = _KINDS[setup["kind"]](*arguments)
+        tokenizer = _KINDS[setup["kind"]](*arguments)
         greeting = json.dumps([getattr(tokenizer, attribute) for attribute in _ATTRIBUTES])
     except DataError:
         raise
@@ -182,7 +182,7 @@ def _prepare(setup: dict[str, Any]) -> tuple[bytes, Answer]:
     return greeting.encode(), partial(_answer, tokenizer)
 
 
-def _answer(tokenizer: OffsetTokenizer, request: bytes) -> bytes:
+def _answer(tokenizer: Tokenizer, request: bytes) -> bytes:
     asked = json.loads(request)
     head: dict[str, Any]
     arrays: list[NDArray[Any]] = []
@@ -193,9 +193,9 @@ def _answer(tokenizer: OffsetTokenizer, request: bytes) -> bytes:
             arrays = list(tokenizer.encode_batch(asked["texts"], special=asked["special"]))
             head = {"lengths": [len(ids) for ids in arrays]}
         else:
-            arrays = list(
-                tokenizer.encode_with_offsets(asked["texts"][0], special=asked["special"])
-            )
+            offset_tokenizer = cast(OffsetTokenizer, tokenizer)
+            (text,) = asked["texts"]
+            arrays = list(offset_tokenizer.encode_with_offsets(text, special=asked["special"]))
             head = {"lengths": [len(arrays[0])]}
     except MemoryError:
         raise LimitReached("out of memory") from None

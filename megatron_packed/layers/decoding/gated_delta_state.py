@@ -37,10 +37,13 @@ class GatedDeltaState(RecurrentState[GatedDeltaNet]):
 
     def next_output(self, heads: Sequence[Tensor], per_head: Sequence[Tensor]) -> Tensor:
         mixer = self.mixer
+        q_BGK, k_BGK, v_BNV = heads
         b_BN, a_BN = per_head
         o_BNV, self.state_BN = update_next(
             self.state_BN,
-            *heads,
+            q_BGK,
+            k_BGK,
+            v_BNV,
             a_BN,
             b_BN,
             mixer.A_log,

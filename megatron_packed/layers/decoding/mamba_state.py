@@ -21,12 +21,14 @@ class MambaState(RecurrentState[MambaMixer]):
         self, heads: Sequence[Tensor], per_head: Sequence[Tensor], lengths: list[int]
     ) -> Tensor:
         x_TNP, B_TGS, _ = heads
-        return final_states(x_TNP, *per_head, self.mixer.A_log, B_TGS, self.mixer.dt_bias, lengths)
+        (dt_TN,) = per_head
+        return final_states(x_TNP, dt_TN, self.mixer.A_log, B_TGS, self.mixer.dt_bias, lengths)
 
     def next_output(self, heads: Sequence[Tensor], per_head: Sequence[Tensor]) -> Tensor:
         mixer = self.mixer
         x_BNP, B_BGS, C_BGS = heads
+        (dt_BN,) = per_head
         y_BNP, self.state_BN = scan_next(
-            self.state_BN, x_BNP, *per_head, mixer.A_log, B_BGS, C_BGS, mixer.D, mixer.dt_bias
+            self.state_BN, x_BNP, dt_BN, mixer.A_log, B_BGS, C_BGS, mixer.D, mixer.dt_bias
         )
         return y_BNP

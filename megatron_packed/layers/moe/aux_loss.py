@@ -73,15 +73,17 @@ def auxiliary_loss(
     if per_pack and config.moe_aux_loss_coeff:
         chosen_TE = experts_by_score(config, logits_TE, chosen_TE, valid_T)
         probabilities_TE = balance_probabilities(logits_TE, config.moe_router_score_function)
-        factors = {"topk": topk, "coeff": config.moe_aux_loss_coeff * share}
+        coeff = config.moe_aux_loss_coeff * share
         if samples is None:
             counts_E = cp.sum_of_statistics(chosen_TE.sum(dim=0))
-            balance = load_balance_loss(probabilities_TE, counts_E, valid_T, num_valid, **factors)
+            balance = load_balance_loss(
+                probabilities_TE, counts_E, valid_T, num_valid, topk=topk, coeff=coeff
+            )
         else:
             counts = counts_of_documents if config.balances_documents else counts_of_samples
             counts_BE = cp.sum_of_statistics(counts(chosen_TE, samples))
             balance = load_balance_of_samples(
-                probabilities_TE, counts_BE, valid_T, samples, **factors
+                probabilities_TE, counts_BE, valid_T, samples, topk=topk, coeff=coeff
             )
         total = total + balance
     if config.moe_z_loss_coeff:

@@ -21,15 +21,13 @@ Letters: T tokens, D hidden size, E experts, K experts per token, L latent size.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.layers.backends import Backends
-from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
-from megatron_packed.layers.context_parallel import ContextParallel
+from megatron_packed.layers.build import Build
 from megatron_packed.layers.joined import joined_residual
 from megatron_packed.layers.linear import Linear
 from megatron_packed.layers.mlp import MLP
@@ -46,7 +44,6 @@ from megatron_packed.layers.moe.make_dispatcher import make_dispatcher
 from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.layers.moe.router import Router, Routing
 from megatron_packed.layers.side_stream import SideStream
-from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.ops.residual_projection.api import WITH_CHOICE
 from megatron_packed.packed.later_tokens import prepared, reaches
 from megatron_packed.packed.params import PackedSeqParams
@@ -117,48 +114,33 @@ class MoE(nn.Module):
 
     Args:
         config: sizes and routing options; experts have no biases.
-        backends: backend of each op.
-        tp: tensor parallelism of this rank.
-        cp: context parallelism of this rank.
-        ep: expert parallelism of this rank; by default this rank has all experts.
+        build: arguments that all layers share.
         depth: depth of multi-token prediction, 0 in the main model. Slots that do not reach their
             token at this depth are routed nowhere and counted nowhere.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
     """
 
     def __init__(
         self,
         config: ModelConfig,
+        build: Build,
         *,
-        backends: Backends,
-        tp: TensorParallel = SINGLE,
-        cp: ContextParallel = ALL_ROWS,
-        ep: ExpertParallel | None = None,
         depth: int = 0,
-        device: torch.device | str,
-        dtype: torch.dtype,
     ) -> None:
         super().__init__()
+        backends, device = build.backends, build.device
         self.config = config
         self.balances_all_ranks = config.balances_all_ranks
         repeated = depth > 0 and config.mtp_use_repeated_layer
         # As in Megatron: the depths that use the same experts share one load-balance loss.
         self.balance_share = 1 / config.mtp_depths if repeated else 1.0
         self.depth = depth
-        self.tp = tp
-        self.cp = cp
-        self.ep = ep or ExpertParallel(tp=tp)
-        options = {
-            "kind": config.activation,
-            "backends": backends,
-            "device": device,
-            "dtype": dtype,
-        }
+        self.tp = build.tp
+        self.cp = build.cp
+        self.ep = build.ep or ExpertParallel(tp=build.tp)
         self.router = Router(
             config,
-            tp=tp,
-            cp=cp,
+            tp=self.tp,
+            cp=self.cp,
             rows_group=self.ep.rows_group,
             backend=backends.router_logits,
             device=device,
@@ -167,20 +149,23 @@ class MoE(nn.Module):
             self.router.num_experts,
             config.routed_width,
             config.moe_ffn_hidden_size,
+            kind=config.activation,
+            backends=backends,
             ep=self.ep,
-            **options,
+            device=device,
+            dtype=build.dtype,
         )
         self.dispatcher = make_dispatcher(config, self.ep, backends)
         self.fc1_latent_proj: Linear | None = None
         self.fc2_latent_proj: Linear | None = None
         if config.moe_latent_size is not None:
             sizes = (config.hidden_size, config.moe_latent_size)
-            self.fc1_latent_proj = self._build_projection(*sizes, device, dtype)
-            self.fc2_latent_proj = self._build_projection(*sizes[::-1], device, dtype)
+            self.fc1_latent_proj = self._build_projection(*sizes, build)
+            self.fc2_latent_proj = self._build_projection(*sizes[::-1], build)
         self.shared_expert: MLP | None = None
         self.shared_expert_gate: Linear | None = None
         if config.moe_shared_expert_intermediate_size:
-            self._build_shared_expert(config.moe_shared_expert_intermediate_size, **options)
+            self._build_shared_expert(config.moe_shared_expert_intermediate_size, build)
         self.backend = backends.residual_projection
         self.adds_shared_expert = self.shared_expert_gate is None
         """The shared expert's result is added unchanged, so that its last projection may add the routed one."""
@@ -197,33 +182,41 @@ class MoE(nn.Module):
             and not self.ep.splits_tokens
         )
 
-    def _build_projection(
-        self, width_in: int, width_out: int, device: torch.device | str, dtype: torch.dtype
-    ) -> Linear:
+    def _build_projection(self, width_in: int, width_out: int, build: Build) -> Linear:
         """Build a projection of the rows that this rank routes; each rank holds all of it."""
-        projection = Linear(width_in, width_out, bias=False, device=device, dtype=dtype)
+        projection = Linear(width_in, width_out, bias=False, device=build.device, dtype=build.dtype)
         # See [Note: latent experts] for why the gradient is one term of a sum.
         self.tp.use_inside(projection.weight)
         return projection
 
-    def _build_shared_expert(self, inner_size: int, **options: Any) -> None:
-        """Build the shared expert and its gate; ``options`` are those of `MLP`."""
+    def _build_shared_expert(self, inner_size: int, build: Build) -> None:
+        """Build the shared expert and its gate."""
         # Experts that are split by inner channels share one `enter` and `leave` with the shared
         # expert, so the shared expert then has no group of its own.
         tp = self.tp if self.ep.splits_tokens else self.tp.inside()
-        width = self.config.hidden_size
-        self.shared_expert = MLP(width, inner_size, bias=False, tp=tp, **options)
+        self.shared_expert = MLP(
+            self.config.hidden_size,
+            inner_size,
+            kind=self.config.activation,
+            bias=False,
+            backends=build.backends,
+            tp=tp,
+            device=build.device,
+            dtype=build.dtype,
+        )
         if self.config.moe_shared_expert_gate:
-            self.shared_expert_gate = self._build_gate(options["device"], options["dtype"])
+            self.shared_expert_gate = self._build_gate(build)
 
-    def _build_gate(self, device: torch.device | str, dtype: torch.dtype) -> Linear:
+    def _build_gate(self, build: Build) -> Linear:
         """Build the projection to the gate of the shared expert; each rank holds all of it.
 
         It is applied to the rows of the shared expert. These are the rows of the hidden state
         between layers, or all rows inside the tensor-parallel region. Inside it, each rank gates
         its own term of the shared expert's output, so its gradient is one term of a sum.
         """
-        gate = Linear(self.config.hidden_size, 1, bias=False, device=device, dtype=dtype)
+        gate = Linear(
+            self.config.hidden_size, 1, bias=False, device=build.device, dtype=build.dtype
+        )
         use = self.tp.use_on_rows if self.ep.splits_tokens else self.tp.use_inside
         use(gate.weight)
         return gate
@@ -331,8 +324,9 @@ class MoE(nn.Module):
         ids_TK = routing.topk_expert_ids_TK.masked_fill(~valid_T[:, None], NOWHERE)
         if config.moe_expert_capacity_factor is None:
             return ids_TK, torch.zeros((), dtype=torch.float32, device=ids_TK.device)
+        tokens, topk = ids_TK.shape
         capacity = expert_capacity(
-            *ids_TK.shape, self.router.num_experts, config.moe_expert_capacity_factor
+            tokens, topk, self.router.num_experts, config.moe_expert_capacity_factor
         )
         weights_TK = routing.topk_weights_TK.detach()
         policy = config.moe_token_drop_policy

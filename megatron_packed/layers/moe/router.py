@@ -52,8 +52,8 @@ class Routing(NamedTuple):
 class ExpertGroups(NamedTuple):
     """Groups of consecutive experts, of which every token uses the experts of a few."""
 
-    count: int
-    """Number of groups; they have equal numbers of experts."""
+    num_groups: int
+    """They have equal numbers of experts."""
     chosen: int
     """Number of groups of a token."""
 
@@ -64,7 +64,7 @@ class ExpertGroups(NamedTuple):
             values_TE: ``(T, E)`` values from which the K highest are selected.
             topk: K.
         """
-        values_TNX = values_TE.unflatten(1, (self.count, -1))
+        values_TNX = torch.unflatten(values_TE, 1, (self.num_groups, -1))
         best_TN = values_TNX.detach().topk(topk // self.chosen, dim=-1).values.sum(dim=-1)
         groups_TG = best_TN.topk(self.chosen, dim=-1).indices
         closed_TN = torch.ones_like(best_TN, dtype=torch.bool).scatter_(1, groups_TG, False)
@@ -179,12 +179,13 @@ class Router(nn.Module):
         self.score_function = config.moe_router_score_function
         sizes = config.limiting_expert_groups
         self.groups = ExpertGroups(*sizes) if sizes else None
-        fp32 = {"device": device, "dtype": torch.float32}
-        self.weight = keep_fp32(new_parameter(self.num_experts, config.hidden_size, **fp32))
-        tp.use_inside(self.weight)
-        bias_E = (
-            torch.zeros(self.num_experts, **fp32) if config.moe_router_enable_expert_bias else None
+        self.weight = keep_fp32(
+            new_parameter(self.num_experts, config.hidden_size, device=device, dtype=torch.float32)
         )
+        tp.use_inside(self.weight)
+        bias_E = None
+        if config.moe_router_enable_expert_bias:
+            bias_E = torch.zeros(self.num_experts, device=device, dtype=torch.float32)
         self.register_buffer("expert_bias", bias_E)
 
     def forward(self, x_TD: Tensor, packed: PackedSeqParams) -> Routing:

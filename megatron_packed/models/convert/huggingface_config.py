@@ -60,7 +60,7 @@ def read_config(path: Path) -> dict[str, Any]:
     return {key: _plain(value) for key, value in fields.items()}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, list):
         return [_plain(item) for item in value]
     if (
@@ -155,13 +155,15 @@ def _depths(fields: Fields, family: Family, depths: int) -> dict[str, Any]:
     }
 
 
-def _power_of_two(chunk_size: Any) -> Any:
+def _power_of_two(chunk_size: object) -> object:
     """Return a chunk size that the project supports; it changes only the rounding of the scan.
 
     Example:
         100 becomes 128, 1000 becomes 256, and 512 stays as it is.
     """
-    if type(chunk_size) is not int or chunk_size < 1 or not chunk_size & (chunk_size - 1):
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int):
+        return chunk_size
+    if chunk_size < 1 or not chunk_size & (chunk_size - 1):
         return chunk_size
     return min((16, 32, 64, 128, 256), key=lambda size: abs(size - chunk_size))
 

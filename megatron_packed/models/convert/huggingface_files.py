@@ -241,7 +241,8 @@ def write_files(
             room = max_file_bytes
         files[-1].append(tensor)
         room -= entry.end
-    weight_map, total = {}, 0
+    weight_map: dict[str, str] = {}
+    total = 0
     for number, content in enumerate(files, 1):
         name = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         total += _write_file(directory / name, content, value)

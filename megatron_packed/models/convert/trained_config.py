@@ -268,7 +268,10 @@ def _token_numbers(trained: TrainedOptions) -> dict[str, Any]:
 def _model_fields(family: Family, model: ModelConfig) -> dict[str, Any]:
     """Return the keys of config.json that decide what the model computes."""
     pattern = _pattern(model)
-    fields = {"architectures": [family.architecture], "model_type": family.model_type}
+    fields: dict[str, object] = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+    }
     for theirs, ours in chosen(family.options, pattern).items():
         fields[theirs] = _written(ours, getattr(model, ours))
     for key, value in chosen(family.must_be, pattern).items():
@@ -329,7 +332,7 @@ def _matters(about: Field, model: ModelConfig, symbols: str) -> bool:
     return of_field is None or bool(set(of_field) & set(_pattern(model)) & set(symbols))
 
 
-def _written(name: str, value: Any) -> Any:
+def _written(name: str, value: object) -> object:
     """Return a value as config.json has it; None if the value cannot be written."""
     if name == "moe_router_topk_scaling_factor" and value is None:
         return 1.0

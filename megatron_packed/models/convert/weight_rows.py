@@ -129,8 +129,9 @@ def _entry(name: str, family: Family, config: ModelConfig) -> tuple[str, Entry]:
     if name.startswith("mtp."):
         return "", _depth_name(name, family, config)
     if not name.startswith("layers."):
-        their = family.outside[name]
-        return ("{model}", their.removeprefix("{model}")) if "{model}" in their else ("", their)
+        outside = family.outside[name]
+        prefix = "{model}" if "{model}" in outside else ""
+        return prefix, outside.removeprefix(prefix)
     _, number, inside = name.split(".", 2)
     layer, width = int(number), family.symbols_per_layer
     depth, place = config.depth_of_layer(layer), config.number_in_part(layer)

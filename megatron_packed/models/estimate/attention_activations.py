@@ -57,7 +57,7 @@ class _AttentionSizes:
         padded = self.rows + (documents + 2) * _ATTENTION_BLOCK
         rounded = -(-self.width // 32) * 32
         # The buffer holds dq and two statistics for each query.
-        accumulated = padded * self.heads * (rounded + 2) * FP32
+        accumulated: int = padded * self.heads * (rounded + 2) * FP32
         if self.heads > self.groups:
             accumulated += 2 * padded * self.groups * rounded * FP32  # gradients dk and dv
         return accumulated

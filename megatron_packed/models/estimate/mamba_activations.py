@@ -75,7 +75,8 @@ class _MambaSizes(RecurrentSizes):
     def partial(self) -> int:
         """Bytes of partial sums that the scan's backward kernels write for each head."""
         blocks = -(-self.width // 32) + 2 * -(-self.state // 32) + -(-self.chunk // 32)
-        return FP32 * self.heads * self.scanned * blocks
+        partial: int = FP32 * self.heads * self.scanned * blocks
+        return partial
 
 
 def mamba_footprint(rank: RankSizes, name: str, layer: nn.Module) -> Footprint:

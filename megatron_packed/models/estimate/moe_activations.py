@@ -173,6 +173,7 @@ def _backward(rank: RankSizes, sizes: _MoESizes, saved: dict[str, Term]) -> tupl
     everything = [key for key in saved if key.startswith("experts.")]
     row, first, inner = rows * sizes.row, rows * sizes.first, rows * sizes.inner
     # The products add the weights' gradients to the buffer, without a second gradient.
+    products: tuple[Moment, ...]
     if sizes.joined:
         # One function: the gradient of its output and its saved tensors are held until it returns.
         products = (

@@ -277,9 +277,9 @@ def _peak(
         )
         where = f"graphs: {inside.where}; eager: {outside.where}"
         peak, pool = Peak(where=where, amounts=amounts), inside.bytes
-    amounts = {kind: peak.amounts.get(kind, 0) for kind in Purpose}
-    amounts[Purpose.ACTIVATIONS] += held
-    return Peak(where=peak.where, amounts=amounts), pool
+    of_all = {kind: peak.amounts.get(kind, 0) for kind in Purpose}
+    of_all[Purpose.ACTIVATIONS] += held
+    return Peak(where=peak.where, amounts=of_all), pool
 
 
 def _walk(parts: Sequence[tuple[int, Footprint]], resident: ResidentActivations) -> Peak:

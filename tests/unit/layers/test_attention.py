@@ -5,6 +5,7 @@ import torch
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.attention import Attention, Rotary
 from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.build import Build
 from megatron_packed.packed.params import PackedSeqParams
 from megatron_packed.packed.shared_tables import SharedTables
 
@@ -26,7 +27,8 @@ def build(**changes):
         rotary = Rotary(
             max_positions=32, rotary_dim=config.rotary_dim, base=config.rotary_base, device="cpu"
         )
-    layer = Attention(config, rotary=rotary, backends=Backends(), device="cpu", dtype=torch.float32)
+    build = Build(backends=Backends(), device="cpu", dtype=torch.float32)
+    layer = Attention(config, build, rotary=rotary)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in layer.parameters():

@@ -6,6 +6,7 @@ import torch
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.attention import Attention, Rotary
 from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.build import Build
 from megatron_packed.packed.params import PackedSeqParams
 
 transformers = pytest.importorskip("transformers")
@@ -130,10 +131,8 @@ def test_a_pack_gives_the_results_of_its_documents_by_transformers(name):
     theirs.scaling = ours_config.softmax_scale or theirs.scaling
     ours = Attention(
         ours_config,
+        Build(backends=Backends(), device="cpu", dtype=torch.float32),
         rotary=Rotary.of(ours_config, 128, backend="auto", device="cpu"),
-        backends=Backends(),
-        device="cpu",
-        dtype=torch.float32,
     )
     weights = {
         "qkv.weight": rows_of(theirs),

@@ -5,6 +5,7 @@ import torch
 
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.build import Build
 from megatron_packed.layers.moe.capacity import NOWHERE, drop_beyond_capacity, expert_capacity
 from megatron_packed.layers.moe.layer import MoE
 from megatron_packed.packed.params import PackedSeqParams
@@ -90,7 +91,7 @@ def test_a_layer_leaves_out_what_it_has_no_room_for_and_counts_what_was_asked(po
         moe_expert_capacity_factor=1.0,
         moe_token_drop_policy=policy,
     )
-    moe = MoE(config, backends=Backends(), device="cpu", dtype=torch.float32)
+    moe = MoE(config, Build(backends=Backends(), device="cpu", dtype=torch.float32))
     with torch.no_grad():
         for parameter in moe.parameters():
             parameter.normal_(generator=torch.Generator().manual_seed(0))

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.build import Build
 from megatron_packed.layers.gated_delta_net import GatedDeltaNet
 from megatron_packed.packed.params import PackedSeqParams
 from support import hybrid_cases as cases
@@ -103,7 +104,7 @@ def draw(*shape, seed=0):
 
 def build(sizes, dtype, **changes):
     config = cases.tiny_config("G", hidden_size=HIDDEN, **{**sizes, **changes})
-    layer = GatedDeltaNet(config, backends=Backends(), device="cpu", dtype=dtype)
+    layer = GatedDeltaNet(config, Build(backends=Backends(), device="cpu", dtype=dtype))
     for number, parameter in enumerate(layer.parameters()):
         parameter.data = draw(*parameter.shape, seed=number).to(dtype)
     return layer

@@ -7,6 +7,7 @@ import torch
 
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.build import Build
 from megatron_packed.layers.hybrid_layer import build_layer
 from megatron_packed.layers.moe.layer import MoE, count_valid
 from megatron_packed.packed.params import PackedSeqParams
@@ -32,7 +33,7 @@ def config(**changes):
 
 
 def build(kind=MoE, **changes):
-    module = kind(config(**changes), backends=Backends(), device="cpu", dtype=torch.float32)
+    module = kind(config(**changes), Build(backends=Backends(), device="cpu", dtype=torch.float32))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in module.parameters():

@@ -482,6 +482,13 @@ def test_local_layers_import_nothing_of_it(monkeypatch) -> None:
     assert ADAPTERS not in sys.modules
 
 
+def test_its_layers_are_made_and_called_as_the_local_ones(engine) -> None:
+    for theirs, ours in zip(engine, implementation("local", "cpu", torch.float32)):
+        for method in ("__init__", "forward"):
+            expected = inspect.signature(getattr(ours, method))
+            assert inspect.signature(getattr(theirs, method)) == expected, (ours, method)
+
+
 def test_the_norms_residual_is_the_input_itself(engine) -> None:
     norm = engine.norm(8, kind="RMSNorm", eps=1e-3, device="cpu", dtype=torch.float32)
     assert norm.te_module.eps == 1e-3

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_packed.layers.build import Build
 from support import hybrid_cases as cases
 
 ROOT = Path(__file__).parents[3]
@@ -23,7 +24,8 @@ def shift_mixer():
 def model_with(mixer):
     """Return a tiny model with two MLP layers whose second mixer is replaced."""
     model = cases.tiny_model("--")
-    shift = mixer(model.config, backends=model.backends, device="cpu", dtype=torch.float32)
+    build = Build(backends=model.backends, device="cpu", dtype=torch.float32)
+    shift = mixer(model.config, build)
     with torch.no_grad():
         for parameter in shift.parameters():
             parameter.normal_(0.0, 0.2, generator=torch.Generator().manual_seed(3))

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from megatron_packed.layers.backends import Backends
-from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
-from megatron_packed.layers.tensor_parallel import SINGLE as WHOLE
+from megatron_packed.layers.build import Build
 from megatron_packed.models.pack_tables import PackTables
 from megatron_packed.ops.gated_delta_rule.tables import DeltaRuleTables, build_tables
 from megatron_packed.packed.params import PackedSeqParams
@@ -16,15 +15,8 @@ from support import rank_models
 def tables_of(pattern):
     config = cases.tiny_config("M")
     object.__setattr__(config, "hybrid_layer_pattern", pattern)
-    return PackTables(
-        config,
-        tp=WHOLE,
-        cp=ALL_ROWS,
-        backends=Backends(),
-        rotary=None,
-        max_positions=256,
-        dtype=torch.float32,
-    )
+    build = Build(backends=Backends(), device="cpu", dtype=torch.float32)
+    return PackTables(config, build, rotary=None, max_positions=256)
 
 
 @pytest.mark.parametrize("capacity", [3, 6])

@@ -56,7 +56,7 @@ def _one_list(flat: dict[str, Any]) -> None:
     """
     other = flat.pop("layers_block_type", None)
     listed = flat.get("layer_types")
-    if None not in (other, listed) and _symbols(other) != _symbols(listed):
+    if other is not None and listed is not None and _symbols(other) != _symbols(listed):
         raise ValueError(
             f"layers_block_type is {shown(other)}, which contradicts layer_types {shown(listed)}"
         )

@@ -138,8 +138,9 @@ def _cure(path: Path) -> str:
 
 def _values(args: Mapping[str, Any], rows: int) -> Iterator[tuple[str, Any]]:
     """Yield the model's options that the checkpoint has."""
-    own = {
-        "hybrid_layer_pattern": _pattern(args),
+    pattern = _pattern(args)
+    own: dict[str, object] = {
+        "hybrid_layer_pattern": pattern,
         "vocab_size": _vocabulary(args, rows),
         "num_query_groups": args.get("num_query_groups") if _grouped(args) else None,
         "moe_router_load_balancing_type": _single(args.get("moe_router_load_balancing_type")),
@@ -148,7 +149,6 @@ def _values(args: Mapping[str, Any], rows: int) -> Iterator[tuple[str, Any]]:
         "window_attn_skip_freq": _text(args.get("window_attn_skip_freq")),
         "position_embedding_type": _positions(args),
     }
-    pattern = own["hybrid_layer_pattern"]
     for about in section_fields(ModelConfig):
         if about.name in _OF_THE_RUN or _SYMBOLS.get(about.option.group, pattern) not in pattern:
             continue
@@ -218,13 +218,13 @@ def _grouped(args: Mapping[str, Any]) -> bool:
     return bool(args.get("group_query_attention", args.get("num_query_groups")))
 
 
-def _positions(args: Mapping[str, Any]) -> Any:
+def _positions(args: Mapping[str, Any]) -> object:
     if args.get("use_rotary_position_embeddings"):
         return "rope"
     return args.get("position_embedding_type")
 
 
-def _single(value: Any) -> Any:
+def _single(value: object) -> object:
     """Return the only entry of a list; Megatron accepts several losses."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import checkpoint as torch_checkpoint
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_packed.checkpoint.directory import sync_directory
 from megatron_packed.checkpoint.errors import CheckpointError
@@ -186,7 +187,7 @@ def _write(
     state: dict[str, Any] = {f"{COMMON_STATE}shard_0_1": [options], **dict(tensors)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that it saves on a single process
-        torch_checkpoint.save(
+        save(
             state,
             storage_writer=FileSystemWriter(folder),
             planner=DefaultSavePlanner(flatten_state_dict=False),

@@ -45,7 +45,7 @@ _OUTSIDE = {
     "final_norm.weight": ("decoder.final_norm.weight", _GPT_NORM),
     "final_norm.bias": ("decoder.final_norm.bias", "decoder.final_layernorm.bias"),
 }
-_MODULES = {
+_MODULES: dict[str, dict[str, tuple[str, ...]]] = {
     MAMBA: {
         "norm.": ("mixer.in_proj.layer_norm_", "norm."),
         "mixer.": ("mixer.",),

@@ -9,9 +9,9 @@ of the parameter ``param`` (``fully_reshardable``) or ``fp32_param``.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -189,7 +189,7 @@ def _float32(weight: Weight) -> Weight:
     return replace(weight, dtype=torch.float32)
 
 
-def _reader(source: TorchDist, sources: Mapping[str, Source]) -> Any:
+def _reader(source: TorchDist, sources: Mapping[str, Source]) -> Callable[[str], Tensor]:
     def read(part: str) -> Tensor:
         return source.read(*sources[part])
 
@@ -343,7 +343,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _is_count(value: Any, most: int) -> bool:
+def _is_count(value: object, most: int) -> TypeGuard[int | float]:
     """Return whether a value is a whole number of steps or samples; Adam counts in floats."""
     return (
         isinstance(value, (int, float))

@@ -54,7 +54,7 @@ class PickleProcess:
         budget = Budget("the checkpoint", "pickles", "", max_in_a_row=2**31, seconds=math.inf)
         self._process = LimitedProcess(__name__, {}, limits, budget, quiet=True)
 
-    def read(self, kind: bytes, pickle: bytes) -> Any:
+    def read(self, kind: bytes, pickle: bytes) -> object:
         """Return what `serve` makes of a pickle.
 
         Raises:
@@ -72,7 +72,11 @@ class PickleProcess:
             RefusedPickle: it exceeds a limit.
         """
         found = self.read(_ARGUMENTS, json.dumps([args, rows]).encode())
-        return None if found is None else (found[0], found[1])
+        if found is None:
+            return None
+        assert isinstance(found, list), "JSON has the pair as a list"
+        about, cure = found
+        return about, cure
 
     def close(self) -> None:
         self._process.close()
@@ -89,6 +93,7 @@ def _answer(request: bytes) -> bytes:
         if kind == _ARGUMENTS:
             return json.dumps(model_problem(*json.loads(pickle))).encode()
         value = load(pickle)
+        answer: object
         if kind == METADATA:
             answer = _metadata(value)
         elif kind == TENSOR:
@@ -102,11 +107,11 @@ def _answer(request: bytes) -> bytes:
         raise LimitReached(f"is damaged ({type(error).__name__})") from None
 
 
-def _metadata(value: Any) -> dict[str, Any]:
+def _metadata(value: object) -> dict[str, Any]:
     """Return the tensors and the objects of ``.metadata``, with the place of each part."""
-    state = _state(value, _CHECKPOINT + "Metadata")
+    state = _made(value, _CHECKPOINT + "Metadata").state
     places = [
-        (_state(index, _CHECKPOINT + "MetadataIndex"), _place(where))
+        (_made(index, _CHECKPOINT + "MetadataIndex").state, _place(where))
         for index, where in state["storage_data"].items()
     ]
     tensors: dict[str, Any] = {}
@@ -128,10 +133,10 @@ def _metadata(value: Any) -> dict[str, Any]:
     return {"tensors": tensors, "objects": objects}
 
 
-def _described(about: Made) -> dict[str, Any]:
-    state = _state(about, _CHECKPOINT + "TensorStorageMetadata")
-    dtype = _state(state["properties"], _CHECKPOINT + "TensorProperties")[0]
-    chunks = [_state(chunk, _CHECKPOINT + "ChunkStorageMetadata") for chunk in state["chunks"]]
+def _described(about: object) -> dict[str, Any]:
+    state = _made(about, _CHECKPOINT + "TensorStorageMetadata").state
+    dtype = _made(state["properties"], _CHECKPOINT + "TensorProperties").state[0]
+    chunks = [_made(chunk, _CHECKPOINT + "ChunkStorageMetadata").state for chunk in state["chunks"]]
     return {
         "dtype": dtype.name.removeprefix("torch."),
         "shape": list(state["size"]),
@@ -141,14 +146,14 @@ def _described(about: Made) -> dict[str, Any]:
     }
 
 
-def _place(where: Any) -> list[Any]:
-    state = _state(where, "torch.distributed.checkpoint.filesystem._StorageInfo")
+def _place(where: object) -> list[Any]:
+    state = _made(where, "torch.distributed.checkpoint.filesystem._StorageInfo").state
     if state.get("transform_descriptors"):
         raise RefusedPickle("stores its tensors transformed, which is not supported")
     return [state["relative_path"], state["offset"], state["length"]]
 
 
-def _tensor(value: Any) -> dict[str, Any]:
+def _tensor(value: object) -> dict[str, Any]:
     """Return dtype, storage, offset, shape and strides of a pickled tensor."""
     if not isinstance(value, Made) or value.name != TENSOR_CALL:
         raise RefusedPickle("is damaged (a tensor is missing)")
@@ -168,17 +173,17 @@ def _tensor(value: Any) -> dict[str, Any]:
     }
 
 
-def _state(value: Any, name: str) -> Any:
+def _made(value: object, name: str) -> Made:
     if not isinstance(value, Made) or value.name != name:
         raise RefusedPickle(f"is damaged ({name.rpartition('.')[2]} is missing)")
-    return value.state
+    return value
 
 
-def _jsonable(value: Any) -> Any:
+def _jsonable(value: object) -> object:
     """Return options as JSON. Enumerations and functions become their names."""
     left = iter(range(_MOST_VALUES))
 
-    def convert(value: Any) -> Any:
+    def convert(value: object) -> object:
         if next(left, None) is None:
             raise RefusedPickle(f"has more than {_MOST_VALUES:,} values")
         if isinstance(value, Made):

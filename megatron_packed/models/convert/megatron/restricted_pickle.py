@@ -94,7 +94,7 @@ _PASSED = {"PROTO", "FRAME"}
 _MARK = object()
 
 
-def load(data: bytes) -> Any:
+def load(data: bytes) -> object:
     """Return the value of a pickle.
 
     Raises:
@@ -156,7 +156,7 @@ class _Machine:
         elif opcode not in _PASSED:
             raise RefusedPickle(f"has the opcode {opcode}, which torch does not write")
 
-    def result(self) -> Any:
+    def result(self) -> object:
         (value,) = self.stack
         return value
 
@@ -211,7 +211,7 @@ class _Machine:
         self.stack.append(made)
 
 
-def _plain(name: str, arguments: tuple[Any, ...]) -> Any:
+def _plain(name: str, arguments: tuple[Any, ...]) -> object:
     """Return the plain value that a call builds, or the call as a `Made` value."""
     if name in ("collections.OrderedDict", "collections.defaultdict", "builtins.dict"):
         return {}

@@ -131,6 +131,7 @@ class TorchDist:
     def _read_metadata(self) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
         path = self.directory / METADATA_FILE
         found = self._unpickle(METADATA, _read_file(path), path)
+        assert isinstance(found, dict)
         with damaged(path):
             tensors = {
                 name: _stored(name, about)
@@ -180,13 +181,15 @@ class TorchDist:
                 raise ValueError("the description of a tensor is too long")
             pickle = records(PICKLE)
         about = self._unpickle(TENSOR, pickle, path)
+        assert isinstance(about, dict)
         with damaged(path, name):
             if getattr(torch, about["dtype"]) != dtype or tuple(about["shape"]) != part.shape:
                 raise ValueError(f"{about['dtype']} {about['shape']} contradicts .metadata")
             values = torch.frombuffer(bytearray(records(f"/data/{about['key']}")), dtype=dtype)
             return _strided(values, about)
 
-    def _unpickle(self, kind: bytes, pickle: bytes, path: Path) -> Any:
+    def _unpickle(self, kind: bytes, pickle: bytes, path: Path) -> object:
+        """Return the answer to a request of `pickle_process`, which is a dictionary except for ``OBJECTS``."""
         try:
             return self._pickles.read(kind, pickle)
         except RefusedPickle as error:
@@ -260,7 +263,7 @@ def _of_blocks(stored: Tensor, shape: Shape) -> Tensor:
     return stored.reshape(*counts, *sizes).permute(order).reshape(shape)
 
 
-def _with_numbers(value: Any, records: Callable[[str], bytes]) -> Any:
+def _with_numbers(value: object, records: Callable[[str], bytes]) -> object:
     """Return plain values, with the number of each tensor of one element in its place."""
     if isinstance(value, list):
         return [_with_numbers(one, records) for one in value]

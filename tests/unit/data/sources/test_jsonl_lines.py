@@ -19,7 +19,7 @@ def read(path, **options):
     return [
         (line.number + n, line.data, line.reason)
         for line in LineReader(path, **options)
-        for n in range(line.count)
+        for n in range(line.num_lines)
     ]
 
 
@@ -53,7 +53,7 @@ def test_lines_across_blocks(tmp_path, monkeypatch, block):
 def test_blank_lines_in_a_row_are_one_step(tmp_path):
     path = tmp_path / "a"
     path.write_bytes(b"\n" * 1000 + b" \r\nx\n\n\n \n\nlast\n \n\n")
-    found = [(line.number, line.data, line.count) for line in LineReader(path)]
+    found = [(line.number, line.data, line.num_lines) for line in LineReader(path)]
     assert found == [
         (1, b"", 1001),
         (1002, b"x", 1),
