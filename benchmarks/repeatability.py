@@ -43,8 +43,8 @@ from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
 from megatron_packed.training.build_job import Job, build_job
-from megatron_packed.training.kernel_inputs import op_inputs
 from megatron_packed.training.metrics_layout import StepValues
+from megatron_packed.training.op_requests import op_requests
 from model_step import CONFIGS, begin_alone, packings
 from workloads import device_from
 
@@ -207,7 +207,9 @@ def run(
         "steps": len(exact),
         "micro_batches": micro_batches,
         "tokens": c["T"],
-        "backends": {op.name: op.select(inputs).name for op, inputs in op_inputs(config, device)},
+        "backends": {
+            op.name: op.select(inputs).name for op, _, inputs in op_requests(config, device)
+        },
         "paths": judged(found, [name for name, _ in job.model.named_parameters()]),
     }
 

@@ -306,7 +306,7 @@ def _lines(
 
 def _kernel_lines(config: RunConfig) -> list[str]:
     """Return the lines about kernels that need more or less memory than is counted."""
-    from megatron_packed.training.joined_inputs import lacks_joined_kernels
+    from megatron_packed.training.op_requests import lacks_joined_kernels
 
     if not config.training.bf16:
         return [

@@ -22,6 +22,7 @@ from megatron_packed.layers.mamba_mixer import MambaMixer
 from megatron_packed.layers.mlp import MLP
 from megatron_packed.layers.moe.layer import MoE, MoEOutput, MoEReport
 from megatron_packed.layers.norm import Norm
+from megatron_packed.ops.backend_dispatch import planned_type
 from megatron_packed.ops.residual_projection.api import WITH_CHOICE
 from megatron_packed.packed.params import PackedSeqParams
 
@@ -60,17 +61,21 @@ class HybridLayer(nn.Module):
         x_TD = residual_TD = hidden_TD
         if not self.norms_output:
             x_TD, residual_TD = self.norm.with_residual(hidden_TD)
-        if hidden_TD.device.type in WITH_CHOICE and self.adds_unchanged:
-            joined = joined_residual(self.mixer, residual_TD, self.backend)
+        if planned_type(hidden_TD.device.type) in WITH_CHOICE:
+            joined = joined_residual(self.mixer, residual_TD, self.backend, self.reason_apart)
             if joined is not None:
                 sum_TD: Tensor = self.mixer(x_TD, packed, joined)
                 return sum_TD
         return self.add(residual_TD, self.mixer(x_TD, packed))
 
     @property
-    def adds_unchanged(self) -> bool:
-        """True if the layer adds the mixer's result itself, so that the mixer may add the residual."""
-        return self.multiplier is None and not self.dropout.p and not self.norms_output
+    def reason_apart(self) -> str:
+        """Reason why the mixer cannot add the residual; empty if it may."""
+        if self.dropout.p:
+            return "the mixer's output has dropout"
+        if self.multiplier is not None:
+            return "the mixer's output is multiplied before the addition"
+        return "the mixer's output is normalised before the addition" if self.norms_output else ""
 
     def add(self, residual_TD: Tensor, y_TD: Tensor) -> Tensor:
         """Add the mixer's output to the residual stream."""

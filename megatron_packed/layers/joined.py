@@ -25,6 +25,7 @@ from megatron_packed.ops.residual_projection.api import AddedProduct
 NOT_LOCAL = "the projections are not those of this package"
 BIAS = "the projections have a bias"
 TENSOR_PARALLEL = "tensor-parallel ranks exchange rows around the projections"
+OTHER_DTYPE = "rows and weights differ in dtype"
 OBSERVED = "calls of the projections or of the activation are replaced or observed"
 NOTES_CALLS = "transformer_engine.pytorch.graph"
 """Module whose hooks only note which modules run.
@@ -81,6 +82,19 @@ def is_observed(module: nn.Module, *, wrapped: bool = True) -> bool:
     )
 
 
+def observation(*modules: nn.Module, wrapped: bool = True) -> str:
+    """Return the reason why calls of the modules cannot be joined; empty if there is none.
+
+    A wrapper of this package says why it wraps the call.
+    """
+    for module in modules:
+        if is_observed(module, wrapped=wrapped):
+            forward = vars(module).get("forward")
+            reason: str = getattr(getattr(forward, "__self__", forward), "reason", OBSERVED)
+            return reason
+    return ""
+
+
 def _inside_wrappers(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function that wrappers of this package call, with all arguments."""
     while (owner := getattr(forward, "__self__", forward)) and hasattr(owner, "wrapped_forward"):
@@ -113,7 +127,9 @@ class JoinedResidual(NamedTuple):
         return cast(Tensor, _AddedLinear.apply(x_TI, weight_OI, *self))  # type: ignore[no-untyped-call]
 
 
-def joined_residual(mixer: nn.Module, residual_TD: Tensor, backend: str) -> JoinedResidual | None:
+def joined_residual(
+    mixer: nn.Module, residual_TD: Tensor, backend: str, apart: str = ""
+) -> JoinedResidual | None:
     """Return the residual for the last projection of the mixer, which adds it; None if it does not.
 
     See ``ops/residual_projection/README.md``.
@@ -122,18 +138,19 @@ def joined_residual(mixer: nn.Module, residual_TD: Tensor, backend: str) -> Join
         mixer: its class may have a ``forward`` that `adds_residual` marks.
         residual_TD: the hidden state before the layer.
         backend: backend of the op ``residual_projection``.
+        apart: reason of the caller why it must add the residual itself; empty if it need not.
 
     Raises:
         NoBackendError: the requested backend does not support the sizes and dtype.
     """
     if residual_TD.dim() != 2:
         return None
-    product = added_product(mixer, residual_TD.dtype, residual_TD.device.type, backend)
+    product = added_product(mixer, residual_TD.dtype, residual_TD.device.type, backend, apart)
     return None if product is None else JoinedResidual(residual_TD, product)
 
 
 def added_product(
-    mixer: nn.Module, dtype: torch.dtype, device_type: str, backend: str
+    mixer: nn.Module, dtype: torch.dtype, device_type: str, backend: str, apart: str = ""
 ) -> AddedProduct | None:
     """Return the product with which the mixer adds a residual of ``dtype``; None if it adds none.
 
@@ -143,19 +160,20 @@ def added_product(
     if not getattr(type(mixer).forward, "adds_residual", False):
         return None
     projection: Any = mixer.output_projection
-    if reason_apart(projection) or projection.weight.dtype != dtype:
-        return None
+    reason = reason_apart(projection) or apart or observation(mixer, projection, wrapped=False)
+    if projection.weight.dtype != dtype:
+        reason = OTHER_DTYPE
     channels, inner = projection.weight.shape
     inputs = residual_projection.ResidualProjectionInputs(
         inner=inner,
         channels=channels,
         dtype=dtype,
         device_type=device_type,
+        apart=reason,
     )
     product: AddedProduct | None
     product = residual_projection.OP.chosen[backend, inputs].loaded.added_product
-    observed = any(is_observed(each, wrapped=False) for each in (mixer, projection))
-    return None if observed else product
+    return product
 
 
 class _AddedLinear(autograd.Function):

@@ -10,15 +10,18 @@ from torch import Tensor, nn
 from megatron_packed.distributed.tensor_parallel_shards import SplitSegment
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.joined import (
+    NOT_LOCAL,
+    OTHER_DTYPE,
     JoinedResidual,
     adds_residual,
-    is_observed,
+    observation,
     reason_apart,
 )
 from megatron_packed.layers.joined_mlp import joined_mlp
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.layers.transformer_impl import implementation
 from megatron_packed.ops.activation.api import Kind, activation
+from megatron_packed.ops.backend_dispatch import planned_type
 from megatron_packed.ops.dense_mlp import api as dense_mlp
 from megatron_packed.packed.params import PackedSeqParams
 
@@ -128,7 +131,7 @@ class MLP(nn.Module):
         Raises:
             NoBackendError: the requested backend does not support this layer's sizes and dtype.
         """
-        if (self.mlp_act.kind, device_type) not in dense_mlp.WITH_CHOICE:
+        if (self.mlp_act.kind, planned_type(device_type)) not in dense_mlp.WITH_CHOICE:
             return None
         inputs = dense_mlp.DenseMLPInputs(
             channels=self.hidden_size,
@@ -136,12 +139,17 @@ class MLP(nn.Module):
             kind=self.mlp_act.kind,
             dtype=dtype,
             device_type=device_type,
+            apart=self._reason_apart(dtype),
         )
         backend = dense_mlp.OP.chosen[self.backend, inputs].loaded
-        if not backend.JOINS or reason_apart(self.fc1, self.fc2):
-            return None
-        if type(self.mlp_act) is not Activation or self.fc1.weight.dtype != dtype:
-            return None
-        if any(map(is_observed, (self.fc1, self.mlp_act, self.fc2))):
-            return None
-        return cast(dense_mlp.JoinedProducts, backend)
+        return cast(dense_mlp.JoinedProducts, backend) if backend.JOINS else None
+
+    def _reason_apart(self, dtype: torch.dtype) -> str:
+        """Return the reason why products and activation must be separate calls; empty if none."""
+        if reason := reason_apart(self.fc1, self.fc2):
+            return reason
+        if type(self.mlp_act) is not Activation:
+            return NOT_LOCAL
+        if self.fc1.weight.dtype != dtype:
+            return OTHER_DTYPE
+        return observation(self.fc1, self.mlp_act, self.fc2)

@@ -11,6 +11,8 @@ from importlib import import_module
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from megatron_packed.config import flag_names as flags
 from megatron_packed.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -35,6 +37,28 @@ LOCAL = Implementation(ColumnParallelLinear, RowParallelLinear, Norm)
 """Implementation with plain PyTorch and the kernels of ``ops``, for any device."""
 
 
+class PlannedColumnParallelLinear(ColumnParallelLinear):
+    """Parameters of TransformerEngine's layer, for a planned rank on the meta device."""
+
+
+class PlannedRowParallelLinear(RowParallelLinear):
+    """Parameters of TransformerEngine's layer, for a planned rank on the meta device."""
+
+
+class PlannedNorm(Norm):
+    """Parameters of TransformerEngine's norm, for a planned rank; it is no op of this package."""
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return F.layer_norm(x_TD, x_TD.shape[-1:], self.weight, self.bias, self.eps)
+
+    def with_residual(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        return self(x_TD), x_TD
+
+
+PLANNED = Implementation(PlannedColumnParallelLinear, PlannedRowParallelLinear, PlannedNorm)
+"""Layers of a planned rank with TransformerEngine, which need not be installed."""
+
+
 def implementation(name: str, device: torch.device | str, dtype: torch.dtype) -> Implementation:
     """Return the classes of the implementation ``local`` or ``transformer_engine``.
 
@@ -48,6 +72,8 @@ def implementation(name: str, device: torch.device | str, dtype: torch.dtype) ->
         raise ValueError(
             f"transformer_impl {name!r} is unknown; choose {LOCAL_NAME} or {TRANSFORMER_ENGINE_NAME}."
         )
+    if torch.device(device).type == "meta":
+        return PLANNED
     reason = transformer_engine_refusal(torch.device(device), dtype)
     if reason is not None:
         raise ValueError(f"{flags.TRANSFORMER_IMPL} {TRANSFORMER_ENGINE_NAME}: {reason}.")

@@ -32,6 +32,8 @@ from megatron_packed.config.sections.memory import (
     EXPERT_ACTIVATION,
     LAYER_NORM,
     MIXERS,
+    MODULES,
+    OFFLOADED,
     OFFLOADED_IN,
     RECOMPUTED_IN,
     MemoryConfig,
@@ -137,7 +139,9 @@ def offload_parts(layer: nn.Module, parts: Sequence[str], offload: Offload) -> N
         module = attrgetter(PARTS[part])(layer)
         before_mixer = PARTS[part] == "norm" and not norms_output(layer)
         method = NORM_FORWARD if before_mixer else "forward"
-        replace(module, method, OffloadedCall(method_of(module, method), scopes, layer))
+        call = OffloadedCall(method_of(module, method), scopes, layer)
+        call.reason = f"{OFFLOADED} names {part}"
+        replace(module, method, call)
 
 
 def offload_module(module: nn.Module, offload: Offload) -> None:
@@ -167,7 +171,7 @@ def recompute_parts(layer: nn.Module, parts: Sequence[str]) -> None:
     if EXPERT_ACTIVATION in parts:
         first = attrgetter(PARTS[EXPERT_ACTIVATION])(layer)
         second = attrgetter(PARTS["expert_fc2"])(layer)
-        recompute_between(first, "forward", second)
+        recompute_between(first, "forward", second, f"{MODULES} names {EXPERT_ACTIVATION}")
     if any(part in MIXERS for part in parts):
         mixer = attrgetter("mixer")(layer)
         replace(mixer, "forward", RecomputedCall(method_of(mixer, "forward")))
@@ -183,9 +187,15 @@ def norms_output(layer: nn.Module) -> bool:
     return bool(getattr(layer, "norms_output", False))
 
 
-def recompute_between(first: nn.Module, method: str, second: nn.Module) -> None:
-    """Make ``second`` save a function that computes the output of ``first``, instead of that output."""
-    hook = RecomputedBetween(method_of(first, method), method_of(second, "forward"))
+def recompute_between(
+    first: nn.Module, method: str, second: nn.Module, reason: str = "a part is recomputed"
+) -> None:
+    """Make ``second`` save a function that computes the output of ``first``, instead of that output.
+
+    Args:
+        reason: reason why both calls stay separate.
+    """
+    hook = RecomputedBetween(method_of(first, method), method_of(second, "forward"), reason)
     replace(first, method, hook.first)
     replace(second, "forward", hook.second)
 
@@ -232,7 +242,10 @@ class OffloadedCall:
 
     Attributes:
         wrapped_forward: function that gets all arguments; see `layers.joined.is_observed`.
+        reason: reason why this call stays separate; see `layers.joined.observation`.
     """
+
+    reason = "activations of a part are offloaded"
 
     def __init__(
         self, forward: Callable[..., Any], scopes: SavedTensorScopes, layer: nn.Module
@@ -325,7 +338,8 @@ class RecomputedBetween:
         wrapped_forward: as in `OffloadedCall`, for the second module.
     """
 
-    def __init__(self, first: Callable[..., Any], second: Callable[..., Any]) -> None:
+    def __init__(self, first: Callable[..., Any], second: Callable[..., Any], reason: str) -> None:
+        self.reason = reason
         self._first = first
         self.wrapped_forward = second
         self._args: tuple[Any, ...] = ()

@@ -81,7 +81,14 @@ class OffloadStreams(Protocol):
 
 
 class CpuStreams:
-    """Streams of a CPU, where every operation runs immediately and events do nothing."""
+    """Streams of a CPU, where every operation runs immediately and events do nothing.
+
+    Args:
+        device: ``cpu``, or ``meta`` for a planned rank, whose copies have no values.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = device
 
     def record_event(self) -> None:
         return None
@@ -107,10 +114,10 @@ class CpuStreams:
         target.copy_(source)
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(count, dtype=dtype)
+        return torch.empty(count, dtype=dtype, device=self.device)
 
     def pinned(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def capturing(self) -> bool:
         return False
@@ -241,4 +248,4 @@ _NO_MEMORY = 2
 
 def streams_of(device: torch.device) -> OffloadStreams:
     """Return the streams of a device."""
-    return CudaStreams(device) if device.type == "cuda" else CpuStreams()
+    return CudaStreams(device) if device.type == "cuda" else CpuStreams(device)

@@ -11,16 +11,25 @@ The module has two functions:
 ``inputs`` is a frozen, hashable dataclass of the op. It holds shapes, dtypes, the device type and
 options, but no tensor values. The choice for equal ``inputs`` is made once and cached. The cache is
 bounded, because some ``inputs`` contain a size that differs from pack to pack.
+
+[Note: ops of a planned rank]
+A model on the meta device runs without values, for example to find what it asks of its ops. There
+each op runs its backend ``on_meta``, by default plain PyTorch. Inside of
+`planned`, a request on the meta device counts as a request on the planned device: it is recorded,
+and it decides whether operations are joined.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
 from types import ModuleType
-from typing import cast
+from typing import Any, NamedTuple, cast
+
+import torch
 
 _REMEMBERED = 1024
 
@@ -42,11 +51,14 @@ class Backend:
             backends, ``module:name`` names a class in it.
         automatic: True if ``auto`` may choose the backend. Backends that are slow by design are
             used only if they are requested by name.
+        on_meta: backend that stands for this one on the meta device, if the op's does not. See
+            [Note: ops of a planned rank].
     """
 
     name: str
     module: str
     automatic: bool = True
+    on_meta: Backend | None = None
 
     def load(self) -> ModuleType:
         """Import and return the module, or the class in it, that has the backend's functions."""
@@ -71,6 +83,10 @@ class Backend:
         return list(module.not_supported_reasons(inputs))
 
 
+def is_on_meta(inputs: Hashable) -> bool:
+    return getattr(inputs, "device_type", None) == "meta"
+
+
 class Choices(dict[tuple[str, Hashable], Backend]):
     """Cache of chosen backends by ``(requested backend, inputs)``; a missing entry is computed.
 
@@ -83,6 +99,8 @@ class Choices(dict[tuple[str, Hashable], Backend]):
         self._choose = choose
 
     def __missing__(self, key: tuple[str, Hashable]) -> Backend:
+        if is_on_meta(key[1]):
+            return self._choose(*key)  # Each plan has to see the request.
         if len(self) >= _REMEMBERED:
             self.clear()
         chosen = self[key] = self._choose(*key)
@@ -94,11 +112,28 @@ class Op:
 
     ``chosen[backend, inputs].loaded`` is the module of the chosen backend; ``backend`` is a name or
     ``auto``. Like `select`, this expression raises `NoBackendError` if no backend fits.
+
+    Args:
+        name: name of the op.
+        backends: fastest first; the last automatic one is plain PyTorch.
+        on_meta: backend that returns tensors of the right shapes on the meta device; by default
+            plain PyTorch.
+        on_device: function of a requested backend, its inputs on the meta device and a device. It
+            returns the request on this device; by default the inputs with its type.
     """
 
-    def __init__(self, name: str, backends: tuple[Backend, ...]) -> None:
+    def __init__(
+        self,
+        name: str,
+        backends: tuple[Backend, ...],
+        *,
+        on_meta: Backend | None = None,
+        on_device: Callable[[str, Any, torch.device], tuple[str, Any]] | None = None,
+    ) -> None:
         self.name = name
         self.backends = backends
+        self.on_meta = on_meta or [backend for backend in backends if backend.automatic][-1]
+        self.on_device = on_device or with_device_type
         self.chosen = Choices(self._choose)
 
     def names(self) -> list[str]:
@@ -118,6 +153,8 @@ class Op:
         return {candidate.name: candidate.reasons(inputs) for candidate in self.backends}
 
     def _choose(self, backend: str, inputs: Hashable) -> Backend:
+        if is_on_meta(inputs):
+            return self.on_meta if _plan is None else _plan.choose(self, backend, inputs)
         if backend != "auto" and backend not in self.names():
             raise NoBackendError(
                 f"{self.name} has no backend {backend!r}; choose one of {['auto', *self.names()]}."
@@ -135,3 +172,64 @@ class Op:
             "no backend supports" if backend == "auto" else f"backend {backend!r} does not support"
         )
         raise NoBackendError(f"{self.name}: {asked} {inputs}: " + " | ".join(refusals))
+
+
+def with_device_type(backend: str, inputs: Any, device: torch.device) -> tuple[str, Any]:
+    """Return a request on a device of the same type as ``device``."""
+    return backend, replace(inputs, device_type=device.type)
+
+
+class Request(NamedTuple):
+    """Request of a model to an op."""
+
+    op: Op
+    backend: str
+    """Requested backend: a name, or ``auto``."""
+    inputs: Hashable
+
+
+class _PlannedRank:
+    """Device of a planned rank, and the requests to ops so far."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.requests: dict[Request, Backend] = {}
+
+    def choose(self, op: Op, backend: str, inputs: Hashable) -> Backend:
+        """Record a request, and return the backend that runs on the meta device."""
+        request = Request(op, *op.on_device(backend, inputs, self.device))
+        if request not in self.requests:
+            self.requests[request] = self._on_meta(request)
+        return self.requests[request]
+
+    def _on_meta(self, request: Request) -> Backend:
+        op, backend, inputs = request
+        # Only the choice of a backend that joins operations has an effect on other requests.
+        first = op.backends[0]
+        if first.on_meta and backend in ("auto", first.name) and not first.reasons(inputs):
+            return first.on_meta
+        return op.on_meta
+
+
+_plan: _PlannedRank | None = None
+
+
+@contextmanager
+def planned(device: torch.device) -> Iterator[dict[Request, Backend]]:
+    """Let models on the meta device ask their ops as on ``device``.
+
+    Yields:
+        the requests so far, in the order of the first of equal ones.
+    """
+    global _plan
+    assert _plan is None, "plans cannot be nested"
+    _plan = _PlannedRank(device)
+    try:
+        yield _plan.requests
+    finally:
+        _plan = None
+
+
+def planned_type(device_type: str) -> str:
+    """Return the type of the planned device for ``meta`` inside of `planned`, else the argument."""
+    return _plan.device.type if _plan is not None and device_type == "meta" else device_type

@@ -32,10 +32,9 @@ from megatron_packed.training.explain_capability import OFF, ON, PARTIAL, Capabi
 from megatron_packed.training.explain_graphs import graph_capabilities
 from megatron_packed.training.explain_parallelism import parallel_capabilities
 from megatron_packed.training.explain_run import PlannedRun
-from megatron_packed.training.joined_inputs import useless_recomputation
-from megatron_packed.training.kernel_inputs import asked_of, op_inputs
 from megatron_packed.training.kernels import choose, layer_reasons
 from megatron_packed.training.metrics import peak_flops
+from megatron_packed.training.op_requests import op_requests, served_by, useless_recomputation
 
 WIDTH = 118
 """Largest number of characters of a line."""
@@ -80,10 +79,10 @@ def capabilities(
     """Yield all capabilities of the configuration on ``device`` with ``world_size`` processes."""
     yield from _machine(config, device)
     yield _layers(config, device)
+    requests = op_requests(config, device)
     # Several layers may have equal rows.
     yield from dict.fromkeys(
-        kernel(op, inputs, asked_of(config, op, device), device)
-        for op, inputs in op_inputs(config, device)
+        kernel(one.op, one.inputs, served_by(config, one, requests), device) for one in requests
     )
     yield from graph_capabilities(config, device)
     yield _recomputation(config, device)
@@ -215,7 +214,7 @@ def _recomputation(config: RunConfig, device: torch.device) -> Capability:
         )
         found.append(f"{module} of {count} layer{'s' if count > 1 else ''}")
     text = f"{', '.join(found)}; MFU does not count recomputed operations"
-    if useless := useless_recomputation(config, device.type):
+    if useless := useless_recomputation(config, device):
         advice = f"leave {EXPERT_ACTIVATION} out of {MODULES}"
         return Capability(name, PARTIAL, f"{text}; {useless}", advice)
     return Capability(name, ON, text)

@@ -13,8 +13,8 @@ from megatron_packed.cuda_graphs.transformer_engine import maker
 from megatron_packed.ops.backend_dispatch import NoBackendError
 from megatron_packed.ops.varlen_attention import backends as varlen_attention
 from megatron_packed.training.explain_capability import OFF, ON, PARTIAL, Capability
-from megatron_packed.training.kernel_inputs import asked_of, op_inputs
 from megatron_packed.training.kernels import choose
+from megatron_packed.training.op_requests import op_requests
 
 FLEX_OVERTAKES = {"transformer_engine": 128, "flash_attn_2": 32, "torch_varlen": 16}
 """Capacity in documents from which FlexAttention was measured to be faster than each kernel.
@@ -140,11 +140,11 @@ def _attention_of_graphs(
 ) -> Iterator[Capability]:
     """Yield a line if the attention kernel is slower for a larger graph capacity."""
     op = varlen_attention.OP
-    inputs = {other.name: asked for other, asked in op_inputs(config, device)}.get(op.name)
-    if inputs is None:  # context-parallel attention has a single kernel for GPUs
+    request = next((one for one in op_requests(config, device) if one.op is op), None)
+    if request is None:  # context-parallel attention has a single kernel for GPUs
         return
     try:
-        chosen = choose(op, inputs, asked_of(config, op, device)).name
+        chosen = choose(op, request.inputs, request.backend).name
     except NoBackendError:
         return
     if capacity >= FLEX_OVERTAKES.get(chosen, capacity + 1):

@@ -34,7 +34,7 @@ from megatron_packed.ops.gated_delta_rule import precision
 from megatron_packed.ops.grouped_mlp import api as grouped_mlp
 from megatron_packed.ops.varlen_attention import backends as varlen_attention
 from megatron_packed.training.build_job import dtype_of
-from megatron_packed.training.kernel_inputs import asked_of, op_inputs
+from megatron_packed.training.op_requests import op_requests, served_by
 
 LABELS = {
     "varlen_attention": "attention",
@@ -175,14 +175,16 @@ def chosen_kernels(
     Args:
         config: configuration of the run.
         device: device of the rank.
-        documents: largest number of documents in a pack, as for `op_inputs`.
+        documents: largest number of documents in a pack, as for `op_requests`.
     Raises:
         ConfigError: a kernel that an option names cannot be used; the message has the reasons.
     """
     found: list[Kernel] = []
     problems: list[Problem] = []
-    for op, inputs in op_inputs(config, device, documents):
-        asked = asked_of(config, op, device)
+    requests = op_requests(config, device, documents)
+    for request in requests:
+        op, inputs = request.op, request.inputs
+        asked = served_by(config, request, requests)
         try:
             kernel = choose(op, inputs, asked, _option_of(config, op))
         except NoBackendError:

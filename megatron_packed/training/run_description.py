@@ -11,13 +11,13 @@ from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.training.build_job import Job
 from megatron_packed.training.console import Console
 from megatron_packed.training.equal_exchanges import exchange_line
-from megatron_packed.training.joined_inputs import useless_recomputation
 from megatron_packed.training.kernels import (
     check_kernels,
     kernel_block,
     kernel_names,
     slow_kernel_warnings,
 )
+from megatron_packed.training.op_requests import useless_recomputation
 from megatron_packed.training.run_data import RunData
 from megatron_packed.training.tensor_overlap import overlap_line
 
@@ -95,7 +95,7 @@ def name_kernels(
         console.warn(sentence)
     for sentence in _model_warnings(config):
         console.warn(sentence)
-    if useless := useless_recomputation(config, groups.device.type):
+    if useless := useless_recomputation(config, groups.device):
         console.warn(f"{MODULES} {useless}; leave it out")
     return names
 

@@ -21,7 +21,6 @@ from megatron_packed.data.packing.pieces import Pieces
 from megatron_packed.distributed.flat_buffers import flat_layout_of, tail_elements
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.zero1_layout import Ownership
-from megatron_packed.layers.transformer_impl import LOCAL_NAME
 from megatron_packed.models.estimate.footprint import Work
 from megatron_packed.models.estimate.rank_memory import Estimate, communicators_of, estimate
 from megatron_packed.models.flops import FlopCounter
@@ -53,13 +52,7 @@ class Imagined(NamedTuple):
     @classmethod
     def in_groups(cls, config: RunConfig, groups: ParallelGroups, vocab_size: int) -> Imagined:
         """Build the model of a rank of these groups."""
-        # Local layers have the same parameters as TransformerEngine's, which need not be installed.
-        local = replace(config, training=replace(config.training, transformer_impl=LOCAL_NAME))
-        # But their MLPs save the activation, which products of local layers may compute again.
-        apart = config.training.transformer_impl != LOCAL_NAME
-        backends = dict.fromkeys(("dense_mlp", "residual_projection"), "torch") if apart else None
-        model = build_model(local, vocab_size, "meta", groups, backends=backends)
-        return cls(model.train(), groups)
+        return cls(build_model(config, vocab_size, "meta", groups).train(), groups)
 
 
 def estimates(

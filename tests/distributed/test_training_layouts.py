@@ -26,8 +26,8 @@ from megatron_packed.models.lm_head_and_loss import HybridOutput
 from megatron_packed.ops.backend_dispatch import Choices
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_job import Job, build_job
-from megatron_packed.training.kernel_inputs import op_inputs
 from megatron_packed.training.loss_spikes_and_skipped_steps import bad_places
+from megatron_packed.training.op_requests import op_requests
 from megatron_packed.training.replica_checks import ReplicaCheck, ReplicaMismatchError
 from support.layouts import MODEL, VOCAB, Way, config_of, mine, packs_of, run_state, step_values
 from support.whole_state import Shards, assembled, assert_same_bits, everything, same_bits
@@ -444,7 +444,7 @@ def asked(groups: ParallelGroups, way: Way) -> bool:
         model(packs_of(way, 0, 1)[0]).loss.backward()
     told = {
         op.name: inputs
-        for op, inputs in op_inputs(config, torch.device("cpu"))
+        for op, _, inputs in op_requests(config, torch.device("cpu"))
         if op.name != "adamw"
     }
     return set(told) == set(seen) and all(inputs in seen[name] for name, inputs in told.items())

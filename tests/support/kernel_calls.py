@@ -15,7 +15,7 @@ from megatron_packed.config.run import RunConfig
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_job import build_job
-from megatron_packed.training.kernel_inputs import op_inputs
+from megatron_packed.training.op_requests import op_requests
 
 FLAGS = [
     "--hidden-size",
@@ -77,7 +77,7 @@ def called_in_a_step(
     one in a backend counts as its own.
     """
     called: dict[str, set[str]] = {}
-    for op, _ in op_inputs(config, device):
+    for op, _, _ in op_requests(config, device):
         for backend in op.backends:
             try:
                 module = backend.load()

@@ -119,12 +119,12 @@ def _job() -> tuple[Any, Any, dict[str, Any]]:
     import torch
 
     from megatron_packed.config.parser.parse import parse_or_exit
-    from megatron_packed.training.kernel_inputs import op_inputs
+    from megatron_packed.training.op_requests import op_requests
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     flags = [*FLAGS, "--seq-length", str(TOKENS), *(["--bf16"] if device.type == "cuda" else [])]
     config = parse_or_exit(flags, launched=False, here=False)
-    ops = {op.name: (op, inputs) for op, inputs in op_inputs(config, device)}
+    ops = {op.name: (op, inputs) for op, _, inputs in op_requests(config, device)}
     return config, device, ops
 
 

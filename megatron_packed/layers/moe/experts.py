@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from megatron_packed.distributed.tensor_parallel_shards import set_expert_shard
 from megatron_packed.layers.backends import Backends
-from megatron_packed.layers.joined import OBSERVED, is_observed
+from megatron_packed.layers.joined import observation
 from megatron_packed.layers.mlp import inner_segments
 from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.layers.named_call import NamedCall
 from megatron_packed.layers.parameters import new_parameter
 from megatron_packed.ops.activation.api import Kind
+from megatron_packed.ops.backend_dispatch import planned_type
 from megatron_packed.ops.grouped_mlp import api as grouped_mlp
 
 
@@ -104,7 +105,6 @@ class GroupedExperts(nn.Module):
 
     def _reason_apart(self, device_type: str) -> str:
         """Return the reason why the steps must be separate calls; empty if there is none."""
-        if (self.kind, device_type) not in grouped_mlp.WITH_JOINED:
+        if (self.kind, planned_type(device_type)) not in grouped_mlp.WITH_JOINED:
             return ""
-        observed = any(map(is_observed, (self.expert_fc1, self.moe_act, self.expert_fc2)))
-        return OBSERVED if observed else ""
+        return observation(self.expert_fc1, self.moe_act, self.expert_fc2)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.build import Build
-from megatron_packed.layers.joined import joined_residual
+from megatron_packed.layers.joined import TENSOR_PARALLEL, JoinedResidual, joined_residual
 from megatron_packed.layers.linear import Linear
 from megatron_packed.layers.mlp import MLP
 from megatron_packed.layers.moe.aux_loss import (
@@ -44,6 +44,7 @@ from megatron_packed.layers.moe.make_dispatcher import make_dispatcher
 from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.layers.moe.router import Router, Routing
 from megatron_packed.layers.side_stream import SideStream
+from megatron_packed.ops.backend_dispatch import planned_type
 from megatron_packed.ops.residual_projection.api import WITH_CHOICE
 from megatron_packed.packed.later_tokens import prepared, reaches
 from megatron_packed.packed.params import PackedSeqParams
@@ -167,8 +168,6 @@ class MoE(nn.Module):
         if config.moe_shared_expert_intermediate_size:
             self._build_shared_expert(config.moe_shared_expert_intermediate_size, build)
         self.backend = backends.residual_projection
-        self.adds_shared_expert = self.shared_expert_gate is None
-        """The shared expert's result is added unchanged, so that its last projection may add the routed one."""
         self.side: SideStream | None = None
         if self.overlaps_shared_expert and torch.device(device).type == "cuda":
             self.side = SideStream(torch.device(device))
@@ -181,6 +180,17 @@ class MoE(nn.Module):
             and self.shared_expert is not None
             and not self.ep.splits_tokens
         )
+
+    @property
+    def reason_apart(self) -> str:
+        """Reason why the shared expert cannot add the routed rows; empty if it may."""
+        if self.ep.splits_tokens:
+            return TENSOR_PARALLEL
+        if self.shared_expert_gate is not None:
+            return "the shared expert's output is multiplied by its gate"
+        if self.overlaps_shared_expert:
+            return "the shared expert runs beside the routed experts"
+        return ""
 
     def _build_projection(self, width_in: int, width_out: int, build: Build) -> Linear:
         """Build a projection of the rows that this rank routes; each rank holds all of it."""
@@ -264,13 +274,14 @@ class MoE(nn.Module):
         """
         if self.shared_expert is None:
             return self.ep.leave(y_TD)
+        joined: JoinedResidual | None = None
+        if planned_type(y_TD.device.type) in WITH_CHOICE:
+            joined = joined_residual(self.shared_expert, y_TD, self.backend, self.reason_apart)
+        if joined is not None:
+            return self.ep.leave(self.shared_expert(own_TD, None, joined))
         if self.ep.splits_tokens:
             # The routed rows are only a part of the rows that the shared expert processes.
             return self.ep.leave(y_TD) + self._shared_expert(x_TD)
-        if self.adds_shared_expert and y_TD.device.type in WITH_CHOICE:
-            joined = joined_residual(self.shared_expert, y_TD, self.backend)
-            if joined is not None:
-                return self.ep.leave(self.shared_expert(own_TD, None, joined))
         return self.ep.leave(y_TD + self._shared_expert(own_TD))
 
     def _shared_expert(self, x_TD: Tensor) -> Tensor:

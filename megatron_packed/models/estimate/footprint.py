@@ -166,9 +166,8 @@ class RankSizes:
     def joins_residual(self, layer: Any) -> bool:
         """Return whether a GPU of this machine adds the residual in the mixer's last product."""
         dtype = layer.norm.weight.dtype
-        return layer.adds_unchanged and (
-            added_product(layer.mixer, dtype, "cuda", layer.backend) is not None
-        )
+        product = added_product(layer.mixer, dtype, "cuda", layer.backend, layer.reason_apart)
+        return product is not None
 
     def dropped(self, saved: dict[str, Term]) -> dict[str, Term]:
         """Add the dropout mask to ``saved``: one byte for each element of the result."""

@@ -8,7 +8,7 @@ document is split into 2c chunks, and rank r has chunks r and 2c - 1 - r of each
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,10 @@ OP = Op(
     (
         Backend("transformer_engine", f"{_HERE}.transformer_engine"),
         Backend("reference", f"{_HERE}.reference"),
+    ),
+    on_device=lambda backend, inputs, device: (
+        resolved_backend(backend, device.type),
+        replace(inputs, device_type=device.type),
     ),
 )
 

@@ -17,7 +17,11 @@ from megatron_packed.ops.backend_dispatch import Backend, Op
 OP = Op(
     "dense_mlp",
     (
-        Backend("quack", "megatron_packed.ops.dense_mlp.quack"),
+        Backend(
+            "quack",
+            "megatron_packed.ops.dense_mlp.quack",
+            on_meta=Backend("quack", "megatron_packed.ops.dense_mlp.on_meta"),
+        ),
         Backend("torch", "megatron_packed.ops.dense_mlp.separate"),
     ),
 )

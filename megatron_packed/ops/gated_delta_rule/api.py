@@ -34,6 +34,7 @@ OP = Op(
         Backend("fla", "megatron_packed.ops.gated_delta_rule.fla", automatic=False),
         Backend("recurrence", "megatron_packed.ops.gated_delta_rule.recurrence", automatic=False),
     ),
+    on_meta=Backend("on_meta", "megatron_packed.ops.gated_delta_rule.on_meta"),
 )
 
 

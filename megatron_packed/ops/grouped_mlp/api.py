@@ -19,11 +19,16 @@ from megatron_packed.ops.backend_dispatch import Backend, Op
 OP = Op(
     "grouped_mlp",
     (
-        Backend("quack_joined", "megatron_packed.ops.grouped_mlp.quack_joined"),
+        Backend(
+            "quack_joined",
+            "megatron_packed.ops.grouped_mlp.quack_joined",
+            on_meta=Backend("quack_joined", "megatron_packed.ops.grouped_mlp.joined_on_meta"),
+        ),
         Backend("quack", "megatron_packed.ops.grouped_mlp.quack"),
         Backend("grouped_mm", "megatron_packed.ops.grouped_mlp.grouped_mm"),
         Backend("reference", "megatron_packed.ops.grouped_mlp.reference"),
     ),
+    on_meta=Backend("on_meta", "megatron_packed.ops.grouped_mlp.on_meta"),
 )
 JOINED = OP.backends[0]
 """Backend that runs the three steps as one."""

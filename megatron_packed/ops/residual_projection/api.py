@@ -18,7 +18,11 @@ from megatron_packed.ops.backend_dispatch import Backend, Op
 OP = Op(
     "residual_projection",
     (
-        Backend("quack", "megatron_packed.ops.residual_projection.quack"),
+        Backend(
+            "quack",
+            "megatron_packed.ops.residual_projection.quack",
+            on_meta=Backend("quack", "megatron_packed.ops.residual_projection.on_meta"),
+        ),
         Backend("torch", "megatron_packed.ops.residual_projection.separate"),
     ),
 )

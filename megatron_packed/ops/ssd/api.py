@@ -28,6 +28,7 @@ OP = Op(
         Backend("reference", "megatron_packed.ops.ssd.reference"),
         Backend("recurrence", "megatron_packed.ops.ssd.recurrence", automatic=False),
     ),
+    on_meta=Backend("on_meta", "megatron_packed.ops.ssd.on_meta"),
 )
 
 

@@ -6,7 +6,7 @@ Shapes: T token slots of the pack, H head dimension.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -29,6 +29,11 @@ OP = Op(
         Backend("torch_varlen", f"{_HERE}.torch_varlen"),
         Backend("reference", f"{_HERE}.reference"),
         Backend("sdpa", f"{_HERE}.sdpa", automatic=False),
+    ),
+    on_meta=Backend("on_meta", f"{_HERE}.on_meta"),
+    on_device=lambda backend, inputs, device: (
+        backend,
+        replace(inputs, device_type=device.type, capability=_capability(device)),
     ),
 )
 
@@ -165,4 +170,7 @@ def inputs_of_pack(
 
 
 def _capability(device: torch.device) -> tuple[int, int] | None:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    """Return the compute capability of a GPU; None for other devices, or if there is no GPU here."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_capability(device)

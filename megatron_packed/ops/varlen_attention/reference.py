@@ -53,7 +53,7 @@ def run(
     tokens = q_TNH.shape[0]
     math = torch.promote_types(q_TNH.dtype, torch.float32)
     q, k, v = q_TNH.to(math) * softmax_scale, k_TKH.to(math), v_TKH.to(math)
-    if q_TNH.device.type != "cpu":
+    if q_TNH.device.type == "cuda":
         document_T = document_numbers(cu_seqlens, tokens)[0]
         return _attend_segment(q, k, v, document_T, window_size).to(q_TNH.dtype)
     lengths = _document_lengths(cu_seqlens, tokens, max_seqlen)

@@ -15,7 +15,7 @@ from megatron_packed.cli.main import main
 from megatron_packed.cli.plan import _duration
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.models.flops import FlopCounter
-from megatron_packed.training import joined_inputs
+from megatron_packed.training import op_requests
 
 SEED = shlex.split("""--sft --bf16 --sequence-parallel --cp-comm-type p2p --use-distributed-optimizer
     --cuda-graph-impl transformer_engine --cuda-graph-scope mamba attn --cuda-graph-max-packed-seqs 64
@@ -201,12 +201,12 @@ def test_activations_that_other_kernels_do_not_save_are_named(capsys, monkeypatc
     line = (
         "Activations of squared ReLU are counted as saved, because this machine has no Hopper GPU"
     )
-    monkeypatch.setattr(joined_inputs, "is_installed", lambda module: False)
+    monkeypatch.setattr(op_requests, "is_installed", lambda module: False)
     assert main(["plan", *flags]) == 0
     assert (line in capsys.readouterr().out) == said
-    monkeypatch.setattr(joined_inputs, "is_installed", lambda module: True)
+    monkeypatch.setattr(op_requests, "is_installed", lambda module: True)
     for reasons in ([], ["found (10, 0)"]):
-        monkeypatch.setattr(joined_inputs, "device_reasons", lambda kind, found=reasons: found)
+        monkeypatch.setattr(op_requests, "device_reasons", lambda kind, found=reasons: found)
         assert main(["plan", *flags]) == 0
         assert (line in capsys.readouterr().out) == (said and bool(reasons))
 

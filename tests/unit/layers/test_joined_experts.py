@@ -21,9 +21,8 @@ from megatron_packed.ops.grouped_mlp import api, grouped_linear
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training import explain, run_description
 from megatron_packed.training.build_job import build_model
-from megatron_packed.training.joined_inputs import useless_recomputation
-from megatron_packed.training.kernel_inputs import op_inputs
 from megatron_packed.training.kernels import chosen_kernels
+from megatron_packed.training.op_requests import op_requests, useless_recomputation
 from support.hybrid_cases import VOCAB, tiny_config
 from support.kernel_calls import config_of
 from support.quack_stand_in import quack_stand_in
@@ -272,7 +271,7 @@ def recomputed(*modules):
     "memory, reason",
     [
         ({}, None),
-        (OFFLOADED, "names parts of experts"),
+        (OFFLOADED, "--offload-modules names expert_fc1"),
         (OFFLOADED | {"offload_modules": ("mlp_norm",)}, None),
         (recomputed("moe_act"), "--recompute-modules names moe_act"),
         (recomputed("moe", "moe_act"), None),
@@ -283,7 +282,7 @@ def test_a_run_lists_the_choice_with_its_reason(joined, memory, reason):
     config = config_of("E", bf16=True, device="auto")
     config = replace(config, memory=replace(config.memory, **memory))
     gpu = torch.device("cuda")
-    (inputs,) = [inputs for op, inputs in op_inputs(config, gpu) if op is api.OP]
+    (inputs,) = [inputs for op, _, inputs in op_requests(config, gpu) if op is api.OP]
     reasons = joined.not_supported_reasons(inputs)
     assert (len(reasons) == 1 and reason in reasons[0]) if reason else not reasons
     assert api.OP.select(inputs).name == ("quack" if reason else "quack_joined")
@@ -324,7 +323,7 @@ def test_other_recomputations_are_not_reported(joined, pattern, changes):
     model = replace(config.model, **({"squared_relu": False, **changes} if changes else {}))
     memory = replace(config.memory, **recomputed("moe_act" if pattern == "E" else "mamba"))
     config = replace(config, model=model, memory=memory)
-    assert useless_recomputation(config, "cuda") == ""
+    assert useless_recomputation(config, torch.device("cuda")) == ""
 
 
 def test_both_are_listed_if_parts_of_some_layers_are_offloaded(joined):
@@ -372,7 +371,7 @@ def test_layers_ask_for_what_a_run_lists(on_cpu, monkeypatch, memory):
     model = build_model(config, 256, "cpu")
     pack = MicroBatch.build([(torch.arange(128).numpy(), None)], 128)
     model(pack).loss.backward()
-    (told,) = [inputs for op, inputs in op_inputs(config, torch.device("cpu")) if op is api.OP]
+    (told,) = [inputs for op, _, inputs in op_requests(config, torch.device("cpu")) if op is api.OP]
     (found,) = set(asked) - {told} or {told}
     assert replace(found, apart="") == replace(told, apart="")
     assert bool(found.apart) == bool(told.apart)

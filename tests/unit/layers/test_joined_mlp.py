@@ -21,7 +21,7 @@ from megatron_packed.ops.backend_dispatch import NoBackendError
 from megatron_packed.ops.dense_mlp import api
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_job import build_model
-from megatron_packed.training.kernel_inputs import op_inputs
+from megatron_packed.training.op_requests import op_requests
 from megatron_packed.training.run_estimate import Imagined
 from support.hybrid_cases import VOCAB, tiny_config
 from support.kernel_calls import config_of
@@ -263,7 +263,7 @@ def offloading(*parts):
     [
         ("-", {}, None),
         ("-", offloading("mlp_norm"), None),
-        ("-", offloading("mlp_norm", "mlp_act"), "names parts of dense MLPs"),
+        ("-", offloading("mlp_norm", "mlp_act"), "--offload-modules names mlp_act"),
         ("-", {"parallel": {"tensor_model_parallel_size": 2}}, "tensor-parallel ranks exchange"),
         ("-", {"training": {"transformer_impl": "transformer_engine"}}, "not those of this"),
         ("-", {"model": {"add_bias_linear": True}}, "have a bias"),
@@ -275,7 +275,7 @@ def test_a_run_lists_the_choice_with_its_reason(quack, pattern, changes, reason)
     for section, values in changes.items():
         config = replace(config, **{section: replace(getattr(config, section), **values)})
     gpu = torch.device("cuda")
-    (inputs,) = [inputs for op, inputs in op_inputs(config, gpu) if op is api.OP]
+    (inputs,) = [inputs for op, _, inputs in op_requests(config, gpu) if op is api.OP]
     reasons = quack.not_supported_reasons(inputs)
     assert (len(reasons) == 1 and reason in reasons[0]) if reason else not reasons
     assert api.OP.select(inputs).name == ("torch" if reason else "quack")
@@ -290,7 +290,7 @@ def test_a_run_lists_both_kernels_if_only_some_layers_are_apart(quack):
         offload_modules=("mlp_fc1",),
     )
     config = replace(config_of("--", bf16=True, device="auto"), memory=memory)
-    listed = [inputs for op, inputs in op_inputs(config, torch.device("cuda")) if op is api.OP]
+    listed = [inputs for op, _, inputs in op_requests(config, torch.device("cuda")) if op is api.OP]
     assert [api.OP.select(inputs).name for inputs in listed] == ["quack", "torch"]
 
 
@@ -309,7 +309,7 @@ def test_layers_ask_for_what_a_run_lists(on_cpu, monkeypatch, pattern):
     model = build_model(config, 256, "cpu")
     pack = MicroBatch.build([(torch.arange(128).numpy(), None)], 128)
     model(pack).loss.backward()
-    (told,) = [inputs for op, inputs in op_inputs(config, torch.device("cpu")) if op is api.OP]
+    (told,) = [inputs for op, _, inputs in op_requests(config, torch.device("cpu")) if op is api.OP]
     assert set(asked) == {told}
 
 

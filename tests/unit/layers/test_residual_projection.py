@@ -23,7 +23,7 @@ from megatron_packed.ops.varlen_attention import backends as varlen_attention
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training import explain
 from megatron_packed.training.build_job import build_model
-from megatron_packed.training.kernel_inputs import op_inputs
+from megatron_packed.training.op_requests import op_requests
 from support.hybrid_cases import VOCAB, tiny_config
 from support.kernel_calls import config_of
 from support.quack_stand_in import quack_stand_in
@@ -234,8 +234,8 @@ def test_a_run_lists_what_layers_do(on_cpu, package, monkeypatch, pattern, chang
     config = config_of(pattern, device="auto", bf16=True)
     config = replace(config, model=replace(config.model, **changes))
     monkeypatch.setattr(varlen_attention, "_capability", lambda device: (9, 0))
-    listed = list(op_inputs(config, torch.device("cuda")))
-    for inputs in (inputs for op, inputs in listed if op is api.OP):
+    listed = list(op_requests(config, torch.device("cuda")))
+    for inputs in (inputs for op, _, inputs in listed if op is api.OP):
         assert reason in inputs.apart and bool(reason) == bool(inputs.apart)
         assert api.OP.select(inputs).name == ("torch" if reason else "quack")
     run(model_of(pattern=pattern, **changes))
@@ -263,7 +263,7 @@ def test_layers_ask_for_what_a_run_lists(on_cpu, monkeypatch):
     )
     tokens = [(torch.arange(128).numpy(), None)]
     build_model(config, 256, "cpu")(MicroBatch.build(tokens, 128)).loss.backward()
-    told = {inputs for op, inputs in op_inputs(config, torch.device("cpu")) if op is api.OP}
+    told = {inputs for op, _, inputs in op_requests(config, torch.device("cpu")) if op is api.OP}
     assert set(asked) == told and len(told) == 4, told
 
 

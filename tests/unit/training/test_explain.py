@@ -21,8 +21,8 @@ from megatron_packed.training.explain import capabilities, explain, kernel
 from megatron_packed.training.explain_graphs import graph_capabilities
 from megatron_packed.training.explain_parallelism import parallel_capabilities
 from megatron_packed.training.explain_run import PlannedRun
-from megatron_packed.training.kernel_inputs import op_inputs
 from megatron_packed.training.kernels import chosen_kernels
+from megatron_packed.training.op_requests import op_requests
 from megatron_packed.training.open_documents import open_documents
 
 ROOT = Path(__file__).parents[3]
@@ -78,7 +78,7 @@ GATED = ["--attention-output-gate", "--qk-layernorm", "--apply-layernorm-1p"]
 
 @pytest.mark.parametrize("flags", [[], GATED], ids=["plain", "gated attention"])
 def test_every_op_of_the_model_is_asked_with_the_inputs_of_the_run(flags, monkeypatch):
-    """`op_inputs` equals the inputs of the ops in a forward and backward pass of the real model."""
+    """`op_requests` equals the inputs of the ops in a forward and backward pass of the real model."""
     config = parse([*FLAGS, *flags], world_size=1)
     asked = {}
 
@@ -92,7 +92,7 @@ def test_every_op_of_the_model_is_asked_with_the_inputs_of_the_run(flags, monkey
     from megatron_packed.packed.micro_batch import MicroBatch
 
     model(MicroBatch.build([(torch.arange(128).numpy(), None)], 128)).loss.backward()
-    told = {op.name: inputs for op, inputs in op_inputs(config, CPU) if op.name != "adamw"}
+    told = {op.name: inputs for op, _, inputs in op_requests(config, CPU) if op.name != "adamw"}
     assert set(told) == set(asked)
     assert {name: inputs for name, inputs in told.items() if inputs not in asked[name]} == {}
 
@@ -160,7 +160,7 @@ def test_attention_is_asked_for_the_room_of_the_graphs(capacity, refused):
         "device": "auto",
     }
     config = replace(config, training=replace(config.training, **chosen))
-    told = {op.name: inputs for op, inputs in op_inputs(config, CPU)}
+    told = {op.name: inputs for op, _, inputs in op_requests(config, CPU)}
     assert (
         bool(told["varlen_attention"].oversized_square) == refused
     )  # 2^30 / (4 heads x 4096^2) = 16 documents, the tail included
@@ -472,7 +472,9 @@ def test_a_plain_reference_on_a_gpu_is_partial_and_says_what_it_costs(monkeypatc
     monkeypatch.setattr(
         Backend, "reasons", lambda self, inputs: [] if self.name == "reference" else ["too old"]
     )
-    inputs = {op.name: (op, inputs) for op, inputs in op_inputs(parse(FLAGS, world_size=1), CPU)}
+    inputs = {
+        op.name: (op, inputs) for op, _, inputs in op_requests(parse(FLAGS, world_size=1), CPU)
+    }
     for asked in ("auto", "reference"):
         found = kernel(*inputs["ssd"], asked, torch.device("cuda"))
         assert (

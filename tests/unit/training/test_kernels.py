@@ -17,7 +17,6 @@ from megatron_packed.ops.grouped_mlp import reference as experts
 from megatron_packed.ops.varlen_attention import backends as varlen_attention
 from megatron_packed.training import kernels, pretrain, run_description
 from megatron_packed.training.exit_codes import ExitCode
-from megatron_packed.training.kernel_inputs import op_inputs
 from megatron_packed.training.kernels import (
     LABELS,
     MEASURED,
@@ -28,6 +27,7 @@ from megatron_packed.training.kernels import (
     kernel_names,
     slow_kernel_warnings,
 )
+from megatron_packed.training.op_requests import op_requests
 from support.kernel_calls import ACROSS, called_in_a_step, config_of
 
 ROOT = Path(__file__).parents[3]
@@ -90,7 +90,7 @@ def test_what_the_options_exclude_on_a_cpu_is_what_the_ops_refuse(field):
         "conv_backend": "causal_conv1d",
         "optimizer_backend": "adamw",
     }[field]
-    op, inputs = next(pair for pair in op_inputs(config, CPU) if pair[0].name == op_name)
+    op, _, inputs = next(one for one in op_requests(config, CPU) if one.op.name == op_name)
     # Backends that no option can name.
     oracles = {"adamw": "reference", "ssd": "recurrence", "gated_delta_rule": "recurrence"}
     for backend in (backend for backend in op.backends if backend.name != oracles.get(op_name)):
@@ -132,8 +132,10 @@ def test_a_kernel_that_cannot_serve_ends_the_run_with_code_2_before_data_is_open
 
 def test_packs_of_many_documents_are_asked_about(monkeypatch):
     """After packing, kernels are chosen again for the most documents of a pack or a capacity."""
-    many = {op.name: inputs for op, inputs in op_inputs(config_of("*", bf16=True), CPU, 200_000)}
-    few = {op.name: inputs for op, inputs in op_inputs(config_of("*", bf16=True), CPU)}
+    many = {
+        op.name: inputs for op, _, inputs in op_requests(config_of("*", bf16=True), CPU, 200_000)
+    }
+    few = {op.name: inputs for op, _, inputs in op_requests(config_of("*", bf16=True), CPU)}
     assert (
         many["varlen_attention"].oversized_backward
         > 0

@@ -1,0 +1,119 @@
+"""Requests of a rank to its ops, found by running its model on the meta device.
+
+The model itself makes the requests, so they have the sizes, options and reasons of its layers. The
+rules of the choice are in the ops only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from megatron_packed.config.layer_pattern import MLP, MOE
+from megatron_packed.config.optional_packages import is_installed
+from megatron_packed.config.run import RunConfig
+from megatron_packed.config.sections.memory import EXPERT_ACTIVATION
+from megatron_packed.config.sections.parallel import fewest_processes
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.memory.apply import recomputed_parts
+from megatron_packed.ops.activation import api as activation
+from megatron_packed.ops.backend_dispatch import NoBackendError, Request, planned
+from megatron_packed.ops.dense_mlp import api as dense_mlp
+from megatron_packed.ops.grouped_mlp import api as grouped_mlp
+from megatron_packed.ops.quack_tiles import device_reasons
+from megatron_packed.optim import adamw
+from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.training.run_estimate import Imagined
+
+UNKNOWN_VOCABULARY = 32_768
+"""Number of vocabulary entries assumed for the choice of the loss kernel before a tokenizer is read."""
+
+
+@lru_cache(maxsize=16)
+def op_requests(
+    config: RunConfig, device: torch.device, documents: int | None = None
+) -> tuple[Request, ...]:
+    """Return every request of a rank to an op, once, in the order of a step.
+
+    Args:
+        config: configuration of the run.
+        device: device of the rank.
+        documents: largest number of documents in a pack; by default, the capacity of the largest
+            capture size, or 1 without graphs.
+    """
+    capacity = documents or (config.cuda_graph.capacities or (1,))[-1]
+    layout = config.layout(fewest_processes(config.parallel))
+    groups = ParallelGroups.unjoined(layout)
+    vocab_size = config.model.vocab_size or UNKNOWN_VOCABULARY
+    model = Imagined.in_groups(config, groups, vocab_size).model
+    document = np.zeros(config.document_alignment, dtype=np.int64), None
+    pack = MicroBatch.build([document], config.packing.tokens_per_pack, capacity=capacity)
+    with planned(device) as requests:
+        model(pack.to("meta"))  # The backward pass makes no other requests.
+    optimizer = Request(
+        adamw.OP, config.optim.optimizer_backend, adamw.AdamWInputs(device_type=device.type)
+    )
+    return (*requests, optimizer)
+
+
+def served_by(config: RunConfig, request: Request, requests: Iterable[Request]) -> str:
+    """Return the backend that serves a request: a name, or ``auto``.
+
+    The reference of the grouped product runs the reference of the activation, whatever is fastest.
+    So its activations are those of the reference if all activations run inside experts.
+    """
+    model = config.model
+    dense = MLP in model.hybrid_layer_pattern or model.moe_shared_expert_intermediate_size
+    if request.op is not activation.OP or dense:
+        return request.backend
+    reference = grouped_mlp.OP.backends[-1].name
+    for op, backend, inputs in requests:
+        if op is not grouped_mlp.OP:
+            continue
+        try:
+            if op.select(inputs, backend).name == reference:
+                return reference
+        except NoBackendError:  # The request of the product is refused.
+            return request.backend
+    return request.backend
+
+
+def useless_recomputation(config: RunConfig, device: torch.device) -> str:
+    """Return why ``--recompute-modules moe_act`` saves no memory; empty if it is not given or does.
+
+    A recomputed activation is a call of its own. If all experts would join it with their products
+    without this option, it is not saved in either case.
+    """
+    if EXPERT_ACTIVATION not in recomputed_parts(config.memory, MOE):
+        return ""
+    without = replace(config, memory=replace(config.memory, recompute_granularity=None))
+    joined = grouped_mlp.JOINED
+    experts = [one.inputs for one in op_requests(without, device) if one.op is grouped_mlp.OP]
+    if not experts or any(joined.reasons(inputs) for inputs in experts):
+        return ""
+    return (
+        f"{EXPERT_ACTIVATION} saves no memory: without it the experts run {joined.name}, which does "
+        "not save the activation either and takes less time"
+    )
+
+
+def lacks_joined_kernels(config: RunConfig) -> bool:
+    """Return whether layers might save fewer activations with kernels that this machine lacks."""
+    if not device_reasons("cuda") and is_installed("quack.gemm"):
+        return False
+    gpu = torch.device("cuda")
+    return config.training.bf16 and any(
+        not one.inputs.apart
+        for one in op_requests(config, gpu)
+        if one.op is dense_mlp.OP or (one.op is grouped_mlp.OP and _may_join(one))
+    )
+
+
+def _may_join(request: Request) -> bool:
+    inputs = request.inputs
+    assert isinstance(inputs, grouped_mlp.GroupedMLPInputs)
+    return (inputs.activation, inputs.device_type) in grouped_mlp.WITH_JOINED
