@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import shlex
 from collections.abc import Sequence
 from contextlib import closing
@@ -254,7 +255,7 @@ def _from_huggingface(arguments: argparse.Namespace) -> None:
             on_progress=lambda done, total: bar.update(done, total=total),
         )
     _print_imported(done, root)
-    if (directory / TOKENIZER).is_file():
+    if os.path.lexists(directory / TOKENIZER):
         _check_tokenizer(directory, done)
     else:
         show(f"{directory} has no {TOKENIZER}; choose a tokenizer with --tokenizer-type.")
