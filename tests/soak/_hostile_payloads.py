@@ -79,7 +79,7 @@ READERS = {
         f"{PACK} --data-path indexed_text_document --tokenizer-type NullTokenizer --vocab-size 256",
     ),
     "prompts": Reader(
-        ("ck", "prompts.jsonl"),
+        ("ck", "prompts.jsonl", "tok"),
         "generate --load ck --prompts-file prompts.jsonl --max-new-tokens 2 --device cpu",
     ),
     "words of data": Reader(
@@ -96,7 +96,7 @@ READERS = {
     "Megatron YAML": Reader(("model_config.yaml",), "from-megatron model_config.yaml"),
     "Megatron script": Reader(("train.sh",), "from-megatron train.sh"),
     "own checkpoint": Reader(
-        ("ck",), "generate --load ck --prompt Hello --max-new-tokens 2 --device cpu"
+        ("ck", "tok"), "generate --load ck --prompt Hello --max-new-tokens 2 --device cpu"
     ),
     "log in a report": Reader(("log.jsonl",), "report log.jsonl --out page.html"),
     "log in a plot": Reader(("log.jsonl",), "plot log.jsonl --out page.html"),
@@ -232,7 +232,7 @@ PLACES = {
     "own checkpoint": (
         "ck/step_00000002/manifest.json",
         "ck/step_00000002/rank_00000.safetensors",
-        "ck/step_00000002/tokenizer.json",
+        "ck/step_00000002/template.jinja",
     ),
     "log in a report": ("log.jsonl",),
     "log in a plot": ("log.jsonl",),
@@ -544,7 +544,9 @@ def _tokenizers() -> Iterator[Payload]:
         "10 MB": "x" * 10_000_000,
         "NUL": "\0",
     }.items():
-        yield Payload(reader, f"eos_token: {name}", _only_eos(value))
+        # A text that is no token yet becomes a new token, as in transformers.
+        new = isinstance(value, str)
+        yield Payload(reader, f"eos_token: {name}", _only_eos(value), harmless=new)
     for name, value in {
         "negative": {"-1": {"content": "<a>"}},
         "2^40": {str(2**40): {"content": "<a>"}},
@@ -832,7 +834,9 @@ def _data() -> Iterator[Payload]:
         yield Payload("indexed data", f"{name}, with checksums", make)
         yield Payload("indexed data", f"{name}, without checksums", _without_checksums(make))
     for name, line in LINES.items():
-        yield Payload("prompts", name, appended("prompts.jsonl", line))
+        # Each line of a file that does not begin as JSON is a text.
+        text = not line.startswith(("{", "["))
+        yield Payload("prompts", name, appended("prompts.jsonl", line), harmless=text)
     yield Payload("prompts", "bomb", partial(_bomb, kind="gzip", name="prompts.jsonl"))
     yield Payload("prompts", "10^6 prompts", write("prompts.jsonl", '{"prompt": "a"}\n' * 10**6))
     yield Payload(
@@ -999,25 +1003,20 @@ EDITS: dict[str, Callable[[Any], object]] = {
 
 
 def _attached_template(folder: Path, canary: Canary) -> None:
-    """Give the attached tokenizer a hostile template, and the manifest its new checksum."""
+    """Replace the attached template with a hostile one, and give the manifest its checksum."""
     from megatron_packed.checkpoint.attached_files import AttachedFile
 
-    path = folder / "ck/step_00000002/tokenizer_config.json"
-    value = json.loads(path.read_text())
-    value["chat_template"] = templates(canary)["globals of cycler"]
-    path.write_text(json.dumps(value))
-    new = AttachedFile.of(path.name, path.read_text()).to_json()
-    _sealed(
-        lambda manifest: next(
-            entry for entry in manifest["attached"] if entry["name"] == path.name
-        ).update(new)
-    )(folder, canary)
+    path = folder / "ck/step_00000002/template.jinja"
+    path.write_text(templates(canary)["globals of cycler"])
+    new = AttachedFile.of(path.name, path.read_bytes()).to_json()
+    _sealed(lambda manifest: manifest["attached"][0].update(new))(folder, canary)
 
 
 def _checkpoints() -> Iterator[Payload]:
     reader = "own checkpoint"
     for name, edit in EDITS.items():
         yield Payload(reader, f"sealed manifest: {name}", _sealed(edit))
+    yield Payload(reader, "attached template", _attached_template)
     for name, content in {
         "outside": b"../outside",
         "pickle": pickle.dumps([1]),

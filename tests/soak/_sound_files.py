@@ -18,7 +18,6 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 TOKENIZER = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model tok"
-_TRAINED = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model trained_tok"
 MODEL = f"--hybrid-layer-pattern {MODELS['llama']} {COMMON}"
 """Flags of a llama of four layers."""
 
@@ -44,12 +43,10 @@ def make_sound_files(folder: Path, commands: Path) -> None:
         assert done.returncode == 0, f"{words}\n{done.stdout}{done.stderr}"
 
     run(
-        f"train --nproc-per-node 1 {MODEL} {_TRAINED} --train-data-path chat.jsonl --train-iters 2 "
+        f"train --nproc-per-node 1 {MODEL} {TOKENIZER} --train-data-path chat.jsonl --train-iters 2 "
         "--save ck --log-jsonl log.jsonl"
     )
     run("convert --to-hf hf --load ck")
-    # Only the checkpoint has the tokenizer of the training now.
-    (folder / "trained_tok").rename(folder / "tok")
     run("convert --from-hf hf --save converted")
     run(
         "preprocess --input numbers.jsonl --output-prefix indexed --tokenizer-type NullTokenizer "
@@ -90,13 +87,11 @@ def _write_tables(folder: Path, texts: list[str]) -> None:
 
 def _write_tokenizers(folder: Path) -> None:
     engine = byte_level()
-    (folder / "trained_tok").mkdir()
-    engine.save(str(folder / "trained_tok" / "tokenizer.json"))
+    (folder / "tok").mkdir()
+    engine.save(str(folder / "tok" / "tokenizer.json"))
     config = {"eos_token": "</s>", "chat_template": TEMPLATE}
-    (folder / "trained_tok" / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "trained_tok" / "special_tokens_map.json").write_text(
-        json.dumps({"eos_token": "</s>"})
-    )
+    (folder / "tok" / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "tok" / "special_tokens_map.json").write_text(json.dumps({"eos_token": "</s>"}))
     (folder / "template.jinja").write_text(TEMPLATE)
     model = json.loads(engine.to_str())["model"]
     vocabulary = {**model["vocab"], "<|endoftext|>": len(model["vocab"])}

@@ -25,7 +25,7 @@ def test_hostile_files(tmp_path, capsys):
     import payloads
 
     readers = ["costs", "indexed data", "JSON lines", "template", "Megatron checkpoint"]
-    assert payloads.main(readers, every=12, out=tmp_path / "rows", patience=300) == 0
+    assert payloads.main(readers, every=24, out=tmp_path / "rows", patience=300) == 0
     assert [json.loads(line)["outcome"] for line in (tmp_path / "rows").read_text().splitlines()]
     ended = payloads.Ended(0, "", 0, 0.0)
     canary = payloads.Canary(tmp_path / "was_run", tmp_path, "secret")
