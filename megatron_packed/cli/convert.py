@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -253,7 +254,7 @@ def _from_huggingface(arguments: argparse.Namespace) -> None:
             on_progress=lambda done, total: bar.update(done, total=total),
         )
     _print_imported(done, root)
-    if not (directory / TOKENIZER).is_file():
+    if not os.path.lexists(directory / TOKENIZER):
         show(f"{directory} has no {TOKENIZER}; choose a tokenizer with --tokenizer-type.")
     _print_command(root)
 

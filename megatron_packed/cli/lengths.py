@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 from array import array
 from typing import TYPE_CHECKING
 
 from megatron_packed.cli.errors import EXIT_DATA, UsageError
+from megatron_packed.config.regular_files import limited_lines, open_regular
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+_LINE_BYTES = 1 << 16
+"""Maximum bytes of a line, because a file without line ends would fill the memory."""
 MOST = 2**31
 """Maximum count of numbers in a file, with each number of a histogram counted as often as it
 occurs.
@@ -38,8 +42,9 @@ def read_numbers(flag: str, file: str, of: str = "a number of tokens") -> NDArra
         array("q"),
     )  # arrays need a tenth of the memory of the text
     try:
-        with open(file, encoding="utf-8-sig") as lines:
-            written = ((number, line.strip()) for number, line in enumerate(lines, start=1))
+        with open_regular(file, pipes=True) as lines:
+            texts = codecs.iterdecode(limited_lines(lines, _LINE_BYTES), "utf-8-sig")
+            written = ((number, line.strip()) for number, line in enumerate(texts, start=1))
             rows = ((number, line) for number, line in written if line and not line.startswith("#"))
             for at, (number, line) in enumerate(rows):
                 if at == 0 and not re.match(r"[+-]?\d", line):
@@ -57,10 +62,17 @@ def read_numbers(flag: str, file: str, of: str = "a number of tokens") -> NDArra
                     )
                 values.append(int(words[0]))
                 repeats.append(int(words[1]) if len(words) == 2 else 1)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
+    except UnicodeDecodeError:
         raise UsageError(
-            f"{flag} {file}: {reason}; give a file with one number per line."
+            f"{flag} {file}: it is not a text file; give a file with one number per line."
+        ) from None
+    except ValueError as error:
+        raise UsageError(
+            f"{flag} {file}: {error}; give a file with one number per line.", EXIT_DATA
+        ) from None
+    except OSError as error:
+        raise UsageError(
+            f"{flag} {file}: {error.strerror}; give a file with one number per line."
         ) from None
     if not sum(repeats):
         raise UsageError(

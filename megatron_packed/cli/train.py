@@ -159,6 +159,9 @@ def launch_options(
     )
 
 
+_NO_PAIRS: tuple[tuple[str, str], ...] = ()
+
+
 class _Checks:
     """Checks of options, of which the first failed one is the reason to refuse this machine.
 
@@ -274,7 +277,7 @@ def _rendezvous(
         "rdzv_backend": backend,
         "rdzv_endpoint": endpoint,
         "rdzv_id": arguments.rdzv_id or ("none" if step is None else step.run_id),
-        "rdzv_conf": checks.value(lambda: _pairs(arguments.rdzv_conf), ()),
+        "rdzv_conf": checks.value(lambda: _pairs(arguments.rdzv_conf), _NO_PAIRS),
         "shared_console": step is not None,
     }
 

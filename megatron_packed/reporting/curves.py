@@ -11,8 +11,13 @@ from itertools import accumulate
 from pathlib import Path
 
 from megatron_packed.config import flag_names as flags
+from megatron_packed.config.regular_files import limited_lines, open_regular
 
 Record = dict[str, object]
+_LINE_BYTES = 64 << 20
+"""Maximum bytes of a line; the answers of a run to its sample prompts take far fewer."""
+_DIGITS = 300
+"""Digits from which a whole number may be larger than the largest float."""
 NON_FINITE, NO_TARGETS, SPIKE = "non-finite", "no targets", "spike"
 """Values of ``skip_reason`` in a log: reasons why the update of a step was not applied."""
 
@@ -308,13 +313,17 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[Record]:
 
     The loads of single experts (``expert_load``) are dropped except for the last record that has
     them. Otherwise, they would take most of the memory of a long log.
+
+    Raises:
+        OSError: the log cannot be read, or is a directory or a device.
+        ValueError: a clause, because a line is too long for a record.
     """
     records: list[Record] = []
     loaded: Record = {}
-    with open(path, errors="replace") as lines:
-        for line in lines:
+    with open_regular(path, pipes=True) as file:
+        for line in limited_lines(file, _LINE_BYTES):
             try:
-                record = json.loads(line)
+                record = json.loads(line.decode(errors="replace"), parse_int=_number)
             except (ValueError, RecursionError):
                 continue
             if isinstance(record, dict):
@@ -323,6 +332,11 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[Record]:
                     loaded.pop("expert_load", None)
                     loaded = record
     return records
+
+
+def _number(text: str) -> int | str:
+    """Return a whole number, or its text if no float can hold the number."""
+    return int(text) if len(text) < _DIGITS else text
 
 
 def read_run(path: str | os.PathLike[str], name: str | None = None) -> Run:
@@ -345,7 +359,11 @@ def read_run(path: str | os.PathLike[str], name: str | None = None) -> Run:
                 f"{log} holds {found}; give the file that the run wrote by {flags.LOG_JSONL}."
             )
         log = (named or logs)[0]
-    run = Run(str(path) if name is None else name, read_jsonl(log))
+    try:
+        records = read_jsonl(log)
+    except ValueError as error:
+        raise ValueError(f"{log} {error}; give a file that {flags.LOG_JSONL} wrote.") from None
+    run = Run(str(path) if name is None else name, records)
     if not run.steps:
         raise ValueError(f"{log} holds no training step; at least one is needed.")
     for step in run.steps:

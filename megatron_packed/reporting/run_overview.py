@@ -134,6 +134,10 @@ def moment(text: object) -> datetime | None:
         return None
 
 
+_LONGEST = 1e12
+"""Seconds from which a time has no days: damaged lines of a log may hold any number."""
+
+
 def duration(seconds: float) -> str:
     """Return a time in its two largest units.
 
@@ -142,6 +146,8 @@ def duration(seconds: float) -> str:
     """
     if seconds < 10:
         return f"{seconds:.1f} s"
+    if not seconds < _LONGEST:
+        return f"{seconds:g} s"
     whole = timedelta(seconds=round(seconds))
     hours, rest = divmod(whole.seconds, 3600)
     parts = ((whole.days, "d"), (hours, "h"), (rest // 60, "min"), (rest % 60, "s"))

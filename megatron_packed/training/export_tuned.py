@@ -7,6 +7,7 @@ that is prompted in another way, or does not stop, gives other answers.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -150,7 +151,7 @@ class _TrainedChat:
         self._run = run
         self._original = original
         self._data = run.data if path is None else moved_tokenizer(run.data, path)
-        base = open_tokenizer(original) if (original / TOKENIZER).is_file() else None
+        base = open_tokenizer(original) if os.path.lexists(original / TOKENIZER) else None
         try:
             self.tokenizer = build_tokenizer(self._data, run.model.vocab_size, build_missing=False)
         except DataError:
@@ -245,7 +246,7 @@ class _TrainedChat:
 
     def _generation(self) -> dict[str, Any] | None:
         file = self._original / GENERATION_CONFIG
-        return _read(file) if file.is_file() else None
+        return _read(file) if os.path.lexists(file) else None
 
     def _sentences_of_date(self, templates: ServedTemplates | None) -> list[str]:
         if templates is None or not self._prints_date(templates.default):
@@ -286,4 +287,5 @@ def _has_tokens_of(tokenizer: Tokenizer, other: Tokenizer) -> bool:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    return parse_object(read_small_file(file.resolve(), MAX_CONFIG_BYTES), file, finite=False)
+    plain = Path(os.path.realpath(file))
+    return parse_object(read_small_file(plain, MAX_CONFIG_BYTES), file, finite=False)

@@ -111,7 +111,7 @@ class Refusals:
             hosts: host the store if this is the first machine. Without a number, this may be the
                 first machine if there is no store for `HOST_SECONDS`.
         """
-        from torch.distributed import PrefixStore, TCPStore
+        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
         from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
         options = self._options
@@ -140,12 +140,13 @@ class Refusals:
         """Refuse this machine if its options contradict those of a machine that came before."""
         options = self._options
         host = socket.gethostname()
-        mine = {"nodes": [options.min_nodes, options.max_nodes], "host": host}
+        nodes = [options.min_nodes, options.max_nodes]
+        mine = {"nodes": nodes, "host": host}
         first = json.loads(self._store.compare_set(_NODES, "", json.dumps(mine)))
-        if first["nodes"] != mine["nodes"]:
+        if first["nodes"] != nodes:
             self._refuse(
                 ExitCode.USAGE,
-                different_nodes(self._name, mine["nodes"], first["host"], first["nodes"]),
+                different_nodes(self._name, nodes, first["host"], first["nodes"]),
             )
         if options.rdzv_backend != STATIC:
             return
@@ -183,7 +184,7 @@ class Refusals:
 
     def _expected_readers(self, refusal: dict[str, Any]) -> int:
         """Return the smallest number of machines that any machine expects, but at least two."""
-        fewest = min(self._fewest_machines, refusal["nodes"])
+        fewest: int = min(self._fewest_machines, refusal["nodes"])
         if self._store.check([_NODES]):
             fewest = min(fewest, json.loads(self._store.get(_NODES))["nodes"][0])
         return max(fewest, 2)

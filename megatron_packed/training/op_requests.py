@@ -106,14 +106,14 @@ def lacks_joined_kernels(config: RunConfig) -> bool:
     if not device_reasons("cuda") and is_installed("quack.gemm"):
         return False
     gpu = torch.device("cuda")
-    return config.training.bf16 and any(
-        not one.inputs.apart
-        for one in op_requests(config, gpu)
-        if one.op is dense_mlp.OP or (one.op is grouped_mlp.OP and _may_join(one))
-    )
+    return config.training.bf16 and any(_may_join(one.inputs) for one in op_requests(config, gpu))
 
 
-def _may_join(request: Request) -> bool:
-    inputs = request.inputs
-    assert isinstance(inputs, grouped_mlp.GroupedMLPInputs)
-    return (inputs.activation, inputs.device_type) in grouped_mlp.WITH_JOINED
+def _may_join(inputs: object) -> bool:
+    """Return whether a GPU may join the products of these inputs with their activation."""
+    if isinstance(inputs, dense_mlp.DenseMLPInputs):
+        return not inputs.apart
+    if isinstance(inputs, grouped_mlp.GroupedMLPInputs):
+        joins = (inputs.activation, inputs.device_type) in grouped_mlp.WITH_JOINED
+        return joins and not inputs.apart
+    return False

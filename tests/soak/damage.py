@@ -11,7 +11,7 @@ import random
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import _paths
@@ -74,21 +74,27 @@ def of_the_previous(file: Path, draw: random.Random) -> None:
     shutil.copyfile(previous, file)
 
 
-DAMAGE: list[Callable[[Path, random.Random], None]] = [
-    flip_bit,
-    cut_off,
-    make_longer,
-    zero_a_block,
-    repeat_a_block,
-    remove,
-    of_the_previous,
-]
+DAMAGE: dict[str, Callable[[Path, random.Random], None]] = {
+    damage.__name__: damage
+    for damage in (
+        flip_bit,
+        cut_off,
+        make_longer,
+        zero_a_block,
+        repeat_a_block,
+        remove,
+        of_the_previous,
+    )
+}
 
 
-def main(files: int, seed: int) -> int:
+def main(files: int, seed: int, kinds: Sequence[str] = tuple(DAMAGE)) -> int:
     """Return the exit code: 0 if every load was correct.
 
     A load is correct if it refuses, or loads the previous checkpoint with equal bytes.
+
+    Args:
+        kinds: names of `DAMAGE`; each file gets one of them at random.
     """
     draw, handled, fell_back = random.Random(seed), 0, 0
     previous, newest = tools.make_state(PREVIOUS), tools.make_state(NEWEST)
@@ -100,7 +106,7 @@ def main(files: int, seed: int) -> int:
         for number in range(files):
             root = shutil.copytree(sound, Path(name) / "copy")
             file = root / f"step_{NEWEST:08}" / names[number % len(names)]
-            damage = draw.choice(DAMAGE)
+            damage = DAMAGE[draw.choice(kinds)]
             damage(file, draw)
             found, said = tools.blank(newest), []
             try:
@@ -125,5 +131,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--files", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--kind", action="append", choices=DAMAGE, help="may be repeated; default all"
+    )
     arguments = parser.parse_args()
-    sys.exit(main(arguments.files, arguments.seed))
+    sys.exit(main(arguments.files, arguments.seed, arguments.kind or tuple(DAMAGE)))

@@ -1,4 +1,4 @@
-"""Kill a run at random moments, finish it, and compare it with an undisturbed run."""
+"""Kill a run at random moments or inside saves, finish it, and compare it with an undisturbed run."""
 
 from __future__ import annotations
 
@@ -7,15 +7,38 @@ import random
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import _paths  # noqa: F401  helpers of the tests
 
-from support.runs import Data, assert_same_state, in_folder, run, start, steps, tiny_options
+from megatron_packed.checkpoint.save_sites import SAVE_SITES
+from support.faults import kill_in_save
+from support.runs import (
+    Data,
+    Finished,
+    assert_same_state,
+    in_folder,
+    run,
+    start,
+    steps,
+    tiny_options,
+)
 
 KILLED = -9
 LAST = 160
 """Number of iterations of the run."""
+_EVERY_RANK = ("save.begin", "shard.")
+"""Beginnings of the places of a save that every rank passes; rank 0 passes all places."""
+_NEVER = "save.old_moved"
+"""Place that only a save of a step that has a checkpoint passes."""
+Options = dict[str, object]
+OF_SAVES: Options = {
+    "save_retain": 1,
+    "tokenizer_type": "TrainedBPETokenizer",
+    "tokenizer_vocab_size": 280,
+}
+"""Options with which saves pass all places: they attach a tokenizer and remove old checkpoints."""
 
 
 def options_of(folder: Path) -> dict[str, object]:
@@ -38,33 +61,59 @@ def options_of(folder: Path) -> dict[str, object]:
     )
 
 
-def main(kills: int, processes: int, seed: int) -> int:
+def kill_at_random(
+    options: Options, folder: Path, processes: int, draw: random.Random
+) -> tuple[str, Finished]:
+    """Kill some ranks at a random moment; return it in words and the end of the run."""
+    log = folder / "log.jsonl"
+    started = start(options, folder, processes)
+    trained = last_step(log)
+    ahead = draw.randint(0, 4)  # 0: at any time during the start
+    if ahead:
+        started.wait_for_line(min(trained + ahead, LAST - 1), log)
+    time.sleep(draw.uniform(0, 0.1 if ahead else 2.0))
+    ranks = list(range(processes))
+    draw.shuffle(ranks)
+    started.kill(*ranks[: draw.randint(1, processes)])
+    return "at a random moment", started.wait()
+
+
+def kill_inside_a_save(
+    options: Options, folder: Path, processes: int, draw: random.Random
+) -> tuple[str, Finished]:
+    """Kill one rank at a random place of its next save or of the save after that."""
+    site = draw.choice([site for site in SAVE_SITES if site != _NEVER])
+    rank = draw.randrange(processes) if site.startswith(_EVERY_RANK) else 0
+    # The first save of a run has no old checkpoint to remove.
+    save = draw.randint(2 if site == "save.old_removed" else 1, 3)
+    fault = partial(kill_in_save, site, save, rank)
+    return f"at {site} of rank {rank}, save {save}", run(options, folder, processes, fault)
+
+
+def last_step(log: Path) -> int:
+    """Return the last step in the log, 0 without one."""
+    return steps(log)[-1]["iteration"] if log.exists() and steps(log) else 0
+
+
+def main(kills: int, processes: int, seed: int, inside_saves: bool = False) -> int:
     """Return the exit code."""
-    draw = random.Random(seed)
+    draw, kill = random.Random(seed), kill_inside_a_save if inside_saves else kill_at_random
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        options = options_of(folder)
+        options = options_of(folder) | (OF_SAVES if inside_saves else {})
         undisturbed, killed = folder / "undisturbed", folder / "killed"
         assert run({**options, **in_folder(undisturbed)}, undisturbed, processes).exit_code == 0
         log, done, begun = killed / "log.jsonl", 0, time.monotonic()
         while done < kills:
-            started = start({**options, **in_folder(killed)}, killed, processes)
-            trained = steps(log)[-1]["iteration"] if log.exists() and steps(log) else 0
-            ahead = draw.randint(0, 4)  # 0: at any time during the start
-            if ahead:
-                started.wait_for_line(min(trained + ahead, LAST - 1), log)
-            time.sleep(draw.uniform(0, 0.1 if ahead else 2.0))
-            ranks = list(range(processes))
-            draw.shuffle(ranks)
-            started.kill(*ranks[: draw.randint(1, processes)])
-            finished = started.wait()
+            place, finished = kill({**options, **in_folder(killed)}, killed, processes, draw)
             died = KILLED in finished.exit_codes
             done += died
-            reached = steps(log)[-1]["iteration"] if log.exists() and steps(log) else 0
-            print(f"life {done}: exit codes {finished.exit_codes}, step {reached}", flush=True)
+            reached = last_step(log)
+            print(f"life {done}: {place}: {finished.exit_codes}, step {reached}", flush=True)
             assert died or reached < LAST, (
                 "the run ended before it was killed often enough; raise LAST"
             )
+            assert died or not inside_saves, f"no rank reached the place\n{finished.console}"
         assert run({**options, **in_folder(killed)}, killed, processes).exit_code == 0
         assert_same_state(killed / "checkpoints", undisturbed / "checkpoints", LAST)
         assert steps(log) == steps(undisturbed / "log.jsonl")
@@ -77,5 +126,6 @@ if __name__ == "__main__":
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--inside-saves", action="store_true", help="kill at places of a save")
     arguments = parser.parse_args()
-    sys.exit(main(arguments.kills, arguments.processes, arguments.seed))
+    sys.exit(main(arguments.kills, arguments.processes, arguments.seed, arguments.inside_saves))

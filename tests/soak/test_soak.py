@@ -14,6 +14,37 @@ def test_damaged_files():
     assert damage.main(files=21, seed=2) == 0
 
 
+def test_flipped_bits():
+    import damage
+
+    assert damage.main(files=10, seed=3, kinds=("flip_bit",)) == 0
+
+
+def test_hostile_files(tmp_path, capsys):
+    """Readers refuse a few payloads of each kind, and a payload that is taken counts as silent."""
+    import payloads
+
+    readers = ["costs", "indexed data", "JSON lines", "template", "Megatron checkpoint"]
+    assert payloads.main(readers, every=24, out=tmp_path / "rows", patience=300) == 0
+    assert [json.loads(line)["outcome"] for line in (tmp_path / "rows").read_text().splitlines()]
+    ended = payloads.Ended(0, "", 0, 0.0)
+    canary = payloads.Canary(tmp_path / "was_run", tmp_path, "secret")
+    before = payloads.outside_state(canary)
+    taken = payloads.Payload("costs", "x", lambda folder, _: None)
+
+    def outcome(**changes):
+        case = tmp_path.parent / "case"
+        return payloads.outcome(taken, ended._replace(**changes), canary, before, case)
+
+    assert outcome() == "silent" and outcome(code=2) == "refused" and outcome(code=None) == "hang"
+    assert outcome(code=1, text="Traceback (most recent call last)") == "traceback"
+    assert (
+        outcome(code=2, text="\x1b[31m") == "raw" and outcome(code=2, text="secret") == "executed"
+    )
+    canary.file.touch()
+    assert outcome(code=2) == "executed"
+
+
 def test_models_of_transformers():
     pytest.importorskip("transformers")
     import transformers_models

@@ -24,6 +24,7 @@ With this file the reader detects every change.
 
 from __future__ import annotations
 
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from megatron_packed.config.regular_files import open_regular
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.index.tokens_in_file import TokensInFile
 from megatron_packed.data.sources.checked_arrays import BLOCK_BYTES, checksum
@@ -299,11 +301,12 @@ class IndexedFile:
         See `indexed_writer` for the layout of the file.
         """
         path = checksums_path(self.prefix)
-        if not path.exists():
+        if not os.path.lexists(path):
             return None
         cure = f"if the data was written again, remove {path.name}; else restore the files"
         try:
-            stored = np.frombuffer(path.read_bytes(), CHECKSUMS)
+            with open_regular(path) as file:
+                stored = np.frombuffer(file.read(), CHECKSUMS)
         except (OSError, ValueError) as error:
             raise DataError(f"{path} cannot be read ({error}); {cure}.") from None
         of_index = -(-len(raw) // BLOCK_BYTES)

@@ -20,9 +20,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_packed.config import flag_names as flags
+from megatron_packed.config.regular_files import open_regular
 from megatron_packed.config.written_files import resolve_output, write_file
 
 FORMAT = "megatron_packed step costs 1"
+_LARGEST = 1e300
+"""Bound of times and sums of squares, which become float64."""
+_LARGEST_COUNT = 2**63
+_MOST_BYTES = 64 << 20
+"""Bytes of a table that are read; a table of a thousand packs has 100 kB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +67,15 @@ class StepCosts:
     versions: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        times = [self.update_ms, *(one for pack in self.packs for one in (pack.squares, pack.ms))]
+        counts = [self.tokens, *(pack.documents for pack in self.packs), *self.capacities]
+        if not all(map(_is_finite, times)) or not all(
+            type(one) is int and 0 <= one < _LARGEST_COUNT for one in counts
+        ):
+            raise ValueError(
+                "the table of step costs has a time or a count that is no number; measure the "
+                "costs again."
+            )
         if not self.capacities:
             raise ValueError(
                 "the table of step costs has no pack that was measured with a CUDA graph; "
@@ -134,15 +149,20 @@ class StepCosts:
             ValueError: the file is damaged, or is no table of step costs.
         """
         try:
-            kept = json.loads(Path(path).read_text())
+            with open_regular(path) as file:
+                kept = json.loads(file.read(_MOST_BYTES))
             if kept.pop("format") != FORMAT:
                 raise ValueError("it has another format")
             packs = tuple(Timed(**pack) for pack in kept.pop("packs"))
             return cls(packs=packs, **kept)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(
                 f"{path} is not a table of step costs written by `tune {flags.MEASURE}`: {error}"
             ) from None
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _LARGEST
 
 
 def _line(packs: Sequence[Timed]) -> tuple[float, float]:

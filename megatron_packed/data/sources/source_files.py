@@ -113,12 +113,16 @@ def _expand(path: str, say: Callable[[str], None]) -> list[Path]:
 
 def _files_of(directory: Path, say: Callable[[str], None]) -> list[Path]:
     """Return the data files of a directory, and report them."""
+    # A broken link or a pipe stays in the list, so that its refusal says which data is missing.
     found = sorted(
         file
         for file in _visible_paths(directory)
-        if is_data_name(file.name) and not file.name.endswith(QUARANTINE_SUFFIX) and file.is_file()
+        if is_data_name(file.name)
+        and not file.name.endswith(QUARANTINE_SUFFIX)
+        and not file.is_dir()
     )
-    left_out = [file for file in found if may_be_description(file.name) and _is_description(file)]
+    described = (file for file in found if may_be_description(file.name) and file.is_file())
+    left_out = [file for file in described if _is_description(file)]
     plain = [file for file in found if is_plain_name(file.name)]
     taken = [file for file in found if file not in left_out and file not in plain]
     not_read = f"; {_named(left_out, directory)} not read: no list of examples" if left_out else ""

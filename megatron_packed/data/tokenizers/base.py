@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_packed.config import flag_names as flags
+from megatron_packed.config.regular_files import open_regular
 from megatron_packed.data.errors import BadLine, DataError, printable
 from megatron_packed.data.tokenizers.turn_markers import special_pattern
 
@@ -35,6 +36,8 @@ TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
 PADDING = "<|padding|>"
 OWN_SPECIAL_TOKENS = (END_OF_DOCUMENT, TURN_START, TURN_END, PADDING)
 """Special tokens of the tokenizers that this project builds itself."""
+MOST_BYTES = 256 << 20
+"""Maximum bytes of a file of a tokenizer; tokenizer.json of 260,000 tokens has 35 MB."""
 _COMPARED_TOKENS = 4096
 """Number of tokens whose texts decide `meaning_hash`."""
 _PROBE = ("The first part.", " A second\npart", "third", "\n\nfourth ")
@@ -172,28 +175,34 @@ def optional_package(name: str, version: str, needed: str) -> ModuleType:
     return module
 
 
-def read_bytes(file: Path) -> bytes:
+def read_bytes(file: Path, most_bytes: int = MOST_BYTES) -> bytes:
     """Read a file of a tokenizer as bytes.
 
     Raises:
-        DataError: the file cannot be read.
+        DataError: the file cannot be read, is not a regular file, or has more than ``most_bytes``.
     """
     try:
-        return file.read_bytes()
+        with open_regular(file) as stream:
+            data = stream.read(most_bytes + 1)
     except OSError as error:
         raise DataError(
             f"{file} cannot be read: {error.strerror}; check the path and its permissions."
         ) from None
+    if len(data) > most_bytes:
+        raise DataError(
+            f"{file} has more than {most_bytes >> 20} MiB, too many for a file of a tokenizer; check the file."
+        )
+    return data
 
 
-def read_text(file: Path) -> str:
+def read_text(file: Path, most_bytes: int = MOST_BYTES) -> str:
     """Read a text file of a tokenizer.
 
     Raises:
-        DataError: the file cannot be read, or is not UTF-8.
+        DataError: as `read_bytes`, or the file is not UTF-8.
     """
     try:
-        return read_bytes(file).decode("utf-8")
+        return read_bytes(file, most_bytes).decode("utf-8")
     except UnicodeDecodeError:
         raise DataError(
             f"{file} is not UTF-8 text; the file is damaged or is not a tokenizer file."

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from megatron_packed.config import flag_names as flags
+from megatron_packed.config.regular_files import open_regular
 from megatron_packed.config.sections.data_parts.tokenizer import (
     AT_TURN,
     COUNTED,
@@ -45,6 +46,8 @@ from megatron_packed.data.tokenizers.turn_markers import (
     find_turn_end,
 )
 
+_MOST_BYTES = 16 << 20
+"""Maximum bytes of a file with a chat template; the longest of published models has 20 kB."""
 BUILT_IN_TEMPLATES = {"chatml": DEFAULT_TEMPLATE}
 """Values of ``--chat-template`` that name a built-in template instead of a file."""
 OWN_TEMPLATES = {
@@ -527,10 +530,14 @@ def template_source(tokenizer: Tokenizer, chat_template: str | Path | None) -> s
         return BUILT_IN_TEMPLATES[str(chat_template)]
     file = Path(chat_template)
     try:
-        return file.read_text(encoding="utf-8")
+        with open_regular(file) as stream:
+            text = stream.read(_MOST_BYTES + 1).decode()
+        if len(text) <= _MOST_BYTES:
+            return text
+        reason: str | None = f"it has more than {_MOST_BYTES >> 20} MiB"
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        names = ", ".join(BUILT_IN_TEMPLATES)
-        raise DataError(
-            f"{flags.CHAT_TEMPLATE} {file} cannot be read: {reason}; give a jinja2 file or {names}."
-        ) from None
+    names = ", ".join(BUILT_IN_TEMPLATES)
+    raise DataError(
+        f"{flags.CHAT_TEMPLATE} {file} cannot be read: {reason}; give a jinja2 file or {names}."
+    )

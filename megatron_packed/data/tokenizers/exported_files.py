@@ -7,6 +7,7 @@ of a byte-level BPE without merges.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ def files_of_huggingface(path: Path, chat_template: str | None) -> Files:
     file = path / TOKENIZER if path.is_dir() else path
     files: Files = {TOKENIZER: file}
     for name in (SPECIAL_TOKENS_MAP, ADDED_TOKENS):
-        if file.with_name(name).is_file():
+        if os.path.lexists(file.with_name(name)):
             files[name] = file.with_name(name)
     config = _settings(read_json(file.with_name(CONFIG)))
     templates = read_templates(file)
@@ -85,7 +86,7 @@ def files_of_template(
     if for_tools is not None:
         files[f"{TEMPLATE_FOLDER}/{TOOL_USE}.jinja"] = for_tools
     for name in (CONFIG, PROCESSOR_TEMPLATE):
-        if name == CONFIG or (directory / name).is_file():
+        if name == CONFIG or os.path.lexists(directory / name):
             given = settings if name == CONFIG else None
             fields = (
                 json.loads(given)

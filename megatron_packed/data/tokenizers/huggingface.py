@@ -23,6 +23,7 @@ from megatron_packed.data.tokenizers.base import (
     TokenIds,
     fingerprint_of,
     probe_splits,
+    read_bytes,
     read_text,
 )
 from megatron_packed.data.tokenizers.huggingface_settings import (
@@ -79,6 +80,8 @@ class HuggingFaceTokenizer(InProcess):
         Raises:
             DataError: a file is missing, damaged or cut off, or has no ``<|endoftext|>``.
         """
+        read_bytes(Path(merge_file))  # refuses a file that is too large for the library
+        _check_numbers(Path(vocab_file))
         try:
             vocabulary, merges = tokenizers.models.BPE.read_file(str(vocab_file), str(merge_file))
             model = tokenizers.models.BPE(vocabulary, merges)
@@ -242,6 +245,24 @@ class HuggingFaceTokenizer(InProcess):
             if full[start : start + len(bare)] == bare:
                 return tuple(full[:start])
         return ()
+
+
+def _check_numbers(file: Path) -> None:
+    """Raise an error if entries of a vocab.json have no number or the same one.
+
+    The library passes over entries without a number.
+    """
+    try:
+        numbers = list(json.loads(read_text(file)).values())
+    except (ValueError, AttributeError, RecursionError):
+        return  # the library reports the fault when it loads the file
+    wrong = next((one for one in numbers if type(one) is not int or not 0 <= one < 2**31), None)
+    if wrong is not None or len(set(numbers)) != len(numbers):
+        found = "the same number" if wrong is None else f"the number {printable(repr(wrong), 60)}"
+        raise DataError(
+            f"{file} gives {found} to an entry; numbers are different whole numbers from 0, so make or copy the file "
+            "again."
+        )
 
 
 def _tokenizer_file(path: Path) -> Path:

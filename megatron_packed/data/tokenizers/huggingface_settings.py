@@ -21,6 +21,7 @@ Rules of transformers (``PreTrainedTokenizerBase._from_pretrained``, ``Tokenizer
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -292,14 +293,10 @@ def read_json(file: Path) -> dict[str, Any]:
     Raises:
         DataError: the file cannot be read, is too large, or has no object.
     """
-    if not file.is_file():
+    if not os.path.lexists(file):
         return {}
-    if file.stat().st_size > _MAX_BYTES:
-        raise DataError(
-            f"{file} has {file.stat().st_size} bytes, too many for a tokenizer configuration; check the file."
-        )
     try:
-        value = json.loads(read_text(file))
+        value = json.loads(read_text(file, _MAX_BYTES))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{file} is not JSON: {printable(str(error))}.") from None
     if not isinstance(value, dict):
@@ -316,11 +313,10 @@ def read_templates(file: Path) -> dict[str, str] | str | None:
         The jinja2 source of one template, or of each template by its name; None if there is none.
     """
     separate = {}
-    if file.with_name(TEMPLATE).is_file():
+    if os.path.lexists(file.with_name(TEMPLATE)):
         separate[DEFAULT] = read_text(file.with_name(TEMPLATE))
     for other in sorted(file.with_name(TEMPLATE_FOLDER).glob("*.jinja")):
-        if other.is_file():
-            separate[other.name.removesuffix(".jinja")] = read_text(other)
+        separate[other.name.removesuffix(".jinja")] = read_text(other)
     if separate:
         return separate[DEFAULT] if list(separate) == [DEFAULT] else separate
     source = file.with_name(CONFIG)

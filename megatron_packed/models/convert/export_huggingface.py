@@ -23,6 +23,7 @@ from megatron_packed.checkpoint.manifest import Manifest, read_manifest
 from megatron_packed.checkpoint.tensor_shard import DTYPE_NAMES
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.layer_pattern import DEPTH
+from megatron_packed.config.regular_files import open_regular
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.serialise import (
     model_differences,
@@ -143,11 +144,12 @@ def to_huggingface(
     )
 
     def beside(temporary: Path) -> None:
-        copied = {name: config.parent / name for name in BESIDE if (config.parent / name).is_file()}
+        present = [name for name in BESIDE if os.path.lexists(config.parent / name)]
+        copied = {name: config.parent / name for name in present}
         write_texts(temporary, {CONFIG: config, **copied, **replaced})
         named = config.parent / TEMPLATE_FOLDER
         if TEMPLATE not in replaced:
-            paths = (path for path in named.glob("*.jinja") if path.is_file())
+            paths = named.glob("*.jinja")
             write_texts(temporary, {f"{TEMPLATE_FOLDER}/{path.name}": path for path in paths})
 
     _write_model(directory, exported, max_file_bytes, beside)
@@ -229,7 +231,8 @@ def write_texts(directory: Path, files: Mapping[str, str | Path | None]) -> None
             continue
         (directory / name).parent.mkdir(exist_ok=True)
         if isinstance(content, Path):
-            shutil.copyfile(content, directory / name)
+            with open_regular(content) as source, open(directory / name, "xb") as copy:
+                shutil.copyfileobj(source, copy)
         else:
             (directory / name).write_text(content, encoding="utf-8")
 

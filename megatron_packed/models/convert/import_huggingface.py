@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -214,7 +215,7 @@ def check_empty(root: Path) -> None:
 
 def _flags(model: ModelConfig, directory: Path, bf16: bool) -> str:
     lines = model_flags(model) + [flags.BF16] * bf16
-    if (directory / TOKENIZER).is_file():
+    if os.path.lexists(directory / TOKENIZER):
         lines += [
             f"{flags.TOKENIZER_TYPE} HuggingFaceTokenizer",
             shlex.join([flags.TOKENIZER_MODEL, str(directory)]),

@@ -6,6 +6,7 @@ checkpoints. So the export of a fine-tuned model needs no files of the original.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -84,8 +85,8 @@ def read_facts(config: Path, fields: Mapping[str, Any]) -> tuple[dict[str, Any],
     """
     path = config.parent / GENERATION_CONFIG
     found = None
-    if path.is_file():
-        found = parse_object(read_small_file(path.resolve(), _MAX_BYTES), path)
+    if os.path.lexists(path):  # a broken link is refused, because its numbers would be lost
+        found = parse_object(read_small_file(Path(os.path.realpath(path)), _MAX_BYTES), path)
     text = fields.get("text_config") or {}
     known = {key: value for key, value in text.items() if value is not None}
     facts = facts_of({**text, **fields, **known}, found)

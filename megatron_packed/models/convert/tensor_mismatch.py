@@ -111,5 +111,6 @@ def _other_head(name: str, table: str) -> _Problem:
 
 
 def some(lines: Sequence[str], between: str = ", ") -> str:
-    """Return at most 20 lines, and the number of the others."""
-    return between.join(lines[:20]) + (f" and {len(lines) - 20} more" if len(lines) > 20 else "")
+    """Return at most 20 lines, and the number of the others; names may contain ends of lines."""
+    more = f" and {len(lines) - 20} more" if len(lines) > 20 else ""
+    return between.join(lines[:20]).replace("\n", "\\n") + more

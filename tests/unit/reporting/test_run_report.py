@@ -196,6 +196,12 @@ def test_main_numbers():
         "1 h 2 min",
         "1 d 1 h",
     ]
+    # A damaged line of a log may have any number.
+    assert [duration(value) for value in (1e300, float("inf"), float("nan"))] == [
+        "1e+300 s",
+        "inf s",
+        "nan s",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -331,6 +331,19 @@ def test_checksums_that_are_damaged_themselves(tmp_path: Path) -> None:
             IndexedFile(prefix)
 
 
+def test_checksums_that_are_no_file(tmp_path: Path) -> None:
+    """A pipe has no end, and a broken link is no missing file: the tokens would be unchecked."""
+    path = checksums_path(write(tmp_path / "d", [[[1, 2]]], "uint16"))
+    for place, part in (
+        (os.mkfifo, "not a regular file"),
+        (lambda link: link.symlink_to("lost"), "No such file"),
+    ):
+        path.unlink()
+        place(path)
+        with pytest.raises(DataError, match=rf"d\.crc32c cannot be read .*{part}"):
+            IndexedFile(tmp_path / "d")
+
+
 def test_multimodal_data_is_read_but_not_trained_on(tmp_path: Path) -> None:
     prefix = write(tmp_path / "d", [[[1, 2]], [[3, 4]]], "uint16")
     checksums_path(prefix).unlink()

@@ -159,6 +159,17 @@ def test_unusable_paths_are_refused_with_a_cure(tmp_path):
             expand_paths(paths)
 
 
+@pytest.mark.parametrize("name", ["b.jsonl", "b.json", "sub/b.jsonl.gz"])
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_data_of_a_folder_that_cannot_be_read_is_not_left_out(tmp_path, name, kind):
+    (tmp_path / "a.jsonl").write_text("{}")
+    (tmp_path / "sub").mkdir()
+    path = tmp_path / name
+    path.symlink_to(tmp_path / "nothing") if kind == "link" else os.mkfifo(path)
+    with pytest.raises(DataError, match="cannot be read" if kind == "link" else "not a regular"):
+        expand_paths([tmp_path])
+
+
 def test_identity_is_of_the_content(tmp_path, monkeypatch):
     first, second = tmp_path / "a", tmp_path / "b"
     first.write_bytes(b"x" * 5000)

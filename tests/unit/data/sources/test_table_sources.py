@@ -289,7 +289,7 @@ def test_a_directory_that_vanishes_while_it_is_listed_is_an_error_with_a_cure(
         expand_paths([tmp_path])
 
 
-def test_directories(tmp_path):
+def test_directories(tmp_path, monkeypatch):
     """The files of a saved data set are found without pyarrow, and damaged descriptions raise
     errors.
     """
@@ -306,7 +306,12 @@ def test_directories(tmp_path):
         match=r"contains the splits train, test; give the path of one split, for example .*saved/train",
     ):
         expand_paths([split.parent])
+    os.truncate(split / "state.json", 2**40)
+    monkeypatch.setattr("megatron_packed.data.sources.table_files._MOST_BYTES", 1000)
+    with pytest.raises(DataError, match=r"state\.json is damaged"):
+        expand_paths([split])
     for state in (
+        '{"_data_files": [{"filename": "a\\u0000b"}]}',
         "{",
         "[]",
         "{}",

@@ -2,6 +2,7 @@
 a vocabulary.
 """
 
+import json
 import sys
 from types import SimpleNamespace
 
@@ -118,6 +119,12 @@ def test_a_bare_file_a_directory_and_damage(tmp_path):
     ]:
         with pytest.raises(DataError, match=part):
             HuggingFaceTokenizer(tmp_path / path)
+    for name in ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja"):
+        # A broken link is no missing file: its tokens would be lost.
+        (tmp_path / "a" / name).symlink_to("lost")
+        with pytest.raises(DataError, match=f"{name} cannot be read: No such file or directory"):
+            HuggingFaceTokenizer(tmp_path / "a")
+        (tmp_path / "a" / name).unlink()
     (tmp_path / "a" / "tokenizer_config.json").write_text("{")
     with pytest.raises(DataError, match="not JSON"):
         HuggingFaceTokenizer(tmp_path / "a")
@@ -259,6 +266,25 @@ def test_merges_of_gpt2_that_are_cut_off(tmp_path):
         DataError,
         match=r"101 of the 400 .* not the result of any of the .* merges of .* are cut off",
     ):
+        HuggingFaceTokenizer.gpt2(tmp_path / "vocab.json", tmp_path / "merges.txt")
+
+
+@pytest.mark.parametrize(
+    ("number", "part"),
+    [
+        ("7", "the number '7'"),
+        (1.5, "the number 1.5"),
+        (-1, "the number -1"),
+        (2**40, "the number 1099511627776"),
+        (0, "the same num"),
+    ],
+)
+def test_numbers_of_gpt2_that_are_none(tmp_path, number, part):
+    """The library passes over an entry without a number."""
+    byte_level(["<|endoftext|>"]).model.save(str(tmp_path))
+    vocabulary = json.loads((tmp_path / "vocab.json").read_text())
+    (tmp_path / "vocab.json").write_text(json.dumps({**vocabulary, "zz": number}))
+    with pytest.raises(DataError, match=rf"vocab\.json gives {part}.* to an entry"):
         HuggingFaceTokenizer.gpt2(tmp_path / "vocab.json", tmp_path / "merges.txt")
 
 

@@ -346,6 +346,10 @@ DAMAGE = {
     "both": (lambda hf: (hf / SINGLE).touch(), "found both"),
     "missing": (lambda hf: rewrite(hf, lambda t: t.pop(NORM)), f"{NORM} is missing"),
     "extra": (lambda hf: rewrite(hf, lambda t: t.update(new=torch.zeros(2))), "new is extra"),
+    "extra with control characters": (
+        lambda hf: rewrite(hf, lambda t: t.update({"a\x1b\nb": torch.zeros(2)})),
+        "a\\x1b\\nb is extra",
+    ),
     "shape": (
         lambda hf: rewrite(hf, lambda t: t.update({NORM: torch.ones(31)})),
         f"{NORM} has shape [31]",
@@ -496,7 +500,7 @@ def test_a_place_that_cannot_be_exported_to_is_told_as_it_was_typed(tmp_path, ca
         ),
         ((os, "rename"), rename, f"{new}: {CANNOT}: Directory not empty; {ELSEWHERE}"),
         (
-            (shutil, "copyfile"),
+            (shutil, "copyfileobj"),
             refusing(errno.EACCES, hf / "config.json"),
             f"{hf / 'config.json'}: Permission denied",
         ),

@@ -212,6 +212,17 @@ def test_a_wrong_type_is_refused_before_a_folder_is_made(change, sentence, tmp_p
     assert not (tmp_path / "weights").exists()
 
 
+@pytest.mark.parametrize("target", ["../blobs/lost", "generation_config.json", "/dev/null"])
+def test_a_broken_link_is_not_a_missing_file(target, tmp_path):
+    """The cache of the Hub consists of links, and an interrupted download leaves broken ones."""
+    folder = written(tmp_path / "hf", GENERATION)
+    (folder / "generation_config.json").unlink()
+    (folder / "generation_config.json").symlink_to(target)
+    with pytest.raises(CheckpointError, match=r"(lost|generation_config.json|/dev/null): "):
+        from_huggingface(folder, tmp_path / "weights")
+    assert not (tmp_path / "weights").exists()
+
+
 def test_a_length_of_a_wrong_type_is_refused(tmp_path):
     folder = written(tmp_path / "hf", max_position_embeddings="128")
     with pytest.raises(CheckpointError, match="max_position_embeddings is '128', but must be"):
