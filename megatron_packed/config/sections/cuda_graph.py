@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron_packed.config.conditions import option_is_not
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.layer_pattern import (
     ATTENTION,
@@ -35,6 +36,9 @@ AUTO = "auto"
 LOCAL, TRANSFORMER_ENGINE, FULL_ITERATION = "local", "transformer_engine", "full_iteration"
 
 
+CAPTURES = option_is_not("cuda_graph.cuda_graph_impl", "none")
+
+
 @dataclass(frozen=True, kw_only=True)
 class CudaGraphConfig(Section, title="cuda_graph"):
     """Options of CUDA graphs. A graph has static shapes: each pack replays the graph with the
@@ -58,6 +62,7 @@ class CudaGraphConfig(Section, title="cuda_graph"):
         choices=tuple(MODULE_LAYERS),
         value_aliases={"moe_preprocess": "moe_router"},
         not_built={"full_iteration": "give --cuda-graph-impl full_iteration"},
+        only_if=CAPTURES,
     )
     cuda_graph_max_packed_seqs: tuple[int, ...] = option(
         (),
@@ -70,11 +75,13 @@ class CudaGraphConfig(Section, title="cuda_graph"):
         empty_word=AUTO,
         bare=(50,),
         minimum=1,
+        only_if=CAPTURES,
     )
     cuda_graph_strict: bool = option(
         False,
         "Fail if a micro-batch or module would run eagerly. By default eager runs are counted "
         "and reported.",
+        only_if=CAPTURES,
     )
     cuda_graph_audit_interval: int | None = option(
         None,
@@ -82,6 +89,7 @@ class CudaGraphConfig(Section, title="cuda_graph"):
         "eager run; no comparison when not given.",
         unit="iterations",
         minimum=1,
+        only_if=CAPTURES,
     )
     cuda_graph_warmup_steps: int = option(
         3,
@@ -89,6 +97,7 @@ class CudaGraphConfig(Section, title="cuda_graph"):
         "these runs. With 0, each size is run once, and kernels are tuned there.",
         unit="runs",
         minimum=0,
+        only_if=CAPTURES,
     )
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron_packed.config.conditions import Condition, option_given
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.layer_pattern import (
     ATTENTION,
@@ -58,6 +59,10 @@ OFFLOADED_IN = {
 """Layers (symbols of the pattern) that contain each module whose saved tensors can be offloaded."""
 
 
+FULL_RECOMPUTATION = option_given("memory.recompute_granularity", FULL)
+OFFLOADS = Condition("nothing is offloaded", lambda run, processes: run.memory.offloads)
+
+
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig(Section, title="memory"):
     """Options of the activations between the forward and the backward pass: recompute or offload
@@ -77,12 +82,14 @@ class MemoryConfig(Section, title="memory"):
         "layers; each group saves only its input. block: each of the first "
         "--recompute-num-layers layers by itself.",
         choices=(UNIFORM, BLOCK),
+        only_if=FULL_RECOMPUTATION,
     )
     recompute_num_layers: int | None = option(
         None,
         "Number of layers in a group (uniform), or number of recomputed layers (block).",
         unit="layers",
         minimum=1,
+        only_if=FULL_RECOMPUTATION,
     )
     recompute_modules: tuple[str, ...] = option(
         (),
@@ -95,6 +102,7 @@ class MemoryConfig(Section, title="memory"):
             "mla_up_proj": "leave it out: latent attention is not supported",
             "shared_experts": "give moe, which also recomputes shared experts",
         },
+        only_if=option_given("memory.recompute_granularity", SELECTIVE),
     )
 
     offload_layer_inputs: bool = option(
@@ -118,6 +126,7 @@ class MemoryConfig(Section, title="memory"):
         "mamba_scan and gdn_scan offload all tensors saved between the projections.",
         choices=tuple(OFFLOADED_IN),
         group="offload",
+        only_if=option_given("memory.fine_grained_activation_offloading"),
     )
     min_offloaded_tensor_size: int = option(
         2**20,
@@ -125,6 +134,7 @@ class MemoryConfig(Section, title="memory"):
         unit="elements",
         minimum=1,
         group="offload",
+        only_if=OFFLOADS,
     )
     offload_buffers: int = option(
         2,
@@ -133,6 +143,7 @@ class MemoryConfig(Section, title="memory"):
         minimum=1,
         maximum=64,
         group="offload",
+        only_if=OFFLOADS,
     )
     offload_headroom_mib: int = option(
         512,
@@ -140,6 +151,7 @@ class MemoryConfig(Section, title="memory"):
         unit="MiB",
         minimum=0,
         group="offload",
+        only_if=OFFLOADS,
     )
 
     @property

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_packed.config.batch_ramp import BatchRamp
+from megatron_packed.config.conditions import option_given
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.options import derived_option, option, required_option
 from megatron_packed.config.section import Section, Sound
@@ -86,6 +87,7 @@ class PackingConfig(Section, title="packing"):
         False,
         "With --sft, also pack pieces of documents without any target token. Gives the same "
         "packs as older versions, which did not drop such pieces.",
+        only_if=option_given("data.sft"),
     )
 
     @property

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from typing import TYPE_CHECKING
 
+from megatron_packed.config.conditions import Condition, option_given, option_is_not
 from megatron_packed.config.data_blend import BlendedPaths, blend_fault, split_shares
 from megatron_packed.config.data_fields import DataFields, pairs_fault, pairs_of
 from megatron_packed.config.errors import Problem
@@ -17,6 +20,9 @@ from megatron_packed.config.parser.data_path_files import (
     read_per_split_data_args,
 )
 from megatron_packed.config.section import Section, Sound
+
+if TYPE_CHECKING:
+    from megatron_packed.config.run import RunConfig
 
 SHUFFLED = "shuffled"
 """Value of --split-order that draws documents at random."""
@@ -32,6 +38,32 @@ _NAMES_TRAINING = (
 )
 TRAINING_DATA = tuple(f"data.{name}" for name in _NAMES_TRAINING)
 """Options that name training data; a run gives exactly one of them."""
+
+
+def _paths_are_indexed(run: RunConfig) -> set[bool]:
+    """Return, as a set, the answers to one question about each data path: is the path the prefix of
+    an indexed data set? Indexed data sets are already tokenised.
+    """
+    paths = (*run.data.train_paths, *run.data.valid_blend.paths, *run.data.test_blend.paths)
+    return {os.path.exists(path + ".idx") and not os.path.exists(path) for path in paths}
+
+
+INDEXED_DATA = Condition(
+    "no data path is an indexed data set",
+    lambda run, processes: True in _paths_are_indexed(run),
+)
+UNTOKENISED_DATA = Condition(
+    "all data is already tokenised", lambda run, processes: False in _paths_are_indexed(run)
+)
+UNMADE_DATA = Condition(
+    "--mock-data makes other documents for each part",
+    lambda run, processes: not run.data.mock_data,
+)
+EVALUATION_STEPS = option_is_not("training.eval_iters", 0)
+VALIDATION_STEPS = Condition(
+    "--eval-iters is 0, and --full-validation is not given",
+    lambda run, processes: bool(run.training.eval_iters) or run.training.full_validation,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +87,18 @@ class FileOptions(Section):
         path="input_data",
     )
     valid_data_path: tuple[str, ...] = option(
-        (), "Validation data, given like --data-path.", group="files", path="input_data"
+        (),
+        "Validation data, given like --data-path.",
+        group="files",
+        path="input_data",
+        only_if=VALIDATION_STEPS,
     )
     test_data_path: tuple[str, ...] = option(
         (),
         "Test data, given like --data-path. Its loss is reported at the end of training.",
         group="files",
         path="input_data",
+        only_if=EVALUATION_STEPS,
     )
     data_args_path: str | None = option(
         None,
@@ -96,6 +133,7 @@ class FileOptions(Section):
         derived="shuffled with --sft and --split, else file",
         group="files",
         choices=("file", SHUFFLED),
+        only_if=(option_given("data.split"), UNMADE_DATA),
     )
     sft: bool = option(
         False,
@@ -110,6 +148,7 @@ class FileOptions(Section):
         "label, the field that is true for an accepted answer. A dot enters an object, a number "
         "selects an element of a list, and [*] after a list makes a document of each element.",
         group="files",
+        only_if=UNTOKENISED_DATA,
     )
     max_bad_fraction: float = option(
         0.01,
@@ -118,12 +157,14 @@ class FileOptions(Section):
         group="files",
         minimum=0,
         maximum=1,
+        only_if=UNTOKENISED_DATA,
     )
     data_cache_path: str | None = option(
         None,
         "Directory for tokenised data; a directory next to the first data file when not given.",
         group="files",
         path="output_directory",
+        only_if=UNTOKENISED_DATA,
     )
     mmap_bin_files: bool = option(
         True,
@@ -132,6 +173,7 @@ class FileOptions(Section):
         group="files",
         flag="no-mmap-bin-files",
         negated=True,
+        only_if=INDEXED_DATA,
     )
     num_workers: int = option(
         2,

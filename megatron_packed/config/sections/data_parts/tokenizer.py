@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date
 
+from megatron_packed.config.conditions import Condition, option_is
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.options import derived_option, option
 from megatron_packed.config.section import Section, Sound
@@ -90,6 +91,14 @@ def template_kwargs_fault(text: str) -> str | None:
     return f"names {' and '.join(reserved)}, which each conversation sets" if reserved else None
 
 
+TEXT = Condition("--mock-data reads no text", lambda run, processes: not run.data.mock_data)
+TURNS = Condition("--sft is not given, and text has no turns", lambda run, processes: run.data.sft)
+SERVED_HISTORY = Condition(
+    "--sft-tokenizer-prompt-format makes one document of a conversation",
+    lambda run, processes: run.data.sft_tokenizer_prompt_format is None,
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TokenizerOptions(Section):
     """Tokenizer, chat template and prompt format."""
@@ -132,6 +141,7 @@ class TokenizerOptions(Section):
         group="tokenizer",
         minimum=260,
         maximum=1 << 20,
+        only_if=option_is("data.tokenizer_type", TRAINED_BPE),
     )
     padded_vocab_size: int | None = option(
         None,
@@ -157,12 +167,14 @@ class TokenizerOptions(Section):
         group="tokenizer",
         minimum=3,
         maximum=1 << 20,
+        only_if=option_is("data.tokenizer_type", TIKTOKEN),
     )
     tiktoken_pattern: str = option(
         "v2",
         "Version of the pattern by which a TikTokenizer splits text before it merges bytes.",
         group="tokenizer",
         choices=("v1", "v2"),
+        only_if=option_is("data.tokenizer_type", TIKTOKEN),
     )
     null_tokenizer_eod_id: int | None = option(
         None,
@@ -181,12 +193,14 @@ class TokenizerOptions(Section):
             "nemotron-h-aligned",
             "a model is trained for the chat template of its tokenizer",
         ),
+        only_if=TEXT,
     )
     chat_template: str | None = option(
         None,
         f"Chat template: a jinja2 file, or {' or '.join(CHAT_TEMPLATES)}; the template of the "
         "tokenizer when not given.",
         group="tokenizer",
+        only_if=TEXT,
     )
     answer_end: str = option(
         AT_TURN,
@@ -195,6 +209,7 @@ class TokenizerOptions(Section):
         "as in checkpoints without this option.",
         group="tokenizer",
         choices=ANSWER_ENDS,
+        only_if=TEXT,
     )
     multi_turn: str = option(
         EACH_ANSWER,
@@ -204,6 +219,7 @@ class TokenizerOptions(Section):
         "With last, only the last one of these documents is used.",
         group="tokenizer",
         choices=MULTI_TURN,
+        only_if=(TEXT, TURNS, SERVED_HISTORY),
     )
     unprinted_policy: str = option(
         REFUSED,
@@ -212,6 +228,7 @@ class TokenizerOptions(Section):
         "is used without the part, and the report counts it.",
         group="tokenizer",
         choices=UNPRINTED_POLICIES,
+        only_if=(TEXT, TURNS),
     )
     special_tokens_in_text: str | None = option(
         None,
@@ -220,17 +237,20 @@ class TokenizerOptions(Section):
         "--max-bad-fraction of the lines spell turn markers is refused.",
         group="tokenizer",
         choices=SPECIAL_IN_TEXT,
+        only_if=TEXT,
     )
     chat_template_date: str | None = option(
         None,
         "Date that a chat template gets when it asks for today's date, as 2026-11-28; none when "
         "not given, so that the same data has the same tokens every day.",
         group="tokenizer",
+        only_if=(TEXT, TURNS),
     )
     chat_template_kwargs: str | None = option(
         None,
         "Variables of the chat template as a JSON object, as in '{\"enable_thinking\": false}'.",
         group="tokenizer",
+        only_if=(TEXT, TURNS),
     )
     data_rules: int = option(
         DATA_RULES,
@@ -240,6 +260,7 @@ class TokenizerOptions(Section):
         group="tokenizer",
         minimum=EARLIER_RULES,
         maximum=DATA_RULES,
+        only_if=(TEXT, TURNS),
     )
 
     def tokenizer_rules(self, sound: Sound) -> Iterator[Problem]:

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from megatron_packed.config.conditions import (
+    ATTENTION_LAYERS,
+    Condition,
+    option_given,
+    option_is_not,
+)
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.layer_pattern import ATTENTION, MLP, MOE
 from megatron_packed.config.options import derived_option, option
@@ -13,7 +20,21 @@ from megatron_packed.config.sections.model_parts.divisors import divisors
 from megatron_packed.config.sections.model_parts.stack import StackOptions
 from megatron_packed.config.sections.model_parts.window import window_sides, windowed_layers
 
+if TYPE_CHECKING:
+    from megatron_packed.config.run import RunConfig
+
 ATTN = "attention"
+
+
+def _has_short_window(run: RunConfig, processes: int) -> bool:
+    """Return False if the window covers the longest document."""
+    window, longest = run.model.window_size, run.packing.max_document_length
+    return window is None or window_sides(window)[0] + 1 < longest
+
+
+ROPE = option_is_not("model.position_embedding_type", "none")
+ROPE_SCALING = option_given("model.use_rope_scaling")
+SHORT_WINDOW = Condition("the window covers the longest document", _has_short_window)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +42,12 @@ class AttentionOptions(StackOptions):
     """Heads, position embedding and norms of ``*`` layers."""
 
     num_attention_heads: int = option(
-        0, "Number of query heads of an attention layer.", unit="heads", group=ATTN, minimum=0
+        0,
+        "Number of query heads of an attention layer.",
+        unit="heads",
+        group=ATTN,
+        minimum=0,
+        only_if=ATTENTION_LAYERS,
     )
     num_query_groups: int = derived_option(
         "Number of key-value heads; each serves an equal number of query heads.",
@@ -29,6 +55,7 @@ class AttentionOptions(StackOptions):
         unit="heads",
         group=ATTN,
         minimum=1,
+        only_if=ATTENTION_LAYERS,
     )
     kv_channels: int = derived_option(
         "Width of one attention head.",
@@ -36,20 +63,26 @@ class AttentionOptions(StackOptions):
         unit="channels",
         group=ATTN,
         minimum=1,
+        only_if=ATTENTION_LAYERS,
     )
     add_qkv_bias: bool = option(
-        False, "Add a bias to the query, key and value projections.", group=ATTN
+        False,
+        "Add a bias to the query, key and value projections.",
+        group=ATTN,
+        only_if=ATTENTION_LAYERS,
     )
     attention_output_gate: bool = option(
         False,
         "Multiply the output of attention by the sigmoid of a gate, which the fused projection "
         "computes for each channel.",
         group=ATTN,
+        only_if=ATTENTION_LAYERS,
     )
     qk_layernorm: bool = option(
         False,
         "Normalise queries and keys before the position embedding, with --normalization.",
         group=ATTN,
+        only_if=ATTENTION_LAYERS,
     )
     qk_layernorm_scope: str = option(
         "head",
@@ -57,6 +90,7 @@ class AttentionOptions(StackOptions):
         "those of all heads.",
         group=ATTN,
         choices=("head", "all_heads"),
+        only_if=(ATTENTION_LAYERS, option_given("model.qk_layernorm")),
     )
     attention_norm_placement: str = option(
         "input",
@@ -64,12 +98,14 @@ class AttentionOptions(StackOptions):
         "(input), or on its output before the residual addition (output, as in OLMo).",
         group=ATTN,
         choices=("input", "output"),
+        only_if=ATTENTION_LAYERS,
     )
     softmax_scale: float | None = option(
         None,
         "Factor on the products of queries and keys; 1 / sqrt(head width) when not given.",
         group=ATTN,
         above=0,
+        only_if=ATTENTION_LAYERS,
     )
     window_size: str | None = option(
         None,
@@ -77,6 +113,7 @@ class AttentionOptions(StackOptions):
         "whole document when not given.",
         unit="tokens",
         group=ATTN,
+        only_if=(ATTENTION_LAYERS, SHORT_WINDOW),
     )
     window_attn_skip_freq: str | None = option(
         None,
@@ -84,6 +121,7 @@ class AttentionOptions(StackOptions):
         "[1]*3+[0] with one number for each layer of the pattern: those with 0. None when not "
         "given.",
         group=ATTN,
+        only_if=(ATTENTION_LAYERS, option_given("model.window_size"), SHORT_WINDOW),
     )
     attention_dropout: float = option(
         0.0,
@@ -91,6 +129,7 @@ class AttentionOptions(StackOptions):
         group=ATTN,
         megatron=("0.1", "the packed attention kernels have no dropout"),
         training_only=True,
+        zero_is_off=True,
     )
     position_embedding_type: str = option(
         "none",
@@ -105,22 +144,35 @@ class AttentionOptions(StackOptions):
             "yarn": "give rope",
             "mrope": "give rope",
         },
+        only_if=ATTENTION_LAYERS,
     )
-    rotary_base: float = option(10000.0, "Base of the rotary frequencies.", group=ATTN, above=1)
+    rotary_base: float = option(
+        10000.0,
+        "Base of the rotary frequencies.",
+        group=ATTN,
+        above=1,
+        only_if=(ATTENTION_LAYERS, ROPE),
+    )
     rotary_percent: float = option(
         1.0,
         "Fraction of the channels of each head that is rotated.",
         group=ATTN,
         above=0,
         maximum=1,
+        only_if=(ATTENTION_LAYERS, ROPE),
     )
     use_rope_scaling: bool = option(
         False,
         "Stretch the low rotary frequencies, as Llama 3.1 and later do.",
         group=ATTN,
+        only_if=(ATTENTION_LAYERS, ROPE),
     )
     rope_scaling_factor: float = option(
-        8.0, "Factor by which --use-rope-scaling stretches.", group=ATTN, minimum=1
+        8.0,
+        "Factor by which --use-rope-scaling stretches.",
+        group=ATTN,
+        minimum=1,
+        only_if=(ATTENTION_LAYERS, ROPE, ROPE_SCALING),
     )
     rope_scaling_low_freq_factor: float = option(
         1.0,
@@ -128,6 +180,7 @@ class AttentionOptions(StackOptions):
         "--rope-scaling-original-max-positions are stretched.",
         group=ATTN,
         above=0,
+        only_if=(ATTENTION_LAYERS, ROPE, ROPE_SCALING),
     )
     rope_scaling_high_freq_factor: float = option(
         4.0,
@@ -135,6 +188,7 @@ class AttentionOptions(StackOptions):
         "--rope-scaling-original-max-positions stay unchanged.",
         group=ATTN,
         above=0,
+        only_if=(ATTENTION_LAYERS, ROPE, ROPE_SCALING),
     )
     rope_scaling_original_max_positions: int = option(
         8192,
@@ -142,6 +196,7 @@ class AttentionOptions(StackOptions):
         unit="tokens",
         group=ATTN,
         minimum=1,
+        only_if=(ATTENTION_LAYERS, ROPE, ROPE_SCALING),
     )
     max_position_embeddings: int | None = option(
         None,
@@ -151,6 +206,7 @@ class AttentionOptions(StackOptions):
         group=ATTN,
         minimum=2,
         training_only=True,
+        only_if=(ATTENTION_LAYERS, ROPE),
     )
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron_packed.config.conditions import EXPERT_LAYERS, Condition, option_given, option_is_not
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.options import derived_option, option
 from megatron_packed.config.section import Sound
@@ -14,6 +15,21 @@ from megatron_packed.config.sections.model_parts.stack import StackOptions
 EXPERTS = "mixture of experts"
 MEASURE = "auto"
 """Value of ``--moe-expert-rank-capacity-factor`` that derives the bounds from observed routing."""
+
+
+LIMITED_GROUPS = Condition(
+    "tokens may use all groups of experts",
+    lambda run, processes: run.model.limiting_expert_groups is not None,
+)
+EXPERTS_ON_RANKS = Condition(
+    "every rank has all experts",
+    lambda run, processes: run.parallel.expert_model_parallel_size != 1,
+)
+SHARED_EXPERT = option_given("model.moe_shared_expert_intermediate_size")
+SAME_TOKENS = Condition(
+    "tensor-parallel ranks dispatch different tokens",
+    lambda run, processes: not run.parallel.splits_tokens_of_experts,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +50,7 @@ class ExpertOptions(StackOptions):
         unit="experts",
         group=EXPERTS,
         minimum=1,
+        only_if=EXPERT_LAYERS,
     )
     moe_ffn_hidden_size: int = derived_option(
         "Inner width of one expert.",
@@ -41,6 +58,7 @@ class ExpertOptions(StackOptions):
         unit="channels",
         group=EXPERTS,
         minimum=1,
+        only_if=EXPERT_LAYERS,
     )
     moe_latent_size: int | None = option(
         None,
@@ -64,6 +82,7 @@ class ExpertOptions(StackOptions):
         "Multiply the output of the shared expert by the sigmoid of a gate, one number for each "
         "token.",
         group=EXPERTS,
+        only_if=SHARED_EXPERT,
     )
     moe_router_score_function: str = option(
         "softmax",
@@ -71,18 +90,21 @@ class ExpertOptions(StackOptions):
         group=EXPERTS,
         choices=("softmax", "sigmoid"),
         not_built={"sqrtsoftplus": "give sigmoid"},
+        only_if=EXPERT_LAYERS,
     )
     moe_router_pre_softmax: bool = option(
         False,
         "Apply the softmax over all experts before the top k are chosen, instead of over "
         "the chosen ones.",
         group=EXPERTS,
+        only_if=(EXPERT_LAYERS, option_is_not("model.moe_router_score_function", "sigmoid")),
     )
     moe_router_topk_scaling_factor: float | None = option(
         None,
         "Factor applied to the scores of the chosen experts; 1 when not given.",
         group=EXPERTS,
         above=0,
+        only_if=EXPERT_LAYERS,
     )
     moe_router_num_groups: int | None = option(
         None,
@@ -91,6 +113,7 @@ class ExpertOptions(StackOptions):
         unit="groups",
         group=EXPERTS,
         minimum=1,
+        only_if=(EXPERT_LAYERS, LIMITED_GROUPS),
     )
     moe_router_group_topk: int | None = option(
         None,
@@ -99,12 +122,14 @@ class ExpertOptions(StackOptions):
         unit="groups",
         group=EXPERTS,
         minimum=1,
+        only_if=(EXPERT_LAYERS, LIMITED_GROUPS),
     )
     moe_router_enable_expert_bias: bool = option(
         False,
         "Balance the load of experts with a bias per expert. The bias is added to the scores "
         "only to choose experts.",
         group=EXPERTS,
+        only_if=EXPERT_LAYERS,
     )
     moe_router_bias_update_rate: float = option(
         1e-3,
@@ -112,6 +137,7 @@ class ExpertOptions(StackOptions):
         group=EXPERTS,
         minimum=0,
         training_only=True,
+        only_if=(EXPERT_LAYERS, option_given("model.moe_router_enable_expert_bias")),
     )
     moe_router_load_balancing_type: str = option(
         "aux_loss",
@@ -126,6 +152,7 @@ class ExpertOptions(StackOptions):
             "sinkhorn": "give aux_loss, or none with --moe-router-enable-expert-bias",
             "quantile_balancing": "give aux_loss, or none with --moe-router-enable-expert-bias",
         },
+        only_if=(EXPERT_LAYERS, option_is_not("model.moe_aux_loss_coeff", 0)),
     )
     moe_aux_loss_per_document: bool = option(
         False,
@@ -133,6 +160,7 @@ class ExpertOptions(StackOptions):
         "the documents of a pack.",
         group=EXPERTS,
         training_only=True,
+        only_if=(EXPERT_LAYERS, option_is_not("model.moe_aux_loss_coeff", 0)),
     )
     moe_router_force_load_balancing: bool = option(
         False,
@@ -141,6 +169,7 @@ class ExpertOptions(StackOptions):
         "route.",
         group=EXPERTS,
         training_only=True,
+        only_if=EXPERT_LAYERS,
     )
     moe_aux_loss_coeff: float = option(
         0.0,
@@ -148,6 +177,8 @@ class ExpertOptions(StackOptions):
         group=EXPERTS,
         minimum=0,
         training_only=True,
+        only_if=(EXPERT_LAYERS, option_is_not("model.moe_router_load_balancing_type", "none")),
+        zero_is_off=True,
     )
     moe_z_loss_coeff: float | None = option(
         None,
@@ -155,6 +186,8 @@ class ExpertOptions(StackOptions):
         group=EXPERTS,
         minimum=0,
         training_only=True,
+        only_if=EXPERT_LAYERS,
+        zero_is_off=True,
     )
     moe_expert_capacity_factor: float | None = option(
         None,
@@ -163,6 +196,7 @@ class ExpertOptions(StackOptions):
         group=EXPERTS,
         above=0,
         training_only=True,
+        only_if=EXPERT_LAYERS,
     )
     moe_token_drop_policy: str = option(
         "probs",
@@ -171,6 +205,7 @@ class ExpertOptions(StackOptions):
         group=EXPERTS,
         choices=("probs", "position"),
         training_only=True,
+        only_if=(EXPERT_LAYERS, option_given("model.moe_expert_capacity_factor")),
     )
     moe_pad_expert_input_to_capacity: bool = option(
         False,
@@ -178,6 +213,11 @@ class ExpertOptions(StackOptions):
         "row counts need not be read from the device.",
         group=EXPERTS,
         training_only=True,
+        only_if=(
+            EXPERT_LAYERS,
+            EXPERTS_ON_RANKS,
+            option_is_not("model.moe_token_dispatcher_type", "allgather"),
+        ),
     )
     moe_token_dispatcher_type: str = option(
         "allgather",
@@ -187,6 +227,7 @@ class ExpertOptions(StackOptions):
         choices=("allgather", "alltoall"),
         training_only=True,
         not_built={"flex": "give allgather (no host sync) or alltoall (less traffic)"},
+        only_if=(EXPERT_LAYERS, EXPERTS_ON_RANKS),
     )
     moe_shared_expert_overlap: bool = option(
         False,
@@ -194,6 +235,7 @@ class ExpertOptions(StackOptions):
         "other experts. It has no effect if tensor-parallel ranks dispatch different tokens.",
         group=EXPERTS,
         training_only=True,
+        only_if=(SHARED_EXPERT, SAME_TOKENS),
     )
     moe_expert_rank_capacity_factor: float | str | None = option(
         None,
@@ -205,6 +247,7 @@ class ExpertOptions(StackOptions):
         word=MEASURE,
         above=0,
         training_only=True,
+        only_if=(EXPERT_LAYERS, EXPERTS_ON_RANKS),
     )
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron_packed.config.conditions import GATED_DELTA_NET_LAYERS
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.options import option
 from megatron_packed.config.section import Sound
@@ -24,6 +25,7 @@ class GatedDeltaNetOptions(StackOptions):
         unit="heads",
         group=GDN,
         minimum=1,
+        only_if=GATED_DELTA_NET_LAYERS,
     )
     linear_num_value_heads: int = option(
         32,
@@ -32,6 +34,7 @@ class GatedDeltaNetOptions(StackOptions):
         unit="heads",
         group=GDN,
         minimum=1,
+        only_if=GATED_DELTA_NET_LAYERS,
     )
     linear_key_head_dim: int = option(
         128,
@@ -40,6 +43,7 @@ class GatedDeltaNetOptions(StackOptions):
         group=GDN,
         minimum=1,
         maximum=256,
+        only_if=GATED_DELTA_NET_LAYERS,
     )
     linear_value_head_dim: int = option(
         128,
@@ -48,6 +52,7 @@ class GatedDeltaNetOptions(StackOptions):
         group=GDN,
         minimum=1,
         maximum=512,
+        only_if=GATED_DELTA_NET_LAYERS,
     )
     linear_conv_kernel_dim: int = option(
         4,
@@ -56,6 +61,7 @@ class GatedDeltaNetOptions(StackOptions):
         group=GDN,
         minimum=2,
         maximum=4,
+        only_if=GATED_DELTA_NET_LAYERS,
     )
     linear_norm_epsilon: float | None = option(
         None,
@@ -64,11 +70,13 @@ class GatedDeltaNetOptions(StackOptions):
         group=GDN,
         above=0,
         maximum=1,
+        only_if=GATED_DELTA_NET_LAYERS,
     )
     linear_allow_neg_eigval: bool = option(
         False,
         "Double the write strength beta, so that it is between 0 and 2 (OLMo Hybrid).",
         group=GDN,
+        only_if=GATED_DELTA_NET_LAYERS,
     )
 
     @property

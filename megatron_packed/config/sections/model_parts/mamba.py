@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from megatron_packed.config.conditions import MAMBA_LAYERS
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.options import derived_option, option
 from megatron_packed.config.section import Sound
@@ -26,9 +27,10 @@ class MambaOptions(StackOptions):
         group=SSM,
         minimum=1,
         maximum=256,
+        only_if=MAMBA_LAYERS,
     )
     mamba_head_dim: int = option(
-        64, "Width of one Mamba head.", unit="channels", group=SSM, minimum=1
+        64, "Width of one Mamba head.", unit="channels", group=SSM, minimum=1, only_if=MAMBA_LAYERS
     )
     mamba_num_groups: int = option(
         8,
@@ -36,6 +38,7 @@ class MambaOptions(StackOptions):
         unit="groups",
         group=SSM,
         minimum=1,
+        only_if=MAMBA_LAYERS,
     )
     mamba_num_heads: int = derived_option(
         "Number of Mamba heads.",
@@ -43,6 +46,7 @@ class MambaOptions(StackOptions):
         unit="heads",
         group=SSM,
         minimum=1,
+        only_if=MAMBA_LAYERS,
     )
     mamba_chunk_size: int = option(
         128,
@@ -52,6 +56,7 @@ class MambaOptions(StackOptions):
         minimum=1,
         maximum=1024,
         training_only=True,
+        only_if=MAMBA_LAYERS,
     )
     mamba_norm_groups: int | None = option(
         None,
@@ -60,6 +65,7 @@ class MambaOptions(StackOptions):
         unit="groups",
         group=SSM,
         minimum=1,
+        only_if=MAMBA_LAYERS,
     )
     mamba_norm_epsilon: float = option(
         1e-5,
@@ -67,6 +73,7 @@ class MambaOptions(StackOptions):
         group=SSM,
         above=0,
         maximum=1,
+        only_if=MAMBA_LAYERS,
     )
     mamba_conv_bias: bool = option(
         True,
@@ -74,6 +81,7 @@ class MambaOptions(StackOptions):
         group=SSM,
         flag="disable-mamba-conv-bias",
         negated=True,
+        only_if=MAMBA_LAYERS,
     )
     mamba_d_conv: ClassVar[int] = 4
     """Width of the causal convolution in tokens, the same as in every published hybrid model."""

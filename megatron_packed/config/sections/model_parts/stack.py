@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from megatron_packed.config.layer_pattern import DEPTH
+from megatron_packed.config.conditions import Condition, layers
+from megatron_packed.config.layer_pattern import ATTENTION, DEPTH, MLP, MOE
 from megatron_packed.config.options import derived_option, option, required_option
 from megatron_packed.config.section import Section
 
+if TYPE_CHECKING:
+    from megatron_packed.config.run import RunConfig
+
 STACK = "stack"
+
+
+def _uses_ffn_hidden_size(run: RunConfig, processes: int) -> bool:
+    """Return False if experts are the only MLPs, and have another width."""
+    model = run.model
+    return MLP in model.hybrid_layer_pattern or model.moe_ffn_hidden_size == model.ffn_hidden_size
+
+
+MLP_OR_EXPERT_LAYERS = layers(MLP + MOE)
+MLP_WIDTH = Condition(
+    "the pattern has no - layer, and --moe-ffn-hidden-size sets the width of experts",
+    _uses_ffn_hidden_size,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +50,19 @@ class StackOptions(Section):
         unit="channels",
         group=STACK,
         minimum=1,
+        only_if=(MLP_OR_EXPERT_LAYERS, MLP_WIDTH),
     )
     squared_relu: bool = option(
-        False, "Use max(x, 0)^2 instead of GELU in MLPs and experts.", group=STACK
+        False,
+        "Use max(x, 0)^2 instead of GELU in MLPs and experts.",
+        group=STACK,
+        only_if=MLP_OR_EXPERT_LAYERS,
     )
     swiglu: bool = option(
-        False, "Use SiLU(gate) x up instead of GELU in MLPs and experts.", group=STACK
+        False,
+        "Use SiLU(gate) x up instead of GELU in MLPs and experts.",
+        group=STACK,
+        only_if=MLP_OR_EXPERT_LAYERS,
     )
     add_bias_linear: bool = option(
         True,
@@ -45,6 +70,7 @@ class StackOptions(Section):
         group=STACK,
         flag="disable-bias-linear",
         negated=True,
+        only_if=layers(ATTENTION + MLP + MOE, "layer that can have a bias"),
     )
     normalization: str = option(
         "LayerNorm",
