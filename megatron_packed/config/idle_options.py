@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_packed.config.options import Field
-from megatron_packed.config.parser.flag_registry import every_field
-from megatron_packed.config.run import RunConfig
+from megatron_packed.config.run import RunConfig, every_field
 from megatron_packed.config.section import section_fields, unchecked
 
 

@@ -29,6 +29,15 @@ PathUse = Literal[
     "log_file",
 ]
 
+Decided = Literal["data", "chat", "tokenizer", "tokenizer name", "packs"]
+"""Subject that an option decides: training documents, tokens of conversations and text, the meaning
+of token ids, the name of their tokenizer, or the contents and order of packs.
+"""
+Stored = Mapping[str, Mapping[str, Any]]
+"""Configuration in a checkpoint, as `serialise.to_dict` makes it; older checkpoints lack newer
+options.
+"""
+
 
 @dataclass(frozen=True)
 class Option:
@@ -56,6 +65,12 @@ class Option:
         megatron: (Megatron's default, reason why this project's differs), for the documentation.
         training_only: True for a model field that affects how weights are trained, but not the
             function that they compute.
+        resume: subject that the option decides for a run that goes on from a checkpoint. A run with
+            another value is refused unless it begins a phase; a phase keeps the tokenizer. A
+            tokenizer that was moved may have another ``tokenizer name``.
+        phase: True for an option of the model that a new phase may change.
+        earlier: function that returns the value of runs before the option existed, from the stored
+            configuration of such a run. A run without the flag takes the stored value.
         zero_is_off: True for a number of which 0 requests nothing.
         only_if: condition, or conditions, without which the option has no effect. A run prints the
             reason of the first condition that does not hold. If an option requests other numbers,
@@ -85,6 +100,9 @@ class Option:
     path: PathUse | None = None
     megatron: tuple[str, str] | None = None
     training_only: bool = False
+    resume: Decided | None = None
+    phase: bool = False
+    earlier: Callable[[Stored], Any] | None = None
     zero_is_off: bool = False
     only_if: Condition | tuple[Condition, ...] = ()
 

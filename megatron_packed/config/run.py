@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import PurePath
 from typing import Any
 
 from megatron_packed.config.cross_rules import cross_rules
 from megatron_packed.config.errors import ConfigError
+from megatron_packed.config.options import Decided, Field
 from megatron_packed.config.parallel_layout import ParallelLayout
-from megatron_packed.config.section import Section
+from megatron_packed.config.section import Section, section_fields
 from megatron_packed.config.sections.checkpoint import CheckpointConfig
 from megatron_packed.config.sections.cuda_graph import (
     CudaGraphConfig,
@@ -42,6 +44,19 @@ SECTIONS: dict[str, type[Section]] = {
     "logging": LoggingConfig,
     "profiling": ProfilingConfig,
 }
+
+
+@cache
+def every_field() -> tuple[Field, ...]:
+    """Return all options in the order of the sections."""
+    return tuple(
+        described for section in SECTIONS.values() for described in section_fields(section)
+    )
+
+
+def keys_deciding(*subjects: Decided) -> tuple[str, ...]:
+    """Return the keys of the options that decide one of the subjects in a resumed run."""
+    return tuple(each.key for each in every_field() if each.option.resume in subjects)
 
 
 @dataclass(frozen=True, kw_only=True)

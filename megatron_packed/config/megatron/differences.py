@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_packed.config.parser.flag_registry import every_field
 from megatron_packed.config.parser.help_text import default_text
+from megatron_packed.config.run import every_field
 
 _BEHAVIOURS: tuple[tuple[str, str, str, str], ...] = (
     (

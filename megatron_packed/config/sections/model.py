@@ -59,6 +59,7 @@ class ModelConfig(  # dataclass fields follow the bases from right to left
         unit="tokens",
         group=OUTPUT,
         minimum=2,
+        resume="tokenizer",
     )
     make_vocab_size_divisible_by: int = option(
         128,

@@ -9,9 +9,15 @@ from typing import Any
 from megatron_packed.config.batch_ramp import BatchRamp
 from megatron_packed.config.conditions import option_given
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.options import derived_option, option, required_option
+from megatron_packed.config.options import Stored, derived_option, option, required_option
 from megatron_packed.config.section import Section, Sound
 from megatron_packed.config.value_checks import INT32_MAX
+
+
+def _tokens_of_pack(stored: Stored) -> int:
+    """Return the maximum document length of a run that was limited only by its packs."""
+    slots: int = stored["packing"]["micro_batch_size"] * stored["packing"]["seq_length"]
+    return slots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,12 +26,15 @@ class PackingConfig(Section, title="packing"):
     token slots.
     """
 
-    seq_length: int = required_option("Token slots of one sample.", unit="tokens", minimum=2)
+    seq_length: int = required_option(
+        "Token slots of one sample.", unit="tokens", minimum=2, resume="packs"
+    )
     micro_batch_size: int = option(
         1,
         "Samples of one micro-batch; they form one pack of micro-batch size x --seq-length slots.",
         unit="samples",
         minimum=1,
+        resume="packs",
     )
     global_batch_size: int = derived_option(
         "Samples of one optimizer step over all ranks.",
@@ -46,18 +55,21 @@ class PackingConfig(Section, title="packing"):
         "same, small number of documents. With best_fit_decreasing, the fewest slots are "
         "wasted. With sequential, the order of documents is kept.",
         choices=("balanced", "best_fit_decreasing", "sequential"),
+        resume="packs",
     )
     packing_window: int = option(
         4096,
         "Number of documents of the shuffled stream that are packed together.",
         unit="documents",
         minimum=1,
+        resume="packs",
     )
     max_documents_per_pack: int | None = option(
         None,
         "Maximum number of documents in a pack; no limit when not given.",
         unit="documents",
         minimum=1,
+        resume="packs",
     )
     pad_packed_seq_alignment: int | None = option(
         None,
@@ -66,6 +78,7 @@ class PackingConfig(Section, title="packing"):
         "--cp-comm-type cuts documents into chunks, else 1.",
         unit="tokens",
         minimum=1,
+        resume="packs",
     )
     max_document_length: int = derived_option(
         "Maximum length of a document, or of a piece of one, in a pack; at most --seq-length x "
@@ -73,6 +86,8 @@ class PackingConfig(Section, title="packing"):
         derived="--seq-length",
         unit="tokens",
         minimum=2,
+        resume="packs",
+        earlier=_tokens_of_pack,
     )
     overlong_policy: str = derived_option(
         "Handling of documents longer than --max-document-length; all cases are counted. With "
@@ -82,12 +97,16 @@ class PackingConfig(Section, title="packing"):
         derived="split, which loses no token; with --sft truncate_prompt, which keeps the last "
         "answer",
         choices=("truncate_prompt", "truncate", "split", "drop", "error"),
+        resume="packs",
+        earlier=lambda stored: "truncate",
     )
     keep_pieces_without_targets: bool = option(
         False,
         "With --sft, also pack pieces of documents without any target token. Gives the same "
         "packs as older versions, which did not drop such pieces.",
         only_if=option_given("data.sft"),
+        resume="packs",
+        earlier=lambda stored: stored["data"].get("sft", False),
     )
 
     @property

@@ -195,7 +195,11 @@ class TrainingConfig(Section, title="training"):
         only_if=(EVALUATIONS, option_given("training.manual_gc")),
     )
     seed: int = option(
-        1234, "Seed of initial weights, dropout and data order.", group=EXACT, minimum=0
+        1234,
+        "Seed of initial weights, dropout and data order.",
+        group=EXACT,
+        minimum=0,
+        resume="packs",
     )
     bf16: bool = option(
         False,

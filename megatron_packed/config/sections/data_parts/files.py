@@ -79,12 +79,14 @@ class FileOptions(Section):
         "weight before each path, the data is a blend.",
         group="files",
         path="input_data",
+        resume="data",
     )
     train_data_path: tuple[str, ...] = option(
         (),
         "Training data, given like --data-path, for use with --valid-data-path.",
         group="files",
         path="input_data",
+        resume="data",
     )
     valid_data_path: tuple[str, ...] = option(
         (),
@@ -105,6 +107,7 @@ class FileOptions(Section):
         "File with the paths and weights of --data-path, used instead of that option.",
         group="files",
         path="data_args",
+        resume="data",
     )
     per_split_data_args_path: str | None = option(
         None,
@@ -113,18 +116,21 @@ class FileOptions(Section):
         "--test-data-path.",
         group="files",
         path="data_args",
+        resume="data",
     )
     mock_data: bool = option(
         False,
         "Train, validate and test on made documents of counting tokens, which depend on --seed. "
         "No file is read; with --sft, a third of each document is a prompt.",
         group="files",
+        resume="data",
     )
     split: str | None = option(
         None,
         "Proportions of training, validation and test documents in every --data-path, for "
         "example 969,30,1. All documents train when not given.",
         group="files",
+        resume="data",
     )
     split_order: str = derived_option(
         "Choice of documents by --split. With file, consecutive documents of a file form a "
@@ -134,11 +140,14 @@ class FileOptions(Section):
         group="files",
         choices=("file", SHUFFLED),
         only_if=(option_given("data.split"), UNMADE_DATA),
+        resume="data",
+        earlier=lambda stored: "file",
     )
     sft: bool = option(
         False,
         "Fine-tune on conversations or prompts with answers; only answers are targets.",
         group="files",
+        resume="data",
     )
     data_fields: tuple[str, ...] = option(
         (),
@@ -149,6 +158,7 @@ class FileOptions(Section):
         "selects an element of a list, and [*] after a list makes a document of each element.",
         group="files",
         only_if=UNTOKENISED_DATA,
+        resume="data",
     )
     max_bad_fraction: float = option(
         0.01,

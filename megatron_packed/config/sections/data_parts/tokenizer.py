@@ -9,7 +9,7 @@ from datetime import date
 
 from megatron_packed.config.conditions import Condition, option_is
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.options import derived_option, option
+from megatron_packed.config.options import Stored, derived_option, option
 from megatron_packed.config.section import Section, Sound
 
 HUGGING_FACE, BYTES, TRAINED_BPE = "HuggingFaceTokenizer", "ByteTokenizer", "TrainedBPETokenizer"
@@ -36,29 +36,6 @@ CHAT_TEMPLATES = ("chatml",)
 """Names of built-in chat templates."""
 PROMPT_FORMATS = ("nemotron-h-aligned", "nemotron-nano-v2", "identity", "default")
 """Prompt formats of Megatron's SFTTokenizer."""
-TOKENIZER_CHOICE = (
-    "tokenizer_type",
-    "tokenizer_model",
-    "vocab_file",
-    "merge_file",
-    "tokenizer_vocab_size",
-    "tokenizer_special_tokens",
-    "tiktoken_num_special_tokens",
-    "tiktoken_pattern",
-    "null_tokenizer_eod_id",
-)
-"""Options that together choose the tokenizer."""
-CHAT_CHOICE = (
-    "sft_tokenizer_prompt_format",
-    "chat_template",
-    "answer_end",
-    "multi_turn",
-    "unprinted_policy",
-    "special_tokens_in_text",
-    "chat_template_date",
-    "chat_template_kwargs",
-)
-"""Options that decide how text and conversations become tokens of the tokenizer."""
 _TIKTOKEN_NEEDS = ("<unk>", "<s>", "</s>")
 _CONVERT = f"convert it to a tokenizer.json and give {HUGGING_FACE}"
 _NOT_BUILT = {
@@ -99,6 +76,18 @@ SERVED_HISTORY = Condition(
 )
 
 
+def _earlier_answer_end(stored: Stored) -> str:
+    """Return the end of conversations in runs before ``--answer-end`` existed."""
+    data = stored["data"]
+    templated = data.get("sft", False) and data.get("sft_tokenizer_prompt_format") is None
+    return AT_DOCUMENT if templated else AT_TURN
+
+
+def _earlier_data_rules(stored: Stored) -> int:
+    """Return the rules of runs before ``--data-rules`` existed; text has the same tokens."""
+    return EARLIER_RULES if stored["data"].get("sft", False) else DATA_RULES
+
+
 @dataclass(frozen=True, kw_only=True)
 class TokenizerOptions(Section):
     """Tokenizer, chat template and prompt format."""
@@ -120,6 +109,7 @@ class TokenizerOptions(Section):
             f"{GPT2} in its training scripts, else none: required",
             "a byte tokenizer needs no file",
         ),
+        resume="tokenizer name",
     )
     tokenizer_model: str | None = option(
         None,
@@ -127,12 +117,21 @@ class TokenizerOptions(Section):
         "(JSON or .tiktoken), or of the .model file of a SentencePieceTokenizer.",
         group="tokenizer",
         path="input_file",
+        resume="tokenizer name",
     )
     vocab_file: str | None = option(
-        None, f"Path of the vocab.json of a {GPT2}.", group="tokenizer", path="input_file"
+        None,
+        f"Path of the vocab.json of a {GPT2}.",
+        group="tokenizer",
+        path="input_file",
+        resume="tokenizer name",
     )
     merge_file: str | None = option(
-        None, f"Path of the merges.txt of a {GPT2}.", group="tokenizer", path="input_file"
+        None,
+        f"Path of the merges.txt of a {GPT2}.",
+        group="tokenizer",
+        path="input_file",
+        resume="tokenizer name",
     )
     tokenizer_vocab_size: int = option(
         4096,
@@ -142,6 +141,7 @@ class TokenizerOptions(Section):
         minimum=260,
         maximum=1 << 20,
         only_if=option_is("data.tokenizer_type", TRAINED_BPE),
+        resume="tokenizer name",
     )
     padded_vocab_size: int | None = option(
         None,
@@ -158,6 +158,7 @@ class TokenizerOptions(Section):
         "<cls> <sep> when not given), or additional ones of a SentencePieceTokenizer.",
         group="tokenizer",
         aliases=("tiktoken-special-tokens",),
+        resume="tokenizer",
     )
     tiktoken_num_special_tokens: int = option(
         1000,
@@ -168,6 +169,7 @@ class TokenizerOptions(Section):
         minimum=3,
         maximum=1 << 20,
         only_if=option_is("data.tokenizer_type", TIKTOKEN),
+        resume="tokenizer",
     )
     tiktoken_pattern: str = option(
         "v2",
@@ -175,6 +177,7 @@ class TokenizerOptions(Section):
         group="tokenizer",
         choices=("v1", "v2"),
         only_if=option_is("data.tokenizer_type", TIKTOKEN),
+        resume="tokenizer",
     )
     null_tokenizer_eod_id: int | None = option(
         None,
@@ -182,6 +185,7 @@ class TokenizerOptions(Section):
         "when not given.",
         group="tokenizer",
         minimum=0,
+        resume="tokenizer",
     )
     sft_tokenizer_prompt_format: str | None = option(
         None,
@@ -194,6 +198,7 @@ class TokenizerOptions(Section):
             "a model is trained for the chat template of its tokenizer",
         ),
         only_if=TEXT,
+        resume="chat",
     )
     chat_template: str | None = option(
         None,
@@ -201,6 +206,7 @@ class TokenizerOptions(Section):
         "tokenizer when not given.",
         group="tokenizer",
         only_if=TEXT,
+        resume="chat",
     )
     answer_end: str = option(
         AT_TURN,
@@ -210,6 +216,8 @@ class TokenizerOptions(Section):
         group="tokenizer",
         choices=ANSWER_ENDS,
         only_if=TEXT,
+        resume="chat",
+        earlier=_earlier_answer_end,
     )
     multi_turn: str = option(
         EACH_ANSWER,
@@ -220,6 +228,7 @@ class TokenizerOptions(Section):
         group="tokenizer",
         choices=MULTI_TURN,
         only_if=(TEXT, TURNS, SERVED_HISTORY),
+        resume="chat",
     )
     unprinted_policy: str = option(
         REFUSED,
@@ -229,6 +238,7 @@ class TokenizerOptions(Section):
         group="tokenizer",
         choices=UNPRINTED_POLICIES,
         only_if=(TEXT, TURNS),
+        resume="chat",
     )
     special_tokens_in_text: str | None = option(
         None,
@@ -238,6 +248,7 @@ class TokenizerOptions(Section):
         group="tokenizer",
         choices=SPECIAL_IN_TEXT,
         only_if=TEXT,
+        resume="chat",
     )
     chat_template_date: str | None = option(
         None,
@@ -245,12 +256,14 @@ class TokenizerOptions(Section):
         "not given, so that the same data has the same tokens every day.",
         group="tokenizer",
         only_if=(TEXT, TURNS),
+        resume="chat",
     )
     chat_template_kwargs: str | None = option(
         None,
         "Variables of the chat template as a JSON object, as in '{\"enable_thinking\": false}'.",
         group="tokenizer",
         only_if=(TEXT, TURNS),
+        resume="chat",
     )
     data_rules: int = option(
         DATA_RULES,
@@ -261,6 +274,8 @@ class TokenizerOptions(Section):
         minimum=EARLIER_RULES,
         maximum=DATA_RULES,
         only_if=(TEXT, TURNS),
+        resume="data",
+        earlier=_earlier_data_rules,
     )
 
     def tokenizer_rules(self, sound: Sound) -> Iterator[Problem]:

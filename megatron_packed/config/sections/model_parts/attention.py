@@ -152,6 +152,7 @@ class AttentionOptions(StackOptions):
         group=ATTN,
         above=1,
         only_if=(ATTENTION_LAYERS, ROPE),
+        phase=True,
     )
     rotary_percent: float = option(
         1.0,
@@ -166,6 +167,7 @@ class AttentionOptions(StackOptions):
         "Stretch the low rotary frequencies, as Llama 3.1 and later do.",
         group=ATTN,
         only_if=(ATTENTION_LAYERS, ROPE),
+        phase=True,
     )
     rope_scaling_factor: float = option(
         8.0,
@@ -173,6 +175,7 @@ class AttentionOptions(StackOptions):
         group=ATTN,
         minimum=1,
         only_if=(ATTENTION_LAYERS, ROPE, ROPE_SCALING),
+        phase=True,
     )
     rope_scaling_low_freq_factor: float = option(
         1.0,
@@ -181,6 +184,7 @@ class AttentionOptions(StackOptions):
         group=ATTN,
         above=0,
         only_if=(ATTENTION_LAYERS, ROPE, ROPE_SCALING),
+        phase=True,
     )
     rope_scaling_high_freq_factor: float = option(
         4.0,
@@ -189,6 +193,7 @@ class AttentionOptions(StackOptions):
         group=ATTN,
         above=0,
         only_if=(ATTENTION_LAYERS, ROPE, ROPE_SCALING),
+        phase=True,
     )
     rope_scaling_original_max_positions: int = option(
         8192,
@@ -197,6 +202,7 @@ class AttentionOptions(StackOptions):
         group=ATTN,
         minimum=1,
         only_if=(ATTENTION_LAYERS, ROPE, ROPE_SCALING),
+        phase=True,
     )
     max_position_embeddings: int | None = option(
         None,

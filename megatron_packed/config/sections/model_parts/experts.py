@@ -51,6 +51,7 @@ class ExpertOptions(StackOptions):
         group=EXPERTS,
         minimum=1,
         only_if=EXPERT_LAYERS,
+        phase=True,
     )
     moe_ffn_hidden_size: int = derived_option(
         "Inner width of one expert.",
@@ -91,6 +92,7 @@ class ExpertOptions(StackOptions):
         choices=("softmax", "sigmoid"),
         not_built={"sqrtsoftplus": "give sigmoid"},
         only_if=EXPERT_LAYERS,
+        phase=True,
     )
     moe_router_pre_softmax: bool = option(
         False,
@@ -98,6 +100,7 @@ class ExpertOptions(StackOptions):
         "the chosen ones.",
         group=EXPERTS,
         only_if=(EXPERT_LAYERS, option_is_not("model.moe_router_score_function", "sigmoid")),
+        phase=True,
     )
     moe_router_topk_scaling_factor: float | None = option(
         None,
@@ -105,6 +108,7 @@ class ExpertOptions(StackOptions):
         group=EXPERTS,
         above=0,
         only_if=EXPERT_LAYERS,
+        phase=True,
     )
     moe_router_num_groups: int | None = option(
         None,
@@ -114,6 +118,7 @@ class ExpertOptions(StackOptions):
         group=EXPERTS,
         minimum=1,
         only_if=(EXPERT_LAYERS, LIMITED_GROUPS),
+        phase=True,
     )
     moe_router_group_topk: int | None = option(
         None,
@@ -123,6 +128,7 @@ class ExpertOptions(StackOptions):
         group=EXPERTS,
         minimum=1,
         only_if=(EXPERT_LAYERS, LIMITED_GROUPS),
+        phase=True,
     )
     moe_router_enable_expert_bias: bool = option(
         False,
