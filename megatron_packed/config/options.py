@@ -40,6 +40,21 @@ options.
 
 
 @dataclass(frozen=True)
+class Related:
+    """Option that another option of its section needs or excludes.
+
+    Args:
+        name: field of this option.
+        why: reason, as the end of a rule.
+        cure: cure of a problem, if it is not the usual one.
+    """
+
+    name: str
+    why: str = ""
+    cure: str = ""
+
+
+@dataclass(frozen=True)
 class Option:
     """Description of an option, stored in its dataclass field by ``option()``,
     ``required_option()`` or ``derived_option()``.
@@ -71,6 +86,9 @@ class Option:
         phase: True for an option of the model that a new phase may change.
         earlier: function that returns the value of runs before the option existed, from the stored
             configuration of such a run. A run without the flag takes the stored value.
+        needs: options without which this one is refused.
+        excludes: options beside which this one is refused.
+        multiple_of, divides, at_most: name of an option whose number bounds this number.
         zero_is_off: True for a number of which 0 requests nothing.
         only_if: condition, or conditions, without which the option has no effect. A run prints the
             reason of the first condition that does not hold. If an option requests other numbers,
@@ -103,6 +121,11 @@ class Option:
     resume: Decided | None = None
     phase: bool = False
     earlier: Callable[[Stored], Any] | None = None
+    needs: Related | tuple[Related, ...] = ()
+    excludes: Related | tuple[Related, ...] = ()
+    multiple_of: str = ""
+    divides: str = ""
+    at_most: str = ""
     zero_is_off: bool = False
     only_if: Condition | tuple[Condition, ...] = ()
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, TypeVar, get_type_hints
 
 from megatron_packed.config.errors import ConfigError, Problem
 from megatron_packed.config.options import Field, Option, OptionType, type_of
+from megatron_packed.config.relations import Relations
 from megatron_packed.config.value_checks import check_value
 
 SectionType = TypeVar("SectionType", bound="Section")
@@ -66,7 +67,11 @@ class Section:
 
     def rules(self, sound: Sound) -> Iterator[Problem]:
         """Yield problems between the fields of this section."""
-        yield from ()
+        yield from self.related(sound)
+
+    def related(self, sound: Sound, group: str | None = None) -> Iterator[Problem]:
+        """Yield problems of the declared relations between fields, of one group or of all."""
+        yield from Relations(self, section_fields(type(self)), sound).problems(group)
 
     def flag(self, name: str) -> str:
         """Return the flag of a field, for messages."""

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Literal
 
 from megatron_packed.config.conditions import TRAINS, Condition, option_given
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.options import option
+from megatron_packed.config.options import Related, option
 from megatron_packed.config.section import Section, Sound
 from megatron_packed.config.sections.logging import LoggingConfig
-from megatron_packed.config.sections.packing import nearest_multiples
 
 if TYPE_CHECKING:
     from megatron_packed.config.run import RunConfig
@@ -64,6 +63,7 @@ class CheckpointConfig(Section, title="checkpoint"):
         unit="iterations",
         minimum=1,
         only_if=(TRAINS, SAVES),
+        multiple_of="save_interval",
     )
     save_best: bool = option(
         False,
@@ -105,6 +105,7 @@ class CheckpointConfig(Section, title="checkpoint"):
         unit="iteration",
         minimum=0,
         word="best",
+        needs=Related("load"),
     )
     exit_on_missing_checkpoint: bool = option(
         False,
@@ -142,18 +143,27 @@ class CheckpointConfig(Section, title="checkpoint"):
         flag="use-checkpoint-opt_param-scheduler",
         only_if=(TRAINS, LOADS, RESUMES, LOADS_SCHEDULE),
     )
-    finetune: bool = option(False, "Load only the weights from --load, and start at iteration 0.")
+    finetune: bool = option(
+        False, "Load only the weights from --load, and start at iteration 0.", needs=Related("load")
+    )
     begin_phase: str | None = option(
         None,
         "Name of a new phase of the run in --load: weights, moments, counters and random states "
         "continue, and the data, packing and router options may be others. The same command "
         "resumes the phase after it has begun.",
+        needs=Related("load"),
+        excludes=Related(
+            "finetune",
+            "it starts a new run",
+            "leave out --finetune to keep the moments and counters",
+        ),
     )
     pretrained_checkpoint: str | None = option(
         None,
         "Directory whose newest valid checkpoint provides the initial weights. The same command "
         "resumes from --load as soon as the run itself has a checkpoint there.",
         path="input_directory",
+        excludes=Related("finetune", "it loads the weights of --load"),
     )
     dist_ckpt_strictness: str = option(
         "raise_all",
@@ -203,46 +213,11 @@ class CheckpointConfig(Section, title="checkpoint"):
         return self.dist_ckpt_strictness != "raise_all"
 
     def rules(self, sound: Sound) -> Iterator[Problem]:
-        every, retained = self.save_interval, self.save_retain_interval
-        if (
-            sound("save_interval", "save_retain_interval")
-            and every
-            and retained
-            and retained % every
-        ):
-            yield Problem(
-                "--save-retain-interval",
-                str(retained),
-                f"must be a multiple of --save-interval ({every})",
-                nearest_multiples(retained, every),
-            )
-        if (
-            sound("finetune", "pretrained_checkpoint")
-            and self.finetune
-            and self.pretrained_checkpoint is not None
-        ):
-            yield Problem(
-                "--pretrained-checkpoint",
-                self.pretrained_checkpoint,
-                "contradicts --finetune, which loads the weights of --load",
-                "give either --finetune or --pretrained-checkpoint",
-            )
-        if sound("begin_phase") and self.begin_phase is not None:
-            yield from self._phase_rules(self.begin_phase)
-        for name in ("ckpt_step", "finetune", "begin_phase"):
-            value = getattr(self, name)
-            if sound(name, "load") and value not in (None, False) and self.load is None:
-                shown = "" if value is True else str(value)
-                yield Problem(self.flag(name), shown, "needs --load", "give --load DIRECTORY")
-
-    def _phase_rules(self, name: str) -> Iterator[Problem]:
-        if PHASE_NAME.fullmatch(name) is None:
+        yield from super().rules(sound)
+        name = self.begin_phase if sound("begin_phase") else None
+        if name is not None and PHASE_NAME.fullmatch(name) is None:
             rule = "must be 1 to 64 of the characters a-z, A-Z, 0-9, '.', '_' and '-'"
             yield Problem("--begin-phase", name, rule, "give a name such as long-context")
-        if self.finetune:
-            rule = "contradicts --finetune, which starts a new run"
-            cure = "leave out --finetune to keep the moments and counters"
-            yield Problem("--begin-phase", name, rule, cure)
 
 
 def saving_rules(

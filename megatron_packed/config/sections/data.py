@@ -31,20 +31,13 @@ class DataConfig(  # dataclass fields follow the bases from right to left
         return derived
 
     def rules(self, sound: Sound) -> Iterator[Problem]:
+        yield from super().rules(sound)
         yield from self.file_rules(sound)
         yield from self.tokenizer_rules(sound)
         yield from self._chat_rules(sound)
 
     def _chat_rules(self, sound: Sound) -> Iterator[Problem]:
         template, form = self.chat_template, self.sft_tokenizer_prompt_format
-        for name in ("chat_template", "sft_tokenizer_prompt_format"):
-            if getattr(self, name) is not None and not self.sft and sound(name):
-                yield Problem(
-                    self.flag(name),
-                    getattr(self, name),
-                    "only applies to conversations",
-                    "add --sft, or leave it out",
-                )
         if self.answer_end == AT_DOCUMENT and sound("answer_end"):
             if not self.sft:
                 yield Problem(

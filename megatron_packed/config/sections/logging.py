@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatron_packed.config.conditions import TRAINS, Condition, option_given
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.options import option
+from megatron_packed.config.options import Related, option
 from megatron_packed.config.section import Section, Sound
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ class LoggingConfig(Section, title="logging"):
         "HTML report of the run, written at its end from the numbers of --log-jsonl, which is "
         "required.",
         path="output_file",
+        needs=Related("log_jsonl", "the report is made from its numbers"),
     )
 
     sample_prompts: str | None = option(
@@ -127,6 +128,7 @@ class LoggingConfig(Section, title="logging"):
     )
 
     def rules(self, sound: Sound) -> Iterator[Problem]:
+        yield from super().rules(sound)
         uri = self.mlflow_tracking_uri if sound("mlflow_tracking_uri") else None
         if uri is not None and "@" in uri.partition("://")[2].partition("/")[0]:
             yield Problem(
@@ -136,16 +138,11 @@ class LoggingConfig(Section, title="logging"):
                 "set the environment variables MLFLOW_TRACKING_USERNAME and "
                 "MLFLOW_TRACKING_PASSWORD",
             )
-        if self.report is None or not sound("report"):
-            return
-        if not self.report.endswith((".html", ".htm")):
+        if (
+            self.report is not None
+            and sound("report")
+            and not self.report.endswith((".html", ".htm"))
+        ):
             yield Problem(
                 "--report", self.report, "must name an HTML page", "give a name that ends in .html"
-            )
-        if sound("log_jsonl") and self.log_jsonl is None:
-            yield Problem(
-                "--report",
-                self.report,
-                "needs --log-jsonl, from whose numbers the report is made",
-                "give --log-jsonl FILE",
             )

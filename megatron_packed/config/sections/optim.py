@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatron_packed.config.conditions import TRAINS, Condition, option_is, option_is_not
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.options import option, required_option
+from megatron_packed.config.options import Related, option, required_option
 from megatron_packed.config.section import Section, Sound
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ SAMPLE_UNITS = {
     "weight_decay_incr_iters": "weight_decay_incr_samples",
 }
 """Option of each schedule length in iterations, and the option of the same length in samples."""
+SAME_LENGTH = "both give the same length, in samples and in iterations"
 ENDS_WITH_RUN = ("lr_decay_iters", "weight_decay_incr_iters")
 """Lengths that are the length of the run when they are not given."""
 
@@ -63,6 +64,7 @@ class OptimizerConfig(Section, title="optim"):
         minimum=0,
         only_if=(TRAINS, option_is_not("optim.lr_decay_style", "constant")),
         zero_is_off=True,
+        at_most="lr",
     )
     lr_decay_style: str = option(
         "linear",
@@ -90,6 +92,7 @@ class OptimizerConfig(Section, title="optim"):
         minimum=1,
         maximum=1 << 62,
         only_if=(TRAINS, DECAY_LENGTH),
+        excludes=Related("lr_decay_iters", SAME_LENGTH),
     )
     lr_warmup_iters: int = option(
         0,
@@ -109,6 +112,7 @@ class OptimizerConfig(Section, title="optim"):
         maximum=1 << 62,
         only_if=TRAINS,
         zero_is_off=True,
+        excludes=Related("lr_warmup_iters", SAME_LENGTH),
     )
     lr_warmup_fraction: float | None = option(
         None,
@@ -118,6 +122,7 @@ class OptimizerConfig(Section, title="optim"):
         maximum=1,
         only_if=TRAINS,
         zero_is_off=True,
+        excludes=(Related("lr_warmup_iters"), Related("lr_warmup_samples")),
     )
     lr_warmup_init: float = option(
         0.0,
@@ -126,6 +131,7 @@ class OptimizerConfig(Section, title="optim"):
         minimum=0,
         only_if=(TRAINS, WARM_UP),
         zero_is_off=True,
+        at_most="lr",
     )
     lr_wsd_decay_iters: int | None = option(
         None,
@@ -143,6 +149,7 @@ class OptimizerConfig(Section, title="optim"):
         minimum=1,
         maximum=1 << 62,
         only_if=(TRAINS, WSD),
+        excludes=Related("lr_wsd_decay_iters", SAME_LENGTH),
     )
     lr_wsd_decay_style: str = option(
         "exponential",
@@ -195,6 +202,7 @@ class OptimizerConfig(Section, title="optim"):
         minimum=1,
         maximum=1 << 62,
         only_if=(TRAINS, RISING_WEIGHT_DECAY),
+        excludes=Related("weight_decay_incr_iters", SAME_LENGTH),
     )
 
     optimizer_backend: str = option(
@@ -240,46 +248,7 @@ class OptimizerConfig(Section, title="optim"):
         return self.weight_decay_incr_style != "constant"
 
     def rules(self, sound: Sound) -> Iterator[Problem]:
-        for name in ("min_lr", "lr_warmup_init"):
-            if sound("lr", name) and getattr(self, name) > self.lr:
-                yield Problem(
-                    self.flag(name),
-                    str(getattr(self, name)),
-                    f"must be at most --lr ({self.lr})",
-                    "lower it, or raise --lr",
-                )
-        fraction_given = self.lr_warmup_fraction is not None
-        if (
-            fraction_given
-            and sound("lr_warmup_iters", "lr_warmup_fraction")
-            and self.lr_warmup_iters
-        ):
-            yield Problem(
-                "--lr-warmup-fraction",
-                str(self.lr_warmup_fraction),
-                f"contradicts --lr-warmup-iters ({self.lr_warmup_iters})",
-                "leave one of the two flags out",
-            )
-        for iters, samples in SAMPLE_UNITS.items():
-            if sound(iters, samples) and getattr(self, iters) and getattr(self, samples):
-                yield Problem(
-                    self.flag(samples),
-                    str(getattr(self, samples)),
-                    f"contradicts {self.flag(iters)} ({getattr(self, iters)}): both give the "
-                    "same length, in samples and in iterations",
-                    "leave one of the two flags out",
-                )
-        if (
-            fraction_given
-            and sound("lr_warmup_samples", "lr_warmup_fraction")
-            and self.lr_warmup_samples
-        ):
-            yield Problem(
-                "--lr-warmup-fraction",
-                str(self.lr_warmup_fraction),
-                f"contradicts --lr-warmup-samples ({self.lr_warmup_samples})",
-                "leave one of the two flags out",
-            )
+        yield from super().rules(sound)
         known = sound("lr_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
         if (
             known

@@ -41,6 +41,7 @@ class PackingConfig(Section, title="packing"):
         derived="micro-batch size x data-parallel ranks",
         unit="samples",
         minimum=1,
+        multiple_of="micro_batch_size",
     )
     rampup_batch_size: tuple[int, ...] = option(
         (),
@@ -150,16 +151,7 @@ class PackingConfig(Section, title="packing"):
                 f"is more than a pack of --seq-length x --micro-batch-size ({self.tokens_per_pack}) tokens",
                 f"give at most {self.tokens_per_pack}, or raise --seq-length",
             )
-        if (
-            sound("global_batch_size", "micro_batch_size")
-            and self.global_batch_size % self.micro_batch_size
-        ):
-            yield Problem(
-                "--global-batch-size",
-                str(self.global_batch_size),
-                f"must be a multiple of --micro-batch-size ({self.micro_batch_size})",
-                nearest_multiples(self.global_batch_size, self.micro_batch_size),
-            )
+        yield from super().rules(sound)
 
     def ramp_rules(self, unit: int) -> Iterator[Problem]:
         """Yield the problem of ``--rampup-batch-size``; ``unit`` is the number of samples of one
@@ -197,9 +189,3 @@ def default_overlong_policy(sft: bool) -> str:
     answer.
     """
     return "truncate_prompt" if sft else "split"
-
-
-def nearest_multiples(number: int, of: int) -> str:
-    """Return a cure that names the multiples below and above a number."""
-    lower = number // of * of
-    return f"give {lower} or {lower + of}" if lower else f"give {of}"

@@ -17,7 +17,7 @@ from megatron_packed.config.conditions import (
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.exchanged_heads import parts_of_layers
 from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, MAMBA, MLP, MOE
-from megatron_packed.config.options import derived_option, option
+from megatron_packed.config.options import Related, derived_option, option
 from megatron_packed.config.parallel_layout import layout_problems
 from megatron_packed.config.section import Sound
 from megatron_packed.config.sections.all_to_all import AllToAllOptions
@@ -134,6 +134,7 @@ class ParallelConfig(TensorOverlapOptions, AllToAllOptions, title="parallel"):
         "Gather the updated parameters from the ranks that own them while the next step "
         "is already running.",
         only_if=(REPLICAS, GATHERS_DURING_STEPS),
+        needs=(Related("use_distributed_optimizer"), Related("overlap_grad_reduce")),
     )
     ddp_bucket_size: int = option(
         40_000_000,
@@ -219,15 +220,7 @@ class ParallelConfig(TensorOverlapOptions, AllToAllOptions, title="parallel"):
             size = getattr(self, name)
             if sound(name) and size != 1:
                 yield Problem(self.flag(name), str(size), f"{axis} is not supported yet", "give 1")
-        needed = ("use_distributed_optimizer", "overlap_grad_reduce")
-        missing = [self.flag(name) for name in needed if sound(name) and not getattr(self, name)]
-        if sound("overlap_param_gather") and self.overlap_param_gather and missing:
-            yield Problem(
-                "--overlap-param-gather",
-                "",
-                f"requires {' and '.join(map(self.flag, needed))}",
-                f"add {' '.join(missing)}, or leave it out",
-            )
+        yield from super().rules(sound)
 
 
 def fewest_processes(parallel: ParallelConfig) -> int:

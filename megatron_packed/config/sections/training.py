@@ -20,7 +20,7 @@ from megatron_packed.config.conditions import (
 )
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.layer_pattern import GATED_DELTA_NET, MAMBA
-from megatron_packed.config.options import option
+from megatron_packed.config.options import Related, option
 from megatron_packed.config.section import Section, Sound
 from megatron_packed.config.sections.data_parts.files import VALIDATION_STEPS
 
@@ -125,6 +125,7 @@ class TrainingConfig(Section, title="training"):
         "Names of the paths for --multiple-validation-sets; the names of the files when not given.",
         group=LOOP,
         only_if=VALIDATIONS,
+        needs=Related("multiple_validation_sets"),
     )
     valid_metric: str | None = option(
         None,
@@ -369,6 +370,7 @@ class TrainingConfig(Section, title="training"):
         return self.transformer_impl == "transformer_engine" and self.attention_backend == "auto"
 
     def rules(self, sound: Sound) -> Iterator[Problem]:
+        yield from super().rules(sound)
         if sound("train_iters", "train_epochs", "train_samples"):
             yield from self._length_rules()
         if not sound("transformer_impl") or self.transformer_impl != "transformer_engine":

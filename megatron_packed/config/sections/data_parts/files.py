@@ -13,7 +13,7 @@ from megatron_packed.config.conditions import Condition, option_given, option_is
 from megatron_packed.config.data_blend import BlendedPaths, blend_fault, split_shares
 from megatron_packed.config.data_fields import DataFields, pairs_fault, pairs_of
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.options import derived_option, option
+from megatron_packed.config.options import Related, derived_option, option
 from megatron_packed.config.parser.data_path_files import (
     NamedData,
     read_data_args,
@@ -36,6 +36,13 @@ _NAMES_TRAINING = (
     "per_split_data_args_path",
     "mock_data",
 )
+UNDIVIDED_DATA = (
+    "train_data_path",
+    "valid_data_path",
+    "test_data_path",
+    "per_split_data_args_path",
+)
+"""Options whose data --split does not divide."""
 TRAINING_DATA = tuple(f"data.{name}" for name in _NAMES_TRAINING)
 """Options that name training data; a run gives exactly one of them."""
 
@@ -94,6 +101,7 @@ class FileOptions(Section):
         group="files",
         path="input_data",
         only_if=VALIDATION_STEPS,
+        excludes=Related("mock_data", "it also makes this data"),
     )
     test_data_path: tuple[str, ...] = option(
         (),
@@ -101,6 +109,7 @@ class FileOptions(Section):
         group="files",
         path="input_data",
         only_if=EVALUATION_STEPS,
+        excludes=Related("mock_data", "it also makes this data"),
     )
     data_args_path: str | None = option(
         None,
@@ -131,6 +140,9 @@ class FileOptions(Section):
         "example 969,30,1. All documents train when not given.",
         group="files",
         resume="data",
+        excludes=tuple(
+            Related(name, "it divides the data of --data-path") for name in UNDIVIDED_DATA
+        ),
     )
     split_order: str = derived_option(
         "Choice of documents by --split. With file, consecutive documents of a file form a "
@@ -313,14 +325,6 @@ class FileOptions(Section):
                 f"contradicts {self.flag(given[1])}: both name the training data",
                 "give all training files with one of them",
             )
-        for name in ("valid_data_path", "test_data_path"):
-            if self.mock_data and getattr(self, name):
-                yield Problem(
-                    self.flag(name),
-                    self._shown(name),
-                    "contradicts --mock-data, which also makes this data",
-                    "leave one of the two flags out",
-                )
         for file in ("data_args_path", "per_split_data_args_path"):
             if given == [file]:
                 yield from self._file_rules(file)
@@ -382,16 +386,3 @@ class FileOptions(Section):
                 "first must be above 0",
                 "give, for example, 969,30,1",
             )
-        for name in (
-            "train_data_path",
-            "valid_data_path",
-            "test_data_path",
-            "per_split_data_args_path",
-        ):
-            if getattr(self, name):
-                yield Problem(
-                    "--split",
-                    split,
-                    f"divides the data of --data-path, and cannot be used with {self.flag(name)}",
-                    "give one or the other",
-                )

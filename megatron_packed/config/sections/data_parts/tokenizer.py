@@ -9,7 +9,7 @@ from datetime import date
 
 from megatron_packed.config.conditions import Condition, option_is
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.options import Stored, derived_option, option
+from megatron_packed.config.options import Related, Stored, derived_option, option
 from megatron_packed.config.section import Section, Sound
 
 HUGGING_FACE, BYTES, TRAINED_BPE = "HuggingFaceTokenizer", "ByteTokenizer", "TrainedBPETokenizer"
@@ -199,6 +199,7 @@ class TokenizerOptions(Section):
         ),
         only_if=TEXT,
         resume="chat",
+        needs=Related("sft", "it applies to conversations only"),
     )
     chat_template: str | None = option(
         None,
@@ -207,6 +208,7 @@ class TokenizerOptions(Section):
         group="tokenizer",
         only_if=TEXT,
         resume="chat",
+        needs=Related("sft", "it applies to conversations only"),
     )
     answer_end: str = option(
         AT_TURN,

@@ -16,7 +16,6 @@ from megatron_packed.config.errors import Problem
 from megatron_packed.config.layer_pattern import ATTENTION, MLP, MOE
 from megatron_packed.config.options import derived_option, option
 from megatron_packed.config.section import Sound
-from megatron_packed.config.sections.model_parts.divisors import divisors
 from megatron_packed.config.sections.model_parts.stack import StackOptions
 from megatron_packed.config.sections.model_parts.window import window_sides, windowed_layers
 
@@ -56,6 +55,7 @@ class AttentionOptions(StackOptions):
         group=ATTN,
         minimum=1,
         only_if=ATTENTION_LAYERS,
+        divides="num_attention_heads",
     )
     kv_channels: int = derived_option(
         "Width of one attention head.",
@@ -263,7 +263,7 @@ class AttentionOptions(StackOptions):
         return symbol == ATTENTION or (before == [ATTENTION] and symbol in (MLP, MOE))
 
     def attention_rules(self, sound: Sound) -> Iterator[Problem]:
-        heads, groups, hidden = self.num_attention_heads, self.num_query_groups, self.hidden_size
+        heads, hidden = self.num_attention_heads, self.hidden_size
         if sound("num_attention_heads", "hybrid_layer_pattern") and heads == 0:
             yield Problem(
                 "--num-attention-heads",
@@ -272,13 +272,7 @@ class AttentionOptions(StackOptions):
                 "give --num-attention-heads N",
             )
             return
-        if sound("num_attention_heads", "num_query_groups") and heads and heads % groups:
-            yield Problem(
-                "--num-query-groups",
-                str(groups),
-                f"must divide --num-attention-heads ({heads})",
-                f"choose from {divisors(heads)}",
-            )
+        yield from self.related(sound, ATTN)
         if sound("num_attention_heads", "hidden_size") and heads and self.kv_channels is None:
             yield Problem(
                 "--hidden-size",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_packed.config.conditions import EXPERT_LAYERS, Condition, option_given, option_is_not
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.options import derived_option, option
+from megatron_packed.config.options import Related, derived_option, option
 from megatron_packed.config.section import Sound
 from megatron_packed.config.sections.model_parts.divisors import divisors
 from megatron_packed.config.sections.model_parts.stack import StackOptions
@@ -52,6 +52,7 @@ class ExpertOptions(StackOptions):
         minimum=1,
         only_if=EXPERT_LAYERS,
         phase=True,
+        at_most="num_experts",
     )
     moe_ffn_hidden_size: int = derived_option(
         "Inner width of one expert.",
@@ -129,6 +130,8 @@ class ExpertOptions(StackOptions):
         minimum=1,
         only_if=(EXPERT_LAYERS, LIMITED_GROUPS),
         phase=True,
+        needs=Related("moe_router_num_groups"),
+        at_most="moe_router_num_groups",
     )
     moe_router_enable_expert_bias: bool = option(
         False,
@@ -224,6 +227,7 @@ class ExpertOptions(StackOptions):
             EXPERTS_ON_RANKS,
             option_is_not("model.moe_token_dispatcher_type", "allgather"),
         ),
+        needs=Related("moe_expert_capacity_factor", "it sets the capacity to pad to"),
     )
     moe_token_dispatcher_type: str = option(
         "allgather",
@@ -254,6 +258,9 @@ class ExpertOptions(StackOptions):
         above=0,
         training_only=True,
         only_if=(EXPERT_LAYERS, EXPERTS_ON_RANKS),
+        excludes=Related(
+            "moe_pad_expert_input_to_capacity", "it already gives the buffers a fixed size"
+        ),
     )
 
     @property
@@ -310,47 +317,27 @@ class ExpertOptions(StackOptions):
                         f"add an E to --hybrid-layer-pattern, or leave {self.flag(name)} out",
                     )
             return
+        yield from self.related(sound, EXPERTS)
         yield from self._router_rules(sound)
-        if self.moe_pad_expert_input_to_capacity and self.moe_expert_capacity_factor is None:
-            yield Problem(
-                "--moe-pad-expert-input-to-capacity",
-                "",
-                "needs --moe-expert-capacity-factor, which sets the capacity to pad to",
-                "add --moe-expert-capacity-factor, or leave it out",
-            )
-        if (
-            self.moe_expert_rank_capacity_factor is not None
-            and self.moe_pad_expert_input_to_capacity
-        ):
-            yield Problem(
-                "--moe-expert-rank-capacity-factor",
-                str(self.moe_expert_rank_capacity_factor),
-                "bounds buffers that --moe-pad-expert-input-to-capacity already gives a fixed size",
-                "leave one of them out",
-            )
 
     def _router_rules(self, sound: Sound) -> Iterator[Problem]:
         experts, topk = self.num_experts, self.moe_router_topk
-        if experts is not None and sound("num_experts", "moe_router_topk"):
-            if topk > experts:
-                yield Problem(
-                    "--moe-router-topk",
-                    str(topk),
-                    f"must be at most --num-experts ({experts})",
-                    f"give 1 to {experts}",
-                )
-            if (
+        if (
+            experts is not None
+            and sound("num_experts", "moe_router_topk")
+            and (
                 topk == 1
                 and self.moe_router_score_function == "softmax"
                 and not self.moe_router_pre_softmax
-            ):
-                yield Problem(
-                    "--moe-router-topk",
-                    "1",
-                    "the softmax over a single chosen expert is always 1, so the router would "
-                    "not learn",
-                    "add --moe-router-pre-softmax, or choose at least two experts",
-                )
+            )
+        ):
+            yield Problem(
+                "--moe-router-topk",
+                "1",
+                "the softmax over a single chosen expert is always 1, so the router would "
+                "not learn",
+                "add --moe-router-pre-softmax, or choose at least two experts",
+            )
         yield from self._group_rules(sound)
         balancing = self.moe_router_load_balancing_type
         if self.moe_aux_loss_per_document and balancing != "seq_aux_loss":
@@ -371,30 +358,16 @@ class ExpertOptions(StackOptions):
     def _group_rules(self, sound: Sound) -> Iterator[Problem]:
         """Yield problems of the groups of experts."""
         groups, chosen = self.moe_router_num_groups, self.moe_router_group_topk
-        flag, flag_chosen = "--moe-router-num-groups", "--moe-router-group-topk"
-        if chosen is None:
+        if chosen is None or groups is None:
             return  # as in Megatron, all groups are open
-        if groups is None:
-            yield Problem(
-                flag_chosen, str(chosen), f"needs {flag}", f"give {flag}, or leave it out"
-            )
-            return
         experts, topk = self.num_experts, self.moe_router_topk
         if not sound("moe_router_num_groups", "moe_router_group_topk"):
             return
-        if chosen > groups:
-            yield Problem(
-                flag_chosen,
-                str(chosen),
-                f"must be at most {flag} ({groups})",
-                f"give 1 to {groups}",
-            )
-            return
-        if experts is None or not sound("num_experts", "moe_router_topk"):
+        if chosen > groups or experts is None or not sound("num_experts", "moe_router_topk"):
             return
         if experts % groups:
             yield Problem(
-                flag,
+                "--moe-router-num-groups",
                 str(groups),
                 f"does not divide --num-experts ({experts})",
                 f"choose from {divisors(experts)}",
@@ -403,7 +376,7 @@ class ExpertOptions(StackOptions):
         most = experts // groups * chosen
         if chosen < groups and topk <= experts and not chosen <= topk <= most:
             yield Problem(
-                flag_chosen,
+                "--moe-router-group-topk",
                 str(chosen),
                 f"gives a token groups with {most} experts, but --moe-router-topk is {topk}",
                 "choose a number that is at most --moe-router-topk, and whose groups have as many "

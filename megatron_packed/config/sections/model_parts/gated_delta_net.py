@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_packed.config.conditions import GATED_DELTA_NET_LAYERS
-from megatron_packed.config.errors import Problem
 from megatron_packed.config.options import option
-from megatron_packed.config.section import Sound
-from megatron_packed.config.sections.model_parts.divisors import divisors
 from megatron_packed.config.sections.model_parts.stack import StackOptions
 
 GDN = "gated delta net"
@@ -26,6 +22,7 @@ class GatedDeltaNetOptions(StackOptions):
         group=GDN,
         minimum=1,
         only_if=GATED_DELTA_NET_LAYERS,
+        divides="linear_num_value_heads",
     )
     linear_num_value_heads: int = option(
         32,
@@ -88,13 +85,3 @@ class GatedDeltaNetOptions(StackOptions):
     def linear_value_dim(self) -> int:
         """Number of value channels of a gated-delta-net layer."""
         return self.linear_num_value_heads * self.linear_value_head_dim
-
-    def gated_delta_net_rules(self, sound: Sound) -> Iterator[Problem]:
-        keys, values = self.linear_num_key_heads, self.linear_num_value_heads
-        if sound("linear_num_key_heads", "linear_num_value_heads") and values % keys:
-            yield Problem(
-                "--linear-num-key-heads",
-                str(keys),
-                f"must divide --linear-num-value-heads ({values})",
-                f"choose from {divisors(values)}",
-            )

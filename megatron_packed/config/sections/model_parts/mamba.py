@@ -39,6 +39,7 @@ class MambaOptions(StackOptions):
         group=SSM,
         minimum=1,
         only_if=MAMBA_LAYERS,
+        divides="mamba_num_heads",
     )
     mamba_num_heads: int = derived_option(
         "Number of Mamba heads.",
@@ -105,16 +106,7 @@ class MambaOptions(StackOptions):
                 f"must divide 2 x --hidden-size ({2 * hidden})",
                 f"choose from {divisors(2 * hidden)}, or give --mamba-num-heads",
             )
-        if (
-            sound("mamba_num_heads", "mamba_num_groups")
-            and self.mamba_num_heads % self.mamba_num_groups
-        ):
-            yield Problem(
-                "--mamba-num-groups",
-                str(self.mamba_num_groups),
-                f"must divide --mamba-num-heads ({self.mamba_num_heads})",
-                f"choose from {divisors(self.mamba_num_heads)}",
-            )
+        yield from self.related(sound, SSM)
         if (
             sound("mamba_num_heads", "mamba_head_dim", "mamba_norm_groups")
             and self.mamba_norm_groups is not None

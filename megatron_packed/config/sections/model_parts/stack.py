@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from megatron_packed.config.conditions import Condition, layers
 from megatron_packed.config.layer_pattern import ATTENTION, DEPTH, MLP, MOE
-from megatron_packed.config.options import derived_option, option, required_option
+from megatron_packed.config.options import Related, derived_option, option, required_option
 from megatron_packed.config.section import Section
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class StackOptions(Section):
         "Use max(x, 0)^2 instead of GELU in MLPs and experts.",
         group=STACK,
         only_if=MLP_OR_EXPERT_LAYERS,
+        excludes=Related("swiglu", "an MLP has one activation"),
     )
     swiglu: bool = option(
         False,
