@@ -30,6 +30,7 @@ from megatron_packed.config.sections.packing import (
 from megatron_packed.config.sections.parallel import ParallelConfig
 from megatron_packed.config.sections.profiling import ProfilingConfig
 from megatron_packed.config.sections.training import TrainingConfig
+from megatron_packed.lazy_exports import lazy_function
 
 SECTIONS: dict[str, type[Section]] = {
     "model": ModelConfig,
@@ -44,6 +45,9 @@ SECTIONS: dict[str, type[Section]] = {
     "logging": LoggingConfig,
     "profiling": ProfilingConfig,
 }
+
+_parse = lazy_function("megatron_packed.config.parser.parse", "parse")
+"""Parser of command lines; it creates objects of this module."""
 
 
 @cache
@@ -117,10 +121,8 @@ class RunConfig:
             raise TypeError(
                 "argv is one text; pass a list of words, for example shlex.split(text)."
             )
-        # Imported here, because the parser imports this module.
-        from megatron_packed.config.parser.parse import parse
-
-        return parse(argv, world_size, options)
+        config: RunConfig = _parse(argv, world_size, options)
+        return config
 
     def is_given(self, key: str) -> bool:
         """Return whether the user gave the value of a key such as ``packing.seq_length``. In a
