@@ -35,6 +35,8 @@ TABLE = {name: value for name, value in vars(flag_names).items() if name.isupper
 @cache
 def all_strings(path: Path) -> list[tuple[str, bool]]:
     """Return the strings of a file, and for each whether a statement consists of it."""
+    if path.suffix == ".json":
+        return [(path.read_text(), False)]
     nodes = list(ast.walk(ast.parse(path.read_text())))
     bare = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     return [
@@ -61,7 +63,7 @@ def flags_of_commands() -> set[str]:
 
 def test_every_flag_that_the_package_names_exists() -> None:
     known = known_flags() | flags_of_commands() | OF_OTHER_PROGRAMS | EXAMPLES
-    for path in PACKAGE.rglob("*.py"):
+    for path in (*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.json")):
         named = {flag for text in strings(path, docstrings=True) for flag in FLAG.findall(text)}
         assert named <= known, path
 
