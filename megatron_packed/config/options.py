@@ -9,7 +9,7 @@ see ``section.py``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
 
@@ -133,6 +133,11 @@ class Option:
     def conditions(self) -> tuple[Condition, ...]:
         """Conditions of `only_if`, in order."""
         return (self.only_if,) if isinstance(self.only_if, Condition) else self.only_if
+
+    def with_common(self, group: str, only_if: Condition | tuple[Condition, ...]) -> Option:
+        """Return the option with the group and the conditions of its class, beside its own."""
+        common = replace(self, only_if=only_if).conditions
+        return replace(self, group=self.group or group, only_if=(*common, *self.conditions))
 
 
 def _field_maker(describe: Callable[P, Option], **given: Any) -> Callable[P, Any]:

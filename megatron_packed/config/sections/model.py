@@ -36,6 +36,7 @@ class ModelConfig(  # dataclass fields follow the bases from right to left
     MambaOptions,
     AttentionOptions,
     title="model",
+    group=OUTPUT,
 ):
     """Options that decide which function the weights compute and how the weights are initialised.
 
@@ -52,13 +53,12 @@ class ModelConfig(  # dataclass fields follow the bases from right to left
     """
 
     untie_embeddings_and_output_weights: bool = option(
-        False, "Use separate weights for the embedding and the output projection.", group=OUTPUT
+        False, "Use separate weights for the embedding and the output projection."
     )
     vocab_size: int | None = option(
         None,
         "Vocabulary size before padding; the size of the tokenizer when not given.",
         unit="tokens",
-        group=OUTPUT,
         minimum=2,
         resume="tokenizer",
     )
@@ -66,7 +66,6 @@ class ModelConfig(  # dataclass fields follow the bases from right to left
         128,
         "The vocabulary is padded to a multiple of this number times the tensor-parallel size.",
         unit="tokens",
-        group=OUTPUT,
         minimum=1,
     )
 

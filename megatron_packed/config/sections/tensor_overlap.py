@@ -41,19 +41,17 @@ BULK_WGRAD = Condition(
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorOverlapOptions(Section):
+class TensorOverlapOptions(Section, group=OVERLAP):
     """Collectives of sequence-parallel linear layers that run under matrix products."""
 
     tp_comm_overlap: bool = option(
         False,
         "Run the collectives of sequence-parallel linear layers under matrix products.",
-        group=OVERLAP,
         only_if=(*SEQUENCE_PARALLEL_LINEAR, SOME_PART),
     )
     tp_comm_overlap_ag: bool = option(
         True,
         "Do not fuse the all-gather before a matrix product with this product.",
-        group=OVERLAP,
         flag="disable-tp-comm-overlap-ag",
         negated=True,
         only_if=OVERLAPS,
@@ -61,7 +59,6 @@ class TensorOverlapOptions(Section):
     tp_comm_overlap_rs: bool = option(
         True,
         "Do not fuse the reduce-scatter after a matrix product with this product.",
-        group=OVERLAP,
         flag="disable-tp-comm-overlap-rs",
         negated=True,
         only_if=OVERLAPS,
@@ -70,13 +67,11 @@ class TensorOverlapOptions(Section):
         False,
         "Fuse the reduce-scatter of an input gradient with its product, instead of running it "
         "under the product of the weight gradient.",
-        group=OVERLAP,
         only_if=OVERLAPS,
     )
     tp_comm_bulk_dgrad: bool = option(
         True,
         "Do not gather the rows for a weight gradient under the product of the input gradient.",
-        group=OVERLAP,
         flag="disable-tp-comm-bulk-dgrad",
         negated=True,
         only_if=OVERLAPS,
@@ -84,7 +79,6 @@ class TensorOverlapOptions(Section):
     tp_comm_bulk_wgrad: bool = option(
         True,
         "Do not scatter an input gradient under the product of the weight gradient.",
-        group=OVERLAP,
         flag="disable-tp-comm-bulk-wgrad",
         negated=True,
         only_if=(*OVERLAPS, BULK_WGRAD),

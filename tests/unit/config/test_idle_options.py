@@ -481,8 +481,8 @@ ALWAYS_EFFECTIVE = {
     "model": "hybrid_layer_pattern hidden_size normalization norm_epsilon hidden_dropout init_method_std "
     "untie_embeddings_and_output_weights vocab_size make_vocab_size_divisible_by "
     "apply_layernorm_1p embedding_multiplier residual_multiplier logits_scaling "
-    # Rules refuse dropout other than 0, and experts without an E layer.
-    "attention_dropout num_experts moe_shared_expert_intermediate_size moe_latent_size",
+    # Rules refuse experts without an E layer.
+    "num_experts moe_shared_expert_intermediate_size moe_latent_size",
     "parallel": "tensor_model_parallel_size context_parallel_size expert_model_parallel_size "
     "pipeline_model_parallel_size "
     # The gradient norm is summed bucket by bucket, so its rounding depends on the bucket size.

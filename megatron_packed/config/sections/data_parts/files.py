@@ -74,7 +74,7 @@ VALIDATION_STEPS = Condition(
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileOptions(Section):
+class FileOptions(Section, group="files"):
     """Files of training, validation and test documents, and their division."""
 
     data_path: tuple[str, ...] = option(
@@ -84,21 +84,18 @@ class FileOptions(Section):
         "(save_to_disk), or the prefix of an indexed data set (.bin and .idx). Lines and rows have "
         "messages, conversations, prompt/completion, instruction/output, text or input_ids. With a "
         "weight before each path, the data is a blend.",
-        group="files",
         path="input_data",
         resume="data",
     )
     train_data_path: tuple[str, ...] = option(
         (),
         "Training data, given like --data-path, for use with --valid-data-path.",
-        group="files",
         path="input_data",
         resume="data",
     )
     valid_data_path: tuple[str, ...] = option(
         (),
         "Validation data, given like --data-path.",
-        group="files",
         path="input_data",
         only_if=VALIDATION_STEPS,
         excludes=Related("mock_data", "it also makes this data"),
@@ -106,7 +103,6 @@ class FileOptions(Section):
     test_data_path: tuple[str, ...] = option(
         (),
         "Test data, given like --data-path. Its loss is reported at the end of training.",
-        group="files",
         path="input_data",
         only_if=EVALUATION_STEPS,
         excludes=Related("mock_data", "it also makes this data"),
@@ -114,7 +110,6 @@ class FileOptions(Section):
     data_args_path: str | None = option(
         None,
         "File with the paths and weights of --data-path, used instead of that option.",
-        group="files",
         path="data_args",
         resume="data",
     )
@@ -123,7 +118,6 @@ class FileOptions(Section):
         'JSON file that names training, validation and test data: {"train": [...], "valid": '
         '[...], "test": [...]}. Replaces --train-data-path, --valid-data-path and '
         "--test-data-path.",
-        group="files",
         path="data_args",
         resume="data",
     )
@@ -131,14 +125,12 @@ class FileOptions(Section):
         False,
         "Train, validate and test on made documents of counting tokens, which depend on --seed. "
         "No file is read; with --sft, a third of each document is a prompt.",
-        group="files",
         resume="data",
     )
     split: str | None = option(
         None,
         "Proportions of training, validation and test documents in every --data-path, for "
         "example 969,30,1. All documents train when not given.",
-        group="files",
         resume="data",
         excludes=tuple(
             Related(name, "it divides the data of --data-path") for name in UNDIVIDED_DATA
@@ -149,7 +141,6 @@ class FileOptions(Section):
         "split. With shuffled, documents are drawn with a fixed key; data sets with the same "
         "number of documents are divided the same way.",
         derived="shuffled with --sft and --split, else file",
-        group="files",
         choices=("file", SHUFFLED),
         only_if=(option_given("data.split"), UNMADE_DATA),
         resume="data",
@@ -158,7 +149,6 @@ class FileOptions(Section):
     sft: bool = option(
         False,
         "Fine-tune on conversations or prompts with answers; only answers are targets.",
-        group="files",
         resume="data",
     )
     data_fields: tuple[str, ...] = option(
@@ -168,7 +158,6 @@ class FileOptions(Section):
         "tools); messages or conversations (with system, tools); text. All but text may have "
         "label, the field that is true for an accepted answer. A dot enters an object, a number "
         "selects an element of a list, and [*] after a list makes a document of each element.",
-        group="files",
         only_if=UNTOKENISED_DATA,
         resume="data",
     )
@@ -176,7 +165,6 @@ class FileOptions(Section):
         0.01,
         "Maximum fraction of unusable lines in the data. Above it the data is refused; below it "
         "the lines are skipped and counted. Lines with an empty answer do not count.",
-        group="files",
         minimum=0,
         maximum=1,
         only_if=UNTOKENISED_DATA,
@@ -184,7 +172,6 @@ class FileOptions(Section):
     data_cache_path: str | None = option(
         None,
         "Directory for tokenised data; a directory next to the first data file when not given.",
-        group="files",
         path="output_directory",
         only_if=UNTOKENISED_DATA,
     )
@@ -192,7 +179,6 @@ class FileOptions(Section):
         True,
         "Read tokens of indexed data sets from the file when they are needed, instead of "
         "through a memory map.",
-        group="files",
         flag="no-mmap-bin-files",
         negated=True,
         only_if=INDEXED_DATA,
@@ -202,7 +188,6 @@ class FileOptions(Section):
         "Number of micro-batches that a background thread prepares ahead of the step; 0 "
         "prepares each one when it is needed.",
         unit="micro-batches",
-        group="files",
         minimum=0,
         maximum=1024,
     )

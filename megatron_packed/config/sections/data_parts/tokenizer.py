@@ -89,14 +89,13 @@ def _earlier_data_rules(stored: Stored) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenizerOptions(Section):
+class TokenizerOptions(Section, group="tokenizer"):
     """Tokenizer, chat template and prompt format."""
 
     tokenizer_type: str = derived_option(
         "Tokenizer type. ByteTokenizer uses bytes as tokens, NullTokenizer reads text of token "
         "numbers, and TrainedBPETokenizer trains a BPE on the training data. The other types "
         "read --tokenizer-model, and GPT2BPETokenizer reads --vocab-file and --merge-file.",
-        group="tokenizer",
         choices=(HUGGING_FACE, GPT2, TIKTOKEN, SENTENCEPIECE, BYTES, NULL, TRAINED_BPE),
         value_aliases={
             "SFTTokenizer": HUGGING_FACE,
@@ -115,21 +114,18 @@ class TokenizerOptions(Section):
         None,
         "Path of a tokenizer.json or of its directory, of the vocabulary of a TikTokenizer "
         "(JSON or .tiktoken), or of the .model file of a SentencePieceTokenizer.",
-        group="tokenizer",
         path="input_file",
         resume="tokenizer name",
     )
     vocab_file: str | None = option(
         None,
         f"Path of the vocab.json of a {GPT2}.",
-        group="tokenizer",
         path="input_file",
         resume="tokenizer name",
     )
     merge_file: str | None = option(
         None,
         f"Path of the merges.txt of a {GPT2}.",
-        group="tokenizer",
         path="input_file",
         resume="tokenizer name",
     )
@@ -137,7 +133,6 @@ class TokenizerOptions(Section):
         4096,
         "Vocabulary size of a TrainedBPETokenizer.",
         unit="tokens",
-        group="tokenizer",
         minimum=260,
         maximum=1 << 20,
         only_if=option_is("data.tokenizer_type", TRAINED_BPE),
@@ -148,7 +143,6 @@ class TokenizerOptions(Section):
         "Size that the vocabulary must have after padding; the run ends before its first step if "
         "it has another one.",
         unit="tokens",
-        group="tokenizer",
         minimum=2,
         megatron=("pads the vocabulary to it", "--make-vocab-size-divisible-by sets the padding"),
     )
@@ -156,7 +150,6 @@ class TokenizerOptions(Section):
         (),
         "Names of special tokens: the first ones of a TikTokenizer (<unk> <s> </s> <mask> <pad> "
         "<cls> <sep> when not given), or additional ones of a SentencePieceTokenizer.",
-        group="tokenizer",
         aliases=("tiktoken-special-tokens",),
         resume="tokenizer",
     )
@@ -165,7 +158,6 @@ class TokenizerOptions(Section):
         "Number of special tokens of a TikTokenizer. They come before its vocabulary; tokens "
         "without a name are called <SPECIAL_n>.",
         unit="tokens",
-        group="tokenizer",
         minimum=3,
         maximum=1 << 20,
         only_if=option_is("data.tokenizer_type", TIKTOKEN),
@@ -174,7 +166,6 @@ class TokenizerOptions(Section):
     tiktoken_pattern: str = option(
         "v2",
         "Version of the pattern by which a TikTokenizer splits text before it merges bytes.",
-        group="tokenizer",
         choices=("v1", "v2"),
         only_if=option_is("data.tokenizer_type", TIKTOKEN),
         resume="tokenizer",
@@ -183,7 +174,6 @@ class TokenizerOptions(Section):
         None,
         "Number of the end-of-document token of a NullTokenizer; the last token of --vocab-size "
         "when not given.",
-        group="tokenizer",
         minimum=0,
         resume="tokenizer",
     )
@@ -191,7 +181,6 @@ class TokenizerOptions(Section):
         None,
         "Megatron prompt format for the tokens and targets of a conversation. When not given, "
         "the chat template is used and the assistant's answers are the targets.",
-        group="tokenizer",
         choices=PROMPT_FORMATS,
         megatron=(
             "nemotron-h-aligned",
@@ -205,7 +194,6 @@ class TokenizerOptions(Section):
         None,
         f"Chat template: a jinja2 file, or {' or '.join(CHAT_TEMPLATES)}; the template of the "
         "tokenizer when not given.",
-        group="tokenizer",
         only_if=TEXT,
         resume="chat",
         needs=Related("sft", "it applies to conversations only"),
@@ -215,7 +203,6 @@ class TokenizerOptions(Section):
         "End of a conversation with a chat template. With turn, the end of the last learned turn "
         "is the last token. With document, an end-of-document token is learned after this turn, "
         "as in checkpoints without this option.",
-        group="tokenizer",
         choices=ANSWER_ENDS,
         only_if=TEXT,
         resume="chat",
@@ -227,7 +214,6 @@ class TokenizerOptions(Section):
         "it prints them when they are served, as templates that drop earlier thoughts. With each, "
         "every answer is learned, with its history as served, in as few documents as possible. "
         "With last, only the last one of these documents is used.",
-        group="tokenizer",
         choices=MULTI_TURN,
         only_if=(TEXT, TURNS, SERVED_HISTORY),
         resume="chat",
@@ -237,7 +223,6 @@ class TokenizerOptions(Section):
         "Policy for a conversation with tools, calls, results, a system message or reasoning that "
         "its chat template does not print. With refuse, its line is unusable. With count, the line "
         "is used without the part, and the report counts it.",
-        group="tokenizer",
         choices=UNPRINTED_POLICIES,
         only_if=(TEXT, TURNS),
         resume="chat",
@@ -247,7 +232,6 @@ class TokenizerOptions(Section):
         "Encoding of special tokens that a text, prompt or completion spells: as letters, or as "
         "the tokens. When not given, they are letters, and data of which more than "
         "--max-bad-fraction of the lines spell turn markers is refused.",
-        group="tokenizer",
         choices=SPECIAL_IN_TEXT,
         only_if=TEXT,
         resume="chat",
@@ -256,14 +240,12 @@ class TokenizerOptions(Section):
         None,
         "Date that a chat template gets when it asks for today's date, as 2026-11-28; none when "
         "not given, so that the same data has the same tokens every day.",
-        group="tokenizer",
         only_if=(TEXT, TURNS),
         resume="chat",
     )
     chat_template_kwargs: str | None = option(
         None,
         "Variables of the chat template as a JSON object, as in '{\"enable_thinking\": false}'.",
-        group="tokenizer",
         only_if=(TEXT, TURNS),
         resume="chat",
     )
@@ -272,7 +254,6 @@ class TokenizerOptions(Section):
         "Version of the rules by which lines with answers become tokens. With 1, a run uses the "
         "tokens that an earlier version left in the cache, if there are any. Checkpoints of "
         "earlier versions set it, so that their runs go on.",
-        group="tokenizer",
         minimum=EARLIER_RULES,
         maximum=DATA_RULES,
         only_if=(TEXT, TURNS),

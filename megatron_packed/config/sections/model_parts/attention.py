@@ -37,96 +37,76 @@ SHORT_WINDOW = Condition("the window covers the longest document", _has_short_wi
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionOptions(StackOptions):
+class AttentionOptions(StackOptions, group=ATTN, only_if=ATTENTION_LAYERS):
     """Heads, position embedding and norms of ``*`` layers."""
 
     num_attention_heads: int = option(
         0,
         "Number of query heads of an attention layer.",
         unit="heads",
-        group=ATTN,
         minimum=0,
-        only_if=ATTENTION_LAYERS,
     )
     num_query_groups: int = derived_option(
         "Number of key-value heads; each serves an equal number of query heads.",
         derived="one per query head",
         unit="heads",
-        group=ATTN,
         minimum=1,
-        only_if=ATTENTION_LAYERS,
         divides="num_attention_heads",
     )
     kv_channels: int = derived_option(
         "Width of one attention head.",
         derived="hidden size / heads",
         unit="channels",
-        group=ATTN,
         minimum=1,
-        only_if=ATTENTION_LAYERS,
     )
     add_qkv_bias: bool = option(
         False,
         "Add a bias to the query, key and value projections.",
-        group=ATTN,
-        only_if=ATTENTION_LAYERS,
     )
     attention_output_gate: bool = option(
         False,
         "Multiply the output of attention by the sigmoid of a gate, which the fused projection "
         "computes for each channel.",
-        group=ATTN,
-        only_if=ATTENTION_LAYERS,
     )
     qk_layernorm: bool = option(
         False,
         "Normalise queries and keys before the position embedding, with --normalization.",
-        group=ATTN,
-        only_if=ATTENTION_LAYERS,
     )
     qk_layernorm_scope: str = option(
         "head",
         "Channels that the norm of queries and keys normalises together: those of one head, or "
         "those of all heads.",
-        group=ATTN,
         choices=("head", "all_heads"),
-        only_if=(ATTENTION_LAYERS, option_given("model.qk_layernorm")),
+        only_if=option_given("model.qk_layernorm"),
     )
     attention_norm_placement: str = option(
         "input",
         "Place of the norm of * layers and of the - or E layer after each: before the layer "
         "(input), or on its output before the residual addition (output, as in OLMo).",
-        group=ATTN,
         choices=("input", "output"),
-        only_if=ATTENTION_LAYERS,
     )
     softmax_scale: float | None = option(
         None,
         "Factor on the products of queries and keys; 1 / sqrt(head width) when not given.",
-        group=ATTN,
         above=0,
-        only_if=ATTENTION_LAYERS,
     )
     window_size: str | None = option(
         None,
         "Tokens before and after a token that it can attend to, as left,right with right 0; its "
         "whole document when not given.",
         unit="tokens",
-        group=ATTN,
-        only_if=(ATTENTION_LAYERS, SHORT_WINDOW),
+        only_if=SHORT_WINDOW,
     )
     window_attn_skip_freq: str | None = option(
         None,
         "Layers without the window. N: every N-th layer of the pattern. A list such as "
         "[1]*3+[0] with one number for each layer of the pattern: those with 0. None when not "
         "given.",
-        group=ATTN,
-        only_if=(ATTENTION_LAYERS, option_given("model.window_size"), SHORT_WINDOW),
+        only_if=(option_given("model.window_size"), SHORT_WINDOW),
     )
     attention_dropout: float = option(
         0.0,
         "Dropout probability of attention weights; only 0 is supported.",
-        group=ATTN,
         megatron=("0.1", "the packed attention kernels have no dropout"),
         training_only=True,
         zero_is_off=True,
@@ -134,7 +114,6 @@ class AttentionOptions(StackOptions):
     position_embedding_type: str = option(
         "none",
         "Position embedding of attention; positions restart at 0 in every document.",
-        group=ATTN,
         choices=("none", "rope"),
         shorthands={"use-rotary-position-embeddings": "rope"},
         megatron=("learned_absolute", "Mamba layers carry the order of tokens"),
@@ -144,64 +123,56 @@ class AttentionOptions(StackOptions):
             "yarn": "give rope",
             "mrope": "give rope",
         },
-        only_if=ATTENTION_LAYERS,
     )
     rotary_base: float = option(
         10000.0,
         "Base of the rotary frequencies.",
-        group=ATTN,
         above=1,
-        only_if=(ATTENTION_LAYERS, ROPE),
+        only_if=ROPE,
         phase=True,
     )
     rotary_percent: float = option(
         1.0,
         "Fraction of the channels of each head that is rotated.",
-        group=ATTN,
         above=0,
         maximum=1,
-        only_if=(ATTENTION_LAYERS, ROPE),
+        only_if=ROPE,
     )
     use_rope_scaling: bool = option(
         False,
         "Stretch the low rotary frequencies, as Llama 3.1 and later do.",
-        group=ATTN,
-        only_if=(ATTENTION_LAYERS, ROPE),
+        only_if=ROPE,
         phase=True,
     )
     rope_scaling_factor: float = option(
         8.0,
         "Factor by which --use-rope-scaling stretches.",
-        group=ATTN,
         minimum=1,
-        only_if=(ATTENTION_LAYERS, ROPE, ROPE_SCALING),
+        only_if=(ROPE, ROPE_SCALING),
         phase=True,
     )
     rope_scaling_low_freq_factor: float = option(
         1.0,
         "With --use-rope-scaling: frequencies with at most this number of turns within "
         "--rope-scaling-original-max-positions are stretched.",
-        group=ATTN,
         above=0,
-        only_if=(ATTENTION_LAYERS, ROPE, ROPE_SCALING),
+        only_if=(ROPE, ROPE_SCALING),
         phase=True,
     )
     rope_scaling_high_freq_factor: float = option(
         4.0,
         "With --use-rope-scaling: frequencies with at least this number of turns within "
         "--rope-scaling-original-max-positions stay unchanged.",
-        group=ATTN,
         above=0,
-        only_if=(ATTENTION_LAYERS, ROPE, ROPE_SCALING),
+        only_if=(ROPE, ROPE_SCALING),
         phase=True,
     )
     rope_scaling_original_max_positions: int = option(
         8192,
         "Longest document of the training before --use-rope-scaling.",
         unit="tokens",
-        group=ATTN,
         minimum=1,
-        only_if=(ATTENTION_LAYERS, ROPE, ROPE_SCALING),
+        only_if=(ROPE, ROPE_SCALING),
         phase=True,
     )
     max_position_embeddings: int | None = option(
@@ -209,10 +180,9 @@ class AttentionOptions(StackOptions):
         "Length of the rotary tables, which must cover the longest document; "
         "--max-document-length when not given.",
         unit="tokens",
-        group=ATTN,
         minimum=2,
         training_only=True,
-        only_if=(ATTENTION_LAYERS, ROPE),
+        only_if=ROPE,
     )
 
     @property

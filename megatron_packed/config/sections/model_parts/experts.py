@@ -33,14 +33,13 @@ SAME_TOKENS = Condition(
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertOptions(StackOptions):
+class ExpertOptions(StackOptions, group=EXPERTS):
     """Experts, router and dispatcher of ``E`` layers."""
 
     num_experts: int | None = option(
         None,
         "Number of experts of an E layer.",
         unit="experts",
-        group=EXPERTS,
         minimum=1,
         maximum=65536,
     )
@@ -48,7 +47,6 @@ class ExpertOptions(StackOptions):
         2,
         "Number of experts for each token.",
         unit="experts",
-        group=EXPERTS,
         minimum=1,
         only_if=EXPERT_LAYERS,
         phase=True,
@@ -58,7 +56,6 @@ class ExpertOptions(StackOptions):
         "Inner width of one expert.",
         derived="that of an MLP layer",
         unit="channels",
-        group=EXPERTS,
         minimum=1,
         only_if=EXPERT_LAYERS,
     )
@@ -68,7 +65,6 @@ class ExpertOptions(StackOptions):
         "one after the combination connect it to --hidden-size. The router and the shared expert "
         "keep --hidden-size. No projections when not given.",
         unit="channels",
-        group=EXPERTS,
         minimum=1,
     )
     moe_shared_expert_intermediate_size: int | None = option(
@@ -76,20 +72,17 @@ class ExpertOptions(StackOptions):
         "Inner width of the shared expert that processes every token; no shared expert when not "
         "given.",
         unit="channels",
-        group=EXPERTS,
         minimum=1,
     )
     moe_shared_expert_gate: bool = option(
         False,
         "Multiply the output of the shared expert by the sigmoid of a gate, one number for each "
         "token.",
-        group=EXPERTS,
         only_if=SHARED_EXPERT,
     )
     moe_router_score_function: str = option(
         "softmax",
         "Function that turns router logits into scores.",
-        group=EXPERTS,
         choices=("softmax", "sigmoid"),
         not_built={"sqrtsoftplus": "give sigmoid"},
         only_if=EXPERT_LAYERS,
@@ -99,14 +92,12 @@ class ExpertOptions(StackOptions):
         False,
         "Apply the softmax over all experts before the top k are chosen, instead of over "
         "the chosen ones.",
-        group=EXPERTS,
         only_if=(EXPERT_LAYERS, option_is_not("model.moe_router_score_function", "sigmoid")),
         phase=True,
     )
     moe_router_topk_scaling_factor: float | None = option(
         None,
         "Factor applied to the scores of the chosen experts; 1 when not given.",
-        group=EXPERTS,
         above=0,
         only_if=EXPERT_LAYERS,
         phase=True,
@@ -116,7 +107,6 @@ class ExpertOptions(StackOptions):
         "Number of groups of consecutive experts. A token uses the experts of "
         "--moe-router-group-topk groups; of all groups when not given.",
         unit="groups",
-        group=EXPERTS,
         minimum=1,
         only_if=(EXPERT_LAYERS, LIMITED_GROUPS),
         phase=True,
@@ -126,7 +116,6 @@ class ExpertOptions(StackOptions):
         "Number of groups for each token: those with the highest sums of their best scores. The "
         "sum has --moe-router-topk / --moe-router-group-topk scores, rounded down.",
         unit="groups",
-        group=EXPERTS,
         minimum=1,
         only_if=(EXPERT_LAYERS, LIMITED_GROUPS),
         phase=True,
@@ -137,13 +126,11 @@ class ExpertOptions(StackOptions):
         False,
         "Balance the load of experts with a bias per expert. The bias is added to the scores "
         "only to choose experts.",
-        group=EXPERTS,
         only_if=EXPERT_LAYERS,
     )
     moe_router_bias_update_rate: float = option(
         1e-3,
         "Change of the expert bias per iteration (see --moe-router-enable-expert-bias).",
-        group=EXPERTS,
         minimum=0,
         training_only=True,
         only_if=(EXPERT_LAYERS, option_given("model.moe_router_enable_expert_bias")),
@@ -154,7 +141,6 @@ class ExpertOptions(StackOptions):
         "its real tokens. seq_aux_loss is the mean over the samples of a pack. Each --seq-length "
         "consecutive slots are a sample. global_aux_loss uses the loads over all ranks and "
         "over the micro-batches of the step so far.",
-        group=EXPERTS,
         choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
         training_only=True,
         not_built={
@@ -167,7 +153,6 @@ class ExpertOptions(StackOptions):
         False,
         "With seq_aux_loss, each document of a pack is one sample. Then this loss does not couple "
         "the documents of a pack.",
-        group=EXPERTS,
         training_only=True,
         only_if=(EXPERT_LAYERS, option_is_not("model.moe_aux_loss_coeff", 0)),
     )
@@ -176,14 +161,12 @@ class ExpertOptions(StackOptions):
         "Route tokens at random, in evaluations too, so that experts get even loads in a benchmark. "
         "The random logits depend on --seed and on the place of a token. The model does not learn to "
         "route.",
-        group=EXPERTS,
         training_only=True,
         only_if=EXPERT_LAYERS,
     )
     moe_aux_loss_coeff: float = option(
         0.0,
         "Weight of the auxiliary load-balancing loss.",
-        group=EXPERTS,
         minimum=0,
         training_only=True,
         only_if=(EXPERT_LAYERS, option_is_not("model.moe_router_load_balancing_type", "none")),
@@ -192,7 +175,6 @@ class ExpertOptions(StackOptions):
     moe_z_loss_coeff: float | None = option(
         None,
         "Weight of the z-loss, which keeps router logits small; no z-loss when not given.",
-        group=EXPERTS,
         minimum=0,
         training_only=True,
         only_if=EXPERT_LAYERS,
@@ -202,7 +184,6 @@ class ExpertOptions(StackOptions):
         None,
         "Limit of the tokens per expert, as a multiple of an even share of a rank's pack; no "
         "limit when not given.",
-        group=EXPERTS,
         above=0,
         training_only=True,
         only_if=EXPERT_LAYERS,
@@ -211,7 +192,6 @@ class ExpertOptions(StackOptions):
         "probs",
         "Tokens that an expert keeps when it reaches its capacity: those with the highest "
         "scores (probs) or the first (position).",
-        group=EXPERTS,
         choices=("probs", "position"),
         training_only=True,
         only_if=(EXPERT_LAYERS, option_given("model.moe_expert_capacity_factor")),
@@ -220,7 +200,6 @@ class ExpertOptions(StackOptions):
         False,
         "Pad the rows that the alltoall dispatcher sends to the expert capacity, so that the "
         "row counts need not be read from the device.",
-        group=EXPERTS,
         training_only=True,
         only_if=(
             EXPERT_LAYERS,
@@ -233,7 +212,6 @@ class ExpertOptions(StackOptions):
         "allgather",
         "Method that moves tokens to experts on other ranks. allgather sends all tokens to all "
         "ranks; alltoall sends each token to the ranks of its experts.",
-        group=EXPERTS,
         choices=("allgather", "alltoall"),
         training_only=True,
         not_built={"flex": "give allgather (no host sync) or alltoall (less traffic)"},
@@ -243,7 +221,6 @@ class ExpertOptions(StackOptions):
         False,
         "Run the shared expert on a CUDA stream of its own, beside the dispatch of tokens to the "
         "other experts. It has no effect if tensor-parallel ranks dispatch different tokens.",
-        group=EXPERTS,
         training_only=True,
         only_if=(SHARED_EXPERT, SAME_TOKENS),
     )
@@ -253,7 +230,6 @@ class ExpertOptions(StackOptions):
         "multiple of an even share. A step that needs more rows is not applied and repeated. auto "
         "observes the routing and raises the bound when needed; it is the default if CUDA graphs "
         "capture experts. Otherwise there is no bound.",
-        group=EXPERTS,
         word=MEASURE,
         above=0,
         training_only=True,

@@ -12,16 +12,14 @@ GDN = "gated delta net"
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatedDeltaNetOptions(StackOptions):
+class GatedDeltaNetOptions(StackOptions, group=GDN, only_if=GATED_DELTA_NET_LAYERS):
     """Heads and convolution of ``G`` layers."""
 
     linear_num_key_heads: int = option(
         16,
         "Number of query and key heads of a gated-delta-net layer.",
         unit="heads",
-        group=GDN,
         minimum=1,
-        only_if=GATED_DELTA_NET_LAYERS,
         divides="linear_num_value_heads",
     )
     linear_num_value_heads: int = option(
@@ -29,51 +27,39 @@ class GatedDeltaNetOptions(StackOptions):
         "Number of value and gate heads of a gated-delta-net layer; each key head serves an equal "
         "number of them.",
         unit="heads",
-        group=GDN,
         minimum=1,
-        only_if=GATED_DELTA_NET_LAYERS,
     )
     linear_key_head_dim: int = option(
         128,
         "Width of one query or key head of a gated-delta-net layer.",
         unit="channels",
-        group=GDN,
         minimum=1,
         maximum=256,
-        only_if=GATED_DELTA_NET_LAYERS,
     )
     linear_value_head_dim: int = option(
         128,
         "Width of one value or gate head of a gated-delta-net layer.",
         unit="channels",
-        group=GDN,
         minimum=1,
         maximum=512,
-        only_if=GATED_DELTA_NET_LAYERS,
     )
     linear_conv_kernel_dim: int = option(
         4,
         "Width of the causal convolution of a gated-delta-net layer.",
         unit="tokens",
-        group=GDN,
         minimum=2,
         maximum=4,
-        only_if=GATED_DELTA_NET_LAYERS,
     )
     linear_norm_epsilon: float | None = option(
         None,
         "Value added to the mean square in the gated norm of a gated-delta-net layer; "
         "--norm-epsilon when not given.",
-        group=GDN,
         above=0,
         maximum=1,
-        only_if=GATED_DELTA_NET_LAYERS,
     )
     linear_allow_neg_eigval: bool = option(
         False,
         "Double the write strength beta, so that it is between 0 and 2 (OLMo Hybrid).",
-        group=GDN,
-        only_if=GATED_DELTA_NET_LAYERS,
     )
 
     @property

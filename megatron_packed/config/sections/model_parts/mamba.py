@@ -17,72 +17,61 @@ SSM = "Mamba-2"
 
 
 @dataclass(frozen=True, kw_only=True)
-class MambaOptions(StackOptions):
+class MambaOptions(StackOptions, group=SSM, only_if=MAMBA_LAYERS):
     """Heads, groups, state and scan of ``M`` layers."""
 
     mamba_state_dim: int = option(
         128,
         "Size of the Mamba state of each channel.",
         unit="numbers",
-        group=SSM,
         minimum=1,
         maximum=256,
-        only_if=MAMBA_LAYERS,
     )
     mamba_head_dim: int = option(
-        64, "Width of one Mamba head.", unit="channels", group=SSM, minimum=1, only_if=MAMBA_LAYERS
+        64,
+        "Width of one Mamba head.",
+        unit="channels",
+        minimum=1,
     )
     mamba_num_groups: int = option(
         8,
         "Number of groups of Mamba heads; the heads of a group share B and C.",
         unit="groups",
-        group=SSM,
         minimum=1,
-        only_if=MAMBA_LAYERS,
         divides="mamba_num_heads",
     )
     mamba_num_heads: int = derived_option(
         "Number of Mamba heads.",
         derived="2 x hidden size / head width",
         unit="heads",
-        group=SSM,
         minimum=1,
-        only_if=MAMBA_LAYERS,
     )
     mamba_chunk_size: int = option(
         128,
         "Number of tokens that the scan processes as one matrix; must be a power of two.",
         unit="tokens",
-        group=SSM,
         minimum=1,
         maximum=1024,
         training_only=True,
-        only_if=MAMBA_LAYERS,
     )
     mamba_norm_groups: int | None = option(
         None,
         "Number of groups of channels that the gated norm of a Mamba layer normalises separately; "
         "--mamba-num-groups when not given.",
         unit="groups",
-        group=SSM,
         minimum=1,
-        only_if=MAMBA_LAYERS,
     )
     mamba_norm_epsilon: float = option(
         1e-5,
         "Value added to the mean square in the gated norm of a Mamba layer.",
-        group=SSM,
         above=0,
         maximum=1,
-        only_if=MAMBA_LAYERS,
     )
     mamba_conv_bias: bool = option(
         True,
         "Use a Mamba convolution without bias.",
-        group=SSM,
         flag="disable-mamba-conv-bias",
         negated=True,
-        only_if=MAMBA_LAYERS,
     )
     mamba_d_conv: ClassVar[int] = 4
     """Width of the causal convolution in tokens, the same as in every published hybrid model."""

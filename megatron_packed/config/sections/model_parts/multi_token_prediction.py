@@ -23,28 +23,25 @@ SEVERAL_DEPTHS = Condition(
 
 
 @dataclass(frozen=True, kw_only=True)
-class MultiTokenOptions(Section):
+class MultiTokenOptions(Section, group=MULTI_TOKEN):
     """Depths of multi-token prediction. Depth k predicts the token k + 1 tokens ahead."""
 
     mtp_num_layers: int = derived_option(
         "Number of depths of multi-token prediction.",
         derived="number of / parts of --hybrid-layer-pattern, which it must equal",
         unit="depths",
-        group=MULTI_TOKEN,
         minimum=0,
         only_if=DEPTHS,
     )
     mtp_use_repeated_layer: bool = option(
         False,
         "Use the same weights at every depth of multi-token prediction.",
-        group=MULTI_TOKEN,
         only_if=(DEPTHS, SEVERAL_DEPTHS),
     )
     mtp_loss_scaling_factor: float = option(
         0.1,
         "Weight of the mean loss of all depths of multi-token prediction, which is added to the "
         "loss of the next token.",
-        group=MULTI_TOKEN,
         minimum=0,
         training_only=True,
         only_if=DEPTHS,
