@@ -45,12 +45,15 @@ class Related:
 
     Args:
         name: field of this option.
+        value: value that this option has; any but its default when empty.
         why: reason, as the end of a rule.
         cure: cure of a problem, if it is not the usual one.
     """
 
     name: str
     why: str = ""
+    _: KW_ONLY
+    value: str = ""
     cure: str = ""
 
 
@@ -86,6 +89,7 @@ class Option:
         phase: True for an option of the model that a new phase may change.
         earlier: function that returns the value of runs before the option existed, from the stored
             configuration of such a run. A run without the flag takes the stored value.
+        required_with: option with which this one must be given.
         needs: options without which this one is refused.
         excludes: options beside which this one is refused.
         multiple_of, divides, at_most: name of an option whose number bounds this number.
@@ -121,6 +125,7 @@ class Option:
     resume: Decided | None = None
     phase: bool = False
     earlier: Callable[[Stored], Any] | None = None
+    required_with: Related | None = None
     needs: Related | tuple[Related, ...] = ()
     excludes: Related | tuple[Related, ...] = ()
     multiple_of: str = ""

@@ -31,26 +31,39 @@ class Relations:
     def problems(self, group: str | None = None) -> Iterator[Problem]:
         """Yield the problems of all options, or of those with this heading of the help."""
         for field in self._fields.values():
-            if group in (None, field.option.group) and self._value(field.name) is not None:
-                if self._is_given(field.name):
-                    yield from self._needs(field)
-                    yield from self._excludes(field)
+            if group not in (None, field.option.group):
+                continue
+            if self._is_given(Related(field.name)):
+                yield from self._needs(field)
+                yield from self._excludes(field)
+            elif field.option.required_with is not None:
+                yield from self._required(field, field.option.required_with)
+            if self._value(field.name) is not None:
                 yield from self._bounds(field)
+
+    def _required(self, field: Field, other: Related) -> Iterator[Problem]:
+        if self._sound(field.name, other.name) and self._is_given(other):
+            rule = f"is required with {self._flag(other)}"
+            yield Problem(field.flag, "", rule, f"give {self._flag_with_placeholder(field.name)}")
 
     def _needs(self, field: Field) -> Iterator[Problem]:
         needed = _several(field.option.needs)
-        missing = [each for each in needed if not self._is_given(each.name)]
+        missing = [each for each in needed if not self._is_given(each)]
         if missing and self._sound(field.name, *(each.name for each in needed)):
-            flags = " and ".join(self._fields[each.name].flag for each in needed)
-            others = (self._fields[each.name] for each in missing)
-            words = " ".join(f"{other.flag} {placeholder(other)}".rstrip() for other in others)
+            flags = " and ".join(map(self._flag, needed))
+            words = " ".join(
+                self._flag(each) if each.value else self._flag_with_placeholder(each.name)
+                for each in missing
+            )
             rule = _with_reason(f"needs {flags}", missing[0])
-            yield self._problem(field, rule, f"add {words}, or leave it out")
+            cure = missing[0].cure or f"add {words}, or leave it out"
+            yield self._problem(field, rule, cure)
 
     def _excludes(self, field: Field) -> Iterator[Problem]:
         for other in _several(field.option.excludes):
-            if self._sound(field.name, other.name) and self._is_given(other.name):
-                rule = _with_reason(f"contradicts {self._shown(other.name)}", other)
+            if self._sound(field.name, other.name) and self._is_given(other):
+                shown = self._flag(other) if other.value else self._shown(other.name)
+                rule = _with_reason(f"contradicts {shown}", other)
                 yield self._problem(field, rule, other.cure or "leave one of the two flags out")
 
     def _bounds(self, field: Field) -> Iterator[Problem]:
@@ -76,14 +89,25 @@ class Relations:
         return Problem(field.flag, _text(self._value(field.name)), rule, cure)
 
     def _shown(self, name: str) -> str:
-        text = _text(self._value(name))
-        return f"{self._fields[name].flag} ({text})" if text else self._fields[name].flag
+        value, flag = self._value(name), self._fields[name].flag
+        if isinstance(value, (bool, str)):
+            return f"{flag} {_text(value)}".rstrip()
+        return f"{flag} ({_text(value)})"
 
     def _value(self, name: str) -> Any:
         return getattr(self._section, name)
 
-    def _is_given(self, name: str) -> bool:
-        return self._value(name) not in (None, self._fields[name].default)
+    def _flag(self, related: Related) -> str:
+        return f"{self._fields[related.name].flag} {related.value}".rstrip()
+
+    def _flag_with_placeholder(self, name: str) -> str:
+        return f"{self._fields[name].flag} {placeholder(self._fields[name])}".rstrip()
+
+    def _is_given(self, related: Related) -> bool:
+        value = self._value(related.name)
+        if related.value:
+            return bool(value == related.value)
+        return value not in (None, self._fields[related.name].default)
 
 
 def _several(related: Related | tuple[Related, ...]) -> tuple[Related, ...]:

@@ -155,7 +155,7 @@ class CheckpointConfig(Section, title="checkpoint"):
         excludes=Related(
             "finetune",
             "it starts a new run",
-            "leave out --finetune to keep the moments and counters",
+            cure="leave out --finetune to keep the moments and counters",
         ),
     )
     pretrained_checkpoint: str | None = option(

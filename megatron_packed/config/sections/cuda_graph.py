@@ -17,7 +17,7 @@ from megatron_packed.config.layer_pattern import (
     MLP,
     MOE,
 )
-from megatron_packed.config.options import option
+from megatron_packed.config.options import Related, option
 from megatron_packed.config.section import Section, Sound, section_fields
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.sections.packing import PackingConfig
@@ -63,6 +63,11 @@ class CudaGraphConfig(Section, title="cuda_graph"):
         value_aliases={"moe_preprocess": "moe_router"},
         not_built={"full_iteration": "give --cuda-graph-impl full_iteration"},
         only_if=CAPTURES,
+        excludes=Related(
+            "cuda_graph_impl",
+            "modules select layers, and this captures whole steps",
+            value=FULL_ITERATION,
+        ),
     )
     cuda_graph_max_packed_seqs: tuple[int, ...] = option(
         (),
@@ -145,6 +150,7 @@ class CudaGraphConfig(Section, title="cuda_graph"):
         )
 
     def rules(self, sound: Sound) -> Iterator[Problem]:
+        yield from super().rules(sound)
         if sound("cuda_graph_impl") and not self.enabled:
             for described in section_fields(type(self))[1:]:
                 value = getattr(self, described.name)
@@ -161,17 +167,6 @@ class CudaGraphConfig(Section, title="cuda_graph"):
                 _shown(self.cuda_graph_modules),
                 "moe_router is part of moe, and moe captures the whole expert layer",
                 "give moe or moe_router",
-            )
-        if (
-            sound("cuda_graph_impl", "cuda_graph_modules")
-            and self.captures_steps
-            and self.cuda_graph_modules
-        ):
-            yield Problem(
-                "--cuda-graph-modules",
-                _shown(self.cuda_graph_modules),
-                "selects layers, but --cuda-graph-impl full_iteration captures whole steps",
-                "leave it out, or give --cuda-graph-impl local",
             )
 
 

@@ -25,6 +25,10 @@ class Sample(Section, title="sample"):
     )
     step: int = option(4, "Step.", minimum=1)
     part: int = option(2, "Part.", minimum=1, divides="step")
+    form: str = option(
+        "plain", "Form.", choices=("plain", "exact"), needs=Related("exact", cure="add --exact")
+    )
+    table: str | None = option(None, "Table.", required_with=Related("form", value="exact"))
     most: int = option(1, "Most.", minimum=1, at_most="step")
 
 
@@ -39,6 +43,11 @@ class Sample(Section, title="sample"):
         (
             {"every": 6, "folder": "a"},
             "--every 6: must be a multiple of --step (4); give 4 or 8.",
+        ),
+        ({"form": "exact", "table": "a"}, "--form exact: needs --exact; add --exact."),
+        (
+            {"form": "exact", "exact": True},
+            "--table: is required with --form exact; give --table TEXT.",
         ),
         ({"part": 3}, "--part 3: must divide --step (4); choose from 1, 2, 4."),
     ],
@@ -65,7 +74,7 @@ def test_relations_name_options_of_their_section() -> None:
     names = {(field.section, field.name) for field in every_field()}
     for field in every_field():
         declared = field.option
-        related = (declared.needs, declared.excludes)
+        related = (declared.needs, declared.excludes, declared.required_with or ())
         several = [each if isinstance(each, tuple) else (each,) for each in related]
         others = [each.name for group in several for each in group]
         bounds = (declared.multiple_of, declared.divides, declared.at_most)

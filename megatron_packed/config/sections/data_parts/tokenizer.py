@@ -68,6 +68,8 @@ def template_kwargs_fault(text: str) -> str | None:
     return f"names {' and '.join(reserved)}, which each conversation sets" if reserved else None
 
 
+GPT2_FILE = Related("tokenizer_type", "another type does not use this file", value=GPT2)
+CONVERSATIONS = "it applies to conversations only"
 TEXT = Condition("--mock-data reads no text", lambda run, processes: not run.data.mock_data)
 TURNS = Condition("--sft is not given, and text has no turns", lambda run, processes: run.data.sft)
 SERVED_HISTORY = Condition(
@@ -122,12 +124,16 @@ class TokenizerOptions(Section, group="tokenizer"):
         f"Path of the vocab.json of a {GPT2}.",
         path="input_file",
         resume="tokenizer name",
+        required_with=GPT2_FILE,
+        needs=GPT2_FILE,
     )
     merge_file: str | None = option(
         None,
         f"Path of the merges.txt of a {GPT2}.",
         path="input_file",
         resume="tokenizer name",
+        required_with=GPT2_FILE,
+        needs=GPT2_FILE,
     )
     tokenizer_vocab_size: int = option(
         4096,
@@ -188,7 +194,7 @@ class TokenizerOptions(Section, group="tokenizer"):
         ),
         only_if=TEXT,
         resume="chat",
-        needs=Related("sft", "it applies to conversations only"),
+        needs=Related("sft", CONVERSATIONS),
     )
     chat_template: str | None = option(
         None,
@@ -196,7 +202,7 @@ class TokenizerOptions(Section, group="tokenizer"):
         "tokenizer when not given.",
         only_if=TEXT,
         resume="chat",
-        needs=Related("sft", "it applies to conversations only"),
+        needs=Related("sft", CONVERSATIONS),
     )
     answer_end: str = option(
         AT_TURN,
@@ -207,6 +213,8 @@ class TokenizerOptions(Section, group="tokenizer"):
         only_if=TEXT,
         resume="chat",
         earlier=_earlier_answer_end,
+        needs=Related("sft", CONVERSATIONS),
+        excludes=Related("sft_tokenizer_prompt_format", "it adds no end of a document"),
     )
     multi_turn: str = option(
         EACH_ANSWER,
@@ -279,23 +287,6 @@ class TokenizerOptions(Section, group="tokenizer"):
                     f"{self.tokenizer_type} does not use a model file",
                     f"leave it out, or give --tokenizer-type {', '.join(MODEL_FILES)}",
                 )
-        if sound("tokenizer_type", "vocab_file", "merge_file"):
-            for name in ("vocab_file", "merge_file"):
-                given = getattr(self, name)
-                if self.tokenizer_type == GPT2 and given is None:
-                    yield Problem(
-                        self.flag(name),
-                        "",
-                        f"is required with --tokenizer-type {GPT2}",
-                        "give its path",
-                    )
-                elif self.tokenizer_type != GPT2 and given is not None:
-                    yield Problem(
-                        self.flag(name),
-                        given,
-                        f"{self.tokenizer_type} does not use this file",
-                        f"leave it out, or give --tokenizer-type {GPT2}",
-                    )
         given = self.chat_template_date
         if given is not None and sound("chat_template_date") and not is_date(given):
             yield Problem(

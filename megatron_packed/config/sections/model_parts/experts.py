@@ -127,6 +127,7 @@ class ExpertOptions(StackOptions, group=EXPERTS):
         "Balance the load of experts with a bias per expert. The bias is added to the scores "
         "only to choose experts.",
         only_if=EXPERT_LAYERS,
+        needs=Related("moe_router_score_function", value="sigmoid"),
     )
     moe_router_bias_update_rate: float = option(
         1e-3,
@@ -155,6 +156,7 @@ class ExpertOptions(StackOptions, group=EXPERTS):
         "the documents of a pack.",
         training_only=True,
         only_if=(EXPERT_LAYERS, option_is_not("model.moe_aux_loss_coeff", 0)),
+        needs=Related("moe_router_load_balancing_type", value="seq_aux_loss"),
     )
     moe_router_force_load_balancing: bool = option(
         False,
@@ -315,21 +317,6 @@ class ExpertOptions(StackOptions, group=EXPERTS):
                 "add --moe-router-pre-softmax, or choose at least two experts",
             )
         yield from self._group_rules(sound)
-        balancing = self.moe_router_load_balancing_type
-        if self.moe_aux_loss_per_document and balancing != "seq_aux_loss":
-            yield Problem(
-                "--moe-aux-loss-per-document",
-                "",
-                f"needs seq_aux_loss, but --moe-router-load-balancing-type is {balancing}",
-                "add --moe-router-load-balancing-type seq_aux_loss, or leave it out",
-            )
-        if self.moe_router_enable_expert_bias and self.moe_router_score_function == "softmax":
-            yield Problem(
-                "--moe-router-enable-expert-bias",
-                "",
-                "needs the sigmoid score function",
-                "add --moe-router-score-function sigmoid",
-            )
 
     def _group_rules(self, sound: Sound) -> Iterator[Problem]:
         """Yield problems of the groups of experts."""
