@@ -16,6 +16,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, Union, get_arg
 from megatron_packed.config.conditions import Condition
 
 Default = TypeVar("Default")
+Item = TypeVar("Item")
 P = ParamSpec("P")
 Value = bool | int | float | str
 """Value of an option; an option may also hold a tuple of values, or None."""
@@ -37,6 +38,11 @@ Stored = Mapping[str, Mapping[str, Any]]
 """Configuration in a checkpoint, as `serialise.to_dict` makes it; older checkpoints lack newer
 options.
 """
+
+
+def several(items: Item | tuple[Item, ...]) -> tuple[Item, ...]:
+    """Return one item, or a tuple of items, as a tuple."""
+    return items if isinstance(items, tuple) else (items,)
 
 
 @dataclass(frozen=True)
@@ -137,12 +143,12 @@ class Option:
     @property
     def conditions(self) -> tuple[Condition, ...]:
         """Conditions of `only_if`, in order."""
-        return (self.only_if,) if isinstance(self.only_if, Condition) else self.only_if
+        return several(self.only_if)
 
     def with_common(self, group: str, only_if: Condition | tuple[Condition, ...]) -> Option:
         """Return the option with the group and the conditions of its class, beside its own."""
-        common = replace(self, only_if=only_if).conditions
-        return replace(self, group=self.group or group, only_if=(*common, *self.conditions))
+        conditions = (*several(only_if), *self.conditions)
+        return replace(self, group=self.group or group, only_if=conditions)
 
 
 def _field_maker(describe: Callable[P, Option], **given: Any) -> Callable[P, Any]:

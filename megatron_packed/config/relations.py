@@ -5,11 +5,11 @@ A field declares its relations: ``option(..., needs=Related("load"))``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.options import Field, Related
+from megatron_packed.config.options import Field, Related, several
 from megatron_packed.config.sections.model_parts.divisors import divisors, nearest_multiples
 from megatron_packed.config.value_checks import placeholder
 
@@ -23,7 +23,7 @@ class Relations:
         sound: see `Sound`.
     """
 
-    def __init__(self, section: Any, fields: Sequence[Field], sound: Any) -> None:
+    def __init__(self, section: Any, fields: Sequence[Field], sound: Callable[..., bool]) -> None:
         self._section = section
         self._fields = {field.name: field for field in fields}
         self._sound = sound
@@ -47,7 +47,7 @@ class Relations:
             yield Problem(field.flag, "", rule, f"give {self._flag_with_placeholder(field.name)}")
 
     def _needs(self, field: Field) -> Iterator[Problem]:
-        needed = _several(field.option.needs)
+        needed = several(field.option.needs)
         missing = [each for each in needed if not self._is_given(each)]
         if missing and self._sound(field.name, *(each.name for each in needed)):
             flags = " and ".join(map(self._flag, needed))
@@ -60,7 +60,7 @@ class Relations:
             yield self._problem(field, rule, cure)
 
     def _excludes(self, field: Field) -> Iterator[Problem]:
-        for other in _several(field.option.excludes):
+        for other in several(field.option.excludes):
             if self._sound(field.name, other.name) and self._is_given(other):
                 shown = self._flag(other) if other.value else self._shown(other.name)
                 rule = _with_reason(f"contradicts {shown}", other)
@@ -108,10 +108,6 @@ class Relations:
         if related.value:
             return bool(value == related.value)
         return value not in (None, self._fields[related.name].default)
-
-
-def _several(related: Related | tuple[Related, ...]) -> tuple[Related, ...]:
-    return (related,) if isinstance(related, Related) else related
 
 
 def _with_reason(rule: str, related: Related) -> str:
