@@ -299,16 +299,9 @@ class ExpertOptions(StackOptions, group=EXPERTS):
         yield from self._router_rules(sound)
 
     def _router_rules(self, sound: Sound) -> Iterator[Problem]:
-        experts, topk = self.num_experts, self.moe_router_topk
-        if (
-            experts is not None
-            and sound("num_experts", "moe_router_topk")
-            and (
-                topk == 1
-                and self.moe_router_score_function == "softmax"
-                and not self.moe_router_pre_softmax
-            )
-        ):
+        known = self.num_experts is not None and sound("num_experts", "moe_router_topk")
+        softmax = self.moe_router_score_function == "softmax" and not self.moe_router_pre_softmax
+        if known and softmax and self.moe_router_topk == 1:
             yield Problem(
                 "--moe-router-topk",
                 "1",
