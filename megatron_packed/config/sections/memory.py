@@ -114,7 +114,7 @@ class MemoryConfig(Section, title="memory"):
         group="offload",
         needs=Related(
             "recompute_granularity",
-            "it offloads the tensors that this saves",
+            "only this saves the tensors to offload",
             cure=f"give {GRANULARITY} {FULL}, or leave it out; {FINE_GRAINED} works without recomputation",
             value=FULL,
         ),

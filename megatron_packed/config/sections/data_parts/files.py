@@ -133,7 +133,7 @@ class FileOptions(Section, group="files"):
         "example 969,30,1. All documents train when not given.",
         resume="data",
         excludes=tuple(
-            Related(name, "it divides the data of --data-path") for name in UNDIVIDED_DATA
+            Related(name, "only the data of --data-path is divided") for name in UNDIVIDED_DATA
         ),
     )
     split_order: str = derived_option(
