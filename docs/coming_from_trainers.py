@@ -20,7 +20,7 @@ def table() -> str:
     """Return the table of flags: their names, what to give, and the reason."""
     lines = ["| flags of other trainers | in this project | reason |", "|---|---|---|"]
     for group in TRAINER_FLAGS:
-        names = ", ".join(f"`{name}`" for name in group.spelled)
+        names = ", ".join(f"`{name}`" for name in group.names)
         rule = "" if group.rule == ANOTHER else group.rule
         cells = (names, _with_code(cure_of(group, "")), _with_code(rule))
         lines.append("| " + " | ".join(cells) + " |")

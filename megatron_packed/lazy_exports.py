@@ -38,3 +38,15 @@ def lazy_exports(
         return getattr(import_module(module_of[name]), name)
 
     return names, resolve, lambda: names
+
+
+def lazy_function(module: str, name: str) -> Callable[..., Any]:
+    """Return a function that imports its module when it is called.
+
+    A class offers a function of a module above its own with it, without an import of that module.
+    """
+
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        return getattr(import_module(module), name)(*arguments, **keywords)
+
+    return call

@@ -151,6 +151,8 @@ def passages(paths: Iterable[str]) -> Iterator[Passage]:
             yield from python_passages(path, text)
         elif path.endswith(".md"):
             yield from page_passages(path, text)
+        elif path.endswith(".json") and path.startswith("megatron_packed/config/"):
+            yield from row_passages(path, text)
         elif path.endswith((".sh", ".sbatch", ".yml", ".yaml", ".cfg", ".toml", ".args")):
             yield from comment_blocks(path, enumerate(text.splitlines(), 1))
 
@@ -171,6 +173,14 @@ def python_passages(path: str, text: str) -> Iterator[Passage]:
     if path.startswith(CODE):
         yield from messages(path, nodes, documented)
     yield from comment_blocks(path, comments(text))
+
+
+def row_passages(path: str, text: str) -> Iterator[Passage]:
+    """Yield the sentences in a data file of the package, which messages contain."""
+    for number, line in enumerate(text.splitlines(), 1):
+        for value in re.findall(r'"((?:[^"\\]|\\.)*)"', line):
+            if len(re.findall(r"[A-Za-z]{2,}", value)) >= 3 and " " in value:
+                yield Passage(path, number, "message", value)
 
 
 def comments(text: str) -> Iterator[tuple[int, str]]:

@@ -29,11 +29,10 @@ from megatron_packed.config.environment_variables import apply_environment
 from megatron_packed.config.errors import ConfigError, Problem
 from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.parser.precedence import gather
-from megatron_packed.config.parser.stored_options import NO_DATA, STORED
+from megatron_packed.config.parser.stored_options import NO_DATA, STORED, TOKENIZER_CHOICE
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.data_parts.tokenizer import (
     HUGGING_FACE,
-    TOKENIZER_CHOICE,
     TRAINED_BPE,
 )
 from megatron_packed.training.stored_options import stored_options
@@ -158,7 +157,7 @@ def _stored(given: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
         from megatron_packed.checkpoint.load import no_checkpoint
 
         raise UsageError(f"checkpoint error: {no_checkpoint(folder, step, None)}", EXIT_CHECKPOINT)
-    if "data" not in found and not any(f"data.{name}" in given for name in TOKENIZER_CHOICE):
+    if "data" not in found and given.keys().isdisjoint(TOKENIZER_CHOICE):
         cure = f"give --tokenizer-type {HUGGING_FACE} --tokenizer-model with its tokenizer.json"
         rule = "holds converted weights, which name no tokenizer"
         raise ConfigError([Problem("--load", folder, rule, cure)])

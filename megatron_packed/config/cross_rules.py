@@ -13,9 +13,9 @@ from megatron_packed.config.sections.cuda_graph import graph_rules
 from megatron_packed.config.sections.data_parts.files import TRAINING_DATA
 from megatron_packed.config.sections.data_parts.tokenizer import vocabulary_rules
 from megatron_packed.config.sections.memory import recompute_rules
+from megatron_packed.config.sections.model_parts.divisors import nearest_multiples
 from megatron_packed.config.sections.offload_rules import offload_rules
 from megatron_packed.config.sections.optim import SAMPLE_UNITS, OptimizerConfig
-from megatron_packed.config.sections.packing import nearest_multiples
 from megatron_packed.config.sections.parallel import parallel_rules
 from megatron_packed.config.sections.profiling import profiling_rules
 from megatron_packed.config.sections.shared_expert_rules import shared_expert_rules
@@ -167,14 +167,8 @@ def _set_name_rules(run: RunConfig) -> Iterator[Problem]:
     """Yield a problem unless the names of validation sets are distinct, one for each path."""
     names, sets = run.training.validation_set_names, len(run.data.validation_paths)
     given, flag = " ".join(names), "--validation-set-names"
-    if names and not run.training.multiple_validation_sets:
-        yield Problem(
-            flag,
-            given,
-            "needs --multiple-validation-sets",
-            "give --multiple-validation-sets, or leave it out",
-        )
-    elif names and run.data.has_validation and (len(names) != sets or len({*names, ""}) <= sets):
+    wrong = len(names) != sets or len({*names, ""}) <= sets
+    if names and run.training.multiple_validation_sets and run.data.has_validation and wrong:
         yield Problem(
             flag,
             given,

@@ -1,66 +1,13 @@
-"""Spellings of the flags that messages of lower layers name.
+"""Spellings of the flags that messages of lower layers name: ``SEQ_LENGTH`` is ``--seq-length``.
 
-A test compares them with the options, and fails if those layers spell a flag elsewhere.
+A test compares the names that the package uses with the options and with the flags of commands. It
+also fails if those layers spell a flag elsewhere.
 """
 
-# Options of a run.
-BF16 = "--bf16"
-CHAT_TEMPLATE = "--chat-template"
-CHAT_TEMPLATE_DATE = "--chat-template-date"
-CHAT_TEMPLATE_KWARGS = "--chat-template-kwargs"
-CKPT_STEP = "--ckpt-step"
-CP_COMM_TYPE = "--cp-comm-type"
-CUDA_GRAPH_IMPL = "--cuda-graph-impl"
-CUDA_GRAPH_MAX_PACKED_SEQS = "--cuda-graph-max-packed-seqs"
-CUDA_GRAPH_STRICT = "--cuda-graph-strict"
-DATA_CACHE_PATH = "--data-cache-path"
-DATA_FIELDS = "--data-fields"
-DATA_RULES = "--data-rules"
-DIST_CKPT_STRICTNESS = "--dist-ckpt-strictness"
-DISTRIBUTED_BACKEND = "--distributed-backend"
-EVAL_INTERVAL = "--eval-interval"
-LOAD = "--load"
-LOG_JSONL = "--log-jsonl"
-LOSS_SPIKE_POLICY = "--loss-spike-policy"
-LR = "--lr"
-MAX_BAD_FRACTION = "--max-bad-fraction"
-MAX_DOCUMENT_LENGTH = "--max-document-length"
-MAX_DOCUMENTS_PER_PACK = "--max-documents-per-pack"
-MAX_POSITION_EMBEDDINGS = "--max-position-embeddings"
-MIN_OFFLOADED_TENSOR_SIZE = "--min-offloaded-tensor-size"
-MOCK_DATA = "--mock-data"
-MOE_AUX_LOSS_COEFF = "--moe-aux-loss-coeff"
-KV_CHANNELS = "--kv-channels"
-MAMBA_NUM_HEADS = "--mamba-num-heads"
-MOE_EXPERT_CAPACITY_FACTOR = "--moe-expert-capacity-factor"
-MULTI_TURN = "--multi-turn"
-NUM_WORKERS = "--num-workers"
-OVERLONG_POLICY = "--overlong-policy"
-PACKING_METHOD = "--packing-method"
-PAD_PACKED_SEQ_ALIGNMENT = "--pad-packed-seq-alignment"
-SAVE = "--save"
-SAVE_BEST = "--save-best"
-SEQ_LENGTH = "--seq-length"
-SFT = "--sft"
-SFT_TOKENIZER_PROMPT_FORMAT = "--sft-tokenizer-prompt-format"
-SPECIAL_TOKENS_IN_TEXT = "--special-tokens-in-text"
-SPLIT = "--split"
-TOKENIZER_MODEL = "--tokenizer-model"
-TOKENIZER_TYPE = "--tokenizer-type"
-TOKENIZER_VOCAB_SIZE = "--tokenizer-vocab-size"
-TRANSFORMER_IMPL = "--transformer-impl"
-UNPRINTED_POLICY = "--unprinted-policy"
-VOCAB_SIZE = "--vocab-size"
+from __future__ import annotations
 
-# Flags of single commands.
-APPEND_EOD = "--append-eod"
-FROM_HF = "--from-hf"
-HF_BASE = "--hf-base"
-HF_FAMILY = "--hf-family"
-KEEP_BASE_TEMPLATE = "--keep-base-template"
-MTP_DEPTHS = "--mtp-depths"
-IGNORE_KEY = "--ignore-key"
-JSON_KEYS = "--json-keys"
-MEASURE = "--measure"
-TO_HF = "--to-hf"
-WORKERS = "--workers"
+
+def __getattr__(name: str) -> str:
+    if not name.isupper():
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return "--" + name.lower().replace("_", "-")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
-from megatron_packed.config.idle_model_options import MODEL_IDLE
+from megatron_packed.config.options import Field
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.section import section_fields, unchecked
 from megatron_packed.config.sections.model import ModelConfig
@@ -21,13 +21,13 @@ def model_flags(model: ModelConfig) -> list[str]:
     Example:
         ``["--hybrid-layer-pattern '*-*-'", "--hidden-size 64", ...]``
     """
-    idle, values = _idle_in_every_run(model), section_to_dict(model)
+    values = section_to_dict(model)
     flags = []
     for about in section_fields(ModelConfig):
         value = values[about.name]
         if value is None or value == about.default:
             continue
-        if about.option.derived and about.key in idle:
+        if about.option.derived and not _has_effect(about, model):
             without = unchecked(ModelConfig, {**values, about.name: None})
             if value == without.derive(lambda *names: True).get(about.name):
                 continue
@@ -35,14 +35,7 @@ def model_flags(model: ModelConfig) -> list[str]:
     return flags
 
 
-def _idle_in_every_run(model: ModelConfig) -> set[str]:
-    """Return the keys of options that have no effect in any run of the model.
-
-    The rules see a run of long documents with several expert-parallel ranks.
-    """
-    other: dict[str, Any] = {
-        "packing": SimpleNamespace(max_document_length=1 << 62),
-        "parallel": SimpleNamespace(expert_model_parallel_size=2),
-    }
-    run = cast(RunConfig, SimpleNamespace(model=model, **other))
-    return {key for idle in MODEL_IDLE if idle.applies(run, 1) for key in idle.options}
+def _has_effect(about: Field, model: ModelConfig) -> bool:
+    """Return whether an option whose conditions depend on the model alone has an effect."""
+    run = cast(RunConfig, SimpleNamespace(model=model))
+    return all(condition.holds(run, 1) for condition in about.option.conditions)

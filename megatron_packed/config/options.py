@@ -8,12 +8,16 @@ see ``section.py``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
+
+from megatron_packed.config.conditions import Condition
 
 Default = TypeVar("Default")
+Item = TypeVar("Item")
+P = ParamSpec("P")
 Value = bool | int | float | str
 """Value of an option; an option may also hold a tuple of values, or None."""
 PathUse = Literal[
@@ -26,8 +30,40 @@ PathUse = Literal[
     "log_file",
 ]
 
+Decided = Literal["data", "chat", "tokenizer", "tokenizer name", "packs"]
+"""Subject that an option decides: training documents, tokens of conversations and text, the meaning
+of token ids, the name of their tokenizer, or the contents and order of packs.
+"""
+Stored = Mapping[str, Mapping[str, Any]]
+"""Configuration in a checkpoint, as `serialise.to_dict` makes it; older checkpoints lack newer
+options.
+"""
 
-@dataclass(frozen=True, kw_only=True)
+
+def several(items: Item | tuple[Item, ...]) -> tuple[Item, ...]:
+    """Return one item, or a tuple of items, as a tuple."""
+    return items if isinstance(items, tuple) else (items,)
+
+
+@dataclass(frozen=True)
+class Related:
+    """Option that another option of its section needs or excludes.
+
+    Args:
+        name: field of this option.
+        value: value that this option has; any but its default when empty.
+        why: reason, as the end of a rule.
+        cure: cure of a problem, if it is not the usual one.
+    """
+
+    name: str
+    why: str = ""
+    _: KW_ONLY
+    value: str = ""
+    cure: str = ""
+
+
+@dataclass(frozen=True)
 class Option:
     """Description of an option, stored in its dataclass field by ``option()``,
     ``required_option()`` or ``derived_option()``.
@@ -53,9 +89,24 @@ class Option:
         megatron: (Megatron's default, reason why this project's differs), for the documentation.
         training_only: True for a model field that affects how weights are trained, but not the
             function that they compute.
+        resume: subject that the option decides for a run that goes on from a checkpoint. A run with
+            another value is refused unless it begins a phase; a phase keeps the tokenizer. A
+            tokenizer that was moved may have another ``tokenizer name``.
+        phase: True for an option of the model that a new phase may change.
+        earlier: function that returns the value of runs before the option existed, from the stored
+            configuration of such a run. A run without the flag takes the stored value.
+        required_with: option with which this one must be given.
+        needs: options without which this one is refused.
+        excludes: options beside which this one is refused.
+        multiple_of, divides, at_most: name of an option whose number bounds this number.
+        zero_is_off: True for a number of which 0 requests nothing.
+        only_if: condition, or conditions, without which the option has no effect. A run prints the
+            reason of the first condition that does not hold. If an option requests other numbers,
+            another backend or another output than the run gives, a rule refuses it instead.
     """
 
     help: str
+    _: KW_ONLY
     unit: str = ""
     group: str = ""
     flag: str = ""
@@ -77,109 +128,61 @@ class Option:
     path: PathUse | None = None
     megatron: tuple[str, str] | None = None
     training_only: bool = False
+    resume: Decided | None = None
+    phase: bool = False
+    earlier: Callable[[Stored], Any] | None = None
+    required_with: Related | None = None
+    needs: Related | tuple[Related, ...] = ()
+    excludes: Related | tuple[Related, ...] = ()
+    multiple_of: str = ""
+    divides: str = ""
+    at_most: str = ""
+    zero_is_off: bool = False
+    only_if: Condition | tuple[Condition, ...] = ()
+
+    @property
+    def conditions(self) -> tuple[Condition, ...]:
+        """Conditions of `only_if`, in order."""
+        return several(self.only_if)
+
+    def with_common(self, group: str, only_if: Condition | tuple[Condition, ...]) -> Option:
+        """Return the option with the group and the conditions of its class, beside its own."""
+        conditions = (*several(only_if), *self.conditions)
+        return replace(self, group=self.group or group, only_if=conditions)
 
 
-def option(
-    default: Default,
-    help: str,
-    *,
-    unit: str = "",
-    group: str = "",
-    flag: str = "",
-    negated: bool = False,
-    aliases: tuple[str, ...] = (),
-    deprecated: tuple[str, ...] = (),
-    shorthands: Mapping[str, Value] | None = None,
-    empty_word: str = "",
-    word: str = "",
-    bare: tuple[int, ...] | None = None,
-    choices: tuple[str, ...] = (),
-    value_aliases: Mapping[str, str] | None = None,
-    not_built: Mapping[str, str] | None = None,
-    minimum: float | None = None,
-    above: float | None = None,
-    maximum: float | None = None,
-    below: float | None = None,
-    path: PathUse | None = None,
-    megatron: tuple[str, str] | None = None,
-    training_only: bool = False,
-) -> Default:
-    """Return a dataclass field with its flag; `Option` describes the arguments.
+def _field_maker(describe: Callable[P, Option], **given: Any) -> Callable[P, Any]:
+    """Return a function that makes a dataclass field from the arguments of `Option`."""
 
-    The declared type of the field is the type of ``default``. ``default`` is also the value when
-    the flag is not given.
+    def make(*args: P.args, **attributes: P.kwargs) -> Any:
+        return field(metadata={"option": describe(*args, **attributes)}, **given)
+
+    return make
+
+
+def _field_maker_with_default(
+    describe: Callable[P, Option],
+) -> Callable[Concatenate[Default, P], Default]:
+    """Return a function that makes a dataclass field from its default and the arguments of `Option`.
+
+    The declared type of the field is the type of the default.
     """
-    described = Option(
-        help=help,
-        unit=unit,
-        group=group,
-        flag=flag,
-        negated=negated,
-        aliases=aliases,
-        deprecated=deprecated,
-        shorthands=shorthands,
-        empty_word=empty_word,
-        word=word,
-        bare=bare,
-        choices=choices,
-        value_aliases=value_aliases,
-        not_built=not_built,
-        minimum=minimum,
-        above=above,
-        maximum=maximum,
-        below=below,
-        path=path,
-        megatron=megatron,
-        training_only=training_only,
-    )
-    return field(default=default, metadata={"option": described})
+
+    def make(default: Default, /, *args: P.args, **attributes: P.kwargs) -> Default:
+        return field(default=default, metadata={"option": describe(*args, **attributes)})
+
+    return make
 
 
-def required_option(
-    help: str,
-    *,
-    unit: str = "",
-    group: str = "",
-    deprecated: tuple[str, ...] = (),
-    minimum: float | None = None,
-) -> Any:
-    """Return a field that must be given; see `option`. The type of its values is the type of the
-    annotation."""
-    described = Option(help=help, unit=unit, group=group, deprecated=deprecated, minimum=minimum)
-    return field(metadata={"option": described})
+option = _field_maker_with_default(Option)
+"""Return a dataclass field with its flag, from the value without the flag and arguments of `Option`."""
+required_option = _field_maker(Option)
+"""Return a field that must be given, from arguments of `Option`; the annotation is its type."""
+derived_option = _field_maker(Option, default=None)
+"""Return a field whose section replaces None by a derived value, from arguments of `Option`.
 
-
-def derived_option(
-    help: str,
-    *,
-    derived: str,
-    unit: str = "",
-    group: str = "",
-    choices: tuple[str, ...] = (),
-    value_aliases: Mapping[str, str] | None = None,
-    not_built: Mapping[str, str] | None = None,
-    minimum: float | None = None,
-    megatron: tuple[str, str] | None = None,
-) -> Any:
-    """Return a field whose section replaces None by a derived value; see `option`.
-
-    The type of its values is the type of the annotation, without None.
-
-    Args:
-        derived: description of the value that replaces ``None``.
-    """
-    described = Option(
-        help=help,
-        unit=unit,
-        group=group,
-        choices=choices,
-        value_aliases=value_aliases,
-        not_built=not_built,
-        minimum=minimum,
-        derived=derived,
-        megatron=megatron,
-    )
-    return field(default=None, metadata={"option": described})
+The argument ``derived`` describes that value. The annotation without None is the type of its values.
+"""
 
 
 @dataclass(frozen=True)

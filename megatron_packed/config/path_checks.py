@@ -29,8 +29,7 @@ from megatron_packed.config.hub_paths import (
     is_hub_path,
 )
 from megatron_packed.config.optional_packages import is_installed, old_package
-from megatron_packed.config.parser.flag_registry import every_field
-from megatron_packed.config.run import RunConfig
+from megatron_packed.config.run import RunConfig, every_field
 from megatron_packed.config.section import Sound
 from megatron_packed.config.sections.data_parts.files import CACHE_NAME, TRAINING_DATA
 from megatron_packed.config.sections.data_parts.tokenizer import CHAT_TEMPLATES, HUGGING_FACE

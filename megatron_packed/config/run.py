@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import PurePath
 from typing import Any
 
 from megatron_packed.config.cross_rules import cross_rules
 from megatron_packed.config.errors import ConfigError
+from megatron_packed.config.options import Decided, Field
 from megatron_packed.config.parallel_layout import ParallelLayout
-from megatron_packed.config.section import Section
+from megatron_packed.config.section import Section, section_fields
 from megatron_packed.config.sections.checkpoint import CheckpointConfig
 from megatron_packed.config.sections.cuda_graph import (
     CudaGraphConfig,
@@ -28,6 +30,7 @@ from megatron_packed.config.sections.packing import (
 from megatron_packed.config.sections.parallel import ParallelConfig
 from megatron_packed.config.sections.profiling import ProfilingConfig
 from megatron_packed.config.sections.training import TrainingConfig
+from megatron_packed.lazy_exports import lazy_function
 
 SECTIONS: dict[str, type[Section]] = {
     "model": ModelConfig,
@@ -42,6 +45,22 @@ SECTIONS: dict[str, type[Section]] = {
     "logging": LoggingConfig,
     "profiling": ProfilingConfig,
 }
+
+_parse = lazy_function("megatron_packed.config.parser.parse", "parse")
+"""Parser of command lines; it creates objects of this module."""
+
+
+@cache
+def every_field() -> tuple[Field, ...]:
+    """Return all options in the order of the sections."""
+    return tuple(
+        described for section in SECTIONS.values() for described in section_fields(section)
+    )
+
+
+def keys_deciding(*subjects: Decided) -> tuple[str, ...]:
+    """Return the keys of the options that decide one of the subjects in a resumed run."""
+    return tuple(each.key for each in every_field() if each.option.resume in subjects)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,10 +121,8 @@ class RunConfig:
             raise TypeError(
                 "argv is one text; pass a list of words, for example shlex.split(text)."
             )
-        # Imported here, because the parser imports this module.
-        from megatron_packed.config.parser.parse import parse
-
-        return parse(argv, world_size, options)
+        config: RunConfig = _parse(argv, world_size, options)
+        return config
 
     def is_given(self, key: str) -> bool:
         """Return whether the user gave the value of a key such as ``packing.seq_length``. In a

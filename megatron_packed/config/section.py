@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
+from dataclasses import Field as DataclassField
+from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar, get_type_hints
 
+from megatron_packed.config.conditions import Condition
 from megatron_packed.config.errors import ConfigError, Problem
 from megatron_packed.config.options import Field, Option, OptionType, type_of
+from megatron_packed.config.relations import Relations
 from megatron_packed.config.value_checks import check_value
 
 SectionType = TypeVar("SectionType", bound="Section")
@@ -49,8 +53,20 @@ class Section:
     A field with a ``derived`` option may be given as None; it then holds the derived value.
     """
 
-    def __init_subclass__(cls, *, title: str = "", **_: Any) -> None:
+    def __init_subclass__(
+        cls, *, title: str = "", group: str = "", only_if: Condition | tuple[Condition, ...] = ()
+    ) -> None:
+        """Set the title of a section, and what all options that the class declares have in common.
+
+        Args:
+            group: heading in the help.
+            only_if: conditions before those of each option.
+        """
         cls.title = title
+        for declared in vars(cls).values():
+            if isinstance(declared, DataclassField):
+                shared = declared.metadata["option"].with_common(group, only_if)
+                declared.metadata = MappingProxyType({"option": shared})
 
     title: ClassVar[str] = ""
     described: ClassVar[tuple[Field, ...]] = ()
@@ -66,7 +82,11 @@ class Section:
 
     def rules(self, sound: Sound) -> Iterator[Problem]:
         """Yield problems between the fields of this section."""
-        yield from ()
+        yield from self.related(sound)
+
+    def related(self, sound: Sound, group: str | None = None) -> Iterator[Problem]:
+        """Yield problems of the declared relations between fields, of one group or of all."""
+        yield from Relations(self, section_fields(type(self)), sound).problems(group)
 
     def flag(self, name: str) -> str:
         """Return the flag of a field, for messages."""

@@ -12,8 +12,7 @@ from megatron_packed.config.cross_rules import cross_rules
 from megatron_packed.config.errors import ConfigError, Problem
 from megatron_packed.config.options import Field
 from megatron_packed.config.parser.did_you_mean import did_you_mean, nearest
-from megatron_packed.config.parser.flag_registry import every_field
-from megatron_packed.config.run import SECTIONS, RunConfig, unchecked_run
+from megatron_packed.config.run import SECTIONS, RunConfig, every_field, unchecked_run
 from megatron_packed.config.section import Section, section_fields, unchecked
 from megatron_packed.config.sections.model import ModelConfig
 

@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 from megatron_packed.config.options import Field
-from megatron_packed.config.parser.flag_registry import every_field
+from megatron_packed.config.run import every_field
 from megatron_packed.config.section import section_fields
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.value_checks import within

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from megatron_packed.config.resumed_options import with_implied
+from megatron_packed.config.run import keys_deciding
 from megatron_packed.config.section import section_fields, unchecked
-from megatron_packed.config.sections.data_parts.files import TRAINING_DATA
 from megatron_packed.config.sections.data_parts.tokenizer import DATA_RULES
 from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.config.sections.packing import PackingConfig
 from megatron_packed.config.sections.parallel import ParallelConfig
 from megatron_packed.config.serialise import changed_options, model_differences, restoring_words
 from megatron_packed.data.packing.pack_plan import PackPlan
@@ -27,63 +26,11 @@ from megatron_packed.training.checkpoint_metadata import (
 )
 from megatron_packed.training.resume import Resumed, begun_phase
 
-_TOKENIZER_FILES = (
-    "data.tokenizer_type",
-    "data.tokenizer_model",
-    "data.vocab_file",
-    "data.merge_file",
-    "data.tokenizer_vocab_size",
-)
-"""Options that name a tokenizer. The same tokenizer may have another name, for example after a move."""
-_TOKENIZER = (
-    *_TOKENIZER_FILES,
-    "data.tokenizer_special_tokens",
-    "data.tiktoken_num_special_tokens",
-    "data.tiktoken_pattern",
-    "data.null_tokenizer_eod_id",
-    "model.vocab_size",
-)
+_TOKENIZER = keys_deciding("tokenizer", "tokenizer name")
 """Options that decide the meaning of token ids, which a phase may not change."""
-_DECIDES_TOKENS = (
-    *TRAINING_DATA,
-    "data.data_fields",
-    "data.split",
-    "data.split_order",
-    "data.sft",
-    "data.chat_template",
-    "data.sft_tokenizer_prompt_format",
-    "data.answer_end",
-    "data.multi_turn",
-    "data.unprinted_policy",
-    "data.special_tokens_in_text",
-    "data.chat_template_date",
-    "data.chat_template_kwargs",
-    "data.data_rules",
-    *_TOKENIZER,
-)
+_DECIDES_TOKENS = (*keys_deciding("data", "chat"), *_TOKENIZER)
 """Options that decide which tokens a run trains on."""
-_DECIDES_PACKS = tuple(
-    about.key
-    for about in section_fields(PackingConfig)
-    if about.name not in ("global_batch_size", "rampup_batch_size")
-)
-"""Options that decide the contents and the order of packs."""
-_PHASE_MODEL = frozenset(
-    {
-        "--moe-router-topk",
-        "--moe-router-score-function",
-        "--moe-router-pre-softmax",
-        "--moe-router-topk-scaling-factor",
-        "--moe-router-num-groups",
-        "--moe-router-group-topk",
-        "--rotary-base",
-        "--use-rope-scaling",
-        "--rope-scaling-factor",
-        "--rope-scaling-low-freq-factor",
-        "--rope-scaling-high-freq-factor",
-        "--rope-scaling-original-max-positions",
-    }
-)
+_PHASE_MODEL = frozenset(about.flag for about in section_fields(ModelConfig) if about.option.phase)
 """Options of the model that a phase may change: routing, and rotary frequencies for longer packs."""
 _EARLIER_RULES = (
     "an earlier version made its tokens, and today's rules make other tokens of the same lines. Masks of other "
@@ -237,7 +184,7 @@ class CheckpointRefusals:
         same = self.hashes.has_tokenizer_of(resumed.hashes)
         # A moved tokenizer, or its export as a tokenizer.json, has other options.
         if same:
-            keys -= set(_TOKENIZER_FILES)
+            keys -= set(keys_deciding("tokenizer name"))
         changed = "; ".join(changed_options(metadata["config"], self.config, keys))
         if not changed and same is not False:
             return None
@@ -262,7 +209,7 @@ class CheckpointRefusals:
         stored = with_implied(metadata["config"])
         # Name only options that can have caused the difference.
         others = data_hash != self.hashes.data_hash and not self._shortens_otherwise(stored)
-        keys = {"training.seed", *_DECIDES_PACKS, *(_DECIDES_TOKENS if others else ())}
+        keys = {*keys_deciding("packs"), *(_DECIDES_TOKENS if others else ())}
         # The parallel layout changes the packs only if it changes the alignment of documents.
         if self.plan is not None and self.plan.alignment != _alignment_of(stored):
             keys |= {"parallel.context_parallel_size", "parallel.cp_comm_type"}

@@ -4,6 +4,8 @@ import ast
 import importlib
 import subprocess
 import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -80,6 +82,55 @@ def test_an_upward_and_a_sideways_import_are_seen(tmp_path):
     )
     (tmp_path / "ops" / "b.py").write_text("from megatron_packed import packed\n")
     assert len(violations(tmp_path)) == 2
+
+
+def imports_of_files(root: Path) -> dict[str, set[str]]:
+    """Return the modules that each module of a package imports, also inside functions, but not those
+    that only type checkers import.
+    """
+    modules = {
+        ".".join(path.relative_to(root.parent).with_suffix("").parts).removesuffix(
+            ".__init__"
+        ): path
+        for path in root.rglob("*.py")
+    }
+    return {
+        name: {
+            module
+            for node in runtime_nodes(ast.parse(path.read_text()))
+            for module in (*imported_modules(node), *imported_names(node))
+            if module in modules
+        }
+        for name, path in modules.items()
+    }
+
+
+def imported_names(node: ast.AST) -> list[str]:
+    """Return the full names that a ``from`` import binds; some are modules."""
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    return [f"{node.module}.{alias.name}" for alias in node.names]
+
+
+def runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of a file, without branches of ``if TYPE_CHECKING``."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        yield node
+        yield from runtime_nodes(node)
+
+
+def test_files_import_each_other_in_no_circle():
+    TopologicalSorter(imports_of_files(PACKAGE)).prepare()
+
+
+def test_a_circle_by_a_local_import_is_seen(tmp_path):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/a.py").write_text("from package.b import name\n")
+    (tmp_path / "package/b.py").write_text("def f():\n    from package.a import other\n")
+    with pytest.raises(CycleError):
+        TopologicalSorter(imports_of_files(tmp_path / "package")).prepare()
 
 
 def test_every_package_has_a_level():

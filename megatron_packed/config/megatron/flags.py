@@ -8,15 +8,14 @@ is accepted and other values are refused. Every other flag of Megatron is an opt
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
+from megatron_packed.config.flag_rows import flag_rows
 from megatron_packed.config.layer_pattern import STAGE
-from megatron_packed.config.megatron.accepted import ACCEPTED
-from megatron_packed.config.megatron.accepted import AcceptedFlag as Always
+from megatron_packed.config.megatron.accepted import ACCEPTED, AcceptedFlag
 from megatron_packed.config.megatron.gpt_layers import gpt_pattern, number_of_layers
-from megatron_packed.config.megatron.refused_kinds import OTHER_LAYERS, OTHER_PROGRAMS, RefusedFlags
-from megatron_packed.config.megatron.refused_model import MODEL
-from megatron_packed.config.megatron.refused_run import RUN
-from megatron_packed.config.megatron.refused_tools import TOOLS
-from megatron_packed.config.megatron.refused_variants import VARIANTS
+from megatron_packed.config.megatron.refused import REFUSAL_OF as REFUSAL_OF
+from megatron_packed.config.megatron.refused import REFUSED as REFUSED
 from megatron_packed.config.run import RunConfig
 
 _MOST_SHOWN = 64
@@ -97,122 +96,23 @@ def _schedule_of_checkpoint(values: tuple[str, ...], run: RunConfig) -> str:
     return "contradicts --use-checkpoint-opt_param-scheduler; give one of the two flags"
 
 
-ALWAYS: dict[str, Always] = {
-    "--num-layers": Always(
-        "--hybrid-layer-pattern sets the number of layers", (), _other_number_of_layers
-    ),
-    "--group-query-attention": Always("--num-query-groups sets the groups", None, _no_query_groups),
-    "--spec": Always("only the hybrid stack is supported", (), _other_spec),
-    "--is-hybrid-model": Always("every model is a hybrid stack"),
-    "--model-provider": Always("every model is a hybrid stack", ("hybrid", "mamba")),
-    "--use-mcore-models": Always("there is only one implementation of the model"),
-    "--enable-experimental": Always("no option needs this switch"),
-    "--experimental-attention-variant": Always(
-        "G layers are gated delta nets", ("gdn", "gated_delta_net")
-    ),
-    "--linear-cp-mode": Always(
-        "context-parallel ranks exchange the heads of gated delta nets", ("headwise",)
-    ),
-    "--no-position-embedding": Always("positions have no learned embedding"),
-    "--no-masked-softmax-fusion": Always(
-        "no attention kernel needs Megatron's fused mask and softmax"
-    ),
-    "--attention-softmax-in-fp32": Always("every attention kernel computes its softmax in fp32"),
-    "--moe-grouped-gemm": Always("all experts are computed in one grouped matrix product"),
-    "--moe-permute-fusion": Always("one kernel permutes the tokens on every GPU"),
-    "--moe-router-dtype": Always("the router computes in fp32", ("fp32",)),
-    "--moe-upcycling-granularity": Always("each expert is initialised independently", ("1",)),
-    "--num-distributed-optimizer-instances": Always(
-        "optimizer state is sharded over all data-parallel ranks or none", ("1",)
-    ),
-    "--min-dynamic-context-parallel-size": Always(
-        "every pack is split over the same number of ranks", ("1",)
-    ),
-    "--calculate-per-token-loss": Always(
-        "the loss is the mean over the target tokens of the global batch"
-    ),
-    "--cuda-graph-granularity": Always("graphs are captured per layer", ("layer",)),
-    "--optimizer-cuda-graph": Always(
-        "full_iteration captures the optimizer update too", None, _eager_update
-    ),
-    "--cuda-graph-dynamic-microbatches": Always(
-        "each graph covers one micro-batch, so the number of micro-batches may vary"
-    ),
-    "--te-rng-tracker": Always("captured modules draw no random numbers"),
-    "--reset-position-ids": Always("positions restart in every document"),
-    "--reset-attention-mask": Always("attention stays inside each document"),
-    "--dataloader-inter-document-masking": Always("attention stays inside each document"),
-    "--eod-mask-loss": Always(
-        "no target follows the last token of a document; the token itself is a target"
-    ),
-    "--dataloader-type": Always(
-        "--seed sets the order, and a resumed run continues where it stopped", ("single",)
-    ),
-    "--num-dataset-builder-threads": Always("no sample index is built", ()),
-    "--no-create-attention-mask-in-dataloader": Always(
-        "attention uses document offsets instead of a mask"
-    ),
-    "--vocab-extra-ids": Always("only the tokenizer's file can add tokens", ("0",)),
-    "--null-tokenizer-pad-id": Always(
-        "masking never depends on the number of a token", (), lambda values, run: ""
-    ),
-    "--exit-signal-handler": Always(
-        "on SIGTERM, SIGINT and SIGUSR1 a run always saves a checkpoint and stops"
-    ),
-    "--cross-entropy-loss-fusion": Always(
-        "the output projection and the loss are computed together, in chunks"
-    ),
-    "--cross-entropy-fusion-impl": Always("the fused loss is part of this package", ("native",)),
-    "--check-for-spiky-loss": Always(
-        "--loss-spike-policy reports loss spikes", None, _spikes_ignored
-    ),
-    "--check-for-large-grads": Always(
-        "--loss-spike-policy reports spikes of the gradient norm", None, _spikes_ignored
-    ),
-    "--optimizer": Always("the optimizer is AdamW", ("adam",)),
-    "--override-opt-param-scheduler": Always(
-        "the options of the current run set the schedule", None, _schedule_of_checkpoint
-    ),
-    "--override-opt_param-scheduler": Always(
-        "the options of the current run set the schedule", None, _schedule_of_checkpoint
-    ),
-    "--main-grads-dtype": Always("gradients accumulate in fp32", ("fp32",)),
-    "--main-params-dtype": Always("master weights are fp32", ("fp32",)),
-    "--exp-avg-dtype": Always("moments are fp32", ("fp32",)),
-    "--exp-avg-sq-dtype": Always("moments are fp32", ("fp32",)),
-    "--accumulate-allreduce-grads-in-fp32": Always("gradients are accumulated and reduced in fp32"),
-    "--ckpt-fully-parallel-save": Always(
-        "ranks that hold the same tensors share the work of writing them"
-    ),
-    "--ckpt-fully-parallel-load": Always(
-        "all ranks read in parallel: each checks some of the files and loads its part"
-    ),
-    "--ckpt-assume-constant-structure": Always(
-        "the options fix the contents of a checkpoint, which never change during a run"
-    ),
-    "--dist-ckpt-optim-fully-reshardable": Always("every checkpoint can be loaded into any layout"),
-    "--use-persistent-ckpt-worker": Always(
-        "a single thread writes all checkpoints of --async-save"
-    ),
-    "--log-throughput": Always("throughput is always logged"),
-    "--log-memory-interval": Always("peak memory is printed with every logged iteration", ()),
-    "--log-timers-to-tensorboard": Always("the time of each iteration is written to TensorBoard"),
-    "--log-memory-to-tensorboard": Always(
-        "peak memory is written to TensorBoard with every logged iteration"
-    ),
-    "--log-validation-ppl-to-tensorboard": Always(
-        "the validation perplexity is written to TensorBoard with the validation loss"
-    ),
-    "--cpu-offloading-num-layers": Always("the number of offloaded layers cannot be set", ("0",)),
-    "--activation-offload-fraction": Always(
-        "all tensors that the selected modules save are offloaded", ("1", "1.0")
-    ),
-    "--delta-offload-bytes-across-pp-ranks": Always(
-        "there are no pipeline stages to balance", ("0",)
-    ),
+_DIFFERS: Mapping[str, Callable[[tuple[str, ...], RunConfig], str]] = {
+    "--num-layers": _other_number_of_layers,
+    "--group-query-attention": _no_query_groups,
+    "--spec": _other_spec,
+    "--optimizer-cuda-graph": _eager_update,
+    "--null-tokenizer-pad-id": lambda values, run: "",
+    "--check-for-spiky-loss": _spikes_ignored,
+    "--check-for-large-grads": _spikes_ignored,
+    "--override-opt-param-scheduler": _schedule_of_checkpoint,
+    "--override-opt_param-scheduler": _schedule_of_checkpoint,
 }
-
-TAKEN: dict[str, Always] = ALWAYS | ACCEPTED
+"""Functions that return the problem of given values; see `AcceptedFlag`."""
+ALWAYS = {
+    flag: AcceptedFlag(
+        row["reason"], tuple(row["values"]) if "values" in row else None, _DIFFERS.get(flag)
+    )
+    for flag, row in flag_rows("megatron/always_flags.json").items()
+}
+TAKEN: dict[str, AcceptedFlag] = ALWAYS | ACCEPTED
 """Flags that are no options and are accepted."""
-REFUSED = MODEL + RUN + OTHER_LAYERS + OTHER_PROGRAMS + VARIANTS + TOOLS
-REFUSAL_OF: dict[str, RefusedFlags] = {flag: group for group in REFUSED for flag in group.flags}

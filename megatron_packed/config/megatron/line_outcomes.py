@@ -12,9 +12,10 @@ from megatron_packed.config.megatron.differences import differences
 from megatron_packed.config.megatron.flags import REFUSAL_OF, TAKEN
 from megatron_packed.config.megatron.model_config_file import VARIABLE
 from megatron_packed.config.parser.command_line import Occurrence, read_command_line
-from megatron_packed.config.parser.flag_registry import META_FLAGS, every_field, spellings
+from megatron_packed.config.parser.flag_registry import META_FLAGS, spellings
 from megatron_packed.config.parser.help_text import default_text
 from megatron_packed.config.parser.parse import parse_with_sources
+from megatron_packed.config.run import every_field
 from megatron_packed.config.sections.model import ModelConfig
 
 

@@ -11,7 +11,6 @@ from megatron_packed.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from megatron_packed.config.parser.config_file import read_config_file as read_config_file
-    from megatron_packed.config.parser.flag_registry import every_field as every_field
     from megatron_packed.config.parser.flag_registry import known_flags as known_flags
     from megatron_packed.config.parser.flag_registry import spellings as spellings
     from megatron_packed.config.parser.parse import parse_or_exit as parse_or_exit
@@ -24,7 +23,7 @@ else:
         __name__,
         {
             "config_file": ["read_config_file"],
-            "flag_registry": ["every_field", "known_flags", "spellings"],
+            "flag_registry": ["known_flags", "spellings"],
             "parse": ["parse_or_exit", "parse_with_sources"],
             "precedence": ["Given", "gather"],
             "print_config": ["config_yaml"],

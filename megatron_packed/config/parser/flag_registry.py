@@ -9,8 +9,7 @@ from typing import Any
 
 from megatron_packed.config.megatron.flags import REFUSAL_OF, TAKEN
 from megatron_packed.config.options import Field
-from megatron_packed.config.run import SECTIONS
-from megatron_packed.config.section import section_fields
+from megatron_packed.config.run import every_field
 
 META_FLAGS: dict[str, str] = {
     "--config": "Read options from a YAML file; flags override them.",
@@ -58,14 +57,6 @@ def spellings() -> Mapping[str, Spelling]:
             )
             found[spelling] = Spelling(described, sets, spelling in old)
     return found
-
-
-@cache
-def every_field() -> tuple[Field, ...]:
-    """Return all options in the order of the sections."""
-    return tuple(
-        described for section in SECTIONS.values() for described in section_fields(section)
-    )
 
 
 def usable_flags() -> list[str]:

@@ -27,7 +27,6 @@ from megatron_packed.config.launch_checks import (
 from megatron_packed.config.layer_pattern import STAGE
 from megatron_packed.config.megatron.accepted import ACCEPTED
 from megatron_packed.config.megatron.flags import ALWAYS, TAKEN
-from megatron_packed.config.parser.flag_registry import every_field
 from megatron_packed.config.parser.launcher import tell_launcher, wait_for_rank_0
 from megatron_packed.config.parser.precedence import Given, gather
 from megatron_packed.config.parser.stored_options import (
@@ -37,7 +36,7 @@ from megatron_packed.config.parser.stored_options import (
     with_stored_cure,
 )
 from megatron_packed.config.path_checks import path_problems
-from megatron_packed.config.run import SECTIONS, RunConfig, unchecked_run
+from megatron_packed.config.run import SECTIONS, RunConfig, every_field, unchecked_run
 from megatron_packed.config.section import problems_of, unchecked
 from megatron_packed.config.sections.checkpoint import saving_rules
 from megatron_packed.config.sections.offload_rules import forced_buffers

@@ -19,12 +19,11 @@ from megatron_packed.config.parser.did_you_mean import did_you_mean, nearest
 from megatron_packed.config.parser.flag_registry import (
     META_FLAGS,
     Spelling,
-    every_field,
     spellings,
     usable_flags,
 )
 from megatron_packed.config.parser.value_text import WrongValueError, from_text, from_yaml
-from megatron_packed.config.run import SECTIONS
+from megatron_packed.config.run import SECTIONS, every_field
 from megatron_packed.config.trainer_flags import answer, flags_in
 from megatron_packed.config.value_checks import placeholder
 

@@ -8,15 +8,11 @@ from typing import Any
 
 from megatron_packed.config.errors import ConfigError, Problem
 from megatron_packed.config.options import Field
-from megatron_packed.config.parser.flag_registry import every_field
 from megatron_packed.config.parser.precedence import Given
+from megatron_packed.config.run import every_field, keys_deciding
 from megatron_packed.config.section import section_fields
 from megatron_packed.config.sections.data_parts.files import TRAINING_DATA
-from megatron_packed.config.sections.data_parts.tokenizer import (
-    CHAT_CHOICE,
-    TOKENIZER_CHOICE,
-    TRAINED_BPE,
-)
+from megatron_packed.config.sections.data_parts.tokenizer import TRAINED_BPE
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.serialise import as_flag, as_given
 from megatron_packed.config.value_checks import MISSING
@@ -30,6 +26,10 @@ NO_DATA = ("(none)",)
 STORED = "checkpoint"
 """Origin of a value that comes from a checkpoint (`RunConfig.origins`)."""
 PRECISION = ("bf16", "transformer_impl")
+TOKENIZER_CHOICE = tuple(
+    key for key in keys_deciding("tokenizer", "tokenizer name") if key.startswith("data.")
+)
+"""Options that together choose the tokenizer."""
 _FLAG = "--use-checkpoint-args"
 UNKNOWN_LENGTH = 2048
 """Length of documents that text generation assumes for converted weights, which store none."""
@@ -59,8 +59,7 @@ _OF_INFERENCE = {
     "packing": {"seq_length", "max_document_length"},
     "checkpoint": {"load", "ckpt_step", "use_checkpoint_args"},
     "data": {
-        *TOKENIZER_CHOICE,
-        *CHAT_CHOICE,
+        *(key.removeprefix("data.") for key in (*TOKENIZER_CHOICE, *keys_deciding("chat"))),
         *_OF_PROMPTS,
         *_OF_TRAINED_BPE,
         "data_cache_path",
@@ -219,9 +218,9 @@ def _replaced(
             continue
         if about.section == ModelConfig.title:
             takes = not about.option.training_only or about.key not in given.values
-        elif about.section == "data" and about.name in TOKENIZER_CHOICE:
+        elif about.key in TOKENIZER_CHOICE:
             takes = takes_tokenizer and about.key not in named
-        elif about.section == "data" and about.name in CHAT_CHOICE:
+        elif about.option.resume == "chat":
             # Without --sft, texts have no chat template.
             applies = given.values.get("data.sft") or about.name == "special_tokens_in_text"
             takes = bool(applies) and about.key not in named and not _other_form(about, named)
@@ -247,7 +246,7 @@ def _missing(given: Given, stored: Mapping[str, Mapping[str, Any]]) -> Iterator[
         if about.section == ModelConfig.title:
             takes |= bool(overrides) and not about.option.training_only
         elif about.section == "data":
-            if about.name in TOKENIZER_CHOICE:
+            if about.key in TOKENIZER_CHOICE:
                 takes &= takes_tokenizer
             elif about.name in _OF_TRAINED_BPE:
                 takes &= trained and named.isdisjoint(TRAINING_DATA)

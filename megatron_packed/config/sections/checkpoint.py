@@ -6,15 +6,34 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+from megatron_packed.config.conditions import TRAINS, Condition, option_given
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.options import option
+from megatron_packed.config.options import Related, option
 from megatron_packed.config.section import Section, Sound
 from megatron_packed.config.sections.logging import LoggingConfig
-from megatron_packed.config.sections.packing import nearest_multiples
+
+if TYPE_CHECKING:
+    from megatron_packed.config.run import RunConfig
 
 PHASE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+def _loads_weights(run: RunConfig, processes: int) -> bool:
+    options = run.checkpoint
+    return options.load is not None or options.pretrained_checkpoint is not None
+
+
+SAVES, LOADS = option_given("checkpoint.save"), option_given("checkpoint.load")
+LOADS_WEIGHTS = Condition("no checkpoint is loaded", _loads_weights)
+RESUMES = Condition(
+    "--finetune loads only the weights", lambda run, processes: not run.checkpoint.finetune
+)
+LOADS_SCHEDULE = Condition(
+    "--no-load-optim leaves out the schedule, too",
+    lambda run, processes: run.checkpoint.load_optim,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,12 +47,14 @@ class CheckpointConfig(Section, title="checkpoint"):
         unit="iterations",
         minimum=1,
         aliases=("persistent-save-interval",),
+        only_if=TRAINS,
     )
     save_retain: int | None = option(
         None,
         "Number of the newest checkpoints to keep; all are kept when not given.",
         unit="checkpoints",
         minimum=1,
+        only_if=(TRAINS, SAVES),
     )
     save_retain_interval: int | None = option(
         None,
@@ -41,11 +62,14 @@ class CheckpointConfig(Section, title="checkpoint"):
         "--save-retain of the others (1 when not given).",
         unit="iterations",
         minimum=1,
+        only_if=(TRAINS, SAVES),
+        multiple_of="save_interval",
     )
     save_best: bool = option(
         False,
         "Also save a checkpoint when a validation has the lowest loss so far, and keep the best "
         "one in addition to --save-retain. --ckpt-step best loads it.",
+        only_if=TRAINS,
     )
     save_optim: bool = option(
         True,
@@ -53,14 +77,20 @@ class CheckpointConfig(Section, title="checkpoint"):
         "--no-load-optim.",
         flag="no-save-optim",
         negated=True,
+        only_if=(TRAINS, SAVES),
     )
     save_rng: bool = option(
-        True, "Save checkpoints without random states.", flag="no-save-rng", negated=True
+        True,
+        "Save checkpoints without random states.",
+        flag="no-save-rng",
+        negated=True,
+        only_if=(TRAINS, SAVES),
     )
     async_save: bool = option(
         False,
         "Write checkpoints in the background from a copy in host memory. One checkpoint is "
         "written at a time, and the run ends after the last one is written.",
+        only_if=(TRAINS, SAVES),
     )
     load: str | None = option(
         None,
@@ -75,11 +105,13 @@ class CheckpointConfig(Section, title="checkpoint"):
         unit="iteration",
         minimum=0,
         word="best",
+        needs=Related("load"),
     )
     exit_on_missing_checkpoint: bool = option(
         False,
         "Fail if --load has no checkpoint, even if the directory is also --save. By default "
         "such a run starts at iteration 0.",
+        only_if=LOADS,
     )
     load_optim: bool = option(
         True,
@@ -87,12 +119,14 @@ class CheckpointConfig(Section, title="checkpoint"):
         "masters are made from the weights.",
         flag="no-load-optim",
         negated=True,
+        only_if=(LOADS, RESUMES),
     )
     load_rng: bool = option(
         True,
         "Resume without the saved random states; new ones are made from --seed.",
         flag="no-load-rng",
         negated=True,
+        only_if=(LOADS, RESUMES),
     )
     use_checkpoint_args: bool = option(
         False,
@@ -100,25 +134,36 @@ class CheckpointConfig(Section, title="checkpoint"):
         "They override flags, except those that only affect training. --seq-length, the "
         "tokenizer, and with --sft the chat template and its settings come from it if they are "
         "not given. --bf16 is not taken.",
+        only_if=LOADS_WEIGHTS,
     )
     use_checkpoint_opt_param_scheduler: bool = option(
         False,
         "Continue the learning-rate schedule and the weight decay of the checkpoint in --load; "
         "they override the flags of this run.",
         flag="use-checkpoint-opt_param-scheduler",
+        only_if=(TRAINS, LOADS, RESUMES, LOADS_SCHEDULE),
     )
-    finetune: bool = option(False, "Load only the weights from --load, and start at iteration 0.")
+    finetune: bool = option(
+        False, "Load only the weights from --load, and start at iteration 0.", needs=Related("load")
+    )
     begin_phase: str | None = option(
         None,
         "Name of a new phase of the run in --load: weights, moments, counters and random states "
         "continue, and the data, packing and router options may be others. The same command "
         "resumes the phase after it has begun.",
+        needs=Related("load"),
+        excludes=Related(
+            "finetune",
+            "it starts a new run",
+            cure="leave out --finetune to keep the moments and counters",
+        ),
     )
     pretrained_checkpoint: str | None = option(
         None,
         "Directory whose newest valid checkpoint provides the initial weights. The same command "
         "resumes from --load as soon as the run itself has a checkpoint there.",
         path="input_directory",
+        excludes=Related("finetune", "it loads the weights of --load"),
     )
     dist_ckpt_strictness: str = option(
         "raise_all",
@@ -138,6 +183,7 @@ class CheckpointConfig(Section, title="checkpoint"):
             "assume_ok_unexpected",
             "an error is better than weights that are silently not loaded",
         ),
+        only_if=LOADS_WEIGHTS,
     )
 
     @property
@@ -167,46 +213,11 @@ class CheckpointConfig(Section, title="checkpoint"):
         return self.dist_ckpt_strictness != "raise_all"
 
     def rules(self, sound: Sound) -> Iterator[Problem]:
-        every, retained = self.save_interval, self.save_retain_interval
-        if (
-            sound("save_interval", "save_retain_interval")
-            and every
-            and retained
-            and retained % every
-        ):
-            yield Problem(
-                "--save-retain-interval",
-                str(retained),
-                f"must be a multiple of --save-interval ({every})",
-                nearest_multiples(retained, every),
-            )
-        if (
-            sound("finetune", "pretrained_checkpoint")
-            and self.finetune
-            and self.pretrained_checkpoint is not None
-        ):
-            yield Problem(
-                "--pretrained-checkpoint",
-                self.pretrained_checkpoint,
-                "contradicts --finetune, which loads the weights of --load",
-                "give either --finetune or --pretrained-checkpoint",
-            )
-        if sound("begin_phase") and self.begin_phase is not None:
-            yield from self._phase_rules(self.begin_phase)
-        for name in ("ckpt_step", "finetune", "begin_phase"):
-            value = getattr(self, name)
-            if sound(name, "load") and value not in (None, False) and self.load is None:
-                shown = "" if value is True else str(value)
-                yield Problem(self.flag(name), shown, "needs --load", "give --load DIRECTORY")
-
-    def _phase_rules(self, name: str) -> Iterator[Problem]:
-        if PHASE_NAME.fullmatch(name) is None:
+        yield from super().rules(sound)
+        name = self.begin_phase if sound("begin_phase") else None
+        if name is not None and PHASE_NAME.fullmatch(name) is None:
             rule = "must be 1 to 64 of the characters a-z, A-Z, 0-9, '.', '_' and '-'"
             yield Problem("--begin-phase", name, rule, "give a name such as long-context")
-        if self.finetune:
-            rule = "contradicts --finetune, which starts a new run"
-            cure = "leave out --finetune to keep the moments and counters"
-            yield Problem("--begin-phase", name, rule, cure)
 
 
 def saving_rules(

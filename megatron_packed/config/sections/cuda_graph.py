@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron_packed.config.conditions import option_is_not
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.layer_pattern import (
     ATTENTION,
@@ -16,7 +17,7 @@ from megatron_packed.config.layer_pattern import (
     MLP,
     MOE,
 )
-from megatron_packed.config.options import option
+from megatron_packed.config.options import Related, option
 from megatron_packed.config.section import Section, Sound, section_fields
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.sections.packing import PackingConfig
@@ -33,6 +34,9 @@ MODULE_LAYERS = {
 
 AUTO = "auto"
 LOCAL, TRANSFORMER_ENGINE, FULL_ITERATION = "local", "transformer_engine", "full_iteration"
+
+
+CAPTURES = option_is_not("cuda_graph.cuda_graph_impl", "none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +62,12 @@ class CudaGraphConfig(Section, title="cuda_graph"):
         choices=tuple(MODULE_LAYERS),
         value_aliases={"moe_preprocess": "moe_router"},
         not_built={"full_iteration": "give --cuda-graph-impl full_iteration"},
+        only_if=CAPTURES,
+        excludes=Related(
+            "cuda_graph_impl",
+            "modules select layers, and this captures whole steps",
+            value=FULL_ITERATION,
+        ),
     )
     cuda_graph_max_packed_seqs: tuple[int, ...] = option(
         (),
@@ -70,11 +80,13 @@ class CudaGraphConfig(Section, title="cuda_graph"):
         empty_word=AUTO,
         bare=(50,),
         minimum=1,
+        only_if=CAPTURES,
     )
     cuda_graph_strict: bool = option(
         False,
         "Fail if a micro-batch or module would run eagerly. By default eager runs are counted "
         "and reported.",
+        only_if=CAPTURES,
     )
     cuda_graph_audit_interval: int | None = option(
         None,
@@ -82,6 +94,7 @@ class CudaGraphConfig(Section, title="cuda_graph"):
         "eager run; no comparison when not given.",
         unit="iterations",
         minimum=1,
+        only_if=CAPTURES,
     )
     cuda_graph_warmup_steps: int = option(
         3,
@@ -89,6 +102,7 @@ class CudaGraphConfig(Section, title="cuda_graph"):
         "these runs. With 0, each size is run once, and kernels are tuned there.",
         unit="runs",
         minimum=0,
+        only_if=CAPTURES,
     )
 
     @property
@@ -136,6 +150,7 @@ class CudaGraphConfig(Section, title="cuda_graph"):
         )
 
     def rules(self, sound: Sound) -> Iterator[Problem]:
+        yield from super().rules(sound)
         if sound("cuda_graph_impl") and not self.enabled:
             for described in section_fields(type(self))[1:]:
                 value = getattr(self, described.name)
@@ -152,17 +167,6 @@ class CudaGraphConfig(Section, title="cuda_graph"):
                 _shown(self.cuda_graph_modules),
                 "moe_router is part of moe, and moe captures the whole expert layer",
                 "give moe or moe_router",
-            )
-        if (
-            sound("cuda_graph_impl", "cuda_graph_modules")
-            and self.captures_steps
-            and self.cuda_graph_modules
-        ):
-            yield Problem(
-                "--cuda-graph-modules",
-                _shown(self.cuda_graph_modules),
-                "selects layers, but --cuda-graph-impl full_iteration captures whole steps",
-                "leave it out, or give --cuda-graph-impl local",
             )
 
 

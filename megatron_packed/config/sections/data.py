@@ -10,7 +10,6 @@ from megatron_packed.config.errors import Problem
 from megatron_packed.config.section import Sound
 from megatron_packed.config.sections.data_parts.files import SHUFFLED, FileOptions
 from megatron_packed.config.sections.data_parts.tokenizer import (
-    AT_DOCUMENT,
     BYTES,
     GPT2,
     TokenizerOptions,
@@ -31,35 +30,13 @@ class DataConfig(  # dataclass fields follow the bases from right to left
         return derived
 
     def rules(self, sound: Sound) -> Iterator[Problem]:
+        yield from super().rules(sound)
         yield from self.file_rules(sound)
         yield from self.tokenizer_rules(sound)
         yield from self._chat_rules(sound)
 
     def _chat_rules(self, sound: Sound) -> Iterator[Problem]:
         template, form = self.chat_template, self.sft_tokenizer_prompt_format
-        for name in ("chat_template", "sft_tokenizer_prompt_format"):
-            if getattr(self, name) is not None and not self.sft and sound(name):
-                yield Problem(
-                    self.flag(name),
-                    getattr(self, name),
-                    "only applies to conversations",
-                    "add --sft, or leave it out",
-                )
-        if self.answer_end == AT_DOCUMENT and sound("answer_end"):
-            if not self.sft:
-                yield Problem(
-                    "--answer-end",
-                    AT_DOCUMENT,
-                    "only applies to conversations",
-                    "add --sft, or leave it out",
-                )
-            elif form is not None and sound("sft_tokenizer_prompt_format"):
-                yield Problem(
-                    "--answer-end",
-                    AT_DOCUMENT,
-                    f"contradicts --sft-tokenizer-prompt-format {form}, which adds no end of a document",
-                    "leave one of the two flags out",
-                )
         if (
             template is not None
             and form not in (None, "default")

@@ -4,12 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from megatron_packed.config.conditions import TRAINS, Condition, option_given
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.options import option
+from megatron_packed.config.options import Related, option
 from megatron_packed.config.section import Section, Sound
 
+if TYPE_CHECKING:
+    from megatron_packed.config.run import RunConfig
+
 ANSWERS, TRACKING = "answers during training", "tracking services"
+
+
+def _answers_prompts(run: RunConfig, processes: int) -> bool:
+    return run.training.valid_metric is not None or run.logging.sample_prompts is not None
+
+
+ANSWERED_PROMPTS = Condition(
+    "neither --sample-prompts nor --valid-metric is given", _answers_prompts
+)
+WANDB = option_given("logging.wandb_project")
+MLFLOW = option_given("logging.mlflow_experiment")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +38,7 @@ class LoggingConfig(Section, title="logging"):
         unit="iterations",
         minimum=1,
         megatron=("100", "printing a line does not wait for the device"),
+        only_if=TRAINS,
     )
     brief_start: bool = option(
         False,
@@ -33,11 +50,13 @@ class LoggingConfig(Section, title="logging"):
         False,
         "Log the L2 norm of all parameters after each step. With --bf16 it is the norm of the "
         "fp32 masters.",
+        only_if=TRAINS,
     )
     log_num_zeros_in_grad: bool = option(
         False,
         "Log the number of gradient elements that are exactly zero after the reduction "
         "over all ranks.",
+        only_if=TRAINS,
     )
     log_progress: bool = option(
         False,
@@ -53,6 +72,7 @@ class LoggingConfig(Section, title="logging"):
         "HTML report of the run, written at its end from the numbers of --log-jsonl, which is "
         "required.",
         path="output_file",
+        needs=Related("log_jsonl", "the report is made from its numbers"),
     )
 
     sample_prompts: str | None = option(
@@ -68,37 +88,47 @@ class LoggingConfig(Section, title="logging"):
         unit="tokens",
         group=ANSWERS,
         minimum=1,
+        only_if=ANSWERED_PROMPTS,
     )
 
     wandb_project: str | None = option(
         None, "Weights & Biases (W&B) project; rank 0 logs to it.", group=TRACKING
     )
     wandb_exp_name: str | None = option(
-        None, "Name of the run in W&B; W&B chooses a name when not given.", group=TRACKING
+        None,
+        "Name of the run in W&B; W&B chooses a name when not given.",
+        group=TRACKING,
+        only_if=WANDB,
     )
     wandb_save_dir: str | None = option(
         None,
         "Directory for the local files of W&B; the --save directory when not given.",
         group=TRACKING,
         path="output_directory",
+        only_if=WANDB,
     )
     wandb_entity: str | None = option(
-        None, "W&B user or team that owns the project.", group=TRACKING
+        None, "W&B user or team that owns the project.", group=TRACKING, only_if=WANDB
     )
     mlflow_experiment: str | None = option(
         None, "MLflow experiment; rank 0 logs to it.", group=TRACKING
     )
     mlflow_run_name: str | None = option(
-        None, "Name of the run in MLflow; MLflow chooses a name when not given.", group=TRACKING
+        None,
+        "Name of the run in MLflow; MLflow chooses a name when not given.",
+        group=TRACKING,
+        only_if=MLFLOW,
     )
     mlflow_tracking_uri: str | None = option(
         None,
         "Tracking server or store of MLflow; the environment variable MLFLOW_TRACKING_URI "
         "when not given.",
         group=TRACKING,
+        only_if=MLFLOW,
     )
 
     def rules(self, sound: Sound) -> Iterator[Problem]:
+        yield from super().rules(sound)
         uri = self.mlflow_tracking_uri if sound("mlflow_tracking_uri") else None
         if uri is not None and "@" in uri.partition("://")[2].partition("/")[0]:
             yield Problem(
@@ -108,16 +138,11 @@ class LoggingConfig(Section, title="logging"):
                 "set the environment variables MLFLOW_TRACKING_USERNAME and "
                 "MLFLOW_TRACKING_PASSWORD",
             )
-        if self.report is None or not sound("report"):
-            return
-        if not self.report.endswith((".html", ".htm")):
+        if (
+            self.report is not None
+            and sound("report")
+            and not self.report.endswith((".html", ".htm"))
+        ):
             yield Problem(
                 "--report", self.report, "must name an HTML page", "give a name that ends in .html"
-            )
-        if sound("log_jsonl") and self.log_jsonl is None:
-            yield Problem(
-                "--report",
-                self.report,
-                "needs --log-jsonl, from whose numbers the report is made",
-                "give --log-jsonl FILE",
             )

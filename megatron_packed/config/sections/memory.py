@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron_packed.config.conditions import Condition, option_given
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.layer_pattern import (
     ATTENTION,
@@ -14,7 +15,7 @@ from megatron_packed.config.layer_pattern import (
     MLP,
     MOE,
 )
-from megatron_packed.config.options import option
+from megatron_packed.config.options import Related, option
 from megatron_packed.config.section import Section, Sound
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.config.sections.model import ModelConfig
@@ -58,6 +59,10 @@ OFFLOADED_IN = {
 """Layers (symbols of the pattern) that contain each module whose saved tensors can be offloaded."""
 
 
+FULL_RECOMPUTATION = option_given("memory.recompute_granularity", FULL)
+OFFLOADS = Condition("nothing is offloaded", lambda run, processes: run.memory.offloads)
+
+
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig(Section, title="memory"):
     """Options of the activations between the forward and the backward pass: recompute or offload
@@ -77,12 +82,16 @@ class MemoryConfig(Section, title="memory"):
         "layers; each group saves only its input. block: each of the first "
         "--recompute-num-layers layers by itself.",
         choices=(UNIFORM, BLOCK),
+        only_if=FULL_RECOMPUTATION,
+        required_with=Related("recompute_granularity", value=FULL),
     )
     recompute_num_layers: int | None = option(
         None,
         "Number of layers in a group (uniform), or number of recomputed layers (block).",
         unit="layers",
         minimum=1,
+        only_if=FULL_RECOMPUTATION,
+        required_with=Related("recompute_granularity", value=FULL),
     )
     recompute_modules: tuple[str, ...] = option(
         (),
@@ -95,6 +104,7 @@ class MemoryConfig(Section, title="memory"):
             "mla_up_proj": "leave it out: latent attention is not supported",
             "shared_experts": "give moe, which also recomputes shared experts",
         },
+        only_if=option_given("memory.recompute_granularity", SELECTIVE),
     )
 
     offload_layer_inputs: bool = option(
@@ -102,6 +112,12 @@ class MemoryConfig(Section, title="memory"):
         "Offload the inputs of recomputed layers to pinned host memory. An input is copied back "
         "while the following layer runs its backward pass.",
         group="offload",
+        needs=Related(
+            "recompute_granularity",
+            "only this saves the tensors to offload",
+            cure=f"give {GRANULARITY} {FULL}, or leave it out; {FINE_GRAINED} works without recomputation",
+            value=FULL,
+        ),
     )
     fine_grained_activation_offloading: bool = option(
         False,
@@ -118,6 +134,8 @@ class MemoryConfig(Section, title="memory"):
         "mamba_scan and gdn_scan offload all tensors saved between the projections.",
         choices=tuple(OFFLOADED_IN),
         group="offload",
+        only_if=option_given("memory.fine_grained_activation_offloading"),
+        required_with=Related("fine_grained_activation_offloading"),
     )
     min_offloaded_tensor_size: int = option(
         2**20,
@@ -125,6 +143,7 @@ class MemoryConfig(Section, title="memory"):
         unit="elements",
         minimum=1,
         group="offload",
+        only_if=OFFLOADS,
     )
     offload_buffers: int = option(
         2,
@@ -133,6 +152,7 @@ class MemoryConfig(Section, title="memory"):
         minimum=1,
         maximum=64,
         group="offload",
+        only_if=OFFLOADS,
     )
     offload_headroom_mib: int = option(
         512,
@@ -140,6 +160,7 @@ class MemoryConfig(Section, title="memory"):
         unit="MiB",
         minimum=0,
         group="offload",
+        only_if=OFFLOADS,
     )
 
     @property
@@ -197,45 +218,6 @@ class MemoryConfig(Section, title="memory"):
         recomputed layer saves none.
         """
         return module in self.offloaded_modules and not self.recomputes_layer(number)
-
-    def rules(self, sound: Sound) -> Iterator[Problem]:
-        yield from self._recompute_rules(sound)
-        yield from self._offload_rules(sound)
-
-    def _recompute_rules(self, sound: Sound) -> Iterator[Problem]:
-        if not sound("recompute_granularity") or not self.recomputes_layers:
-            return
-        of_layers = {
-            METHOD: ("recompute_method", f"{UNIFORM}|{BLOCK}"),
-            NUM_LAYERS: ("recompute_num_layers", "N"),
-        }
-        for flag, (name, example) in of_layers.items():
-            if sound(name) and getattr(self, name) is None:
-                yield Problem(
-                    flag, "", f"is required with {GRANULARITY} {FULL}", f"give {flag} {example}"
-                )
-
-    def _offload_rules(self, sound: Sound) -> Iterator[Problem]:
-        no_layers = (
-            sound("offload_layer_inputs", "recompute_granularity") and not self.recomputes_layers
-        )
-        if no_layers and self.offload_layer_inputs:
-            yield Problem(
-                LAYER_INPUTS,
-                "",
-                f"offloads the tensors that {GRANULARITY} {FULL} saves",
-                f"give {GRANULARITY} {FULL}, or leave it out; {FINE_GRAINED} works without "
-                "recomputation",
-            )
-        if not sound("fine_grained_activation_offloading", "offload_modules"):
-            return
-        if self.fine_grained_activation_offloading and not self.offload_modules:
-            yield Problem(
-                OFFLOADED,
-                "",
-                f"is required with {FINE_GRAINED}",
-                f"give {OFFLOADED} NAME [NAME ...]",
-            )
 
 
 def recompute_rules(

@@ -18,10 +18,11 @@ from megatron_packed.config.options import option
 from megatron_packed.config.section import Sound
 from megatron_packed.config.sections.model_parts.attention import AttentionOptions
 from megatron_packed.config.sections.model_parts.experts import ExpertOptions
-from megatron_packed.config.sections.model_parts.gated_delta_net import GatedDeltaNetOptions
+from megatron_packed.config.sections.model_parts.gated_delta_net import GDN, GatedDeltaNetOptions
 from megatron_packed.config.sections.model_parts.mamba import MambaOptions
 from megatron_packed.config.sections.model_parts.multi_token_prediction import MultiTokenOptions
 from megatron_packed.config.sections.model_parts.multipliers import MultiplierOptions
+from megatron_packed.config.sections.model_parts.stack import STACK
 
 OUTPUT = "embedding and output"
 
@@ -35,6 +36,7 @@ class ModelConfig(  # dataclass fields follow the bases from right to left
     MambaOptions,
     AttentionOptions,
     title="model",
+    group=OUTPUT,
 ):
     """Options that decide which function the weights compute and how the weights are initialised.
 
@@ -51,20 +53,19 @@ class ModelConfig(  # dataclass fields follow the bases from right to left
     """
 
     untie_embeddings_and_output_weights: bool = option(
-        False, "Use separate weights for the embedding and the output projection.", group=OUTPUT
+        False, "Use separate weights for the embedding and the output projection."
     )
     vocab_size: int | None = option(
         None,
         "Vocabulary size before padding; the size of the tokenizer when not given.",
         unit="tokens",
-        group=OUTPUT,
         minimum=2,
+        resume="tokenizer",
     )
     make_vocab_size_divisible_by: int = option(
         128,
         "The vocabulary is padded to a multiple of this number times the tensor-parallel size.",
         unit="tokens",
-        group=OUTPUT,
         minimum=1,
     )
 
@@ -112,6 +113,7 @@ class ModelConfig(  # dataclass fields follow the bases from right to left
         return values
 
     def rules(self, sound: Sound) -> Iterator[Problem]:
+        yield from self.related(sound, STACK)
         if sound("hybrid_layer_pattern"):
             yield from pattern_problems(self.hybrid_layer_pattern)
             yield from self.multi_token_rules(sound, self.mtp_depths)
@@ -123,7 +125,7 @@ class ModelConfig(  # dataclass fields follow the bases from right to left
             yield from self.mamba_rules(sound)
         yield from self.expert_rules(sound, known=known, has_experts=MOE in symbols)
         if GATED_DELTA_NET in symbols:
-            yield from self.gated_delta_net_rules(sound)
+            yield from self.related(sound, GDN)
         # The option is refused for models without attention layers too.
         if self.attention_dropout != 0 and sound("attention_dropout"):
             yield Problem(
@@ -138,11 +140,4 @@ class ModelConfig(  # dataclass fields follow the bases from right to left
                 self.hybrid_layer_pattern,
                 "has E layers, but experts with biases are not supported",
                 "add --disable-bias-linear",
-            )
-        if self.squared_relu and self.swiglu:
-            yield Problem(
-                "--squared-relu",
-                "",
-                "contradicts --swiglu: an MLP has one activation",
-                "leave one of the two flags out",
             )

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from megatron_packed.config.conditions import TRAINS, Condition, option_is, option_is_not
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.options import option, required_option
+from megatron_packed.config.options import Related, option, required_option
 from megatron_packed.config.section import Section, Sound
+
+if TYPE_CHECKING:
+    from megatron_packed.config.run import RunConfig
 
 RATE, ADAM, DECAY = "learning rate", "Adam", "weight decay"
 SAMPLE_UNITS = {
@@ -17,8 +22,32 @@ SAMPLE_UNITS = {
     "weight_decay_incr_iters": "weight_decay_incr_samples",
 }
 """Option of each schedule length in iterations, and the option of the same length in samples."""
+SAME_LENGTH = "both give the same length, in samples and in iterations"
 ENDS_WITH_RUN = ("lr_decay_iters", "weight_decay_incr_iters")
 """Lengths that are the length of the run when they are not given."""
+
+
+def _uses_decay_length(run: RunConfig, processes: int) -> bool:
+    """Return False without a decay, if the warm-up does not depend on its length either."""
+    optim = run.optim
+    return (
+        optim.lr_decay_style != "constant"
+        or optim.lr_warmup_fraction is not None
+        or bool(optim.lr_warmup_samples)
+    )
+
+
+DECAY_LENGTH = Condition(
+    "--lr-decay-style is constant, and the warm-up does not depend on the decay",
+    _uses_decay_length,
+)
+WSD = option_is("optim.lr_decay_style", "WSD")
+WARM_UP = Condition("the run has no warm-up", lambda run, processes: bool(run.warmup_iters))
+RISING_WEIGHT_DECAY = option_is_not("optim.weight_decay_incr_style", "constant")
+CONSTANT_WEIGHT_DECAY = Condition(
+    "the weight decay rises from --start-weight-decay to --end-weight-decay",
+    lambda run, processes: not run.optim.weight_decay_changes,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +58,13 @@ class OptimizerConfig(Section, title="optim"):
 
     lr: float = required_option("Maximum learning rate.", group=RATE, minimum=0)
     min_lr: float = option(
-        0.0, "Minimum learning rate, reached at the end of the decay.", group=RATE, minimum=0
+        0.0,
+        "Minimum learning rate, reached at the end of the decay.",
+        group=RATE,
+        minimum=0,
+        only_if=(TRAINS, option_is_not("optim.lr_decay_style", "constant")),
+        zero_is_off=True,
+        at_most="lr",
     )
     lr_decay_style: str = option(
         "linear",
@@ -39,6 +74,7 @@ class OptimizerConfig(Section, title="optim"):
         not_built={
             "inverse-square-root": "give cosine, or WSD with --lr-wsd-decay-style minus_sqrt"
         },
+        only_if=TRAINS,
     )
     lr_decay_iters: int | None = option(
         None,
@@ -46,6 +82,7 @@ class OptimizerConfig(Section, title="optim"):
         unit="iterations",
         group=RATE,
         minimum=1,
+        only_if=(TRAINS, DECAY_LENGTH),
     )
     lr_decay_samples: int | None = option(
         None,
@@ -54,9 +91,17 @@ class OptimizerConfig(Section, title="optim"):
         group=RATE,
         minimum=1,
         maximum=1 << 62,
+        only_if=(TRAINS, DECAY_LENGTH),
+        excludes=Related("lr_decay_iters", SAME_LENGTH),
     )
     lr_warmup_iters: int = option(
-        0, "Length of the linear warm-up, in iterations.", unit="iterations", group=RATE, minimum=0
+        0,
+        "Length of the linear warm-up, in iterations.",
+        unit="iterations",
+        group=RATE,
+        minimum=0,
+        only_if=TRAINS,
+        zero_is_off=True,
     )
     lr_warmup_samples: int = option(
         0,
@@ -65,6 +110,9 @@ class OptimizerConfig(Section, title="optim"):
         group=RATE,
         minimum=0,
         maximum=1 << 62,
+        only_if=TRAINS,
+        zero_is_off=True,
+        excludes=Related("lr_warmup_iters", SAME_LENGTH),
     )
     lr_warmup_fraction: float | None = option(
         None,
@@ -72,9 +120,18 @@ class OptimizerConfig(Section, title="optim"):
         group=RATE,
         minimum=0,
         maximum=1,
+        only_if=TRAINS,
+        zero_is_off=True,
+        excludes=(Related("lr_warmup_iters"), Related("lr_warmup_samples")),
     )
     lr_warmup_init: float = option(
-        0.0, "Learning rate at the start of the warm-up.", group=RATE, minimum=0
+        0.0,
+        "Learning rate at the start of the warm-up.",
+        group=RATE,
+        minimum=0,
+        only_if=(TRAINS, WARM_UP),
+        zero_is_off=True,
+        at_most="lr",
     )
     lr_wsd_decay_iters: int | None = option(
         None,
@@ -82,6 +139,7 @@ class OptimizerConfig(Section, title="optim"):
         unit="iterations",
         group=RATE,
         minimum=1,
+        only_if=(TRAINS, WSD),
     )
     lr_wsd_decay_samples: int | None = option(
         None,
@@ -90,12 +148,15 @@ class OptimizerConfig(Section, title="optim"):
         group=RATE,
         minimum=1,
         maximum=1 << 62,
+        only_if=(TRAINS, WSD),
+        excludes=Related("lr_wsd_decay_iters", SAME_LENGTH),
     )
     lr_wsd_decay_style: str = option(
         "exponential",
         "Shape of the final decay of the WSD schedule.",
         group=RATE,
         choices=("exponential", "linear", "cosine", "minus_sqrt"),
+        only_if=(TRAINS, WSD),
     )
 
     weight_decay: float = option(
@@ -103,6 +164,7 @@ class OptimizerConfig(Section, title="optim"):
         "Weight decay of matrices; norms, biases, A_log, D and dt_bias have none.",
         group=DECAY,
         minimum=0,
+        only_if=(TRAINS, CONSTANT_WEIGHT_DECAY),
     )
     weight_decay_incr_style: str = option(
         "constant",
@@ -110,12 +172,17 @@ class OptimizerConfig(Section, title="optim"):
         "--weight-decay.",
         group=DECAY,
         choices=("constant", "linear", "cosine"),
+        only_if=TRAINS,
     )
     start_weight_decay: float | None = option(
-        None, "Weight decay of the first step of a rise.", group=DECAY, minimum=0
+        None, "Weight decay of the first step of a rise.", group=DECAY, minimum=0, only_if=TRAINS
     )
     end_weight_decay: float | None = option(
-        None, "Weight decay at the end of a rise and after it.", group=DECAY, minimum=0
+        None,
+        "Weight decay at the end of a rise and after it.",
+        group=DECAY,
+        minimum=0,
+        only_if=TRAINS,
     )
     weight_decay_incr_iters: int | None = option(
         None,
@@ -124,6 +191,7 @@ class OptimizerConfig(Section, title="optim"):
         unit="iterations",
         group=DECAY,
         minimum=1,
+        only_if=(TRAINS, RISING_WEIGHT_DECAY),
     )
     weight_decay_incr_samples: int | None = option(
         None,
@@ -133,6 +201,8 @@ class OptimizerConfig(Section, title="optim"):
         group=DECAY,
         minimum=1,
         maximum=1 << 62,
+        only_if=(TRAINS, RISING_WEIGHT_DECAY),
+        excludes=Related("weight_decay_incr_iters", SAME_LENGTH),
     )
 
     optimizer_backend: str = option(
@@ -146,15 +216,30 @@ class OptimizerConfig(Section, title="optim"):
         "Global gradient norm above which the gradient is clipped; 0 disables clipping.",
         group=ADAM,
         minimum=0,
+        only_if=TRAINS,
     )
     adam_beta1: float = option(
-        0.9, "Decay rate of Adam's first moment (beta1).", group=ADAM, minimum=0, below=1
+        0.9,
+        "Decay rate of Adam's first moment (beta1).",
+        group=ADAM,
+        minimum=0,
+        below=1,
+        only_if=TRAINS,
     )
     adam_beta2: float = option(
-        0.999, "Decay rate of Adam's second moment (beta2).", group=ADAM, minimum=0, below=1
+        0.999,
+        "Decay rate of Adam's second moment (beta2).",
+        group=ADAM,
+        minimum=0,
+        below=1,
+        only_if=TRAINS,
     )
     adam_eps: float = option(
-        1e-8, "Value added to the square root of Adam's second moment.", group=ADAM, above=0
+        1e-8,
+        "Value added to the square root of Adam's second moment.",
+        group=ADAM,
+        above=0,
+        only_if=TRAINS,
     )
 
     @property
@@ -163,46 +248,7 @@ class OptimizerConfig(Section, title="optim"):
         return self.weight_decay_incr_style != "constant"
 
     def rules(self, sound: Sound) -> Iterator[Problem]:
-        for name in ("min_lr", "lr_warmup_init"):
-            if sound("lr", name) and getattr(self, name) > self.lr:
-                yield Problem(
-                    self.flag(name),
-                    str(getattr(self, name)),
-                    f"must be at most --lr ({self.lr})",
-                    "lower it, or raise --lr",
-                )
-        fraction_given = self.lr_warmup_fraction is not None
-        if (
-            fraction_given
-            and sound("lr_warmup_iters", "lr_warmup_fraction")
-            and self.lr_warmup_iters
-        ):
-            yield Problem(
-                "--lr-warmup-fraction",
-                str(self.lr_warmup_fraction),
-                f"contradicts --lr-warmup-iters ({self.lr_warmup_iters})",
-                "leave one of the two flags out",
-            )
-        for iters, samples in SAMPLE_UNITS.items():
-            if sound(iters, samples) and getattr(self, iters) and getattr(self, samples):
-                yield Problem(
-                    self.flag(samples),
-                    str(getattr(self, samples)),
-                    f"contradicts {self.flag(iters)} ({getattr(self, iters)}): both give the "
-                    "same length, in samples and in iterations",
-                    "leave one of the two flags out",
-                )
-        if (
-            fraction_given
-            and sound("lr_warmup_samples", "lr_warmup_fraction")
-            and self.lr_warmup_samples
-        ):
-            yield Problem(
-                "--lr-warmup-fraction",
-                str(self.lr_warmup_fraction),
-                f"contradicts --lr-warmup-samples ({self.lr_warmup_samples})",
-                "leave one of the two flags out",
-            )
+        yield from super().rules(sound)
         known = sound("lr_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
         if (
             known

@@ -7,10 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_packed.config.batch_ramp import BatchRamp
+from megatron_packed.config.conditions import option_given
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.options import derived_option, option, required_option
+from megatron_packed.config.options import Stored, derived_option, option, required_option
 from megatron_packed.config.section import Section, Sound
 from megatron_packed.config.value_checks import INT32_MAX
+
+
+def _tokens_of_pack(stored: Stored) -> int:
+    """Return the maximum document length of a run that was limited only by its packs."""
+    slots: int = stored["packing"]["micro_batch_size"] * stored["packing"]["seq_length"]
+    return slots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,18 +26,22 @@ class PackingConfig(Section, title="packing"):
     token slots.
     """
 
-    seq_length: int = required_option("Token slots of one sample.", unit="tokens", minimum=2)
+    seq_length: int = required_option(
+        "Token slots of one sample.", unit="tokens", minimum=2, resume="packs"
+    )
     micro_batch_size: int = option(
         1,
         "Samples of one micro-batch; they form one pack of micro-batch size x --seq-length slots.",
         unit="samples",
         minimum=1,
+        resume="packs",
     )
     global_batch_size: int = derived_option(
         "Samples of one optimizer step over all ranks.",
         derived="micro-batch size x data-parallel ranks",
         unit="samples",
         minimum=1,
+        multiple_of="micro_batch_size",
     )
     rampup_batch_size: tuple[int, ...] = option(
         (),
@@ -45,18 +56,21 @@ class PackingConfig(Section, title="packing"):
         "same, small number of documents. With best_fit_decreasing, the fewest slots are "
         "wasted. With sequential, the order of documents is kept.",
         choices=("balanced", "best_fit_decreasing", "sequential"),
+        resume="packs",
     )
     packing_window: int = option(
         4096,
         "Number of documents of the shuffled stream that are packed together.",
         unit="documents",
         minimum=1,
+        resume="packs",
     )
     max_documents_per_pack: int | None = option(
         None,
         "Maximum number of documents in a pack; no limit when not given.",
         unit="documents",
         minimum=1,
+        resume="packs",
     )
     pad_packed_seq_alignment: int | None = option(
         None,
@@ -65,6 +79,7 @@ class PackingConfig(Section, title="packing"):
         "--cp-comm-type cuts documents into chunks, else 1.",
         unit="tokens",
         minimum=1,
+        resume="packs",
     )
     max_document_length: int = derived_option(
         "Maximum length of a document, or of a piece of one, in a pack; at most --seq-length x "
@@ -72,6 +87,8 @@ class PackingConfig(Section, title="packing"):
         derived="--seq-length",
         unit="tokens",
         minimum=2,
+        resume="packs",
+        earlier=_tokens_of_pack,
     )
     overlong_policy: str = derived_option(
         "Handling of documents longer than --max-document-length; all cases are counted. With "
@@ -81,11 +98,16 @@ class PackingConfig(Section, title="packing"):
         derived="split, which loses no token; with --sft truncate_prompt, which keeps the last "
         "answer",
         choices=("truncate_prompt", "truncate", "split", "drop", "error"),
+        resume="packs",
+        earlier=lambda stored: "truncate",
     )
     keep_pieces_without_targets: bool = option(
         False,
         "With --sft, also pack pieces of documents without any target token. Gives the same "
         "packs as older versions, which did not drop such pieces.",
+        only_if=option_given("data.sft"),
+        resume="packs",
+        earlier=lambda stored: stored["data"].get("sft", False),
     )
 
     @property
@@ -129,16 +151,7 @@ class PackingConfig(Section, title="packing"):
                 f"is more than a pack of --seq-length x --micro-batch-size ({self.tokens_per_pack}) tokens",
                 f"give at most {self.tokens_per_pack}, or raise --seq-length",
             )
-        if (
-            sound("global_batch_size", "micro_batch_size")
-            and self.global_batch_size % self.micro_batch_size
-        ):
-            yield Problem(
-                "--global-batch-size",
-                str(self.global_batch_size),
-                f"must be a multiple of --micro-batch-size ({self.micro_batch_size})",
-                nearest_multiples(self.global_batch_size, self.micro_batch_size),
-            )
+        yield from super().rules(sound)
 
     def ramp_rules(self, unit: int) -> Iterator[Problem]:
         """Yield the problem of ``--rampup-batch-size``; ``unit`` is the number of samples of one
@@ -176,9 +189,3 @@ def default_overlong_policy(sft: bool) -> str:
     answer.
     """
     return "truncate_prompt" if sft else "split"
-
-
-def nearest_multiples(number: int, of: int) -> str:
-    """Return a cure that names the multiples below and above a number."""
-    lower = number // of * of
-    return f"give {lower} or {lower + of}" if lower else f"give {of}"

@@ -7,9 +7,17 @@ from dataclasses import dataclass
 from math import gcd, lcm
 from typing import Any, NamedTuple
 
+from megatron_packed.config.conditions import (
+    EXPERT_LAYERS,
+    MAMBA_LAYERS,
+    REPLICAS,
+    Condition,
+    option_is_not,
+)
 from megatron_packed.config.errors import Problem
+from megatron_packed.config.exchanged_heads import parts_of_layers
 from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, MAMBA, MLP, MOE
-from megatron_packed.config.options import derived_option, option
+from megatron_packed.config.options import Related, derived_option, option
 from megatron_packed.config.parallel_layout import layout_problems
 from megatron_packed.config.section import Sound
 from megatron_packed.config.sections.all_to_all import AllToAllOptions
@@ -17,7 +25,7 @@ from megatron_packed.config.sections.expert_rules import expert_rules
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.sections.model_parts.divisors import divisors, every_divisor, in_words
 from megatron_packed.config.sections.packing import PackingConfig
-from megatron_packed.config.sections.tensor_overlap import TensorOverlapOptions
+from megatron_packed.config.sections.tensor_overlap import TENSOR_PARALLEL, TensorOverlapOptions
 
 NOT_BUILT = {
     "pipeline_model_parallel_size": "pipeline parallelism",
@@ -32,6 +40,18 @@ SIZES = (
 """Axes whose size may be any number that fits the model and the number of processes."""
 REPLICA_SIZES = ("tensor_model_parallel_size", "context_parallel_size", *NOT_BUILT)
 """Axes whose ranks share the work on one pack."""
+
+
+CONTEXT_PARALLEL = option_is_not("parallel.context_parallel_size", 1)
+HEADS_IN_PARTS = Condition(
+    "no layer exchanges heads in more than one part",
+    lambda run, processes: max(parts_of_layers(run).values(), default=1) != 1,
+)
+GATHERS_DURING_STEPS = Condition(
+    "graphs of whole steps gather the weights at the end of each step",
+    lambda run, processes: not run.cuda_graph.captures_steps,
+)
+SEVERAL_PROCESSES = Condition("the run has one process", lambda run, processes: processes != 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +70,7 @@ class ParallelConfig(TensorOverlapOptions, AllToAllOptions, title="parallel"):
         False,
         "Split the tokens between layers over the tensor-parallel ranks too (sequence "
         "parallelism). Saves activation memory.",
+        only_if=TENSOR_PARALLEL,
     )
     context_parallel_size: int = option(
         1,
@@ -66,12 +87,14 @@ class ParallelConfig(TensorOverlapOptions, AllToAllOptions, title="parallel"):
         value_aliases={"allgather": "all_gather"},
         not_built={"a2a+p2p": "give a2a, all_gather or p2p"},
         megatron=("p2p", "no document needs padding, and every attention kernel can be used"),
+        only_if=CONTEXT_PARALLEL,
     )
     mamba_cp_comm_type: str = option(
         "heads",
         "Communication of context-parallel Mamba layers. heads exchanges heads for tokens. state "
         "passes the states of the scan from rank to rank, so the ranks need not divide the heads.",
         choices=("heads", "state"),
+        only_if=(MAMBA_LAYERS, CONTEXT_PARALLEL),
     )
     cp_comm_overlap_parts: int = option(
         1,
@@ -79,6 +102,7 @@ class ParallelConfig(TensorOverlapOptions, AllToAllOptions, title="parallel"):
         "while another one is computed. 1 does not overlap.",
         unit="parts",
         minimum=1,
+        only_if=(CONTEXT_PARALLEL, HEADS_IN_PARTS),
     )
     expert_model_parallel_size: int = option(
         1, "Number of expert-parallel ranks; they share the experts.", unit="ranks", minimum=1
@@ -88,6 +112,7 @@ class ParallelConfig(TensorOverlapOptions, AllToAllOptions, title="parallel"):
         derived="--tensor-model-parallel-size",
         unit="ranks",
         minimum=1,
+        only_if=(EXPERT_LAYERS, TENSOR_PARALLEL),
     )
     pipeline_model_parallel_size: int = option(
         1, "Number of pipeline-parallel ranks; only 1 is supported.", unit="ranks", minimum=1
@@ -96,16 +121,20 @@ class ParallelConfig(TensorOverlapOptions, AllToAllOptions, title="parallel"):
         False,
         "Shard the fp32 masters and moments over the data-parallel ranks; each rank updates its "
         "shard (ZeRO-1).",
+        only_if=REPLICAS,
     )
     overlap_grad_reduce: bool = option(
         False,
         "Reduce gradients over data-parallel ranks while the last backward pass of a step is "
         "still running.",
+        only_if=REPLICAS,
     )
     overlap_param_gather: bool = option(
         False,
         "Gather the updated parameters from the ranks that own them while the next step "
         "is already running.",
+        only_if=(REPLICAS, GATHERS_DURING_STEPS),
+        needs=(Related("use_distributed_optimizer"), Related("overlap_grad_reduce")),
     )
     ddp_bucket_size: int = option(
         40_000_000,
@@ -121,6 +150,7 @@ class ParallelConfig(TensorOverlapOptions, AllToAllOptions, title="parallel"):
         None,
         "Communication library for collectives; nccl on GPUs and gloo on CPUs when not given.",
         choices=("nccl", "gloo"),
+        only_if=SEVERAL_PROCESSES,
     )
     distributed_timeout_minutes: int = option(
         10,
@@ -129,6 +159,7 @@ class ParallelConfig(TensorOverlapOptions, AllToAllOptions, title="parallel"):
         unit="minutes",
         minimum=1,
         maximum=100000,
+        only_if=SEVERAL_PROCESSES,
     )
 
     @property
@@ -189,15 +220,7 @@ class ParallelConfig(TensorOverlapOptions, AllToAllOptions, title="parallel"):
             size = getattr(self, name)
             if sound(name) and size != 1:
                 yield Problem(self.flag(name), str(size), f"{axis} is not supported yet", "give 1")
-        needed = ("use_distributed_optimizer", "overlap_grad_reduce")
-        missing = [self.flag(name) for name in needed if sound(name) and not getattr(self, name)]
-        if sound("overlap_param_gather") and self.overlap_param_gather and missing:
-            yield Problem(
-                "--overlap-param-gather",
-                "",
-                f"requires {' and '.join(map(self.flag, needed))}",
-                f"add {' '.join(missing)}, or leave it out",
-            )
+        yield from super().rules(sound)
 
 
 def fewest_processes(parallel: ParallelConfig) -> int:

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from megatron_packed.config.conditions import TRAINS, option_given
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.options import option
 from megatron_packed.config.section import Section, Sound
 from megatron_packed.config.sections.training import TrainingConfig
 
 WINDOW, MEMORY = "a window of steps", "memory"
+
+
+PROFILES = option_given("profiling.profile")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +27,7 @@ class ProfilingConfig(Section, title="profiling"):
         False,
         "Profile a window of steps, with --use-pytorch-profiler or as the capture range of nsys.",
         group=WINDOW,
+        only_if=TRAINS,
     )
     profile_step_start: int = option(
         10,
@@ -30,18 +35,30 @@ class ProfilingConfig(Section, title="profiling"):
         unit="iterations",
         group=WINDOW,
         minimum=0,
+        only_if=(TRAINS, PROFILES),
     )
     profile_step_end: int = option(
-        12, "Last step of the profiled window.", unit="iterations", group=WINDOW, minimum=1
+        12,
+        "Last step of the profiled window.",
+        unit="iterations",
+        group=WINDOW,
+        minimum=1,
+        only_if=(TRAINS, PROFILES),
     )
-    profile_ranks: tuple[int, ...] = option((0,), "Ranks to profile.", group=WINDOW, minimum=0)
+    profile_ranks: tuple[int, ...] = option(
+        (0,), "Ranks to profile.", group=WINDOW, minimum=0, only_if=(TRAINS, PROFILES)
+    )
     use_pytorch_profiler: bool = option(
         False,
         "Profile with torch.profiler: one Chrome trace per rank and a table of kernels.",
         group=WINDOW,
+        only_if=(TRAINS, PROFILES),
     )
     record_shapes: bool = option(
-        False, "Record tensor shapes in the traces of torch.profiler.", group=WINDOW
+        False,
+        "Record tensor shapes in the traces of torch.profiler.",
+        group=WINDOW,
+        only_if=(TRAINS, PROFILES, option_given("profiling.use_pytorch_profiler")),
     )
 
     record_memory_history: bool = option(
@@ -56,6 +73,7 @@ class ProfilingConfig(Section, title="profiling"):
         "rank is added to the name.",
         group=MEMORY,
         path="output_file",
+        only_if=option_given("profiling.record_memory_history"),
     )
 
     def rules(self, sound: Sound) -> Iterator[Problem]:

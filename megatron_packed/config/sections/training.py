@@ -4,14 +4,60 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from megatron_packed.config.conditions import (
+    ATTENTION_LAYERS,
+    GATED_DELTA_NET_LAYERS,
+    MAMBA_LAYERS,
+    REPLICAS,
+    TRAINS,
+    Condition,
+    has_replicas,
+    layers,
+    option_given,
+    option_is_not,
+)
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.options import option
+from megatron_packed.config.layer_pattern import GATED_DELTA_NET, MAMBA
+from megatron_packed.config.options import Related, option
 from megatron_packed.config.section import Section, Sound
+from megatron_packed.config.sections.data_parts.files import VALIDATION_STEPS
+
+if TYPE_CHECKING:
+    from megatron_packed.config.run import RunConfig
 
 LOOP, EXACT, KERNELS = "loop", "precision and exactness", "kernels"
 MOST_EPOCHS = 10_000
 """Largest value of --train-epochs. All epochs are packed before the first step, to count them."""
+
+
+def _fills_spike_window(run: RunConfig, processes: int) -> bool:
+    """Return whether half of the window of running medians is filled before the run ends."""
+    iters, half = run.training.train_iters, -(-run.training.loss_spike_window // 2)
+    return iters is None or iters > half
+
+
+FILLED_SPIKE_WINDOW = Condition(
+    "the run ends before half of --loss-spike-window is filled", _fills_spike_window
+)
+REPLICAS_OR_MASTERS = Condition(
+    "no two ranks have the same weights, and fp32 weights have no masters",
+    lambda run, processes: run.training.bf16 or has_replicas(run, processes),
+)
+VALIDATION_SHARE = Condition(
+    "--split leaves no data for validation",
+    lambda run, processes: run.data.split is None or run.data.has_validation,
+)
+EVALUATIONS = Condition(
+    "the run has neither validations nor a test",
+    lambda run, processes: run.validates or run.tests,
+)
+PARTIAL_EVALUATIONS = Condition(
+    "--full-validation reads all validation data, and the run has no test",
+    lambda run, processes: run.tests or not run.training.full_validation,
+)
+VALIDATIONS = Condition("the run has no validations", lambda run, processes: run.validates)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +77,7 @@ class TrainingConfig(Section, title="training"):
         group=LOOP,
         above=0,
         maximum=MOST_EPOCHS,
+        only_if=TRAINS,
     )
     train_samples: int | None = option(
         None,
@@ -39,6 +86,7 @@ class TrainingConfig(Section, title="training"):
         group=LOOP,
         minimum=1,
         maximum=1 << 62,
+        only_if=TRAINS,
     )
     eval_interval: int | None = option(
         None,
@@ -46,6 +94,7 @@ class TrainingConfig(Section, title="training"):
         unit="iterations",
         group=LOOP,
         minimum=1,
+        only_if=(VALIDATION_STEPS, VALIDATION_SHARE),
     )
     eval_iters: int = option(
         100,
@@ -54,23 +103,29 @@ class TrainingConfig(Section, title="training"):
         unit="iterations",
         group=LOOP,
         minimum=0,
+        only_if=(EVALUATIONS, PARTIAL_EVALUATIONS),
+        zero_is_off=True,
     )
     full_validation: bool = option(
         False,
         "Validate on all validation data, each document once, however many steps that takes. "
         "--eval-iters and the weights of a blend do not count then.",
         group=LOOP,
+        only_if=VALIDATIONS,
     )
     multiple_validation_sets: bool = option(
         False,
         "Validate on each path of the validation data separately. The loss of each path is "
         "reported by name, in addition to the loss over all of them; weights do not count.",
         group=LOOP,
+        only_if=VALIDATIONS,
     )
     validation_set_names: tuple[str, ...] = option(
         (),
         "Names of the paths for --multiple-validation-sets; the names of the files when not given.",
         group=LOOP,
+        only_if=VALIDATIONS,
+        needs=Related("multiple_validation_sets"),
     )
     valid_metric: str | None = option(
         None,
@@ -85,6 +140,7 @@ class TrainingConfig(Section, title="training"):
         unit="conversations",
         group=LOOP,
         minimum=1,
+        only_if=option_given("training.valid_metric"),
     )
     early_stopping_patience: int | None = option(
         None,
@@ -92,6 +148,7 @@ class TrainingConfig(Section, title="training"):
         unit="validations",
         group=LOOP,
         minimum=1,
+        only_if=TRAINS,
     )
     skip_train: bool = option(
         False, "Validate and test once without training, then exit.", group=LOOP
@@ -102,6 +159,7 @@ class TrainingConfig(Section, title="training"):
         unit="iterations",
         group=LOOP,
         minimum=1,
+        only_if=TRAINS,
     )
     exit_duration_in_mins: int | None = option(
         None,
@@ -109,6 +167,7 @@ class TrainingConfig(Section, title="training"):
         unit="minutes",
         group=LOOP,
         minimum=1,
+        only_if=TRAINS,
     )
 
     manual_gc: bool = option(
@@ -124,6 +183,8 @@ class TrainingConfig(Section, title="training"):
         unit="iterations",
         group=LOOP,
         minimum=0,
+        only_if=option_given("training.manual_gc"),
+        zero_is_off=True,
     )
     manual_gc_eval: bool = option(
         True,
@@ -132,9 +193,14 @@ class TrainingConfig(Section, title="training"):
         flag="no-manual-gc-eval",
         negated=True,
         aliases=("disable-manual-gc-eval",),
+        only_if=(EVALUATIONS, option_given("training.manual_gc")),
     )
     seed: int = option(
-        1234, "Seed of initial weights, dropout and data order.", group=EXACT, minimum=0
+        1234,
+        "Seed of initial weights, dropout and data order.",
+        group=EXACT,
+        minimum=0,
+        resume="packs",
     )
     bf16: bool = option(
         False,
@@ -150,6 +216,7 @@ class TrainingConfig(Section, title="training"):
         "step. Such a step never changes the weights.",
         group=EXACT,
         choices=("stop", "skip"),
+        only_if=TRAINS,
     )
     loss_spike_policy: str = option(
         "warn",
@@ -158,6 +225,7 @@ class TrainingConfig(Section, title="training"):
         "compared.",
         group=EXACT,
         choices=("off", "warn", "skip"),
+        only_if=(TRAINS, FILLED_SPIKE_WINDOW),
     )
     loss_spike_window: int = option(
         128,
@@ -167,15 +235,21 @@ class TrainingConfig(Section, title="training"):
         group=EXACT,
         minimum=2,
         maximum=4096,
+        only_if=(TRAINS, option_is_not("training.loss_spike_policy", "off"), FILLED_SPIKE_WINDOW),
     )
     loss_spike_factor: float = option(
-        3.0, "Multiple of the running median above which a loss is a spike.", group=EXACT, above=1
+        3.0,
+        "Multiple of the running median above which a loss is a spike.",
+        group=EXACT,
+        above=1,
+        only_if=(TRAINS, option_is_not("training.loss_spike_policy", "off"), FILLED_SPIKE_WINDOW),
     )
     grad_norm_spike_factor: float = option(
         10.0,
         "Multiple of the running median above which a gradient norm, before clipping, is a spike.",
         group=EXACT,
         above=1,
+        only_if=(TRAINS, option_is_not("training.loss_spike_policy", "off"), FILLED_SPIKE_WINDOW),
     )
     check_weight_hash_across_dp_replicas_interval: int | None = option(
         None,
@@ -184,6 +258,7 @@ class TrainingConfig(Section, title="training"):
         unit="iterations",
         group=EXACT,
         minimum=1,
+        only_if=(REPLICAS_OR_MASTERS, TRAINS),
     )
     check_grad_hash_across_dp_replicas_interval: int | None = option(
         None,
@@ -192,6 +267,7 @@ class TrainingConfig(Section, title="training"):
         unit="iterations",
         group=EXACT,
         minimum=1,
+        only_if=(REPLICAS, TRAINS),
     )
     isolation_self_test: bool = option(
         True,
@@ -233,12 +309,14 @@ class TrainingConfig(Section, title="training"):
         ),
         value_aliases={"flash": "flash_attn_2", "fused": "transformer_engine", "unfused": "sdpa"},
         not_built={"local": "give reference, the plain PyTorch kernel"},
+        only_if=ATTENTION_LAYERS,
     )
     ssd_backend: str = option(
         "auto",
         "Kernel of the Mamba-2 scan.",
         group=KERNELS,
         choices=("auto", "reference", "triton", "mamba_ssm"),
+        only_if=MAMBA_LAYERS,
     )
     gated_delta_rule_backend: str = option(
         "auto",
@@ -246,12 +324,14 @@ class TrainingConfig(Section, title="training"):
         "used only by name.",
         group=KERNELS,
         choices=("auto", "reference", "triton", "fla"),
+        only_if=GATED_DELTA_NET_LAYERS,
     )
     conv_backend: str = option(
         "auto",
         "Kernel of the causal convolution.",
         group=KERNELS,
         choices=("auto", "reference", "triton", "causal_conv1d"),
+        only_if=layers(MAMBA + GATED_DELTA_NET, "layer with a convolution"),
     )
     require_fast_kernels: bool = option(
         False,
@@ -290,6 +370,7 @@ class TrainingConfig(Section, title="training"):
         return self.transformer_impl == "transformer_engine" and self.attention_backend == "auto"
 
     def rules(self, sound: Sound) -> Iterator[Problem]:
+        yield from super().rules(sound)
         if sound("train_iters", "train_epochs", "train_samples"):
             yield from self._length_rules()
         if not sound("transformer_impl") or self.transformer_impl != "transformer_engine":

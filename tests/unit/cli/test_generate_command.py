@@ -252,7 +252,7 @@ def test_given_flags_win_and_contradictions_are_refused_by_name(
     for contradiction, code, sentence in (
         ("--hidden-size 32", 4, "--hidden-size is 32, and the checkpoint was made with 16"),
         ("--bf16", 4, "was trained without --bf16"),
-        ("--chat-template chatml", 2, "only applies to conversations"),
+        ("--chat-template chatml", 2, "it applies to conversations only"),
         ("--tokenizer-type GPT2BPETokenizer", 2, "GPT2BPETokenizer does not use a model file"),
         ("--hiden-size 16", 2, "--hidden-size"),
     ):

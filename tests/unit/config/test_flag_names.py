@@ -1,4 +1,4 @@
-"""Tests that flags in messages exist, and that lower layers take their spelling from one table."""
+"""Tests that flags in messages exist, and that lower layers take their spelling from one module."""
 
 import ast
 import re
@@ -13,7 +13,7 @@ from megatron_packed.config.parser.flag_registry import every_field, known_flags
 
 PACKAGE = Path(flag_names.__file__).parents[1]
 UPPER = {"config", "training", "cli"}
-"""Packages that use the options directly; all others take spellings from the table."""
+"""Packages that use the options directly; all others take spellings from `flag_names`."""
 FLAG = re.compile(r"(?<![\w-])(?<!var\()--[a-zA-Z][\w-]*\w")
 """A flag in a text; `var(--NAME)` is a colour of a page."""
 OF_OTHER_PROGRAMS = {
@@ -29,12 +29,22 @@ OF_OTHER_PROGRAMS = {
 }
 EXAMPLES = {"--flag", "--no", "--no-x", "--wandb"}
 """Placeholders for any flag, for a family of flags, and a common prefix of flags."""
-TABLE = {name: value for name, value in vars(flag_names).items() if name.isupper()}
+NAMES = sorted(
+    {
+        name
+        for path in PACKAGE.rglob("*.py")
+        if "import flag_names as flags" in path.read_text()
+        for name in re.findall(r"\bflags\.([A-Z][A-Z0-9_]*)", path.read_text())
+    }
+)
+"""Names of flags that the package uses."""
 
 
 @cache
 def all_strings(path: Path) -> list[tuple[str, bool]]:
     """Return the strings of a file, and for each whether a statement consists of it."""
+    if path.suffix == ".json":
+        return [(path.read_text(), False)]
     nodes = list(ast.walk(ast.parse(path.read_text())))
     bare = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     return [
@@ -61,15 +71,21 @@ def flags_of_commands() -> set[str]:
 
 def test_every_flag_that_the_package_names_exists() -> None:
     known = known_flags() | flags_of_commands() | OF_OTHER_PROGRAMS | EXAMPLES
-    for path in PACKAGE.rglob("*.py"):
+    for path in (*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.json")):
         named = {flag for text in strings(path, docstrings=True) for flag in FLAG.findall(text)}
         assert named <= known, path
 
 
-@pytest.mark.parametrize("name", TABLE)
-def test_the_table_has_the_spelling_that_help_shows(name: str) -> None:
-    assert TABLE[name] == "--" + name.lower().replace("_", "-")
-    assert TABLE[name] in {described.flag for described in every_field()} | flags_of_commands()
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_is_the_spelling_that_help_shows(name: str) -> None:
+    flag = getattr(flag_names, name)
+    assert flag in {described.flag for described in every_field()} | flags_of_commands()
+
+
+def test_other_attributes_are_missing() -> None:
+    assert flag_names.SEQ_LENGTH == "--seq-length"
+    with pytest.raises(AttributeError, match="seq_length"):
+        _ = flag_names.seq_length
 
 
 def test_lower_layers_spell_no_flag() -> None:
@@ -80,8 +96,3 @@ def test_lower_layers_spell_no_flag() -> None:
         texts = [text for text in strings(path, docstrings=False) if "{%" not in text]
         spelt = {flag for text in texts for flag in FLAG.findall(text)} - OF_OTHER_PROGRAMS
         assert not spelt, f"{path} spells {spelt}; take it from config/flag_names.py"
-
-
-def test_no_spelling_is_unused() -> None:
-    sources = "".join(path.read_text() for path in PACKAGE.rglob("*.py"))
-    assert [name for name in TABLE if f"flags.{name}" not in sources] == []

@@ -1,13 +1,14 @@
-"""Options without effect in a run: each is reported with the reason, and every option is in one of
-the two tables.
+"""Options without effect in a run: each is reported with the reason, and every option declares its
+conditions or always has an effect.
 """
+
+import re
 
 import pytest
 
 from megatron_packed.config import launch_checks
-from megatron_packed.config.effective_options import EFFECTIVE
-from megatron_packed.config.idle_options import IDLE, without_effect
-from megatron_packed.config.parser.flag_registry import every_field
+from megatron_packed.config.idle_options import without_effect
+from megatron_packed.config.parser.flag_registry import every_field, known_flags
 from megatron_packed.config.parser.parse import parse_or_exit, parse_with_sources
 from megatron_packed.config.parser.print_config import config_yaml
 from megatron_packed.config.sections.cuda_graph import TRANSFORMER_ENGINE
@@ -475,18 +476,58 @@ def test_what_changes_nothing_is_found_with_its_reason(
         assert expected[name] in reason, (name, reason)
 
 
-def test_every_option_takes_a_side() -> None:
-    """Every option is in the table of idle options or in the list of options that always have an
-    effect.
-    """
-    idle = {key for row in IDLE for key in row.options}
-    assert idle | EFFECTIVE == {described.key for described in every_field()}
-    assert not idle & EFFECTIVE
-    assert len({row.reason for row in IDLE}) == len(IDLE)
+# Options that have an effect in every run, or that a rule refuses if they have none.
+ALWAYS_EFFECTIVE = {
+    "model": "hybrid_layer_pattern hidden_size normalization norm_epsilon hidden_dropout init_method_std "
+    "untie_embeddings_and_output_weights vocab_size make_vocab_size_divisible_by "
+    "apply_layernorm_1p embedding_multiplier residual_multiplier logits_scaling "
+    # Rules refuse experts without an E layer.
+    "num_experts moe_shared_expert_intermediate_size moe_latent_size",
+    "parallel": "tensor_model_parallel_size context_parallel_size expert_model_parallel_size "
+    "pipeline_model_parallel_size "
+    # The gradient norm is summed bucket by bucket, so its rounding depends on the bucket size.
+    "ddp_bucket_size",
+    "packing": "seq_length micro_batch_size global_batch_size rampup_batch_size packing_method packing_window "
+    "max_documents_per_pack pad_packed_seq_alignment max_document_length overlong_policy",
+    "data": "mock_data data_path train_data_path data_args_path per_split_data_args_path split sft "
+    "num_workers tokenizer_type padded_vocab_size "
+    # Rules refuse these without a tokenizer that uses them.
+    "tokenizer_model vocab_file merge_file tokenizer_special_tokens null_tokenizer_eod_id",
+    "optim": "lr optimizer_backend",
+    "training": "train_iters valid_metric skip_train manual_gc seed bf16 deterministic_mode isolation_self_test "
+    "device transformer_impl require_fast_kernels",
+    "cuda_graph": "cuda_graph_impl",
+    "memory": "recompute_granularity offload_layer_inputs fine_grained_activation_offloading",
+    "checkpoint": "save load ckpt_step finetune begin_phase pretrained_checkpoint",
+    "logging": "brief_start log_progress log_jsonl tensorboard_dir report sample_prompts wandb_project "
+    "mlflow_experiment",
+    "profiling": "record_memory_history",
+}
+
+
+def test_an_option_without_conditions_always_has_an_effect() -> None:
+    """Every option declares ``only_if``, or is in the list of options that always have an effect."""
+    listed = {
+        f"{section}.{name}" for section, names in ALWAYS_EFFECTIVE.items() for name in names.split()
+    }
+    assert listed == {field.key for field in every_field() if not field.option.conditions}
+
+
+def test_every_condition_has_a_case() -> None:
     seen = [(name, reason) for _, expected in CASES for name, reason in expected.items()]
-    for row in IDLE:
-        names = {key.partition(".")[2] for key in row.options}
-        assert any(name in names and reason in row.reason for name, reason in seen), row.reason
+    names: dict[str, set[str]] = {}
+    for field in every_field():
+        for condition in field.option.conditions:
+            names.setdefault(condition.reason, set()).add(field.name)
+    for reason, fields in names.items():
+        assert any(name in fields and part in reason for name, part in seen), reason
+
+
+def test_reasons_name_flags_that_exist() -> None:
+    flags = known_flags()
+    for field in every_field():
+        for condition in field.option.conditions:
+            assert set(re.findall(r"--[\w-]+", condition.reason)) <= flags, condition.reason
 
 
 def test_what_print_config_writes_has_no_options_without_effect_of_its_own(right, tmp_path) -> None:

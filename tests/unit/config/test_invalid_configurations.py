@@ -146,7 +146,7 @@ INVALID = [
     (
         f"{MOE} --moe-expert-rank-capacity-factor auto --moe-token-dispatcher-type alltoall "
         "--moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity",
-        {"--moe-expert-rank-capacity-factor": "leave one of them out"},
+        {"--moe-expert-rank-capacity-factor": "leave one of the two flags out"},
     ),
     (
         f"{MOE} --moe-expert-rank-capacity-factor most",
@@ -170,7 +170,7 @@ INVALID = [
     ("--data-args-path train.jsonl", {"--data-path": "contradicts --data-args-path"}),
     (
         "--split 1,1,1 --test-data-path valid.jsonl",
-        {"--split": "cannot be used with --test-data-path"},
+        {"--split": "contradicts --test-data-path"},
     ),
     ("--test-data-path train.jsonl", {"--test-data-path": "cannot test the model"}),
     (
@@ -357,7 +357,7 @@ INVALID = [
     ("--lr-warmup-samples 2 --lr-warmup-fraction 0.1", {"--lr-warmup-fraction": "one of the two"}),
     (
         "--load empty --finetune --pretrained-checkpoint empty",
-        {"--pretrained-checkpoint": "either --finetune"},
+        {"--pretrained-checkpoint": "contradicts --finetune"},
     ),
     (
         "--start-weight-decay 0.1 --end-weight-decay 0.2",

@@ -6,6 +6,7 @@ import pytest
 
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.config.resumed_options import implied_keys, packs_as_stored, with_implied
+from megatron_packed.config.run import every_field, keys_deciding
 from megatron_packed.config.serialise import to_dict
 
 KEYS = {
@@ -112,3 +113,21 @@ def test_what_fits_no_more_is_left_to_the_refusal(argv) -> None:
 def test_weights_of_no_run_decide_nothing(argv) -> None:
     config = parse(argv)
     assert packs_as_stored(config, {"model": {}, "training": {}}) == (config, [])
+
+
+def test_options_of_packing_and_of_text_decide_packs_and_tokens() -> None:
+    """Options of these sections that decide nothing in a resumed run are listed here."""
+    without = {
+        "packing.global_batch_size",
+        "packing.rampup_batch_size",
+        *(f"data.{part}_data_path" for part in ("valid", "test")),  # trained on by no step
+        *(f"data.{name}" for name in ("max_bad_fraction", "data_cache_path", "num_workers")),
+        *(f"data.{name}" for name in ("mmap_bin_files", "padded_vocab_size")),
+    }
+    options = [field for field in every_field() if field.section in ("packing", "data")]
+    assert without == {field.key for field in options if field.option.resume is None}
+    assert set(keys_deciding("packs")) >= {"training.seed", "packing.seq_length"}
+
+
+def test_a_phase_keeps_the_tokenizer() -> None:
+    assert not any(field.option.phase for field in every_field() if field.option.resume)

@@ -27,7 +27,7 @@ def test_every_cure_names_flags_and_commands_that_exist() -> None:
 
 def test_every_flag_is_answered_by_its_entry() -> None:
     """No flag is listed twice, and no flag is an option of this project."""
-    listed = [name for group in TRAINER_FLAGS for name in group.spelled]
+    listed = [name for group in TRAINER_FLAGS for name in group.names]
     assert len(listed) == len({*listed})
     for name in listed:
         for flag in (f"--{name}", "--" + name.replace("_", "-")):

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from typing import TYPE_CHECKING
 
+from megatron_packed.config.conditions import Condition, option_given, option_is_not
 from megatron_packed.config.data_blend import BlendedPaths, blend_fault, split_shares
 from megatron_packed.config.data_fields import DataFields, pairs_fault, pairs_of
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.options import derived_option, option
+from megatron_packed.config.options import Related, derived_option, option
 from megatron_packed.config.parser.data_path_files import (
     NamedData,
     read_data_args,
     read_per_split_data_args,
 )
 from megatron_packed.config.section import Section, Sound
+
+if TYPE_CHECKING:
+    from megatron_packed.config.run import RunConfig
 
 SHUFFLED = "shuffled"
 """Value of --split-order that draws documents at random."""
@@ -30,12 +36,45 @@ _NAMES_TRAINING = (
     "per_split_data_args_path",
     "mock_data",
 )
+UNDIVIDED_DATA = (
+    "train_data_path",
+    "valid_data_path",
+    "test_data_path",
+    "per_split_data_args_path",
+)
+"""Options whose data --split does not divide."""
 TRAINING_DATA = tuple(f"data.{name}" for name in _NAMES_TRAINING)
 """Options that name training data; a run gives exactly one of them."""
 
 
+def _paths_are_indexed(run: RunConfig) -> set[bool]:
+    """Return, as a set, the answers to one question about each data path: is the path the prefix of
+    an indexed data set? Indexed data sets are already tokenised.
+    """
+    paths = (*run.data.train_paths, *run.data.valid_blend.paths, *run.data.test_blend.paths)
+    return {os.path.exists(path + ".idx") and not os.path.exists(path) for path in paths}
+
+
+INDEXED_DATA = Condition(
+    "no data path is an indexed data set",
+    lambda run, processes: True in _paths_are_indexed(run),
+)
+UNTOKENISED_DATA = Condition(
+    "all data is already tokenised", lambda run, processes: False in _paths_are_indexed(run)
+)
+UNMADE_DATA = Condition(
+    "--mock-data makes other documents for each part",
+    lambda run, processes: not run.data.mock_data,
+)
+EVALUATION_STEPS = option_is_not("training.eval_iters", 0)
+VALIDATION_STEPS = Condition(
+    "--eval-iters is 0, and --full-validation is not given",
+    lambda run, processes: bool(run.training.eval_iters) or run.training.full_validation,
+)
+
+
 @dataclass(frozen=True, kw_only=True)
-class FileOptions(Section):
+class FileOptions(Section, group="files"):
     """Files of training, validation and test documents, and their division."""
 
     data_path: tuple[str, ...] = option(
@@ -45,62 +84,72 @@ class FileOptions(Section):
         "(save_to_disk), or the prefix of an indexed data set (.bin and .idx). Lines and rows have "
         "messages, conversations, prompt/completion, instruction/output, text or input_ids. With a "
         "weight before each path, the data is a blend.",
-        group="files",
         path="input_data",
+        resume="data",
     )
     train_data_path: tuple[str, ...] = option(
         (),
         "Training data, given like --data-path, for use with --valid-data-path.",
-        group="files",
         path="input_data",
+        resume="data",
     )
     valid_data_path: tuple[str, ...] = option(
-        (), "Validation data, given like --data-path.", group="files", path="input_data"
+        (),
+        "Validation data, given like --data-path.",
+        path="input_data",
+        only_if=VALIDATION_STEPS,
+        excludes=Related("mock_data", "it also makes this data"),
     )
     test_data_path: tuple[str, ...] = option(
         (),
         "Test data, given like --data-path. Its loss is reported at the end of training.",
-        group="files",
         path="input_data",
+        only_if=EVALUATION_STEPS,
+        excludes=Related("mock_data", "it also makes this data"),
     )
     data_args_path: str | None = option(
         None,
         "File with the paths and weights of --data-path, used instead of that option.",
-        group="files",
         path="data_args",
+        resume="data",
     )
     per_split_data_args_path: str | None = option(
         None,
         'JSON file that names training, validation and test data: {"train": [...], "valid": '
         '[...], "test": [...]}. Replaces --train-data-path, --valid-data-path and '
         "--test-data-path.",
-        group="files",
         path="data_args",
+        resume="data",
     )
     mock_data: bool = option(
         False,
         "Train, validate and test on made documents of counting tokens, which depend on --seed. "
         "No file is read; with --sft, a third of each document is a prompt.",
-        group="files",
+        resume="data",
     )
     split: str | None = option(
         None,
         "Proportions of training, validation and test documents in every --data-path, for "
         "example 969,30,1. All documents train when not given.",
-        group="files",
+        resume="data",
+        excludes=tuple(
+            Related(name, "only the data of --data-path is divided") for name in UNDIVIDED_DATA
+        ),
     )
     split_order: str = derived_option(
         "Choice of documents by --split. With file, consecutive documents of a file form a "
         "split. With shuffled, documents are drawn with a fixed key; data sets with the same "
         "number of documents are divided the same way.",
         derived="shuffled with --sft and --split, else file",
-        group="files",
         choices=("file", SHUFFLED),
+        only_if=(option_given("data.split"), UNMADE_DATA),
+        resume="data",
+        earlier=lambda stored: "file",
     )
     sft: bool = option(
         False,
         "Fine-tune on conversations or prompts with answers; only answers are targets.",
-        group="files",
+        resume="data",
     )
     data_fields: tuple[str, ...] = option(
         (),
@@ -109,36 +158,36 @@ class FileOptions(Section):
         "tools); messages or conversations (with system, tools); text. All but text may have "
         "label, the field that is true for an accepted answer. A dot enters an object, a number "
         "selects an element of a list, and [*] after a list makes a document of each element.",
-        group="files",
+        only_if=UNTOKENISED_DATA,
+        resume="data",
     )
     max_bad_fraction: float = option(
         0.01,
         "Maximum fraction of unusable lines in the data. Above it the data is refused; below it "
         "the lines are skipped and counted. Lines with an empty answer do not count.",
-        group="files",
         minimum=0,
         maximum=1,
+        only_if=UNTOKENISED_DATA,
     )
     data_cache_path: str | None = option(
         None,
         "Directory for tokenised data; a directory next to the first data file when not given.",
-        group="files",
         path="output_directory",
+        only_if=UNTOKENISED_DATA,
     )
     mmap_bin_files: bool = option(
         True,
         "Read tokens of indexed data sets from the file when they are needed, instead of "
         "through a memory map.",
-        group="files",
         flag="no-mmap-bin-files",
         negated=True,
+        only_if=INDEXED_DATA,
     )
     num_workers: int = option(
         2,
         "Number of micro-batches that a background thread prepares ahead of the step; 0 "
         "prepares each one when it is needed.",
         unit="micro-batches",
-        group="files",
         minimum=0,
         maximum=1024,
     )
@@ -261,14 +310,6 @@ class FileOptions(Section):
                 f"contradicts {self.flag(given[1])}: both name the training data",
                 "give all training files with one of them",
             )
-        for name in ("valid_data_path", "test_data_path"):
-            if self.mock_data and getattr(self, name):
-                yield Problem(
-                    self.flag(name),
-                    self._shown(name),
-                    "contradicts --mock-data, which also makes this data",
-                    "leave one of the two flags out",
-                )
         for file in ("data_args_path", "per_split_data_args_path"):
             if given == [file]:
                 yield from self._file_rules(file)
@@ -330,16 +371,3 @@ class FileOptions(Section):
                 "first must be above 0",
                 "give, for example, 969,30,1",
             )
-        for name in (
-            "train_data_path",
-            "valid_data_path",
-            "test_data_path",
-            "per_split_data_args_path",
-        ):
-            if getattr(self, name):
-                yield Problem(
-                    "--split",
-                    split,
-                    f"divides the data of --data-path, and cannot be used with {self.flag(name)}",
-                    "give one or the other",
-                )

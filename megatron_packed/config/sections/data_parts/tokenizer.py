@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date
 
+from megatron_packed.config.conditions import Condition, option_is
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.options import derived_option, option
+from megatron_packed.config.options import Related, Stored, derived_option, option
 from megatron_packed.config.section import Section, Sound
 
 HUGGING_FACE, BYTES, TRAINED_BPE = "HuggingFaceTokenizer", "ByteTokenizer", "TrainedBPETokenizer"
@@ -35,29 +36,6 @@ CHAT_TEMPLATES = ("chatml",)
 """Names of built-in chat templates."""
 PROMPT_FORMATS = ("nemotron-h-aligned", "nemotron-nano-v2", "identity", "default")
 """Prompt formats of Megatron's SFTTokenizer."""
-TOKENIZER_CHOICE = (
-    "tokenizer_type",
-    "tokenizer_model",
-    "vocab_file",
-    "merge_file",
-    "tokenizer_vocab_size",
-    "tokenizer_special_tokens",
-    "tiktoken_num_special_tokens",
-    "tiktoken_pattern",
-    "null_tokenizer_eod_id",
-)
-"""Options that together choose the tokenizer."""
-CHAT_CHOICE = (
-    "sft_tokenizer_prompt_format",
-    "chat_template",
-    "answer_end",
-    "multi_turn",
-    "unprinted_policy",
-    "special_tokens_in_text",
-    "chat_template_date",
-    "chat_template_kwargs",
-)
-"""Options that decide how text and conversations become tokens of the tokenizer."""
 _TIKTOKEN_NEEDS = ("<unk>", "<s>", "</s>")
 _CONVERT = f"convert it to a tokenizer.json and give {HUGGING_FACE}"
 _NOT_BUILT = {
@@ -90,15 +68,36 @@ def template_kwargs_fault(text: str) -> str | None:
     return f"names {' and '.join(reserved)}, which each conversation sets" if reserved else None
 
 
+GPT2_FILE = Related("tokenizer_type", "another type does not use this file", value=GPT2)
+CONVERSATIONS = "it applies to conversations only"
+TEXT = Condition("--mock-data reads no text", lambda run, processes: not run.data.mock_data)
+TURNS = Condition("--sft is not given, and text has no turns", lambda run, processes: run.data.sft)
+SERVED_HISTORY = Condition(
+    "--sft-tokenizer-prompt-format makes one document of a conversation",
+    lambda run, processes: run.data.sft_tokenizer_prompt_format is None,
+)
+
+
+def _earlier_answer_end(stored: Stored) -> str:
+    """Return the end of conversations in runs before ``--answer-end`` existed."""
+    data = stored["data"]
+    templated = data.get("sft", False) and data.get("sft_tokenizer_prompt_format") is None
+    return AT_DOCUMENT if templated else AT_TURN
+
+
+def _earlier_data_rules(stored: Stored) -> int:
+    """Return the rules of runs before ``--data-rules`` existed; text has the same tokens."""
+    return EARLIER_RULES if stored["data"].get("sft", False) else DATA_RULES
+
+
 @dataclass(frozen=True, kw_only=True)
-class TokenizerOptions(Section):
+class TokenizerOptions(Section, group="tokenizer"):
     """Tokenizer, chat template and prompt format."""
 
     tokenizer_type: str = derived_option(
         "Tokenizer type. ByteTokenizer uses bytes as tokens, NullTokenizer reads text of token "
         "numbers, and TrainedBPETokenizer trains a BPE on the training data. The other types "
         "read --tokenizer-model, and GPT2BPETokenizer reads --vocab-file and --merge-file.",
-        group="tokenizer",
         choices=(HUGGING_FACE, GPT2, TIKTOKEN, SENTENCEPIECE, BYTES, NULL, TRAINED_BPE),
         value_aliases={
             "SFTTokenizer": HUGGING_FACE,
@@ -111,34 +110,45 @@ class TokenizerOptions(Section):
             f"{GPT2} in its training scripts, else none: required",
             "a byte tokenizer needs no file",
         ),
+        resume="tokenizer name",
     )
     tokenizer_model: str | None = option(
         None,
         "Path of a tokenizer.json or of its directory, of the vocabulary of a TikTokenizer "
         "(JSON or .tiktoken), or of the .model file of a SentencePieceTokenizer.",
-        group="tokenizer",
         path="input_file",
+        resume="tokenizer name",
     )
     vocab_file: str | None = option(
-        None, f"Path of the vocab.json of a {GPT2}.", group="tokenizer", path="input_file"
+        None,
+        f"Path of the vocab.json of a {GPT2}.",
+        path="input_file",
+        resume="tokenizer name",
+        required_with=GPT2_FILE,
+        needs=GPT2_FILE,
     )
     merge_file: str | None = option(
-        None, f"Path of the merges.txt of a {GPT2}.", group="tokenizer", path="input_file"
+        None,
+        f"Path of the merges.txt of a {GPT2}.",
+        path="input_file",
+        resume="tokenizer name",
+        required_with=GPT2_FILE,
+        needs=GPT2_FILE,
     )
     tokenizer_vocab_size: int = option(
         4096,
         "Vocabulary size of a TrainedBPETokenizer.",
         unit="tokens",
-        group="tokenizer",
         minimum=260,
         maximum=1 << 20,
+        only_if=option_is("data.tokenizer_type", TRAINED_BPE),
+        resume="tokenizer name",
     )
     padded_vocab_size: int | None = option(
         None,
         "Size that the vocabulary must have after padding; the run ends before its first step if "
         "it has another one.",
         unit="tokens",
-        group="tokenizer",
         minimum=2,
         megatron=("pads the vocabulary to it", "--make-vocab-size-divisible-by sets the padding"),
     )
@@ -146,55 +156,65 @@ class TokenizerOptions(Section):
         (),
         "Names of special tokens: the first ones of a TikTokenizer (<unk> <s> </s> <mask> <pad> "
         "<cls> <sep> when not given), or additional ones of a SentencePieceTokenizer.",
-        group="tokenizer",
         aliases=("tiktoken-special-tokens",),
+        resume="tokenizer",
     )
     tiktoken_num_special_tokens: int = option(
         1000,
         "Number of special tokens of a TikTokenizer. They come before its vocabulary; tokens "
         "without a name are called <SPECIAL_n>.",
         unit="tokens",
-        group="tokenizer",
         minimum=3,
         maximum=1 << 20,
+        only_if=option_is("data.tokenizer_type", TIKTOKEN),
+        resume="tokenizer",
     )
     tiktoken_pattern: str = option(
         "v2",
         "Version of the pattern by which a TikTokenizer splits text before it merges bytes.",
-        group="tokenizer",
         choices=("v1", "v2"),
+        only_if=option_is("data.tokenizer_type", TIKTOKEN),
+        resume="tokenizer",
     )
     null_tokenizer_eod_id: int | None = option(
         None,
         "Number of the end-of-document token of a NullTokenizer; the last token of --vocab-size "
         "when not given.",
-        group="tokenizer",
         minimum=0,
+        resume="tokenizer",
     )
     sft_tokenizer_prompt_format: str | None = option(
         None,
         "Megatron prompt format for the tokens and targets of a conversation. When not given, "
         "the chat template is used and the assistant's answers are the targets.",
-        group="tokenizer",
         choices=PROMPT_FORMATS,
         megatron=(
             "nemotron-h-aligned",
             "a model is trained for the chat template of its tokenizer",
         ),
+        only_if=TEXT,
+        resume="chat",
+        needs=Related("sft", CONVERSATIONS),
     )
     chat_template: str | None = option(
         None,
         f"Chat template: a jinja2 file, or {' or '.join(CHAT_TEMPLATES)}; the template of the "
         "tokenizer when not given.",
-        group="tokenizer",
+        only_if=TEXT,
+        resume="chat",
+        needs=Related("sft", CONVERSATIONS),
     )
     answer_end: str = option(
         AT_TURN,
         "End of a conversation with a chat template. With turn, the end of the last learned turn "
         "is the last token. With document, an end-of-document token is learned after this turn, "
         "as in checkpoints without this option.",
-        group="tokenizer",
         choices=ANSWER_ENDS,
+        only_if=TEXT,
+        resume="chat",
+        earlier=_earlier_answer_end,
+        needs=Related("sft", CONVERSATIONS),
+        excludes=Related("sft_tokenizer_prompt_format", "it adds no end of a document"),
     )
     multi_turn: str = option(
         EACH_ANSWER,
@@ -202,44 +222,51 @@ class TokenizerOptions(Section):
         "it prints them when they are served, as templates that drop earlier thoughts. With each, "
         "every answer is learned, with its history as served, in as few documents as possible. "
         "With last, only the last one of these documents is used.",
-        group="tokenizer",
         choices=MULTI_TURN,
+        only_if=(TEXT, TURNS, SERVED_HISTORY),
+        resume="chat",
     )
     unprinted_policy: str = option(
         REFUSED,
         "Policy for a conversation with tools, calls, results, a system message or reasoning that "
         "its chat template does not print. With refuse, its line is unusable. With count, the line "
         "is used without the part, and the report counts it.",
-        group="tokenizer",
         choices=UNPRINTED_POLICIES,
+        only_if=(TEXT, TURNS),
+        resume="chat",
     )
     special_tokens_in_text: str | None = option(
         None,
         "Encoding of special tokens that a text, prompt or completion spells: as letters, or as "
         "the tokens. When not given, they are letters, and data of which more than "
         "--max-bad-fraction of the lines spell turn markers is refused.",
-        group="tokenizer",
         choices=SPECIAL_IN_TEXT,
+        only_if=TEXT,
+        resume="chat",
     )
     chat_template_date: str | None = option(
         None,
         "Date that a chat template gets when it asks for today's date, as 2026-11-28; none when "
         "not given, so that the same data has the same tokens every day.",
-        group="tokenizer",
+        only_if=(TEXT, TURNS),
+        resume="chat",
     )
     chat_template_kwargs: str | None = option(
         None,
         "Variables of the chat template as a JSON object, as in '{\"enable_thinking\": false}'.",
-        group="tokenizer",
+        only_if=(TEXT, TURNS),
+        resume="chat",
     )
     data_rules: int = option(
         DATA_RULES,
         "Version of the rules by which lines with answers become tokens. With 1, a run uses the "
         "tokens that an earlier version left in the cache, if there are any. Checkpoints of "
         "earlier versions set it, so that their runs go on.",
-        group="tokenizer",
         minimum=EARLIER_RULES,
         maximum=DATA_RULES,
+        only_if=(TEXT, TURNS),
+        resume="data",
+        earlier=_earlier_data_rules,
     )
 
     def tokenizer_rules(self, sound: Sound) -> Iterator[Problem]:
@@ -260,23 +287,6 @@ class TokenizerOptions(Section):
                     f"{self.tokenizer_type} does not use a model file",
                     f"leave it out, or give --tokenizer-type {', '.join(MODEL_FILES)}",
                 )
-        if sound("tokenizer_type", "vocab_file", "merge_file"):
-            for name in ("vocab_file", "merge_file"):
-                given = getattr(self, name)
-                if self.tokenizer_type == GPT2 and given is None:
-                    yield Problem(
-                        self.flag(name),
-                        "",
-                        f"is required with --tokenizer-type {GPT2}",
-                        "give its path",
-                    )
-                elif self.tokenizer_type != GPT2 and given is not None:
-                    yield Problem(
-                        self.flag(name),
-                        given,
-                        f"{self.tokenizer_type} does not use this file",
-                        f"leave it out, or give --tokenizer-type {GPT2}",
-                    )
         given = self.chat_template_date
         if given is not None and sound("chat_template_date") and not is_date(given):
             yield Problem(

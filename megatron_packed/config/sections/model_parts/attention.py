@@ -4,71 +4,90 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from megatron_packed.config.conditions import (
+    ATTENTION_LAYERS,
+    Condition,
+    option_given,
+    option_is_not,
+)
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.layer_pattern import ATTENTION, MLP, MOE
 from megatron_packed.config.options import derived_option, option
 from megatron_packed.config.section import Sound
-from megatron_packed.config.sections.model_parts.divisors import divisors
 from megatron_packed.config.sections.model_parts.stack import StackOptions
 from megatron_packed.config.sections.model_parts.window import window_sides, windowed_layers
+
+if TYPE_CHECKING:
+    from megatron_packed.config.run import RunConfig
 
 ATTN = "attention"
 
 
+def _has_short_window(run: RunConfig, processes: int) -> bool:
+    """Return False if the window covers the longest document."""
+    window, longest = run.model.window_size, run.packing.max_document_length
+    return window is None or window_sides(window)[0] + 1 < longest
+
+
+ROPE = option_is_not("model.position_embedding_type", "none")
+ROPE_SCALING = option_given("model.use_rope_scaling")
+SHORT_WINDOW = Condition("the window covers the longest document", _has_short_window)
+
+
 @dataclass(frozen=True, kw_only=True)
-class AttentionOptions(StackOptions):
+class AttentionOptions(StackOptions, group=ATTN, only_if=ATTENTION_LAYERS):
     """Heads, position embedding and norms of ``*`` layers."""
 
     num_attention_heads: int = option(
-        0, "Number of query heads of an attention layer.", unit="heads", group=ATTN, minimum=0
+        0,
+        "Number of query heads of an attention layer.",
+        unit="heads",
+        minimum=0,
     )
     num_query_groups: int = derived_option(
         "Number of key-value heads; each serves an equal number of query heads.",
         derived="one per query head",
         unit="heads",
-        group=ATTN,
         minimum=1,
+        divides="num_attention_heads",
     )
     kv_channels: int = derived_option(
         "Width of one attention head.",
         derived="hidden size / heads",
         unit="channels",
-        group=ATTN,
         minimum=1,
     )
     add_qkv_bias: bool = option(
-        False, "Add a bias to the query, key and value projections.", group=ATTN
+        False,
+        "Add a bias to the query, key and value projections.",
     )
     attention_output_gate: bool = option(
         False,
         "Multiply the output of attention by the sigmoid of a gate, which the fused projection "
         "computes for each channel.",
-        group=ATTN,
     )
     qk_layernorm: bool = option(
         False,
         "Normalise queries and keys before the position embedding, with --normalization.",
-        group=ATTN,
     )
     qk_layernorm_scope: str = option(
         "head",
         "Channels that the norm of queries and keys normalises together: those of one head, or "
         "those of all heads.",
-        group=ATTN,
         choices=("head", "all_heads"),
+        only_if=option_given("model.qk_layernorm"),
     )
     attention_norm_placement: str = option(
         "input",
         "Place of the norm of * layers and of the - or E layer after each: before the layer "
         "(input), or on its output before the residual addition (output, as in OLMo).",
-        group=ATTN,
         choices=("input", "output"),
     )
     softmax_scale: float | None = option(
         None,
         "Factor on the products of queries and keys; 1 / sqrt(head width) when not given.",
-        group=ATTN,
         above=0,
     )
     window_size: str | None = option(
@@ -76,26 +95,25 @@ class AttentionOptions(StackOptions):
         "Tokens before and after a token that it can attend to, as left,right with right 0; its "
         "whole document when not given.",
         unit="tokens",
-        group=ATTN,
+        only_if=SHORT_WINDOW,
     )
     window_attn_skip_freq: str | None = option(
         None,
         "Layers without the window. N: every N-th layer of the pattern. A list such as "
         "[1]*3+[0] with one number for each layer of the pattern: those with 0. None when not "
         "given.",
-        group=ATTN,
+        only_if=(option_given("model.window_size"), SHORT_WINDOW),
     )
     attention_dropout: float = option(
         0.0,
         "Dropout probability of attention weights; only 0 is supported.",
-        group=ATTN,
         megatron=("0.1", "the packed attention kernels have no dropout"),
         training_only=True,
+        zero_is_off=True,
     )
     position_embedding_type: str = option(
         "none",
         "Position embedding of attention; positions restart at 0 in every document.",
-        group=ATTN,
         choices=("none", "rope"),
         shorthands={"use-rotary-position-embeddings": "rope"},
         megatron=("learned_absolute", "Mamba layers carry the order of tokens"),
@@ -106,51 +124,65 @@ class AttentionOptions(StackOptions):
             "mrope": "give rope",
         },
     )
-    rotary_base: float = option(10000.0, "Base of the rotary frequencies.", group=ATTN, above=1)
+    rotary_base: float = option(
+        10000.0,
+        "Base of the rotary frequencies.",
+        above=1,
+        only_if=ROPE,
+        phase=True,
+    )
     rotary_percent: float = option(
         1.0,
         "Fraction of the channels of each head that is rotated.",
-        group=ATTN,
         above=0,
         maximum=1,
+        only_if=ROPE,
     )
     use_rope_scaling: bool = option(
         False,
         "Stretch the low rotary frequencies, as Llama 3.1 and later do.",
-        group=ATTN,
+        only_if=ROPE,
+        phase=True,
     )
     rope_scaling_factor: float = option(
-        8.0, "Factor by which --use-rope-scaling stretches.", group=ATTN, minimum=1
+        8.0,
+        "Factor by which --use-rope-scaling stretches.",
+        minimum=1,
+        only_if=(ROPE, ROPE_SCALING),
+        phase=True,
     )
     rope_scaling_low_freq_factor: float = option(
         1.0,
         "With --use-rope-scaling: frequencies with at most this number of turns within "
         "--rope-scaling-original-max-positions are stretched.",
-        group=ATTN,
         above=0,
+        only_if=(ROPE, ROPE_SCALING),
+        phase=True,
     )
     rope_scaling_high_freq_factor: float = option(
         4.0,
         "With --use-rope-scaling: frequencies with at least this number of turns within "
         "--rope-scaling-original-max-positions stay unchanged.",
-        group=ATTN,
         above=0,
+        only_if=(ROPE, ROPE_SCALING),
+        phase=True,
     )
     rope_scaling_original_max_positions: int = option(
         8192,
         "Longest document of the training before --use-rope-scaling.",
         unit="tokens",
-        group=ATTN,
         minimum=1,
+        only_if=(ROPE, ROPE_SCALING),
+        phase=True,
     )
     max_position_embeddings: int | None = option(
         None,
         "Length of the rotary tables, which must cover the longest document; "
         "--max-document-length when not given.",
         unit="tokens",
-        group=ATTN,
         minimum=2,
         training_only=True,
+        only_if=ROPE,
     )
 
     @property
@@ -201,7 +233,7 @@ class AttentionOptions(StackOptions):
         return symbol == ATTENTION or (before == [ATTENTION] and symbol in (MLP, MOE))
 
     def attention_rules(self, sound: Sound) -> Iterator[Problem]:
-        heads, groups, hidden = self.num_attention_heads, self.num_query_groups, self.hidden_size
+        heads, hidden = self.num_attention_heads, self.hidden_size
         if sound("num_attention_heads", "hybrid_layer_pattern") and heads == 0:
             yield Problem(
                 "--num-attention-heads",
@@ -210,13 +242,7 @@ class AttentionOptions(StackOptions):
                 "give --num-attention-heads N",
             )
             return
-        if sound("num_attention_heads", "num_query_groups") and heads and heads % groups:
-            yield Problem(
-                "--num-query-groups",
-                str(groups),
-                f"must divide --num-attention-heads ({heads})",
-                f"choose from {divisors(heads)}",
-            )
+        yield from self.related(sound, ATTN)
         if sound("num_attention_heads", "hidden_size") and heads and self.kv_channels is None:
             yield Problem(
                 "--hidden-size",

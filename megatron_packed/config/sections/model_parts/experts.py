@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron_packed.config.conditions import EXPERT_LAYERS, Condition, option_given, option_is_not
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.options import derived_option, option
+from megatron_packed.config.options import Related, derived_option, option
 from megatron_packed.config.section import Sound
 from megatron_packed.config.sections.model_parts.divisors import divisors
 from megatron_packed.config.sections.model_parts.stack import StackOptions
@@ -16,15 +17,29 @@ MEASURE = "auto"
 """Value of ``--moe-expert-rank-capacity-factor`` that derives the bounds from observed routing."""
 
 
+LIMITED_GROUPS = Condition(
+    "tokens may use all groups of experts",
+    lambda run, processes: run.model.limiting_expert_groups is not None,
+)
+EXPERTS_ON_RANKS = Condition(
+    "every rank has all experts",
+    lambda run, processes: run.parallel.expert_model_parallel_size != 1,
+)
+SHARED_EXPERT = option_given("model.moe_shared_expert_intermediate_size")
+SAME_TOKENS = Condition(
+    "tensor-parallel ranks dispatch different tokens",
+    lambda run, processes: not run.parallel.splits_tokens_of_experts,
+)
+
+
 @dataclass(frozen=True, kw_only=True)
-class ExpertOptions(StackOptions):
+class ExpertOptions(StackOptions, group=EXPERTS):
     """Experts, router and dispatcher of ``E`` layers."""
 
     num_experts: int | None = option(
         None,
         "Number of experts of an E layer.",
         unit="experts",
-        group=EXPERTS,
         minimum=1,
         maximum=65536,
     )
@@ -32,15 +47,17 @@ class ExpertOptions(StackOptions):
         2,
         "Number of experts for each token.",
         unit="experts",
-        group=EXPERTS,
         minimum=1,
+        only_if=EXPERT_LAYERS,
+        phase=True,
+        at_most="num_experts",
     )
     moe_ffn_hidden_size: int = derived_option(
         "Inner width of one expert.",
         derived="that of an MLP layer",
         unit="channels",
-        group=EXPERTS,
         minimum=1,
+        only_if=EXPERT_LAYERS,
     )
     moe_latent_size: int | None = option(
         None,
@@ -48,7 +65,6 @@ class ExpertOptions(StackOptions):
         "one after the combination connect it to --hidden-size. The router and the shared expert "
         "keep --hidden-size. No projections when not given.",
         unit="channels",
-        group=EXPERTS,
         minimum=1,
     )
     moe_shared_expert_intermediate_size: int | None = option(
@@ -56,62 +72,69 @@ class ExpertOptions(StackOptions):
         "Inner width of the shared expert that processes every token; no shared expert when not "
         "given.",
         unit="channels",
-        group=EXPERTS,
         minimum=1,
     )
     moe_shared_expert_gate: bool = option(
         False,
         "Multiply the output of the shared expert by the sigmoid of a gate, one number for each "
         "token.",
-        group=EXPERTS,
+        only_if=SHARED_EXPERT,
     )
     moe_router_score_function: str = option(
         "softmax",
         "Function that turns router logits into scores.",
-        group=EXPERTS,
         choices=("softmax", "sigmoid"),
         not_built={"sqrtsoftplus": "give sigmoid"},
+        only_if=EXPERT_LAYERS,
+        phase=True,
     )
     moe_router_pre_softmax: bool = option(
         False,
         "Apply the softmax over all experts before the top k are chosen, instead of over "
         "the chosen ones.",
-        group=EXPERTS,
+        only_if=(EXPERT_LAYERS, option_is_not("model.moe_router_score_function", "sigmoid")),
+        phase=True,
     )
     moe_router_topk_scaling_factor: float | None = option(
         None,
         "Factor applied to the scores of the chosen experts; 1 when not given.",
-        group=EXPERTS,
         above=0,
+        only_if=EXPERT_LAYERS,
+        phase=True,
     )
     moe_router_num_groups: int | None = option(
         None,
         "Number of groups of consecutive experts. A token uses the experts of "
         "--moe-router-group-topk groups; of all groups when not given.",
         unit="groups",
-        group=EXPERTS,
         minimum=1,
+        only_if=(EXPERT_LAYERS, LIMITED_GROUPS),
+        phase=True,
     )
     moe_router_group_topk: int | None = option(
         None,
         "Number of groups for each token: those with the highest sums of their best scores. The "
         "sum has --moe-router-topk / --moe-router-group-topk scores, rounded down.",
         unit="groups",
-        group=EXPERTS,
         minimum=1,
+        only_if=(EXPERT_LAYERS, LIMITED_GROUPS),
+        phase=True,
+        needs=Related("moe_router_num_groups"),
+        at_most="moe_router_num_groups",
     )
     moe_router_enable_expert_bias: bool = option(
         False,
         "Balance the load of experts with a bias per expert. The bias is added to the scores "
         "only to choose experts.",
-        group=EXPERTS,
+        only_if=EXPERT_LAYERS,
+        needs=Related("moe_router_score_function", value="sigmoid"),
     )
     moe_router_bias_update_rate: float = option(
         1e-3,
         "Change of the expert bias per iteration (see --moe-router-enable-expert-bias).",
-        group=EXPERTS,
         minimum=0,
         training_only=True,
+        only_if=(EXPERT_LAYERS, option_given("model.moe_router_enable_expert_bias")),
     )
     moe_router_load_balancing_type: str = option(
         "aux_loss",
@@ -119,81 +142,89 @@ class ExpertOptions(StackOptions):
         "its real tokens. seq_aux_loss is the mean over the samples of a pack. Each --seq-length "
         "consecutive slots are a sample. global_aux_loss uses the loads over all ranks and "
         "over the micro-batches of the step so far.",
-        group=EXPERTS,
         choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
         training_only=True,
         not_built={
             "sinkhorn": "give aux_loss, or none with --moe-router-enable-expert-bias",
             "quantile_balancing": "give aux_loss, or none with --moe-router-enable-expert-bias",
         },
+        only_if=(EXPERT_LAYERS, option_is_not("model.moe_aux_loss_coeff", 0)),
     )
     moe_aux_loss_per_document: bool = option(
         False,
         "With seq_aux_loss, each document of a pack is one sample. Then this loss does not couple "
         "the documents of a pack.",
-        group=EXPERTS,
         training_only=True,
+        only_if=(EXPERT_LAYERS, option_is_not("model.moe_aux_loss_coeff", 0)),
+        needs=Related("moe_router_load_balancing_type", value="seq_aux_loss"),
     )
     moe_router_force_load_balancing: bool = option(
         False,
         "Route tokens at random, in evaluations too, so that experts get even loads in a benchmark. "
         "The random logits depend on --seed and on the place of a token. The model does not learn to "
         "route.",
-        group=EXPERTS,
         training_only=True,
+        only_if=EXPERT_LAYERS,
     )
     moe_aux_loss_coeff: float = option(
         0.0,
         "Weight of the auxiliary load-balancing loss.",
-        group=EXPERTS,
         minimum=0,
         training_only=True,
+        only_if=(EXPERT_LAYERS, option_is_not("model.moe_router_load_balancing_type", "none")),
+        zero_is_off=True,
     )
     moe_z_loss_coeff: float | None = option(
         None,
         "Weight of the z-loss, which keeps router logits small; no z-loss when not given.",
-        group=EXPERTS,
         minimum=0,
         training_only=True,
+        only_if=EXPERT_LAYERS,
+        zero_is_off=True,
     )
     moe_expert_capacity_factor: float | None = option(
         None,
         "Limit of the tokens per expert, as a multiple of an even share of a rank's pack; no "
         "limit when not given.",
-        group=EXPERTS,
         above=0,
         training_only=True,
+        only_if=EXPERT_LAYERS,
     )
     moe_token_drop_policy: str = option(
         "probs",
         "Tokens that an expert keeps when it reaches its capacity: those with the highest "
         "scores (probs) or the first (position).",
-        group=EXPERTS,
         choices=("probs", "position"),
         training_only=True,
+        only_if=(EXPERT_LAYERS, option_given("model.moe_expert_capacity_factor")),
     )
     moe_pad_expert_input_to_capacity: bool = option(
         False,
         "Pad the rows that the alltoall dispatcher sends to the expert capacity, so that the "
         "row counts need not be read from the device.",
-        group=EXPERTS,
         training_only=True,
+        only_if=(
+            EXPERT_LAYERS,
+            EXPERTS_ON_RANKS,
+            option_is_not("model.moe_token_dispatcher_type", "allgather"),
+        ),
+        needs=Related("moe_expert_capacity_factor", "it sets the capacity to pad to"),
     )
     moe_token_dispatcher_type: str = option(
         "allgather",
         "Method that moves tokens to experts on other ranks. allgather sends all tokens to all "
         "ranks; alltoall sends each token to the ranks of its experts.",
-        group=EXPERTS,
         choices=("allgather", "alltoall"),
         training_only=True,
         not_built={"flex": "give allgather (no host sync) or alltoall (less traffic)"},
+        only_if=(EXPERT_LAYERS, EXPERTS_ON_RANKS),
     )
     moe_shared_expert_overlap: bool = option(
         False,
         "Run the shared expert on a CUDA stream of its own, beside the dispatch of tokens to the "
         "other experts. It has no effect if tensor-parallel ranks dispatch different tokens.",
-        group=EXPERTS,
         training_only=True,
+        only_if=(SHARED_EXPERT, SAME_TOKENS),
     )
     moe_expert_rank_capacity_factor: float | str | None = option(
         None,
@@ -201,10 +232,13 @@ class ExpertOptions(StackOptions):
         "multiple of an even share. A step that needs more rows is not applied and repeated. auto "
         "observes the routing and raises the bound when needed; it is the default if CUDA graphs "
         "capture experts. Otherwise there is no bound.",
-        group=EXPERTS,
         word=MEASURE,
         above=0,
         training_only=True,
+        only_if=(EXPERT_LAYERS, EXPERTS_ON_RANKS),
+        excludes=Related(
+            "moe_pad_expert_input_to_capacity", "it already gives the buffers a fixed size"
+        ),
     )
 
     @property
@@ -261,91 +295,35 @@ class ExpertOptions(StackOptions):
                         f"add an E to --hybrid-layer-pattern, or leave {self.flag(name)} out",
                     )
             return
+        yield from self.related(sound, EXPERTS)
         yield from self._router_rules(sound)
-        if self.moe_pad_expert_input_to_capacity and self.moe_expert_capacity_factor is None:
-            yield Problem(
-                "--moe-pad-expert-input-to-capacity",
-                "",
-                "needs --moe-expert-capacity-factor, which sets the capacity to pad to",
-                "add --moe-expert-capacity-factor, or leave it out",
-            )
-        if (
-            self.moe_expert_rank_capacity_factor is not None
-            and self.moe_pad_expert_input_to_capacity
-        ):
-            yield Problem(
-                "--moe-expert-rank-capacity-factor",
-                str(self.moe_expert_rank_capacity_factor),
-                "bounds buffers that --moe-pad-expert-input-to-capacity already gives a fixed size",
-                "leave one of them out",
-            )
 
     def _router_rules(self, sound: Sound) -> Iterator[Problem]:
-        experts, topk = self.num_experts, self.moe_router_topk
-        if experts is not None and sound("num_experts", "moe_router_topk"):
-            if topk > experts:
-                yield Problem(
-                    "--moe-router-topk",
-                    str(topk),
-                    f"must be at most --num-experts ({experts})",
-                    f"give 1 to {experts}",
-                )
-            if (
-                topk == 1
-                and self.moe_router_score_function == "softmax"
-                and not self.moe_router_pre_softmax
-            ):
-                yield Problem(
-                    "--moe-router-topk",
-                    "1",
-                    "the softmax over a single chosen expert is always 1, so the router would "
-                    "not learn",
-                    "add --moe-router-pre-softmax, or choose at least two experts",
-                )
+        known = self.num_experts is not None and sound("num_experts", "moe_router_topk")
+        softmax = self.moe_router_score_function == "softmax" and not self.moe_router_pre_softmax
+        if known and softmax and self.moe_router_topk == 1:
+            yield Problem(
+                "--moe-router-topk",
+                "1",
+                "the softmax over a single chosen expert is always 1, so the router would "
+                "not learn",
+                "add --moe-router-pre-softmax, or choose at least two experts",
+            )
         yield from self._group_rules(sound)
-        balancing = self.moe_router_load_balancing_type
-        if self.moe_aux_loss_per_document and balancing != "seq_aux_loss":
-            yield Problem(
-                "--moe-aux-loss-per-document",
-                "",
-                f"needs seq_aux_loss, but --moe-router-load-balancing-type is {balancing}",
-                "add --moe-router-load-balancing-type seq_aux_loss, or leave it out",
-            )
-        if self.moe_router_enable_expert_bias and self.moe_router_score_function == "softmax":
-            yield Problem(
-                "--moe-router-enable-expert-bias",
-                "",
-                "needs the sigmoid score function",
-                "add --moe-router-score-function sigmoid",
-            )
 
     def _group_rules(self, sound: Sound) -> Iterator[Problem]:
         """Yield problems of the groups of experts."""
         groups, chosen = self.moe_router_num_groups, self.moe_router_group_topk
-        flag, flag_chosen = "--moe-router-num-groups", "--moe-router-group-topk"
-        if chosen is None:
+        if chosen is None or groups is None:
             return  # as in Megatron, all groups are open
-        if groups is None:
-            yield Problem(
-                flag_chosen, str(chosen), f"needs {flag}", f"give {flag}, or leave it out"
-            )
-            return
         experts, topk = self.num_experts, self.moe_router_topk
         if not sound("moe_router_num_groups", "moe_router_group_topk"):
             return
-        if chosen > groups:
-            yield Problem(
-                flag_chosen,
-                str(chosen),
-                f"must be at most {flag} ({groups})",
-                f"give 1 to {groups}",
-            )
-            return
-        if experts is None or not sound("num_experts", "moe_router_topk"):
+        if chosen > groups or experts is None or not sound("num_experts", "moe_router_topk"):
             return
         if experts % groups:
             yield Problem(
-                flag,
+                "--moe-router-num-groups",
                 str(groups),
                 f"does not divide --num-experts ({experts})",
                 f"choose from {divisors(experts)}",
@@ -354,7 +332,7 @@ class ExpertOptions(StackOptions):
         most = experts // groups * chosen
         if chosen < groups and topk <= experts and not chosen <= topk <= most:
             yield Problem(
-                flag_chosen,
+                "--moe-router-group-topk",
                 str(chosen),
                 f"gives a token groups with {most} experts, but --moe-router-topk is {topk}",
                 "choose a number that is at most --moe-router-topk, and whose groups have as many "

@@ -2,42 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_packed.config.errors import Problem
+from megatron_packed.config.conditions import GATED_DELTA_NET_LAYERS
 from megatron_packed.config.options import option
-from megatron_packed.config.section import Sound
-from megatron_packed.config.sections.model_parts.divisors import divisors
 from megatron_packed.config.sections.model_parts.stack import StackOptions
 
 GDN = "gated delta net"
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatedDeltaNetOptions(StackOptions):
+class GatedDeltaNetOptions(StackOptions, group=GDN, only_if=GATED_DELTA_NET_LAYERS):
     """Heads and convolution of ``G`` layers."""
 
     linear_num_key_heads: int = option(
         16,
         "Number of query and key heads of a gated-delta-net layer.",
         unit="heads",
-        group=GDN,
         minimum=1,
+        divides="linear_num_value_heads",
     )
     linear_num_value_heads: int = option(
         32,
         "Number of value and gate heads of a gated-delta-net layer; each key head serves an equal "
         "number of them.",
         unit="heads",
-        group=GDN,
         minimum=1,
     )
     linear_key_head_dim: int = option(
         128,
         "Width of one query or key head of a gated-delta-net layer.",
         unit="channels",
-        group=GDN,
         minimum=1,
         maximum=256,
     )
@@ -45,7 +40,6 @@ class GatedDeltaNetOptions(StackOptions):
         128,
         "Width of one value or gate head of a gated-delta-net layer.",
         unit="channels",
-        group=GDN,
         minimum=1,
         maximum=512,
     )
@@ -53,7 +47,6 @@ class GatedDeltaNetOptions(StackOptions):
         4,
         "Width of the causal convolution of a gated-delta-net layer.",
         unit="tokens",
-        group=GDN,
         minimum=2,
         maximum=4,
     )
@@ -61,14 +54,12 @@ class GatedDeltaNetOptions(StackOptions):
         None,
         "Value added to the mean square in the gated norm of a gated-delta-net layer; "
         "--norm-epsilon when not given.",
-        group=GDN,
         above=0,
         maximum=1,
     )
     linear_allow_neg_eigval: bool = option(
         False,
         "Double the write strength beta, so that it is between 0 and 2 (OLMo Hybrid).",
-        group=GDN,
     )
 
     @property
@@ -80,13 +71,3 @@ class GatedDeltaNetOptions(StackOptions):
     def linear_value_dim(self) -> int:
         """Number of value channels of a gated-delta-net layer."""
         return self.linear_num_value_heads * self.linear_value_head_dim
-
-    def gated_delta_net_rules(self, sound: Sound) -> Iterator[Problem]:
-        keys, values = self.linear_num_key_heads, self.linear_num_value_heads
-        if sound("linear_num_key_heads", "linear_num_value_heads") and values % keys:
-            yield Problem(
-                "--linear-num-key-heads",
-                str(keys),
-                f"must divide --linear-num-value-heads ({values})",
-                f"choose from {divisors(values)}",
-            )

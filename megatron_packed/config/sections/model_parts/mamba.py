@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from megatron_packed.config.conditions import MAMBA_LAYERS
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.options import derived_option, option
 from megatron_packed.config.section import Sound
@@ -16,39 +17,39 @@ SSM = "Mamba-2"
 
 
 @dataclass(frozen=True, kw_only=True)
-class MambaOptions(StackOptions):
+class MambaOptions(StackOptions, group=SSM, only_if=MAMBA_LAYERS):
     """Heads, groups, state and scan of ``M`` layers."""
 
     mamba_state_dim: int = option(
         128,
         "Size of the Mamba state of each channel.",
         unit="numbers",
-        group=SSM,
         minimum=1,
         maximum=256,
     )
     mamba_head_dim: int = option(
-        64, "Width of one Mamba head.", unit="channels", group=SSM, minimum=1
+        64,
+        "Width of one Mamba head.",
+        unit="channels",
+        minimum=1,
     )
     mamba_num_groups: int = option(
         8,
         "Number of groups of Mamba heads; the heads of a group share B and C.",
         unit="groups",
-        group=SSM,
         minimum=1,
+        divides="mamba_num_heads",
     )
     mamba_num_heads: int = derived_option(
         "Number of Mamba heads.",
         derived="2 x hidden size / head width",
         unit="heads",
-        group=SSM,
         minimum=1,
     )
     mamba_chunk_size: int = option(
         128,
         "Number of tokens that the scan processes as one matrix; must be a power of two.",
         unit="tokens",
-        group=SSM,
         minimum=1,
         maximum=1024,
         training_only=True,
@@ -58,20 +59,17 @@ class MambaOptions(StackOptions):
         "Number of groups of channels that the gated norm of a Mamba layer normalises separately; "
         "--mamba-num-groups when not given.",
         unit="groups",
-        group=SSM,
         minimum=1,
     )
     mamba_norm_epsilon: float = option(
         1e-5,
         "Value added to the mean square in the gated norm of a Mamba layer.",
-        group=SSM,
         above=0,
         maximum=1,
     )
     mamba_conv_bias: bool = option(
         True,
         "Use a Mamba convolution without bias.",
-        group=SSM,
         flag="disable-mamba-conv-bias",
         negated=True,
     )
@@ -97,16 +95,7 @@ class MambaOptions(StackOptions):
                 f"must divide 2 x --hidden-size ({2 * hidden})",
                 f"choose from {divisors(2 * hidden)}, or give --mamba-num-heads",
             )
-        if (
-            sound("mamba_num_heads", "mamba_num_groups")
-            and self.mamba_num_heads % self.mamba_num_groups
-        ):
-            yield Problem(
-                "--mamba-num-groups",
-                str(self.mamba_num_groups),
-                f"must divide --mamba-num-heads ({self.mamba_num_heads})",
-                f"choose from {divisors(self.mamba_num_heads)}",
-            )
+        yield from self.related(sound, SSM)
         if (
             sound("mamba_num_heads", "mamba_head_dim", "mamba_norm_groups")
             and self.mamba_norm_groups is not None

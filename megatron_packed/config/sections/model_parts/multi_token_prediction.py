@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron_packed.config.conditions import Condition, layers
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.layer_pattern import DEPTH
 from megatron_packed.config.options import derived_option, option
@@ -15,29 +16,35 @@ MOST_DEPTHS = 14
 """Largest number of depths; a micro-batch has a factor for the loss of each depth."""
 
 
+DEPTHS = layers(DEPTH, f"{DEPTH} part")
+SEVERAL_DEPTHS = Condition(
+    f"the pattern has one {DEPTH} part", lambda run, processes: run.model.mtp_depths > 1
+)
+
+
 @dataclass(frozen=True, kw_only=True)
-class MultiTokenOptions(Section):
+class MultiTokenOptions(Section, group=MULTI_TOKEN):
     """Depths of multi-token prediction. Depth k predicts the token k + 1 tokens ahead."""
 
     mtp_num_layers: int = derived_option(
         "Number of depths of multi-token prediction.",
         derived="number of / parts of --hybrid-layer-pattern, which it must equal",
         unit="depths",
-        group=MULTI_TOKEN,
         minimum=0,
+        only_if=DEPTHS,
     )
     mtp_use_repeated_layer: bool = option(
         False,
         "Use the same weights at every depth of multi-token prediction.",
-        group=MULTI_TOKEN,
+        only_if=(DEPTHS, SEVERAL_DEPTHS),
     )
     mtp_loss_scaling_factor: float = option(
         0.1,
         "Weight of the mean loss of all depths of multi-token prediction, which is added to the "
         "loss of the next token.",
-        group=MULTI_TOKEN,
         minimum=0,
         training_only=True,
+        only_if=DEPTHS,
     )
 
     def multi_token_rules(self, sound: Sound, depths: int) -> Iterator[Problem]:

@@ -3,74 +3,89 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from megatron_packed.config.layer_pattern import DEPTH
-from megatron_packed.config.options import derived_option, option, required_option
+from megatron_packed.config.conditions import Condition, layers
+from megatron_packed.config.layer_pattern import ATTENTION, DEPTH, MLP, MOE
+from megatron_packed.config.options import Related, derived_option, option, required_option
 from megatron_packed.config.section import Section
+
+if TYPE_CHECKING:
+    from megatron_packed.config.run import RunConfig
 
 STACK = "stack"
 
 
+def _uses_ffn_hidden_size(run: RunConfig, processes: int) -> bool:
+    """Return False if experts are the only MLPs, and have another width."""
+    model = run.model
+    return MLP in model.hybrid_layer_pattern or model.moe_ffn_hidden_size == model.ffn_hidden_size
+
+
+MLP_OR_EXPERT_LAYERS = layers(MLP + MOE)
+MLP_WIDTH = Condition(
+    "the pattern has no - layer, and --moe-ffn-hidden-size sets the width of experts",
+    _uses_ffn_hidden_size,
+)
+
+
 @dataclass(frozen=True, kw_only=True)
-class StackOptions(Section):
+class StackOptions(Section, group=STACK):
     """Layers of the model, width of the residual stream, MLPs and norms."""
 
     hybrid_layer_pattern: str = required_option(
         "Layers of the model, one character per layer: M Mamba-2, G gated delta net, * attention, "
         "- MLP, E mixture of experts. After each / are the layers of one depth of multi-token "
         "prediction.",
-        group=STACK,
         deprecated=("hybrid-override-pattern",),
     )
-    hidden_size: int = required_option(
-        "Width of the residual stream.", unit="channels", group=STACK, minimum=1
-    )
+    hidden_size: int = required_option("Width of the residual stream.", unit="channels", minimum=1)
     ffn_hidden_size: int = derived_option(
         "Inner width of an MLP layer.",
         derived="4 x hidden size; with --swiglu 8/3 x hidden size, rounded down to a multiple "
         "of 64",
         unit="channels",
-        group=STACK,
         minimum=1,
+        only_if=(MLP_OR_EXPERT_LAYERS, MLP_WIDTH),
     )
     squared_relu: bool = option(
-        False, "Use max(x, 0)^2 instead of GELU in MLPs and experts.", group=STACK
+        False,
+        "Use max(x, 0)^2 instead of GELU in MLPs and experts.",
+        only_if=MLP_OR_EXPERT_LAYERS,
+        excludes=Related("swiglu", "an MLP has one activation"),
     )
     swiglu: bool = option(
-        False, "Use SiLU(gate) x up instead of GELU in MLPs and experts.", group=STACK
+        False,
+        "Use SiLU(gate) x up instead of GELU in MLPs and experts.",
+        only_if=MLP_OR_EXPERT_LAYERS,
     )
     add_bias_linear: bool = option(
         True,
         "Use linear layers without bias.",
-        group=STACK,
         flag="disable-bias-linear",
         negated=True,
+        only_if=layers(ATTENTION + MLP + MOE, "layer that can have a bias"),
     )
     normalization: str = option(
         "LayerNorm",
         "Kind of norm before each layer and at the end.",
-        group=STACK,
         choices=("LayerNorm", "RMSNorm"),
     )
     apply_layernorm_1p: bool = option(
         False,
         "Store the weights of norms minus one, so that weight decay and zeros mean a scale of one.",
-        group=STACK,
     )
-    norm_epsilon: float = option(
-        1e-5, "Value added to the variance in norms.", group=STACK, above=0, maximum=1
-    )
+    norm_epsilon: float = option(1e-5, "Value added to the variance in norms.", above=0, maximum=1)
     hidden_dropout: float = option(
         0.0,
         "Dropout probability of the channels of each layer's output.",
-        group=STACK,
         minimum=0,
         below=1,
         megatron=("0.1", "hybrid models are trained without dropout"),
         training_only=True,
     )
     init_method_std: float = option(
-        0.02, "Standard deviation of the initial weights.", group=STACK, above=0, training_only=True
+        0.02, "Standard deviation of the initial weights.", above=0, training_only=True
     )
 
     @property

@@ -102,7 +102,7 @@ def test_a_file_that_names_no_splits(content: str, fault: str) -> None:
             "contradicts --per-split-data-args-path",
         ),
         ({"train": "a"}, "--data-path b", "both name the training data"),
-        ({"train": "a"}, "--split 1,1,1", "cannot be used with --per-split-data-args-path"),
+        ({"train": "a"}, "--split 1,1,1", "contradicts --per-split-data-args-path"),
     ],
 )
 def test_problems_of_a_file_of_splits(splits: dict[str, str], flags: str, rule: str) -> None:

@@ -1,0 +1,12 @@
+"""Reader of the data files with the flags of Megatron-LM and of other trainers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def flag_rows(name: str) -> Any:
+    """Return the rows of a file, such as ``megatron/refused_flags.json``."""
+    return json.loads((Path(__file__).parent / name).read_text("utf-8"))
