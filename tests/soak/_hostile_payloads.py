@@ -838,7 +838,9 @@ def _data() -> Iterator[Payload]:
         text = not line.startswith(("{", "["))
         yield Payload("prompts", name, appended("prompts.jsonl", line), harmless=text)
     yield Payload("prompts", "bomb", partial(_bomb, kind="gzip", name="prompts.jsonl"))
-    yield Payload("prompts", "10^6 prompts", write("prompts.jsonl", '{"prompt": "a"}\n' * 10**6))
+    yield Payload(
+        "prompts", "10^6 prompts", write("prompts.jsonl", '{"prompt": "a"}\n' * (10**6 + 1))
+    )
     yield Payload(
         "prompts",
         "control characters",
