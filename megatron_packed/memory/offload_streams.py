@@ -81,14 +81,7 @@ class OffloadStreams(Protocol):
 
 
 class CpuStreams:
-    """Streams of a CPU, where every operation runs immediately and events do nothing.
-
-    Args:
-        device: ``cpu``, or ``meta`` for a planned rank, whose copies have no values.
-    """
-
-    def __init__(self, device: torch.device | str = "cpu") -> None:
-        self.device = device
+    """Streams of a CPU, where every operation runs immediately and events do nothing."""
 
     def record_event(self) -> None:
         return None
@@ -114,10 +107,10 @@ class CpuStreams:
         target.copy_(source)
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(count, dtype=dtype, device=self.device)
+        return torch.empty(count, dtype=dtype)
 
     def pinned(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        return torch.empty(num_bytes, dtype=torch.uint8)
 
     def capturing(self) -> bool:
         return False
@@ -248,4 +241,4 @@ _NO_MEMORY = 2
 
 def streams_of(device: torch.device) -> OffloadStreams:
     """Return the streams of a device."""
-    return CudaStreams(device) if device.type == "cuda" else CpuStreams(device)
+    return CudaStreams(device) if device.type == "cuda" else CpuStreams()

@@ -176,7 +176,7 @@ def _renders_in_this_process(monkeypatch):
         def __contains__(self, template):
             return True
 
-    monkeypatch.setattr(formats, "_OWN_TEMPLATES", Everything())
+    monkeypatch.setattr(formats, "OWN_TEMPLATES", Everything())
 
 
 @pytest.fixture(scope="module")
