@@ -10,6 +10,7 @@ end with the script.
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
@@ -415,4 +416,10 @@ def main(names: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    known = [case.__name__ for case in CASES]
+    parser.add_argument("cases", nargs="*", help=f"of {', '.join(known)} (default: all)")
+    arguments = parser.parse_args()
+    if unknown := sorted({*arguments.cases} - {*known}):
+        parser.error(f"there is no case {', '.join(unknown)}; give some of {', '.join(known)}.")
+    sys.exit(main(arguments.cases))
