@@ -25,6 +25,8 @@ if torch.cuda.is_available() and find_spec("transformer_engine"):
 # Kernels are compiled as in a run.
 for name, value in assembler_variables().items():
     os.environ.setdefault(name, value)
+# Otherwise each process compiles flash-attn 4 again, which takes a minute in tests of two processes.
+os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 
 
 @pytest.fixture(scope="session", autouse=True)
