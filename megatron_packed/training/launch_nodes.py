@@ -33,7 +33,12 @@ from typing import Any, Protocol
 
 from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.launch_attempt import LaunchAttempt, wait_for_readers
-from megatron_packed.training.launch_refusals import STATIC, Refusals, different_nodes
+from megatron_packed.training.launch_refusals import (
+    STATIC,
+    MeetingOptions,
+    Refusals,
+    different_nodes,
+)
 from megatron_packed.training.local_ranks import Placement, RankFailure
 
 LEAVE_SECONDS = 60.0
@@ -47,21 +52,9 @@ JOIN_SECONDS = 600
 _HERE = "here"
 
 
-class RendezvousOptions(Protocol):
+class RendezvousOptions(MeetingOptions, Protocol):
     """Fields of `launch.LaunchOptions` that the rendezvous uses."""
 
-    @property
-    def min_nodes(self) -> int: ...
-    @property
-    def max_nodes(self) -> int: ...
-    @property
-    def node_rank(self) -> int | None: ...
-    @property
-    def rdzv_backend(self) -> str: ...
-    @property
-    def rdzv_endpoint(self) -> str: ...
-    @property
-    def rdzv_id(self) -> str: ...
     @property
     def rdzv_conf(self) -> tuple[tuple[str, str], ...]: ...
 

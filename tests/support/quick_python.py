@@ -71,7 +71,7 @@ def quick_python(folder: Path) -> Iterator[None]:
                 )
             )
             (folder / name).chmod(0o755)
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + 60
         while not address.exists():
             assert time.monotonic() < deadline, "the server did not start"
             time.sleep(0.02)
