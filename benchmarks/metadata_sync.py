@@ -37,8 +37,8 @@ import harness
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.layers.attention import Attention
-from megatron_packed.layers.mamba_mixer import MambaMixer
+from megatron_packed.layers.attention import Attention, WindowTables
+from megatron_packed.layers.kinds.mamba import MambaMixer
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.ops.varlen_attention.tables import MaskTable, visible_pairs
 from megatron_packed.optim.optimizer import Optimizer
@@ -120,7 +120,9 @@ class PerLayerRebuild:
         if self._uses_mask:
             mask = MaskTable(mask_TT=self._mask(hidden_TD, packed), window_size=None)
             rebuilt = rebuilt.with_tables(
-                dataclasses.replace(packed.tables, attention={None: mask})
+                dataclasses.replace(
+                    packed.tables, of_kinds={WindowTables: WindowTables({None: mask})}
+                )
             )
         return hidden_TD, rebuilt
 

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from megatron_packed.layers.build import Build as Build
     from megatron_packed.layers.context_parallel import ContextParallel as ContextParallel
     from megatron_packed.layers.embedding import Embedding as Embedding
-    from megatron_packed.layers.gated_delta_net import GatedDeltaNet as GatedDeltaNet
+    from megatron_packed.layers.kinds.gated_delta_net import GatedDeltaNet as GatedDeltaNet
+    from megatron_packed.layers.kinds.mamba import MambaMixer as MambaMixer
     from megatron_packed.layers.linear import ColumnParallelLinear as ColumnParallelLinear
     from megatron_packed.layers.linear import RowParallelLinear as RowParallelLinear
-    from megatron_packed.layers.mamba_mixer import MambaMixer as MambaMixer
     from megatron_packed.layers.mlp import MLP as MLP
     from megatron_packed.layers.norm import Norm as Norm
     from megatron_packed.layers.tensor_parallel import TensorParallel as TensorParallel
@@ -27,9 +27,9 @@ else:
             "build": ["Build"],
             "context_parallel": ["ContextParallel"],
             "embedding": ["Embedding"],
-            "gated_delta_net": ["GatedDeltaNet"],
+            "kinds.gated_delta_net": ["GatedDeltaNet"],
             "linear": ["ColumnParallelLinear", "RowParallelLinear"],
-            "mamba_mixer": ["MambaMixer"],
+            "kinds.mamba": ["MambaMixer"],
             "mlp": ["MLP"],
             "norm": ["Norm"],
             "tensor_parallel": ["TensorParallel"],

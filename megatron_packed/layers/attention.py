@@ -8,13 +8,13 @@ tokens for N / c heads instead.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from megatron_packed.config.layer_pattern import ATTENTION
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.differentiable import gather_rows, pass_on
 from megatron_packed.distributed.overlapped_exchange import compute_by_heads
@@ -26,7 +26,8 @@ from megatron_packed.layers.attention_heads import (
     query_heads,
 )
 from megatron_packed.layers.build import Build
-from megatron_packed.layers.joined import JoinedResidual, adds_residual
+from megatron_packed.layers.joined import adds_residual
+from megatron_packed.layers.linear import JoinedResidual
 from megatron_packed.layers.query_key_norm import QueryKeyNorm, query_key_norms
 from megatron_packed.layers.zigzag_rows import from_zigzag, to_zigzag
 from megatron_packed.ops.activation.api import sigmoid_gate
@@ -34,6 +35,7 @@ from megatron_packed.ops.column_slices import split_columns
 from megatron_packed.ops.context_parallel_attention.api import Peers, context_parallel_attention
 from megatron_packed.ops.rope.api import RopeScaling, apply_rope, rope_tables
 from megatron_packed.ops.varlen_attention.api import varlen_attention
+from megatron_packed.ops.varlen_attention.tables import BlockTables, MaskTable
 from megatron_packed.packed.params import PackedSeqParams
 
 
@@ -74,7 +76,7 @@ class Rotary(nn.Module):
         cls, config: ModelConfig, max_positions: int, *, backend: str, device: torch.device | str
     ) -> Rotary | None:
         """Build the tables of a model; return None if no layer needs them."""
-        if config.position_embedding_type != "rope" or ATTENTION not in config.layer_types:
+        if config.position_embedding_type != "rope" or not config.attention_windows:
             return None
         return cls(
             max_positions=max_positions,
@@ -103,6 +105,16 @@ def _rope_scaling(config: ModelConfig) -> RopeScaling | None:
         high=config.rope_scaling_high_freq_factor,
         original_max_positions=config.rope_scaling_original_max_positions,
     )
+
+
+class WindowTables(NamedTuple):
+    """Masks or block lists that the attention kernel reads, for each attention window."""
+
+    by_window: Mapping[int | None, BlockTables | MaskTable]
+    """Number of visible tokens, or None for all -> input of the kernel."""
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(tensor for tables in self.by_window.values() for tensor in tables.tensors())
 
 
 class Heads(NamedTuple):
@@ -219,6 +231,7 @@ class CoreAttention(nn.Module):
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, packed: PackedSeqParams
     ) -> Tensor:
         """Attend in the head-parallel layout: all rows, this rank's heads, part by part."""
+        found = packed.tables.find(WindowTables)
         attend = partial(
             varlen_attention,
             cu_seqlens=packed.cu_seqlens,
@@ -227,7 +240,7 @@ class CoreAttention(nn.Module):
             softmax_scale=self.softmax_scale,
             window_size=self.window_size,
             deterministic=self.backends.deterministic,
-            tables=packed.tables.attention.get(self.window_size),
+            tables=None if found is None else found.by_window.get(self.window_size),
             backend=self.backends.varlen_attention,
         )
         if self.cp.exchange is None:

@@ -10,7 +10,6 @@ Letters: T tokens of the pack; each of c ranks holds T / c of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,7 +18,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_packed.config.exchanged_heads import number_of_parts
-from megatron_packed.config.layer_pattern import MAMBA
 from megatron_packed.distributed.all_to_all import EqualExchange
 from megatron_packed.distributed.collectives import all_gather_rows, all_reduce_sum
 from megatron_packed.distributed.differentiable import Group
@@ -95,12 +93,8 @@ class ContextParallel:
         comm_type: str = A2A,
         mamba_comm_type: str = HEADS,
         overlap_parts: int = 1,
-        layer_types: Sequence[str] = (MAMBA,),
     ) -> ContextParallel:
         """Return the context parallelism of this rank, or ``SINGLE`` for one rank.
-
-        Only Mamba layers pass states, so ``mamba_comm_type`` has no effect without any in
-        ``layer_types``.
 
         Raises:
             ValueError: a communication type is unknown.
@@ -114,7 +108,7 @@ class ContextParallel:
             size=groups.cp_size,
             rank=groups.cp_rank,
             comm_type=comm_type,
-            mamba_comm_type=mamba_comm_type if MAMBA in layer_types else HEADS,
+            mamba_comm_type=mamba_comm_type,
             overlap_parts=overlap_parts,
         )
 

@@ -11,24 +11,16 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, MAMBA, MOE
-from megatron_packed.config.layer_pattern import MLP as DENSE
 from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.layers.attention import Attention, Rotary
 from megatron_packed.layers.build import Build
-from megatron_packed.layers.gated_delta_net import GatedDeltaNet
 from megatron_packed.layers.joined import joined_residual
-from megatron_packed.layers.mamba_mixer import MambaMixer
-from megatron_packed.layers.mlp import MLP
 from megatron_packed.layers.moe.layer import MoE, MoEOutput, MoEReport
 from megatron_packed.layers.norm import Norm
-from megatron_packed.ops.backend_dispatch import planned_type
-from megatron_packed.ops.residual_projection.api import WITH_CHOICE
 from megatron_packed.packed.params import PackedSeqParams
 
 
 class HybridLayer(nn.Module):
-    """Layer ``h + m * dropout(mixer(norm(h)))``, for every symbol of the pattern except ``E``.
+    """Layer ``h + m * dropout(mixer(norm(h)))``.
 
     Args:
         norm: norm before the mixer; it also returns the hidden state for the residual connection.
@@ -58,24 +50,12 @@ class HybridLayer(nn.Module):
         self.backend = backend
 
     def forward(self, hidden_TD: Tensor, packed: PackedSeqParams) -> Tensor | MoEOutput:
-        x_TD = residual_TD = hidden_TD
-        if not self.norms_output:
-            x_TD, residual_TD = self.norm.with_residual(hidden_TD)
-        if planned_type(hidden_TD.device.type) in WITH_CHOICE:
-            joined = joined_residual(self.mixer, residual_TD, self.backend, self.reason_apart)
-            if joined is not None:
-                sum_TD: Tensor = self.mixer(x_TD, packed, joined)
-                return sum_TD
+        x_TD, residual_TD = self.enter(hidden_TD)
         return self.add(residual_TD, self.mixer(x_TD, packed))
 
-    @property
-    def reason_apart(self) -> str:
-        """Reason why the mixer cannot add the residual; empty if it may."""
-        if self.dropout.p:
-            return "the mixer's output has dropout"
-        if self.multiplier is not None:
-            return "the mixer's output is multiplied before the addition"
-        return "the mixer's output is normalised before the addition" if self.norms_output else ""
+    def enter(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the mixer's input, and the hidden state for the residual connection."""
+        return (hidden_TD, hidden_TD) if self.norms_output else self.norm.with_residual(hidden_TD)
 
     def add(self, residual_TD: Tensor, y_TD: Tensor) -> Tensor:
         """Add the mixer's output to the residual stream."""
@@ -88,15 +68,37 @@ class HybridLayer(nn.Module):
         return torch.add(residual_TD, y_TD, alpha=self.multiplier)
 
 
+class ProjectedLayer(HybridLayer):
+    """`HybridLayer` whose mixer ends in a projection, which may add the residual in its product.
+
+    The mixer's ``forward`` is marked by `layers.joined.adds_residual`.
+    """
+
+    def forward(self, hidden_TD: Tensor, packed: PackedSeqParams) -> Tensor:
+        x_TD, residual_TD = self.enter(hidden_TD)
+        joined = joined_residual(self.mixer, residual_TD, self.backend, self.reason_apart)
+        if joined is None:
+            return self.add(residual_TD, self.mixer(x_TD, packed))
+        sum_TD: Tensor = self.mixer(x_TD, packed, joined)
+        return sum_TD
+
+    @property
+    def reason_apart(self) -> str:
+        """Reason why the mixer cannot add the residual; empty if it may."""
+        if self.dropout.p:
+            return "the mixer's output has dropout"
+        if self.multiplier is not None:
+            return "the mixer's output is multiplied before the addition"
+        return "the mixer's output is normalised before the addition" if self.norms_output else ""
+
+
 class HybridMoELayer(HybridLayer):
-    """`HybridLayer` for the symbol ``E`` (MoE), which also returns the statistics of the MoE."""
+    """`HybridLayer` with a mixture of experts, which also returns the statistics of the experts."""
 
     mixer: MoE
 
     def forward(self, hidden_TD: Tensor, packed: PackedSeqParams) -> MoEOutput:
-        x_TD = residual_TD = hidden_TD
-        if not self.norms_output:
-            x_TD, residual_TD = self.norm.with_residual(hidden_TD)
+        x_TD, residual_TD = self.enter(hidden_TD)
         output: MoEOutput = self.mixer(x_TD, packed)
         return output._replace(hidden_TD=self.add(residual_TD, output.hidden_TD))
 
@@ -139,67 +141,4 @@ def build_norm(config: ModelConfig, build: Build) -> Norm:
         zero_centered=config.apply_layernorm_1p,
         backend=build.backends.rms_norm,
         tp=build.tp,
-    )
-
-
-def build_layers(config: ModelConfig, build: Build, rotary: Rotary | None = None) -> HybridLayers:
-    """Build all layers of the pattern: the main model, then each depth of multi-token prediction.
-
-    The arguments are those of `build_layer`.
-    """
-    return HybridLayers(
-        build_layer(symbol, config, build, number, config.depth_of_layer(number), rotary)
-        for number, symbol in enumerate(config.layer_types)
-    )
-
-
-def build_layer(
-    symbol: str,
-    config: ModelConfig,
-    build: Build,
-    number: int = 0,
-    depth: int = 0,
-    rotary: Rotary | None = None,
-) -> HybridLayer:
-    """Build the layer for one symbol of the layer pattern.
-
-    Args:
-        symbol: ``M`` Mamba, ``G`` gated delta net, ``*`` attention, ``-`` MLP or ``E`` MoE.
-        config: sizes of the model.
-        build: arguments that all layers share.
-        number: number of the layer in the pattern, from 0.
-        depth: depth of multi-token prediction, 0 in the main model.
-        rotary: tables of the rotary embedding, shared by all attention layers, or None.
-    """
-    norm = build_norm(config, build)
-    layer_class = HybridLayer
-    mixer: nn.Module
-    if symbol == MAMBA:
-        mixer = MambaMixer(config, build)
-    elif symbol == GATED_DELTA_NET:
-        mixer = GatedDeltaNet(config, build)
-    elif symbol == ATTENTION:
-        mixer = Attention(config, build, number=number, rotary=rotary)
-    elif symbol == MOE:
-        layer_class = HybridMoELayer
-        mixer = MoE(config, build, depth=depth)
-    else:
-        assert symbol == DENSE, symbol
-        mixer = MLP(
-            config.hidden_size,
-            config.ffn_hidden_size,
-            kind=config.activation,
-            bias=config.add_bias_linear,
-            backends=build.backends,
-            tp=build.tp,
-            device=build.device,
-            dtype=build.dtype,
-        )
-    return layer_class(
-        norm,
-        mixer,
-        config.hidden_dropout,
-        config.residual_multiplier,
-        norms_output=config.norms_output(number),
-        backend=build.backends.residual_projection,
     )

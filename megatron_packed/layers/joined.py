@@ -1,26 +1,25 @@
-"""Checks and autograd functions of layers whose products include neighbouring operations.
+"""Checks whether products of a layer may include neighbouring operations.
 
 The end of a layer is ``residual + x W^T``, so the last projection of the mixer may add the residual.
-Letters: T tokens, I input width, O output width.
+Letters: T tokens, D hidden size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, autograd, nn
-from torch.autograd.function import once_differentiable
+from torch import Tensor, nn
 
 from megatron_packed.layers.linear import (
     ColumnParallelLinear,
+    JoinedResidual,
     RowParallelLinear,
-    main_grad_of,
-    weight_grad,
 )
+from megatron_packed.ops.backend_dispatch import planned_type
 from megatron_packed.ops.residual_projection import api as residual_projection
-from megatron_packed.ops.residual_projection.api import AddedProduct
+from megatron_packed.ops.residual_projection.api import WITH_CHOICE, AddedProduct
 
 NOT_LOCAL = "the projections are not those of this package"
 BIAS = "the projections have a bias"
@@ -102,31 +101,6 @@ def _inside_wrappers(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _without_values(residual_TO: Tensor | None, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
-    return x_TI.new_empty(x_TI.shape[0], weight_OI.shape[0])
-
-
-class JoinedResidual(NamedTuple):
-    """Residual that the last projection of a mixer adds to its result."""
-
-    residual_TO: Tensor | None
-    product: AddedProduct
-
-    def for_second_run(self) -> JoinedResidual:
-        """Return a substitute for recomputation, which does not use the result of the projection.
-
-        So a recomputed mixer does not hold the residual, which may be offloaded.
-        """
-        return JoinedResidual(None, _without_values)
-
-    def add_product(self, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
-        """Return ``residual + x W^T``.
-
-        The weight's gradient is added to ``main_grad``; without it, autograd accumulates the gradient.
-        """
-        return cast(Tensor, _AddedLinear.apply(x_TI, weight_OI, *self))  # type: ignore[no-untyped-call]
-
-
 def joined_residual(
     mixer: nn.Module, residual_TD: Tensor, backend: str, apart: str = ""
 ) -> JoinedResidual | None:
@@ -143,9 +117,10 @@ def joined_residual(
     Raises:
         NoBackendError: the requested backend does not support the sizes and dtype.
     """
-    if residual_TD.dim() != 2:
+    device_type = residual_TD.device.type
+    if residual_TD.dim() != 2 or planned_type(device_type) not in WITH_CHOICE:
         return None
-    product = added_product(mixer, residual_TD.dtype, residual_TD.device.type, backend, apart)
+    product = added_product(mixer, residual_TD.dtype, device_type, backend, apart)
     return None if product is None else JoinedResidual(residual_TD, product)
 
 
@@ -174,26 +149,3 @@ def added_product(
     product: AddedProduct | None
     product = residual_projection.OP.chosen[backend, inputs].loaded.added_product
     return product
-
-
-class _AddedLinear(autograd.Function):
-    """Autograd function of `JoinedResidual.add_product`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_TI: Tensor, weight_OI: Tensor, residual_TO: Tensor | None, product: AddedProduct
-    ) -> Tensor:
-        ctx.save_for_backward(x_TI, weight_OI)
-        ctx.weight_main_grad = main_grad_of(weight_OI)
-        return product(residual_TO, x_TI, weight_OI)
-
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any, grad_TO: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        x_TI, weight_OI = ctx.saved_tensors
-        needs_dx, needs_dw, needs_residual = ctx.needs_input_grad[:3]
-        grad_TI = grad_TO @ weight_OI if needs_dx else None
-        grad_OI = weight_grad(ctx.weight_main_grad, grad_TO, x_TI) if needs_dw else None
-        return grad_TI, grad_OI, grad_TO if needs_residual else None, None

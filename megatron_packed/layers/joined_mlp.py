@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, autograd
 from torch.autograd.function import once_differentiable
 
-from megatron_packed.layers.joined import JoinedResidual
-from megatron_packed.layers.linear import main_grad_of, weight_grad
+from megatron_packed.layers.linear import JoinedResidual, main_grad_of, weight_grad
 from megatron_packed.ops.dense_mlp.api import JoinedProducts
 from megatron_packed.ops.residual_projection.api import AddedProduct
 

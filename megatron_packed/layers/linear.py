@@ -12,7 +12,7 @@ weight.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,9 +23,7 @@ from megatron_packed.distributed.sequence_parallel_products import SequenceParal
 from megatron_packed.distributed.tensor_parallel_shards import Shard, set_shard
 from megatron_packed.layers.parameters import new_parameter, no_weight_decay
 from megatron_packed.layers.tensor_parallel import TensorParallel
-
-if TYPE_CHECKING:
-    from megatron_packed.layers.joined import JoinedResidual
+from megatron_packed.ops.residual_projection.api import AddedProduct
 
 
 def main_grad_of(parameter: Tensor | None) -> Tensor | None:
@@ -207,6 +205,54 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
     return F.linear(x_TI, weight_OI, bias_O)
 
 
+class _AddedLinear(torch.autograd.Function):
+    """Autograd function of `JoinedResidual.add_product`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TI: Tensor, weight_OI: Tensor, residual_TO: Tensor | None, product: AddedProduct
+    ) -> Tensor:
+        ctx.save_for_backward(x_TI, weight_OI)
+        ctx.weight_main_grad = main_grad_of(weight_OI)
+        return product(residual_TO, x_TI, weight_OI)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_TO: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x_TI, weight_OI = ctx.saved_tensors
+        needs_dx, needs_dw, needs_residual = ctx.needs_input_grad[:3]
+        grad_TI = grad_TO @ weight_OI if needs_dx else None
+        grad_OI = weight_grad(ctx.weight_main_grad, grad_TO, x_TI) if needs_dw else None
+        return grad_TI, grad_OI, grad_TO if needs_residual else None, None
+
+
+def _without_values(residual_TO: Tensor | None, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+    return x_TI.new_empty(x_TI.shape[0], weight_OI.shape[0])
+
+
+class JoinedResidual(NamedTuple):
+    """Residual that the last projection of a mixer adds to its result."""
+
+    residual_TO: Tensor | None
+    product: AddedProduct
+
+    def for_second_run(self) -> JoinedResidual:
+        """Return a substitute for recomputation, which does not use the result of the projection.
+
+        So a recomputed mixer does not hold the residual, which may be offloaded.
+        """
+        return JoinedResidual(None, _without_values)
+
+    def add_product(self, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+        """Return ``residual + x W^T``.
+
+        The weight's gradient is added to ``main_grad``; without it, autograd accumulates the gradient.
+        """
+        return cast(Tensor, _AddedLinear.apply(x_TI, weight_OI, *self))  # type: ignore[no-untyped-call]
+
+
 class Linear(nn.Module):
     """Linear layer ``(T, I) -> (T, O)``.
 
@@ -314,7 +360,7 @@ class RowParallelLinear(Linear):
             tp.use_on_rows(self.bias)
 
     def forward(self, x_TI: Tensor, joined: JoinedResidual | None = None) -> Tensor:
-        """Return ``x W^T + b``, or with ``joined`` (`layers.joined`) the residual plus ``x W^T``."""
+        """Return ``x W^T + b``, or with ``joined`` the residual plus ``x W^T``."""
         if joined is not None:
             return joined.add_product(x_TI, self.weight)
         if self.tp.group is None:

@@ -12,12 +12,12 @@ from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.joined import (
     NOT_LOCAL,
     OTHER_DTYPE,
-    JoinedResidual,
     adds_residual,
     observation,
     reason_apart,
 )
 from megatron_packed.layers.joined_mlp import joined_mlp
+from megatron_packed.layers.linear import JoinedResidual
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.layers.transformer_impl import implementation
 from megatron_packed.ops.activation.api import Kind, activation

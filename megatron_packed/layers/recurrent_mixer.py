@@ -2,61 +2,58 @@
 
 Letters: T tokens, D hidden size, N heads of P channels, I = N P, C convolution channels, O width of
 the input projection.
-
-[Note: recurrent mixers across context-parallel ranks]
-Convolution and recurrence run along the tokens of the pack. They process each head independently,
-with the group of B and C or the key head that the head uses. All other operations process each row
-independently. So before the convolution each of c ranks exchanges T / c rows of all heads for T
-rows of N / c heads. After the recurrence the ranks exchange back. Each direction is one all-to-all,
-or one for each part of the heads ([Note: exchange in parts]). The first transfers all columns
-except z. The gate z and the gated norm stay in the context-parallel layout, where a rank has all
-channels of each norm group. So they need no communication. A rank uses only its heads' part of the
-convolution weights and of the parameters with one value per head. The gradients of the other parts
-are zero on this rank.
-
-A mixer that passes states (`state_passing`) exchanges no heads. Each rank runs convolution and
-recurrence of all heads on its part of the pack.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from megatron_packed.distributed.overlapped_exchange import compute_by_heads
 from megatron_packed.distributed.tensor_parallel_shards import SplitSegment, set_shard
 from megatron_packed.layers.build import Build
-from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
-from megatron_packed.layers.context_parallel import take_in_parts
-from megatron_packed.layers.joined import JoinedResidual, adds_residual
+from megatron_packed.layers.head_parallel import HeadParallel
+from megatron_packed.layers.initial_values import (
+    Fill,
+    a_log,
+    convolution,
+    normal,
+    ones,
+    residual_normal,
+)
+from megatron_packed.layers.joined import adds_residual
+from megatron_packed.layers.linear import JoinedResidual
 from megatron_packed.layers.named_call import NamedCall
 from megatron_packed.layers.parameters import keep_fp32, new_parameter, no_weight_decay
 from megatron_packed.layers.short_convolution import CausalConv1d
-from megatron_packed.layers.state_passing import StatePassing
+from megatron_packed.layers.state_passing import PassedStates, StatePassing
 from megatron_packed.ops.column_slices import split_columns
 from megatron_packed.packed.params import PackedSeqParams
 
 Row = TypeVar("Row")
 
-
-def _of_part(shapes: Sequence[tuple[int, ...]], parts: int) -> list[tuple[int, ...]]:
-    """Return the shapes of one of several equal parts of the heads."""
-    return [(count // parts, *width) for count, *width in shapes]
+RECURRENT_FILLS: dict[str, Fill] = {
+    "in_proj.weight": normal,
+    "out_proj.weight": residual_normal,
+    "conv1d.weight": convolution,
+    "mixer.norm.weight": ones,
+    "mixer.A_log": a_log,
+}
+"""Initial values that recurrent mixers have in common, for the record of a kind."""
 
 
 class RecurrentMixer(nn.Module):
-    """Projection, short convolution, recurrence, gated norm, projection.
+    """Projection; short convolution and recurrence; gated norm and projection.
 
-    A derived class has the recurrence and its parameters with one value per head. Convolution and
-    recurrence restart at every change of ``packed.seq_idx``.
+    A derived class has the recurrence and the names of its parameters with one value per head.
+    Convolution and recurrence restart at every change of ``packed.seq_idx``.
 
-    Heads are split over tensor-parallel ranks, within each segment of the rows of ``in_proj``.
-    Tokens are split over context-parallel ranks. For convolution and recurrence the heads are split
-    over these ranks instead.
+    Heads are split over tensor-parallel ranks, within each segment of the rows of ``in_proj``. This
+    class computes on one context-parallel rank. Over several of them, `HeadParallel` exchanges
+    heads, or `PassedStates` passes states.
 
     Args:
         hidden_size: D.
@@ -68,8 +65,11 @@ class RecurrentMixer(nn.Module):
         width: convolution width.
         bias: adds a bias to each convolution channel.
         norm: gated norm of the output.
-        passing: passing of states between context-parallel ranks; None exchanges heads instead.
+        passes_states: the class has ``scan_part``, and passes states if the run does.
     """
+
+    head_parameters: ClassVar[tuple[str, ...]] = ()
+    """Names of the parameters with one value per head, in the order in which `scan_heads` gets them."""
 
     def __init__(
         self,
@@ -83,37 +83,37 @@ class RecurrentMixer(nn.Module):
         width: int,
         bias: bool,
         norm: nn.Module,
-        passing: StatePassing | None = None,
+        passes_states: bool = False,
     ) -> None:
         super().__init__()
-        # With passed states the mixer has all heads, as with one rank.
-        self.passing = passing
-        self.cp = cp = build.cp if passing is None else ALL_ROWS
         self.backends = build.backends
         tp, device, dtype = build.tp, build.device, build.dtype
         self.z_first = z_first
         self.values_per_head = values_per_head
         head = replace(z, width=1)
-        self.heads = tp.shard(head)
         own_z, own_head = tp.local_segment(z), tp.local_segment(head)
         own_channels = [tp.local_segment(segment) for segment in convolved]
         channels = tp.shard(*convolved)
-        self.used_channels = cp.part(*own_channels)
-        self.parts = cp.parts(own_head.count, *(segment.count for segment in own_channels))
-        """Number of parts of the heads; parts are exchanged and computed one after the other."""
-        self.used_heads = None if cp.group is None else cp.part(own_head)
-        # Shapes before (`row_shapes`) and after (`used_shapes`, `conv_shapes`) the all-to-all
-        # between context-parallel ranks. With one rank there is no all-to-all (`own_shapes`).
-        inner = (own_z.count * own_z.width,)
-        shapes = [(segment.count, segment.width) for segment in own_channels]
-        self.row_shapes = self._rows(inner, shapes, (own_head.count, 1))
-        self.own_shapes = self._rows(inner, [(channels.local_length,)], (own_head.count,))
-        used_heads = (cp.local_count(own_head),)
-        self.used_shapes = ((self.used_channels.local_length,), *[used_heads] * values_per_head)
-        self.conv_shapes = tuple((cp.local_count(s), s.width) for s in own_channels)
-        rows = tp.shard(*self._rows(z, convolved, head))
+        self.conv_shapes = tuple((segment.count, segment.width) for segment in own_channels)
+        """Heads and channels per head of each convolved segment."""
+        self.over_ranks: HeadParallel | PassedStates | None = None
+        """Convolution and recurrence over several context-parallel ranks; None on one rank."""
+        inner: tuple[int, ...] = (own_z.count * own_z.width,)
+        self.shapes: tuple[tuple[int, ...], ...]
+        self.shapes = self._rows(inner, [(channels.local_length,)], (own_head.count,))
+        """Columns of the projection as `split` returns them."""
+        if passes_states and build.cp.passes_states:
+            self.over_ranks = PassedStates(StatePassing(build.cp, width))
+        elif build.cp.group is not None:
+            self.over_ranks = HeadParallel(build.cp, own_channels, own_head, values_per_head)
+            self.shapes = self._rows(inner, self.conv_shapes, (own_head.count, 1))
         self.in_proj = build.parts.column_parallel(
-            hidden_size, rows, bias=False, tp=tp, device=device, dtype=dtype
+            hidden_size,
+            tp.shard(*self._rows(z, convolved, head)),
+            bias=False,
+            tp=tp,
+            device=device,
+            dtype=dtype,
         )
         self.conv1d = CausalConv1d(
             channels,
@@ -128,17 +128,15 @@ class RecurrentMixer(nn.Module):
         self.out_proj = build.parts.row_parallel(
             tp.shard(z, dim=1), hidden_size, bias=False, tp=tp, device=device, dtype=dtype
         )
+        heads = tp.shard(head)
+        for name in self.head_parameters:
+            values = new_parameter(heads.local_length, device=device, dtype=torch.float32)
+            setattr(self, name, set_shard(keep_fp32(no_weight_decay(values)), heads))
 
     def _rows(self, z: Row, convolved: Sequence[Row], head: Row) -> tuple[Row, ...]:
         """Return what belongs to the rows of ``in_proj`` in the order of the rows."""
         heads = [head] * self.values_per_head
         return (z, *convolved, *heads) if self.z_first else (*convolved, z, *heads)
-
-    def per_head(self, device: torch.device | str) -> nn.Parameter:
-        """Create a float32 parameter with one value per head, without weight decay."""
-        heads = self.heads.local_length
-        parameter = new_parameter(heads, device=device, dtype=torch.float32)
-        return set_shard(keep_fp32(no_weight_decay(parameter)), self.heads)
 
     @property
     def output_projection(self) -> nn.Module:
@@ -156,48 +154,12 @@ class RecurrentMixer(nn.Module):
     def _scan(self, projected_TO: Tensor, packed: PackedSeqParams) -> Tensor:
         """Run everything between the projections: ``(T, O)`` -> ``(T, I)``."""
         z_TI, *columns = self.split(projected_TO)
-        if self.cp.group is not None:
-            y_TNP = self._scan_by_heads(columns, packed)
+        if self.over_ranks is None:
+            y_TNP = self.convolve_and_scan(columns, packed)
         else:
-            conv_TC, *per_head = columns
-            if self.passing is not None:
-                convolved_TC = self._convolve_part(self.passing, conv_TC, packed)
-            else:
-                convolved_TC = self.conv1d(conv_TC, packed.seq_idx)
-            heads = split_columns(convolved_TC, *self.conv_shapes)
-            y_TNP = self.scan_heads(heads, per_head, packed)
+            y_TNP = self.over_ranks.convolve_and_scan(self, columns, packed)
         normed_TI: Tensor = self.norm(y_TNP.flatten(1), z_TI)
         return normed_TI
-
-    def _scan_by_heads(self, columns: Sequence[Tensor], packed: PackedSeqParams) -> Tensor:
-        """Run convolution and recurrence of this rank's heads on all rows, part by part.
-
-        See [Note: recurrent mixers across context-parallel ranks].
-        """
-        assert self.cp.exchange is not None and self.used_heads is not None
-        weights = self.conv1d.in_parts(self.used_channels, self.parts)
-        values = [take_in_parts(self.used_heads, x_N, self.parts) for x_N in self.head_parameters()]
-        used_shapes = _of_part(self.used_shapes, self.parts)
-        conv_shapes = _of_part(self.conv_shapes, self.parts)
-
-        def scan(part: int, columns_TW: Tensor) -> Tensor:
-            used_TW = self.cp.in_order_of_slots(columns_TW, packed)
-            conv_TC, *per_head = split_columns(used_TW, *used_shapes)
-            convolved_TC = self.conv1d(conv_TC, packed.seq_idx, weights[part])
-            heads = split_columns(convolved_TC, *conv_shapes)
-            parameters = [of_parts[part] for of_parts in values]
-            y_TNP = self.scan_heads(heads, per_head, packed, parameters)
-            return self.cp.in_order_of_ranks(y_TNP, packed)
-
-        return compute_by_heads(columns, scan, self.cp.exchange, self.parts)
-
-    def _convolve_part(
-        self, passing: StatePassing, conv_TC: Tensor, packed: PackedSeqParams
-    ) -> Tensor:
-        """Convolve the rows of this rank's part of the pack."""
-        seq_idx_1T = passing.seq_idx(packed, passing.halo)
-        convolved_TC: Tensor = self.conv1d(conv_TC, seq_idx_1T, halo_HC=passing.halo_of(conv_TC))
-        return convolved_TC
 
     def split(self, projected_TO: Tensor) -> list[Tensor]:
         """Split the projection into z and the columns of convolution and recurrence.
@@ -207,30 +169,54 @@ class RecurrentMixer(nn.Module):
             value per head. With an exchange of heads, ``(T / c, count, width)`` of each segment
             instead.
         """
-        shapes = self.own_shapes if self.cp.group is None else self.row_shapes
-        columns = list(split_columns(projected_TO, *shapes))
+        columns = list(split_columns(projected_TO, *self.shapes))
         z_TI = columns.pop(0 if self.z_first else -1 - self.values_per_head)
         return [z_TI, *columns]
 
-    def head_parameters(self) -> tuple[Tensor, ...]:
-        """Return the parameters with one value per head that ``scan_heads`` takes."""
-        raise NotImplementedError
+    def convolve_and_scan(self, columns: Sequence[Tensor], packed: PackedSeqParams) -> Tensor:
+        """Run convolution and recurrence of all documents and heads; return ``(T, N, P)``.
+
+        Args:
+            columns: results of `split` without z.
+            packed: metadata of the pack.
+        """
+        conv_TC, *per_head = columns
+        heads = split_columns(self.conv1d(conv_TC, packed.seq_idx), *self.conv_shapes)
+        return self.scan_heads(heads, per_head, self.values_of_heads(), packed)
+
+    def values_of_heads(self) -> list[Tensor]:
+        """Return the parameters with one value per head, ``(N,)`` each."""
+        return [getattr(self, name) for name in self.head_parameters]
 
     def scan_heads(
         self,
         heads: Sequence[Tensor],
         per_head: Sequence[Tensor],
+        parameters: Sequence[Tensor],
         packed: PackedSeqParams,
-        parameters: Sequence[Tensor] = (),
     ) -> Tensor:
         """Run the recurrence of some heads.
 
         Args:
             heads: the convolved segments, ``(T, count, width)`` each.
             per_head: values of each head, ``(T, N)`` each.
+            parameters: `values_of_heads` of these heads.
             packed: metadata of the pack.
-            parameters: ``head_parameters`` of these heads, ``(N,)`` each; by default of all heads.
         Returns:
             ``(T, N, P)``.
+        """
+        raise NotImplementedError
+
+    def scan_part(
+        self,
+        heads: Sequence[Tensor],
+        per_head: Sequence[Tensor],
+        parameters: Sequence[Tensor],
+        packed: PackedSeqParams,
+        passing: StatePassing,
+    ) -> Tensor:
+        """Run the recurrence on this rank's part of the pack. See [Note: passed states].
+
+        The other arguments and the result are those of `scan_heads`, with the rows of the part.
         """
         raise NotImplementedError

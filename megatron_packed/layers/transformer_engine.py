@@ -25,9 +25,9 @@ import transformer_engine.pytorch as te
 from torch import Tensor, nn
 
 from megatron_packed.distributed.tensor_parallel_shards import Shard
-from megatron_packed.layers.joined import JoinedResidual
 from megatron_packed.layers.linear import (
     ColumnParallelLinear,
+    JoinedResidual,
     Linear,
     RowParallelLinear,
     main_grad_of,

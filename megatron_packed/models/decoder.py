@@ -28,10 +28,12 @@ from torch import Tensor, nn
 from megatron_packed.distributed.differentiable import gather_last
 from megatron_packed.distributed.rng import generators_kept
 from megatron_packed.layers.build import Build
+from megatron_packed.layers.build_layers import build_layers
+from megatron_packed.layers.decoding.decoded_layer import DecodedLayer
 from megatron_packed.layers.decoding.state import CACHE_BLOCK, NextTokens
-from megatron_packed.layers.decoding.states import DecodedLayer
 from megatron_packed.layers.embedding import Embedding
-from megatron_packed.layers.hybrid_layer import build_layers, build_norm
+from megatron_packed.layers.hybrid_layer import build_norm
+from megatron_packed.layers.kinds.registry import MIXERS
 from megatron_packed.layers.transformer_impl import LOCAL_NAME
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.lm_head_and_loss import scaled_logits
@@ -100,7 +102,10 @@ class Decoder:
 
     def __init__(self, model: HybridModel) -> None:
         self.modules = DecoderModules(model)
-        self.layers = [DecodedLayer(layer) for layer in self.modules.layers]
+        self.layers = [
+            DecodedLayer(layer, MIXERS[symbol].state(layer.mixer))
+            for symbol, layer in zip(model.config.main_layers, self.modules.layers, strict=True)
+        ]
         self.output_weight = model.output_weight
         self.vocab_size = model.vocab_size
         self.config = model.config

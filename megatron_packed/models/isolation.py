@@ -22,52 +22,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_packed.config import flag_names as flags
-from megatron_packed.config.layer_pattern import (
-    ATTENTION,
-    DEPTH,
-    GATED_DELTA_NET,
-    KINDS,
-    MAMBA,
-    MOE,
-)
+from megatron_packed.config.layer_pattern import DEPTH, KINDS
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.collectives import all_gather_rows
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.context_parallel import ContextParallel
+from megatron_packed.layers.kinds.mixer_kind import HIDDEN, IsolationCase, RankCounts
+from megatron_packed.layers.kinds.registry import MIXERS, kinds_of
 from megatron_packed.layers.tensor_parallel import TensorParallel
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.tune_recurrences import tune_recurrences
 from megatron_packed.packed.micro_batch import MicroBatch
 
 VOCAB = 64
-HIDDEN = 64
 BLOCK = 128
 """Pack sizes are multiples of this number, as kernels with block tables require."""
-WINDOW = 48
-"""Largest attention window of the check, so that windows end inside its documents."""
 CHANGED = 1
 """Number of the document whose tokens change."""
-ULPS_OF_GROUPED_PRODUCTS = 4
-"""Allowed difference of grouped products. Such a product may split its sums by the number of rows
-of an expert, so rows of other documents may be rounded differently.
-"""
-ULPS_OF_MOVED_ROWS = 8
-"""Allowed difference of experts on a CPU. Rows are sorted by expert, so a change of one document moves
-rows of the others. On some CPUs the rounding of a row depends on its place in a product. The AVX2
-kernels of MKL 2024.2 moved random small models by up to 2.6 ulp, and other kernels by 0.
-"""
-ULPS_OF_UNORDERED_SUMS = 2
-"""Allowed difference of attention gradients without deterministic mode. The kernels then add
-gradients in a changing order, and one pair of equal runs may show it and the next may not.
-"""
 NOISE_FACTOR = 4
 """Allowed difference, as a multiple of the observed run-to-run difference."""
 LEAK_FACTOR = 10
 """Least effect of removed boundaries as a multiple of the allowed difference, to detect a leak."""
-SLOW_RATE = 1 / 32
-"""Rate A of the decay in the check of gated delta nets: a state halves in about 17 tokens."""
+_DEPTHS = IsolationCase(changes=lambda config, ranks: {"hybrid_layer_pattern": f"-{DEPTH}-"})
+"""Case of multi-token prediction."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,8 +129,9 @@ def check_isolation(
     tune_recurrences(model_config, device, dtype, backends, tp, cp)
     results = []
     ep_size = 1 if groups is None else groups.ep_size
-    for symbol, window in _kinds_of_layers(model_config):
-        small = small_config(symbol, model_config, ranks * cp.overlap_parts, ep_size, window=window)
+    for symbol, variant in _kinds_of_layers(model_config):
+        heads = ranks * cp.overlap_parts
+        small = small_config(symbol, model_config, heads, ep_size, variant=variant)
         chunk = small.mamba_chunk_size * -(-8 // small.mamba_chunk_size)  # several short ones
         total = -(-(2 * chunk + 32) // BLOCK) * BLOCK * ranks
         # Without an exchange of heads, every document is padded, so the pack needs more slots.
@@ -171,39 +150,23 @@ def check_isolation(
             backends=backends,
             seed=1,
         )
-        if symbol == GATED_DELTA_NET:
-            _slow_decay(model)
+        if (prepare := _case_of(symbol).prepare) is not None:
+            prepare(model)
         results += _check_layer(symbol, model, chunk, total, slots, device)
     return results
 
 
-@torch.no_grad()
-def _slow_decay(model: HybridModel) -> None:
-    """Make the states of a gated delta net pass over many tokens.
-
-    With initial values a state decays within a few tokens. A leak of the state would then be smaller
-    than the rounding of bf16.
-    """
-    for name, parameter in model.named_parameters():
-        if name.endswith("A_log"):
-            parameter.fill_(math.log(SLOW_RATE))
-
-
-def _kinds_of_layers(config: ModelConfig) -> list[tuple[str, int | None]]:
-    """Return the symbols of the pattern and ``/``, with each attention window and without."""
-    windows = {window and min(window, WINDOW) for window in config.attention_windows}
+def _kinds_of_layers(config: ModelConfig) -> list[tuple[str, Mapping[str, object]]]:
+    """Return the symbols of the pattern and ``/``, with the changes of each variant of a kind."""
     return [
-        (symbol, window)
+        (symbol, variant)
         for symbol in dict.fromkeys(config.layer_types + [DEPTH] * bool(config.mtp_depths))
-        for window in (sorted(windows, key=bool) if symbol == ATTENTION else (None,))
+        for variant in _case_of(symbol).variants(config)
     ]
 
 
-_LEFT_OUT = (
-    "moe_z_loss_coeff moe_expert_capacity_factor moe_expert_rank_capacity_factor "
-    "moe_router_num_groups moe_router_group_topk"
-)
-"""Options that small models lack. Groups may not divide their experts, and limit tokens one by one."""
+def _case_of(symbol: str) -> IsolationCase:
+    return MIXERS[symbol].isolation if symbol in MIXERS else _DEPTHS
 
 
 def small_config(
@@ -212,60 +175,34 @@ def small_config(
     ranks: int = 1,
     ep_size: int = 1,
     *,
-    window: int | None = None,
+    variant: Mapping[str, object] | None = None,
 ) -> ModelConfig:
     """Return a one-layer model of one kind, as small as possible.
 
     Sizes that decide which kernels run are unchanged. The number of heads grows with ``ranks``, so
-    that each rank has heads. Ranks share groups of heads if they do so with ``config``.
+    that each rank has heads. RankCounts share groups of heads if they do so with ``config``.
 
     Args:
-        window: visible tokens of an attention layer; None for all.
+        variant: further changes, for example the window of an attention layer.
     """
-    experts = min(config.num_experts or 1, max(8, config.moe_router_topk))
     changes: dict[str, object] = {
-        "hybrid_layer_pattern": symbol if symbol != DEPTH else f"-{DEPTH}-",
+        "hybrid_layer_pattern": symbol,
         "mtp_num_layers": None,
         "mtp_use_repeated_layer": False,
-        "window_size": None if window is None else f"{window - 1},0",
+        "window_size": None,
         "window_attn_skip_freq": None,
         "hidden_size": HIDDEN,
         "ffn_hidden_size": 2 * HIDDEN * ranks,
         "hidden_dropout": 0.0,
         "init_method_std": HIDDEN**-0.5,
-        "num_experts": -(-experts // ep_size) * ep_size if symbol == MOE else None,
-        "moe_ffn_hidden_size": HIDDEN * ranks,
-        "moe_shared_expert_intermediate_size": HIDDEN * ranks
-        if symbol == MOE and config.moe_shared_expert_intermediate_size
-        else None,
-        "moe_latent_size": HIDDEN // 2 if symbol == MOE and config.moe_latent_size else None,
-        **dict.fromkeys(_LEFT_OUT.split()),
-        # Only the loss per document does not couple documents by design.
-        "moe_aux_loss_coeff": config.moe_aux_loss_coeff if config.balances_documents else 0.0,
-        "moe_pad_expert_input_to_capacity": False,
         "make_vocab_size_divisible_by": VOCAB,
         "vocab_size": VOCAB,
     }
+    for kind in MIXERS.values():
+        changes |= kind.isolation.absent
     # Other kinds of layers are absent, so their sizes may be None: change only sizes of this kind.
-    if symbol == ATTENTION:
-        groups = min(config.num_query_groups, ranks)
-        heads_per_group = config.num_attention_heads // config.num_query_groups
-        changes |= {"num_query_groups": groups, "num_attention_heads": groups * heads_per_group}
-    elif symbol == MAMBA:
-        groups = min(config.mamba_num_groups, 2 * ranks)
-        heads_per_group = min(
-            config.mamba_num_heads // config.mamba_num_groups, 2 * max(ranks // groups, 1)
-        )
-        heads = groups * heads_per_group
-        changes |= {"mamba_num_groups": groups, "mamba_num_heads": heads}
-        if config.mamba_norm_groups is not None:
-            channels = heads * config.mamba_head_dim
-            changes["mamba_norm_groups"] = math.gcd(config.mamba_norm_groups, channels)
-    elif symbol == GATED_DELTA_NET:
-        heads_per_key = config.linear_num_value_heads // config.linear_num_key_heads
-        keys = min(config.linear_num_key_heads, 2 * ranks)
-        changes |= {"linear_num_key_heads": keys, "linear_num_value_heads": keys * heads_per_key}
-    return dataclasses.replace(config, **changes)  # type: ignore[arg-type]
+    changes |= _case_of(symbol).changes(config, RankCounts(ranks, ep_size))
+    return dataclasses.replace(config, **{**changes, **(variant or {})})  # type: ignore[arg-type]
 
 
 def coupled_by_design(config: ModelConfig) -> list[str]:
@@ -276,21 +213,8 @@ def coupled_by_design(config: ModelConfig) -> list[str]:
     Example:
         ``["--moe-expert-capacity-factor 1.25 (documents compete for the capacity of an expert)"]``.
     """
-    if MOE not in config.layer_types:
-        return []
-    found = []
-    if config.moe_expert_capacity_factor is not None:
-        factor = config.moe_expert_capacity_factor
-        found.append(
-            f"{flags.MOE_EXPERT_CAPACITY_FACTOR} {factor:g} (documents compete for the capacity of an expert)"
-        )
-    per_pack = config.moe_router_load_balancing_type != "none" and not config.balances_documents
-    if per_pack and config.moe_aux_loss_coeff:
-        whole = "step" if config.balances_all_ranks else "pack"
-        found.append(
-            f"{flags.MOE_AUX_LOSS_COEFF} {config.moe_aux_loss_coeff:g} (a loss over all tokens of a {whole})"
-        )
-    return found
+    kinds = kinds_of(config.layer_types)
+    return [option for kind in kinds for option in kind.isolation.coupled(config)]
 
 
 def _check_layer(
@@ -304,7 +228,7 @@ def _check_layer(
     others_T = packs[0].packed.seq_idx[0] != CHANGED
     before, again, after = (observe(model, pack) for pack in (packs[0], packs[0], packs[1]))
     joined = None
-    if symbol in (MAMBA, GATED_DELTA_NET, ATTENTION, DEPTH):
+    if symbol not in MIXERS or MIXERS[symbol].mixes_tokens:
         joined = [observe(model, _without_boundaries(pack)) for pack in packs]
     results = []
     for quantity, value in before.items():
@@ -318,7 +242,7 @@ def _check_layer(
                 quantity=quantity,
                 difference=_moved(value, after[quantity], others_T),
                 allowed=max(
-                    _ulps_allowed(symbol, quantity, device, model.backends)
+                    _case_of(symbol).allowed_ulps(quantity, device, model.backends)
                     * torch.finfo(model.dtype).eps,
                     NOISE_FACTOR * noise,
                 ),
@@ -327,20 +251,6 @@ def _check_layer(
             )
         )
     return results
-
-
-def _ulps_allowed(symbol: str, quantity: str, device: torch.device, backends: Backends) -> int:
-    """Return the allowed difference in units of the last place of the largest value.
-
-    Rounding may change other documents although the kernel does not read across documents.
-    """
-    if device.type == "cpu":
-        return ULPS_OF_MOVED_ROWS if symbol == MOE else 0
-    if symbol == MOE and backends.grouped_mlp != "reference":
-        return ULPS_OF_GROUPED_PRODUCTS
-    if symbol == ATTENTION and quantity == "input gradients" and not backends.deterministic:
-        return ULPS_OF_UNORDERED_SUMS
-    return 0
 
 
 def _make_pack(lengths: list[int], total: int, alignment: int, change: bool) -> MicroBatch:

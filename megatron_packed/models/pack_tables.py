@@ -6,18 +6,15 @@ import torch
 from torch import Tensor
 
 from megatron_packed.config import flag_names as flags
-from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, MOE
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.attention import Rotary
-from megatron_packed.layers.attention_heads import attended_heads
 from megatron_packed.layers.build import Build
+from megatron_packed.layers.hybrid_layer import HybridMoELayer
+from megatron_packed.layers.kinds.registry import kinds_of
 from megatron_packed.layers.moe.layer import count_valid
-from megatron_packed.ops.gated_delta_rule.tables import build_tables as build_delta_rule_tables
-from megatron_packed.ops.varlen_attention.api import prepare_tables
 from megatron_packed.packed.later_tokens import reaches
 from megatron_packed.packed.params import PackedSeqParams
 from megatron_packed.packed.shared_tables import (
-    AttentionTables,
     DepthTables,
     RankOrder,
     Samples,
@@ -45,23 +42,18 @@ class PackTables:
     ) -> None:
         self.cp = build.cp
         self.partition = build.cp.partition
-        self.backends = build.backends
         self.rotary = rotary
         self.max_positions = max_positions
-        self.head_dim = config.head_dim
-        self.dtype = build.dtype
         self.sample_shape: tuple[int, int] | None = None
         """Samples of a pack and slots of a sample, if experts are balanced in each sample."""
-        self.balances_documents = config.balances_documents and MOE in config.layer_types
+        kinds = kinds_of(config.layer_types)
+        self.has_experts = any(issubclass(kind.layer, HybridMoELayer) for kind in kinds)
+        self.balances_documents = config.balances_documents and self.has_experts
         """True if experts are balanced in each document, so that ``sample_shape`` is not used."""
-        self.windows = config.attention_windows
         self.depths = range(1, config.mtp_depths + 1)
-        self.has_experts = MOE in config.layer_types
-        self.has_delta_rule = GATED_DELTA_NET in config.layer_types
-        self.attended_heads: tuple[int, int] | None = None
-        """Query and key-value heads of the attention kernel; None if the kernel uses no tables."""
-        if ATTENTION in config.layer_types and build.cp.exchanges_heads:
-            self.attended_heads = attended_heads(config, build.tp, build.cp)
+        found = (kind.tables(config, build) for kind in kinds)
+        self.of_kinds = [tables for tables in found if tables is not None]
+        """Functions that build the tables of one kind of layer."""
 
     def check(self, packed: PackedSeqParams) -> None:
         """Check one pack on the host; every pack must be checked.
@@ -92,16 +84,16 @@ class PackTables:
             valid_T = self.partition.own(packed.valid, order)
             if positions_T is not None:
                 positions_T = self.partition.own(positions_T, order)
+        of_kinds = [tables_of(packed) for tables_of in self.of_kinds]
         return SharedTables(
             rank_order=rank_order,
             rank_valid=valid_T,
-            attention=self._attention_tables(packed),
+            of_kinds={type(tables): tables for tables in of_kinds if tables is not None},
             rope_position_ids=positions_T,
             num_valid=count_valid(packed) if self.has_experts else None,
             samples=self._samples(packed, packed.valid, order)
             if self.balances_documents or self.sample_shape
             else None,
-            delta_rule=self._delta_rule_tables(packed) if self.has_delta_rule else None,
             depths=self._of_depths(packed, order) if self.depths else (),
         )
 
@@ -149,30 +141,3 @@ class PackTables:
             number = torch.full((), float(samples), device=valid_T.device)
         own_T = self.partition.own(sample_T, order)
         return Samples(own_T, num_valid_B.clamp(min=1), number)
-
-    @staticmethod
-    def _delta_rule_tables(packed: PackedSeqParams) -> tuple[Tensor, ...]:
-        """Return the chunks of all slots; with context parallelism the scan sees all of them."""
-        return build_delta_rule_tables(packed.cu_seqlens, packed.total_tokens)
-
-    def _attention_tables(self, packed: PackedSeqParams) -> dict[int | None, AttentionTables]:
-        """Return the tables of the attention kernel for each window; empty if it reads none."""
-        found: dict[int | None, AttentionTables] = {}
-        if self.attended_heads is None:
-            return found
-        num_heads, num_kv_heads = self.attended_heads
-        for window in self.windows:
-            tables = prepare_tables(
-                self.backends.varlen_attention,
-                packed.seq_idx,
-                packed.cu_seqlens,
-                num_heads=num_heads,
-                num_kv_heads=num_kv_heads,
-                head_dim=self.head_dim,
-                dtype=self.dtype,
-                window_size=window,
-                deterministic=self.backends.deterministic,
-            )
-            if tables is not None:
-                found[window] = tables
-        return found

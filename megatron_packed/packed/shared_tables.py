@@ -9,17 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar, cast
 
 from torch import Tensor
 
+Found = TypeVar("Found", bound="KindTables")
 
-class AttentionTables(Protocol):
-    """Mask or block lists that an attention kernel reads, for one size of the attention window."""
 
-    @property
-    def window_size(self) -> int | None:
-        """Number of visible tokens; None for all."""
+class KindTables(Protocol):
+    """Tables that only the layers of one kind read."""
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return all tensors of the tables."""
@@ -71,8 +69,8 @@ class SharedTables:
     layer computes the tensor itself.
     """
 
-    attention: Mapping[int | None, AttentionTables] = field(default_factory=dict)
-    """Window size of a layer, or None -> input of its kernel; empty if the kernel needs none."""
+    of_kinds: Mapping[type, KindTables] = field(default_factory=dict)
+    """Class of the tables of one kind of layer -> these tables; see `find`."""
     rope_position_ids: Tensor | None = None
     """``(T / c,)`` int32, positions of this context-parallel rank's rows; 0 on the tail."""
     rank_order: RankOrder | None = None
@@ -83,21 +81,18 @@ class SharedTables:
     """0-d float32, number of real tokens of the pack, at least 1; for losses of MoE routers."""
     samples: Samples | None = None
     """Samples of the pack; None if the pack is one sample, or if no loss is computed per sample."""
-    delta_rule: tuple[Tensor, ...] | None = None
-    """Chunks of the documents, int32; a `DeltaRuleTables` of ``ops.gated_delta_rule.tables``."""
     depths: tuple[DepthTables, ...] = ()
     """Tables of depths 1, 2, ... of multi-token prediction; empty without it."""
+
+    def find(self, tables: type[Found]) -> Found | None:
+        """Return the tables of this class; None if no kernel needs any."""
+        return cast("Found | None", self.of_kinds.get(tables))
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return all tensors."""
         alone = (self.rope_position_ids, self.rank_valid, self.num_valid)
-        attention = (tensor for tables in self.attention.values() for tensor in tables.tensors())
-        several = (
-            *attention,
-            *(self.rank_order or ()),
-            *(self.delta_rule or ()),
-            *(self.samples or ()),
-        )
+        of_kinds = (tensor for tables in self.of_kinds.values() for tensor in tables.tensors())
+        several = (*of_kinds, *(self.rank_order or ()), *(self.samples or ()))
         of_depths = (
             tensor
             for depth in self.depths

@@ -55,7 +55,7 @@ class RecurrentState(MixerState, Generic[Mixer]):
         self.last_BWC = last_inputs(conv_TC, lengths, mixer.conv1d.weight.shape[1])
         heads = split_columns(mixer.conv1d(conv_TC, packed.seq_idx), *mixer.conv_shapes)
         self.state_BN = self.final_states(heads, per_head, lengths)
-        y_TNP = mixer.scan_heads(heads, per_head, packed)
+        y_TNP = mixer.scan_heads(heads, per_head, mixer.values_of_heads(), packed)
         y_TD: Tensor = mixer.out_proj(mixer.norm(y_TNP.flatten(1), z_TI))
         return y_TD
 

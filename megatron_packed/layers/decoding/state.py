@@ -2,7 +2,7 @@
 
 Letters: T tokens of a pack, B documents, D hidden size, L cached positions.
 
-A new kind of mixer derives a class from `MixerState` and adds it to `states.py`.
+A new kind of mixer derives a class from `MixerState`, or takes `NoState`, and names it in its record.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from megatron_packed.packed.params import PackedSeqParams
 
@@ -74,3 +75,21 @@ class MixerState(ABC):
         Args:
             rows_B: int64 numbers of the documents to keep, ascending, on the device.
         """
+
+
+class NoState(MixerState):
+    """Empty state of a mixer that processes each token independently."""
+
+    def __init__(self, mixer: nn.Module) -> None:
+        self.mixer = mixer
+
+    def prefill(self, x_TD: Tensor, packed: PackedSeqParams) -> Tensor:
+        y_TD: Tensor = self.mixer(x_TD, packed)
+        return y_TD
+
+    def step(self, x_BD: Tensor, tokens: NextTokens) -> Tensor:
+        tail = tokens.packed.total_tokens - len(x_BD)
+        return self.prefill(F.pad(x_BD, (0, 0, 0, tail)), tokens.packed)[: len(x_BD)]
+
+    def keep(self, rows_B: Tensor) -> None:
+        pass

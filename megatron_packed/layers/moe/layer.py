@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.build import Build
-from megatron_packed.layers.joined import TENSOR_PARALLEL, JoinedResidual, joined_residual
+from megatron_packed.layers.joined import TENSOR_PARALLEL, joined_residual
 from megatron_packed.layers.linear import Linear
 from megatron_packed.layers.mlp import MLP
 from megatron_packed.layers.moe.aux_loss import (
@@ -44,8 +44,6 @@ from megatron_packed.layers.moe.make_dispatcher import make_dispatcher
 from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.layers.moe.router import Router, Routing
 from megatron_packed.layers.side_stream import SideStream
-from megatron_packed.ops.backend_dispatch import planned_type
-from megatron_packed.ops.residual_projection.api import WITH_CHOICE
 from megatron_packed.packed.later_tokens import prepared, reaches
 from megatron_packed.packed.params import PackedSeqParams
 
@@ -274,9 +272,7 @@ class MoE(nn.Module):
         """
         if self.shared_expert is None:
             return self.ep.leave(y_TD)
-        joined: JoinedResidual | None = None
-        if planned_type(y_TD.device.type) in WITH_CHOICE:
-            joined = joined_residual(self.shared_expert, y_TD, self.backend, self.reason_apart)
+        joined = joined_residual(self.shared_expert, y_TD, self.backend, self.reason_apart)
         if joined is not None:
             return self.ep.leave(self.shared_expert(own_TD, None, joined))
         if self.ep.splits_tokens:

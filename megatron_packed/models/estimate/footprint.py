@@ -15,6 +15,7 @@ from enum import Enum
 from typing import Any
 
 from megatron_packed.distributed.sequence_parallel_products import NO_OVERLAP
+from megatron_packed.layers.hybrid_layer import ProjectedLayer
 from megatron_packed.layers.joined import added_product
 from megatron_packed.models.hybrid_model import HybridModel
 
@@ -166,6 +167,8 @@ class RankSizes:
     def joins_residual(self, layer: Any) -> bool:
         """Return whether a GPU of this machine adds the residual in the mixer's last product."""
         dtype = layer.norm.weight.dtype
+        if not isinstance(layer, ProjectedLayer):
+            return False
         product = added_product(layer.mixer, dtype, "cuda", layer.backend, layer.reason_apart)
         return product is not None
 

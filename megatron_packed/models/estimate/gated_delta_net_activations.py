@@ -34,7 +34,7 @@ def gated_delta_net_footprint(rank: RankSizes, name: str, layer: nn.Module) -> F
     """Return the saved tensors and the moments of a gated delta net."""
     mixer: Any = layer.mixer
     sizes = RecurrentSizes(rank, mixer)
-    (key_heads, key_dim), _, (heads, value_dim) = mixer.conv_shapes
+    (key_heads, key_dim), _, (heads, value_dim) = sizes.conv_shapes
     # With a doubled beta the kernels multiply in fp32; see `precision.tile_dtype`.
     of_tiles = FP32 if mixer.allow_neg_eigval else rank.element
     written = sizes.y * of_tiles // rank.element

@@ -42,7 +42,7 @@ class _MambaSizes(RecurrentSizes):
     def __init__(self, rank: RankSizes, mixer: Any) -> None:
         super().__init__(rank, mixer)
         self.chunk = rank.config.mamba_chunk_size
-        (_, self.width), (self.groups, self.state), _ = mixer.conv_shapes
+        (_, self.width), (self.groups, self.state), _ = self.conv_shapes
         self.scanned = -(-self.rows // self.chunk) * self.chunk
         """Rows, rounded up to complete chunks."""
         self.states = self.scanned // self.chunk * self.heads * self.width * self.state
@@ -51,7 +51,7 @@ class _MambaSizes(RecurrentSizes):
         own = mixer.backends.ssd in ("auto", "triton")
         self.own = own and rank.element == 2 and self.state <= LARGEST_STATE
         """True if the kernels of this package compute the scan, not those of mamba-ssm."""
-        passes = mixer.passing is not None
+        passes = self.passes
         self.entering = FP32 * self.heads * self.width * self.state if passes else 0
         """Bytes of the state that enters a part."""
         self.messages = rank.cp.size * self.entering

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from megatron_packed.layers.head_parallel import HeadParallel
+from megatron_packed.layers.state_passing import PassedStates
 from megatron_packed.models.estimate.footprint import (
     FP32,
     Amounts,
@@ -27,16 +29,21 @@ class RecurrentSizes:
 
     def __init__(self, rank: RankSizes, mixer: Any) -> None:
         b, tokens = rank.element, rank.tokens
-        passes = mixer.passing is not None
-        shared = rank.cp.group is not None and not passes
+        over = mixer.over_ranks
+        self.passes = passes = isinstance(over, PassedStates)
+        """True if context-parallel ranks pass states."""
+        shared = isinstance(over, HeadParallel)
+        self.conv_shapes = over.conv_shapes if shared else mixer.conv_shapes
+        """Heads and channels per head of each convolved segment in the kernels of this rank."""
         self.rows = tokens * rank.cp.size if shared else tokens
         self.inner = mixer.out_proj.weight.shape[1]
-        (channels,), (self.heads,), *_ = mixer.used_shapes
+        channels = sum(count * width for count, width in self.conv_shapes)
+        self.heads = over.heads.local_length if shared else mixer.A_log.shape[0]
         self.projected = tokens * mixer.in_proj.weight.shape[0] * b
         self.convolved = self.rows * channels * b
         self.y = tokens * self.inner * b
         """Output before and after the norm, which has as many elements in both layouts."""
-        exchanged = self.rows * sum(width for (width,) in mixer.used_shapes) * b
+        exchanged = self.rows * (channels + mixer.values_per_head * self.heads) * b
         self.exchange = exchanged if shared else 0
         """Bytes of the rows that context-parallel ranks exchange."""
         # Our kernels read the halo beside the input. For others both are copied into one tensor.

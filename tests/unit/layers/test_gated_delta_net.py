@@ -8,7 +8,7 @@ import torch
 
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.build import Build
-from megatron_packed.layers.gated_delta_net import GatedDeltaNet
+from megatron_packed.layers.kinds.gated_delta_net import GatedDeltaNet
 from megatron_packed.packed.params import PackedSeqParams
 from support import hybrid_cases as cases
 

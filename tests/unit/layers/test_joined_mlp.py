@@ -9,7 +9,7 @@ import torch.nn.functional as functional
 
 from megatron_packed.config.sections.memory import MemoryConfig
 from megatron_packed.layers.backends import Backends
-from megatron_packed.layers.joined import JoinedResidual
+from megatron_packed.layers.linear import JoinedResidual
 from megatron_packed.layers.mlp import MLP
 from megatron_packed.layers.tensor_parallel import TensorParallel
 from megatron_packed.memory.recompute import checkpoint

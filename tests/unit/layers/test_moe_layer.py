@@ -8,7 +8,7 @@ import torch
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.build import Build
-from megatron_packed.layers.hybrid_layer import build_layer
+from megatron_packed.layers.build_layers import build_layer
 from megatron_packed.layers.moe.layer import MoE, count_valid
 from megatron_packed.packed.params import PackedSeqParams
 from megatron_packed.packed.shared_tables import SharedTables

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from megatron_packed.config.sections.memory import MemoryConfig
-from megatron_packed.layers import hybrid_layer
-from megatron_packed.layers.joined import JoinedResidual
-from megatron_packed.layers.moe import layer
+from megatron_packed.layers import joined as joined_layers
+from megatron_packed.layers.linear import JoinedResidual
 from megatron_packed.memory import apply
 from megatron_packed.memory.recompute import RerunArguments
 from megatron_packed.memory.saved_tensors import SavedByAutograd
@@ -49,7 +48,7 @@ def quack(package):
 @pytest.fixture
 def on_cpu(quack, monkeypatch):
     """The same module, which takes the tensors of a CPU, of any dtype, as bf16 on a GPU."""
-    for module in (hybrid_layer, layer, api):
+    for module in (joined_layers, api):
         monkeypatch.setattr(module, "WITH_CHOICE", {"cpu"})
     reasons = quack.not_supported_reasons
     monkeypatch.setattr(

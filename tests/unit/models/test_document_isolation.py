@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import megatron_packed.layers.attention as attention
-import megatron_packed.layers.gated_delta_net as gated_delta_net
-import megatron_packed.layers.mamba_mixer as mamba_mixer
+import megatron_packed.layers.kinds.gated_delta_net as gated_delta_net
+import megatron_packed.layers.kinds.mamba as mamba_mixer
 import megatron_packed.layers.short_convolution as short_convolution
 import megatron_packed.ops.ssd.reference as ssd_reference
 from support import hybrid_cases as cases

@@ -14,10 +14,11 @@ LENGTHS = [5, 1, 9, 2]
 
 
 def shift_mixer():
-    """Return the class of the page."""
-    [code] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    """Return the class of the page, whose record names it."""
+    code = "\n".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL))
     names = {"__name__": "example"}
     exec(compile(code, str(PAGE), "exec"), names)
+    assert names["MIXER"].symbol == "S"
     return names["ShiftMixer"]
 
 

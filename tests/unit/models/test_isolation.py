@@ -7,14 +7,14 @@ import pytest
 import torch
 
 import megatron_packed.layers.attention as attention
-import megatron_packed.layers.gated_delta_net as gated_delta_net
+import megatron_packed.layers.kinds.gated_delta_net as gated_delta_net
 import megatron_packed.layers.moe.aux_loss as aux_loss
 import megatron_packed.layers.short_convolution as short_convolution
-import megatron_packed.models.isolation as isolation
 import megatron_packed.models.multi_token_prediction as multi_token_prediction
 import megatron_packed.ops.ssd.reference as ssd_reference
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.kinds.registry import MIXERS
 from megatron_packed.models.flops import FlopCounter
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.isolation import (
@@ -153,7 +153,7 @@ def test_attention_with_and_without_a_window_is_checked():
     results = check_isolation(config, "cpu", torch.float32)
     assert [result.symbol for result in results] == ["*"] * 6 + ["-"] * 3
     assert all(result.passed for result in results)
-    assert small_config("*", config, window=48).window_of(0) == 48
+    assert small_config("*", config, variant={"window_size": "47,0"}).window_of(0) == 48
 
 
 @pytest.mark.parametrize(("groups", "kept"), [(1, 1), (4, 4), (None, None)])
@@ -300,12 +300,16 @@ def test_a_kernel_that_is_not_deterministic_may_differ_by_its_own_noise(monkeypa
     assert failures(check("*"))
 
 
+def _allowed_ulps(symbol, quantity, device, backends):
+    return MIXERS[symbol].isolation.allowed_ulps(quantity, device, backends)
+
+
 def test_rounding_anew_is_allowed_where_a_kernel_does_it_and_nowhere_else():
     gpu, fast, exact = torch.device("cuda"), Backends(), Backends(deterministic=True)
     cpu = torch.device("cpu")
-    assert isolation._ulps_allowed("E", "outputs", cpu, exact) == 8
-    assert isolation._ulps_allowed("*", "input gradients", gpu, fast) == 2
-    assert isolation._ulps_allowed("E", "outputs", gpu, exact) == 4
+    assert _allowed_ulps("E", "outputs", cpu, exact) == 8
+    assert _allowed_ulps("*", "input gradients", gpu, fast) == 2
+    assert _allowed_ulps("E", "outputs", gpu, exact) == 4
     bitwise = [
         ("*", "outputs", gpu, fast),
         ("*", "input gradients", gpu, exact),
@@ -313,7 +317,7 @@ def test_rounding_anew_is_allowed_where_a_kernel_does_it_and_nowhere_else():
         ("*", "input gradients", cpu, fast),
         ("-", "outputs", cpu, fast),
     ]
-    assert [isolation._ulps_allowed(*case) for case in bitwise] == [0] * len(bitwise)
+    assert [_allowed_ulps(*case) for case in bitwise] == [0] * len(bitwise)
 
 
 def test_sentences():

@@ -5,8 +5,9 @@ import torch
 
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.build import Build
+from megatron_packed.layers.kinds.gated_delta_net import DocumentChunks
 from megatron_packed.models.pack_tables import PackTables
-from megatron_packed.ops.gated_delta_rule.tables import DeltaRuleTables, build_tables
+from megatron_packed.ops.gated_delta_rule.tables import build_tables
 from megatron_packed.packed.params import PackedSeqParams
 from support import hybrid_cases as cases
 from support import rank_models
@@ -23,7 +24,7 @@ def tables_of(pattern):
 def test_gated_delta_nets_get_the_chunks_of_all_slots(capacity):
     packed = PackedSeqParams.from_lengths([65, 1, 130], 200, capacity=capacity)
     tables = tables_of("MG").derive(packed)
-    chunks = DeltaRuleTables._make(tables.delta_rule)
+    chunks = tables.find(DocumentChunks).delta_rule
     for got, want in zip(chunks, build_tables(packed.cu_seqlens, 200)):
         assert torch.equal(got, want)
     # The tail is the last document that has chunks.
@@ -33,7 +34,7 @@ def test_gated_delta_nets_get_the_chunks_of_all_slots(capacity):
 
 def test_other_models_have_no_chunks():
     packed = PackedSeqParams.from_lengths([65], 65)
-    assert tables_of("M*-").derive(packed).delta_rule is None
+    assert tables_of("M*-").derive(packed).find(DocumentChunks) is None
 
 
 def test_samples_are_cut_at_real_tokens_and_leave_out_the_tail():

@@ -7,6 +7,9 @@ from dataclasses import FrozenInstanceError, dataclass
 import pytest
 import torch
 
+from megatron_packed.layers.attention import WindowTables
+from megatron_packed.layers.kinds.gated_delta_net import DocumentChunks
+from megatron_packed.ops.gated_delta_rule.tables import DeltaRuleTables
 from megatron_packed.ops.varlen_attention.tables import MaskTable
 from megatron_packed.packed.params import PackedSeqParams
 from megatron_packed.packed.shared_tables import (
@@ -94,30 +97,31 @@ def test_all_tensors_of_tables_are_listed():
     mask = MaskTable(mask_TT=torch.ones(4, 4, dtype=torch.bool), window_size=None)
     alone = {name: torch.zeros(1) for name in ("rope_position_ids", "rank_valid", "num_valid")}
     samples = Samples(*torch.zeros(3, 1))
-    chunks = (torch.zeros(1), torch.zeros(2))
+    windows = WindowTables({None: mask})
+    chunks = DocumentChunks(DeltaRuleTables(*torch.zeros(7, 1)))
     several = Samples(*torch.zeros(3, 1))
     depths = (DepthTables(*torch.zeros(3, 1), several), DepthTables(*torch.zeros(2, 1), None, None))
     tables = SharedTables(
         rank_order=order,
-        attention={None: mask},
-        delta_rule=chunks,
+        of_kinds={WindowTables: windows, DocumentChunks: chunks},
         samples=samples,
         depths=depths,
         **alone,
     )
     of_depths = (*depths[0][:3], *several, *depths[1][:2])
     expected = {
-        id(x) for x in (*order, mask.mask_TT, *chunks, *samples, *of_depths, *alone.values())
+        id(x)
+        for x in (*order, mask.mask_TT, *chunks.tensors(), *samples, *of_depths, *alone.values())
     }
     assert {id(x) for x in tables.tensors()} == expected
     assert vars(tables).keys() == {
         "rank_order",
-        "attention",
-        "delta_rule",
+        "of_kinds",
         "samples",
         "depths",
         *alone,
     }
+    assert tables.find(DocumentChunks) is chunks and NO_TABLES.find(DocumentChunks) is None
     assert NO_TABLES.tensors() == ()
 
 

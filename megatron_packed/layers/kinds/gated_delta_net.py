@@ -1,0 +1,262 @@
+"""Gated delta net on packed documents.
+
+Letters: T tokens, B documents, G key heads of K channels, N value heads of V channels, I = N V. Source: Yang,
+Kautz and Hatamizadeh, arXiv:2412.06464; the operations have the same order as in Qwen3-Next.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megatron_packed.config.layer_pattern import GATED_DELTA_NET
+from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.distributed.tensor_parallel_shards import SplitSegment
+from megatron_packed.layers.build import Build
+from megatron_packed.layers.decoding.recurrent_state import RecurrentState
+from megatron_packed.layers.hybrid_layer import ProjectedLayer
+from megatron_packed.layers.initial_values import ones
+from megatron_packed.layers.kinds.mixer_kind import (
+    IsolationCase,
+    MegatronNames,
+    MixerKind,
+    RankCounts,
+)
+from megatron_packed.layers.parameters import new_parameter, no_weight_decay
+from megatron_packed.layers.recurrent_mixer import RECURRENT_FILLS, RecurrentMixer
+from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
+from megatron_packed.ops.gated_delta_rule.api import gated_delta_rule
+from megatron_packed.ops.gated_delta_rule.step import final_states, update_next
+from megatron_packed.ops.gated_delta_rule.tables import DeltaRuleTables, build_tables
+from megatron_packed.ops.gated_rms_norm.api import gated_rms_norm
+from megatron_packed.packed.params import PackedSeqParams
+
+SLOW_RATE = 1 / 32
+"""Rate A of the decay in the isolation self-test: a state halves in about 17 tokens."""
+
+
+class GatedHeadNorm(nn.Module):
+    """RMSNorm of each value head, multiplied by ``silu(z)``; all heads share the weight ``(V,)``.
+
+    Args:
+        head_dim: V.
+        eps: constant added to the mean square.
+        backend: backend of the op ``gated_rms_norm``.
+        tp: tensor parallelism of this rank.
+        device: device of the weight.
+        dtype: dtype of the weight.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        eps: float,
+        *,
+        backend: str,
+        tp: TensorParallel = SINGLE,
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.eps = eps
+        self.backend = backend
+        weight = no_weight_decay(new_parameter(head_dim, device=device, dtype=dtype))
+        # Each tensor-parallel rank normalises its own heads, so their gradients are summed.
+        self.weight = tp.use_inside(weight)
+
+    def forward(self, o_TI: Tensor, z_TI: Tensor) -> Tensor:
+        return gated_rms_norm(
+            o_TI,
+            z_TI,
+            self.weight,
+            self.eps,
+            group_size=self.head_dim,
+            norm_before_gate=True,
+            backend=self.backend,
+        )
+
+
+class GatedDeltaNet(RecurrentMixer):
+    """Gated delta net: `RecurrentMixer` with the gated delta rule.
+
+    The rows of ``in_proj.weight`` are ``[q | k | v | z | b | a]``, of widths GK, GK, NV, NV, N, N.
+    The channels of ``conv1d`` are ``[q | k | v]``; it has no bias. Each rank has the N / G value
+    heads of each of its key heads. RankCounts never share a head.
+
+    Args:
+        config: sizes of the model.
+        build: arguments that all layers share.
+    """
+
+    head_parameters = ("A_log", "dt_bias")
+    A_log: nn.Parameter
+    dt_bias: nn.Parameter
+
+    def __init__(self, config: ModelConfig, build: Build) -> None:
+        q = SplitSegment(
+            noun="key heads of a gated delta net",
+            count=config.linear_num_key_heads,
+            width=config.linear_key_head_dim,
+        )
+        v = SplitSegment(
+            noun="value heads of a gated delta net",
+            count=config.linear_num_value_heads,
+            width=config.linear_value_head_dim,
+        )
+        norm = GatedHeadNorm(
+            v.width,
+            config.linear_norm_epsilon or config.norm_epsilon,
+            backend=build.backends.gated_rms_norm,
+            tp=build.tp,
+            device=build.device,
+            dtype=build.dtype,
+        )
+        super().__init__(
+            config.hidden_size,
+            build,
+            convolved=(q, q, v),
+            z=v,
+            z_first=False,
+            values_per_head=2,
+            width=config.linear_conv_kernel_dim,
+            bias=False,
+            norm=norm,
+        )
+        self.allow_neg_eigval = config.linear_allow_neg_eigval
+
+    def scan_heads(
+        self,
+        heads: Sequence[Tensor],
+        per_head: Sequence[Tensor],
+        parameters: Sequence[Tensor],
+        packed: PackedSeqParams,
+    ) -> Tensor:
+        """Run the gated delta rule; see `ops.gated_delta_rule.api.gated_delta_rule`."""
+        q_TGK, k_TGK, v_TNV = heads
+        b_TN, a_TN = per_head
+        A_log_N, dt_bias_N = parameters
+        chunks = packed.tables.find(DocumentChunks)
+        return gated_delta_rule(
+            q_TGK,
+            k_TGK,
+            v_TNV,
+            a_TN,
+            b_TN,
+            A_log_N,
+            dt_bias_N,
+            packed.seq_idx,
+            packed.cu_seqlens,
+            allow_neg_eigval=self.allow_neg_eigval,
+            tables=None if chunks is None else chunks.delta_rule,
+            deterministic=self.backends.deterministic,
+            backend=self.backends.gated_delta_rule,
+        )
+
+
+class GatedDeltaState(RecurrentState[GatedDeltaNet]):
+    """`RecurrentState` with states ``(B, N, K, V)`` of the gated delta rule."""
+
+    def final_states(
+        self, heads: Sequence[Tensor], per_head: Sequence[Tensor], lengths: list[int]
+    ) -> Tensor:
+        mixer = self.mixer
+        _, k_TGK, v_TNV = heads
+        b_TN, a_TN = per_head
+        return final_states(
+            k_TGK,
+            v_TNV,
+            a_TN,
+            b_TN,
+            mixer.A_log,
+            mixer.dt_bias,
+            lengths,
+            allow_neg_eigval=mixer.allow_neg_eigval,
+        )
+
+    def next_output(self, heads: Sequence[Tensor], per_head: Sequence[Tensor]) -> Tensor:
+        mixer = self.mixer
+        q_BGK, k_BGK, v_BNV = heads
+        b_BN, a_BN = per_head
+        o_BNV, self.state_BN = update_next(
+            self.state_BN,
+            q_BGK,
+            k_BGK,
+            v_BNV,
+            a_BN,
+            b_BN,
+            mixer.A_log,
+            mixer.dt_bias,
+            allow_neg_eigval=mixer.allow_neg_eigval,
+        )
+        return o_BNV
+
+
+class DocumentChunks(NamedTuple):
+    """Chunks of a pack's documents, for the kernels of the gated delta rule."""
+
+    delta_rule: DeltaRuleTables
+    """Chunks of all slots; with context parallelism the scan sees all of them."""
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.delta_rule
+
+
+def _chunks(packed: PackedSeqParams) -> DocumentChunks:
+    return DocumentChunks(build_tables(packed.cu_seqlens, packed.total_tokens))
+
+
+def _small_sizes(config: ModelConfig, ranks: RankCounts) -> dict[str, object]:
+    heads_per_key = config.linear_num_value_heads // config.linear_num_key_heads
+    keys = min(config.linear_num_key_heads, 2 * ranks.heads)
+    return {"linear_num_key_heads": keys, "linear_num_value_heads": keys * heads_per_key}
+
+
+@torch.no_grad()
+def _slow_decay(model: nn.Module) -> None:
+    """Make the states pass over many tokens.
+
+    With initial values a state decays within a few tokens. A leak of the state would then be smaller
+    than the rounding of bf16.
+    """
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):
+            parameter.fill_(math.log(SLOW_RATE))
+
+
+def _sections(config: ModelConfig) -> dict[str, int]:
+    keys, values = config.linear_key_dim, config.linear_value_dim
+    heads = config.linear_num_value_heads
+    return {
+        "query": keys,
+        "key": keys,
+        "value": values,
+        "z": values,
+        "beta": heads,
+        "alpha": heads,
+    }
+
+
+MIXER = MixerKind(
+    symbol=GATED_DELTA_NET,
+    build=lambda config, build, place: GatedDeltaNet(config, build),
+    layer=ProjectedLayer,
+    state=GatedDeltaState,
+    # As in Megatron, A is uniform in [1, 16] and dt_bias is 1.
+    fills={**RECURRENT_FILLS, "mixer.dt_bias": ones},
+    isolation=IsolationCase(changes=_small_sizes, prepare=_slow_decay),
+    tables=lambda config, build: _chunks,
+    megatron=MegatronNames(
+        modules={
+            "norm.": ("self_attention.in_proj.layer_norm_", "input_layernorm."),
+            "mixer.norm.": ("self_attention.out_norm.",),
+            "mixer.": ("self_attention.",),
+        },
+        sections=_sections,
+        convolved=("query", "key", "value"),
+    ),
+)
