@@ -261,7 +261,7 @@ def _lines(
     limit: int,
     cures: Sequence[Change],
 ) -> list[str]:
-    from megatron_packed.config.sections.model_parts.experts import MEASURE
+    from megatron_packed.config.kinds.experts import MEASURE
     from megatron_packed.layers.moe.expert_room import PLANNED
     from megatron_packed.models.estimate.parameter_count import count_parameters
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, MAMBA, MOE
+from megatron_packed.config.kinds.layer_kind import KINDS, LayerKind
 
 if TYPE_CHECKING:
     from megatron_packed.config.run import RunConfig
@@ -17,12 +17,18 @@ class Condition:
     """Property of a run that an option needs to have an effect.
 
     Args:
-        reason: text that a run without the property prints: ``--sft is not given``.
+        text: text that a run without the property prints: ``--sft is not given``; or a function
+            that returns it.
         holds: function of (run, processes) that returns True for a run with the property.
     """
 
-    reason: str
+    text: str | Callable[[], str]
     holds: Callable[[RunConfig, int], bool]
+
+    @property
+    def reason(self) -> str:
+        """Text that a run without the property prints."""
+        return self.text if isinstance(self.text, str) else self.text()
 
 
 def option_given(key: str, value: str = "") -> Condition:
@@ -63,6 +69,20 @@ def layers(symbols: str, kind: str = "") -> Condition:
     )
 
 
+def layers_where(test: Callable[[LayerKind], bool], kind: str = "") -> Condition:
+    """Return the condition that the pattern has a layer whose kind passes a test.
+
+    Args:
+        kind: words for these layers; the symbols of the kinds when empty.
+    """
+
+    def reason() -> str:
+        symbols = " or ".join(symbol for symbol, record in KINDS.items() if test(record))
+        return f"the pattern has no {kind or f'{symbols} layer'}"
+
+    return Condition(reason, lambda run, processes: any(map(test, run.model.kinds)))
+
+
 def flag_of(key: str) -> str:
     """Return the flag of an option whose flag is its name."""
     return "--" + key.partition(".")[2].replace("_", "-")
@@ -73,16 +93,15 @@ def _value(run: RunConfig, key: str) -> Any:
     return getattr(getattr(run, section), name)
 
 
-ATTENTION_LAYERS, MAMBA_LAYERS = layers(ATTENTION), layers(MAMBA)
-GATED_DELTA_NET_LAYERS, EXPERT_LAYERS = layers(GATED_DELTA_NET), layers(MOE)
+EXPERT_LAYERS = layers_where(lambda kind: kind.has_experts)
+CONTEXT_PARALLEL = option_is_not("parallel.context_parallel_size", 1)
 TRAINS = Condition("--skip-train runs no training step", lambda run, _: not run.training.skip_train)
 
 
 def has_replicas(run: RunConfig, processes: int) -> bool:
     """Return whether two ranks have the same weights."""
     layout = run.layout(processes)
-    has_experts = MOE in run.model.hybrid_layer_pattern
-    return layout.size("dp_cp") != 1 or (has_experts and layout.expert_dp_size > 1)
+    return layout.size("dp_cp") != 1 or (run.model.has_experts and layout.expert_dp_size > 1)
 
 
 REPLICAS = Condition("no two ranks have the same weights", has_replicas)

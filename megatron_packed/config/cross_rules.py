@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.kernel_options import ZIGZAG_BACKENDS, kernel_rules
-from megatron_packed.config.layer_pattern import ATTENTION
+from megatron_packed.config.kernel_options import kernel_rules
 from megatron_packed.config.section import Sound
 from megatron_packed.config.sections.cuda_graph import graph_rules
 from megatron_packed.config.sections.data_parts.files import TRAINING_DATA
@@ -24,9 +23,6 @@ from megatron_packed.config.value_checks import INT32_MAX
 if TYPE_CHECKING:
     from megatron_packed.config.run import RunConfig
 
-TRANSFORMER_ENGINE_HEAD_LIMIT = 128
-"""Widest attention head, in channels, of TransformerEngine's packed kernels."""
-
 
 def cross_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
     """Yield problems between sections.
@@ -40,7 +36,7 @@ def cross_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
     yield from _evaluation_rules(run, sound)
     yield from _best_validation_rules(run, sound)
     yield from _device_rules(run, sound)
-    yield from _attention_rules(run, sound)
+    yield from _kind_rules(run, sound)
     yield from _capture_rules(run, sound)
     yield from kernel_rules(run, sound)
     yield from vocabulary_rules(run.data, model.vocab_size, sound)
@@ -248,36 +244,10 @@ def _capture_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
         )
 
 
-def _attention_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
-    if not sound("training.attention_backend", "model.hybrid_layer_pattern"):
-        return
-    if ATTENTION not in run.model.layer_types:
-        return
-    training, parallel, width = run.training, run.parallel, run.model.kv_channels
-    known = (
-        sound("training.transformer_impl", "model.kv_channels")
-        and training.uses_transformer_engine_attention
-    )
-    if known and width is not None and (width % 8 or width > TRANSFORMER_ENGINE_HEAD_LIMIT):
-        yield Problem(
-            "--transformer-impl",
-            training.transformer_impl,
-            "TransformerEngine's packed attention supports heads of a multiple of 8 up to "
-            f"{TRANSFORMER_ENGINE_HEAD_LIMIT} channels, not of {width}",
-            "add another --attention-backend, or give local",
-        )
-    zigzag = (
-        sound("parallel.context_parallel_size", "parallel.cp_comm_type")
-        and parallel.document_alignment > 1
-    )
-    if zigzag and training.attention_backend not in ("auto", *ZIGZAG_BACKENDS):
-        yield Problem(
-            "--attention-backend",
-            training.attention_backend,
-            f"does not exchange keys and values, which --cp-comm-type {parallel.cp_comm_type} "
-            "requires",
-            f"give auto or {' or '.join(ZIGZAG_BACKENDS)}, or --cp-comm-type a2a",
-        )
+def _kind_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
+    for kind in run.model.kinds if sound("model.hybrid_layer_pattern") else ():
+        if kind.cross_rules is not None:
+            yield from kind.cross_rules(run, sound)
 
 
 def _schedule_rules(run: RunConfig, optim: OptimizerConfig, sound: Sound) -> Iterator[Problem]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import gcd
 from typing import TYPE_CHECKING
 
-from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, MAMBA, MOE
+from megatron_packed.config.kinds.layer_kind import LayerKind
 
 if TYPE_CHECKING:  # Layers import this module, and all sections would double the time of an import.
     from megatron_packed.config.run import RunConfig
@@ -27,25 +27,24 @@ def number_of_parts(wanted: int, ranks: int, counts: Sequence[int]) -> int:
     return max(parts for parts in possible if parts == 1 or most % (ranks * parts) == 0)
 
 
-def parts_of_layers(run: RunConfig) -> dict[str, int]:
-    """Return the number of parts of each kind of layer that exchanges heads, by symbol."""
+def parts_of_layers(run: RunConfig) -> dict[LayerKind, int]:
+    """Return the number of parts of each kind of layer that exchanges heads."""
     model, parallel = run.model, run.parallel
-    ranks = parallel.context_parallel_size
+    ranks, tp = parallel.context_parallel_size, parallel.tensor_model_parallel_size
     if ranks == 1:
         return {}
-    counts: dict[str, tuple[int, int]] = {}
-    if parallel.cp_comm_type == "a2a":
-        counts[ATTENTION] = (model.num_attention_heads, model.num_query_groups)
-    if not parallel.passes_states:
-        counts[MAMBA] = (model.mamba_num_heads, model.mamba_num_groups)
-    counts[GATED_DELTA_NET] = (model.linear_num_value_heads, model.linear_num_key_heads)
     found = {}
-    for symbol, (heads, groups) in counts.items():
-        if symbol in model.layer_types:
-            tp = parallel.tensor_model_parallel_size
-            own = (heads // tp, max(groups // tp, 1))
-            found[symbol] = number_of_parts(parallel.cp_comm_overlap_parts, ranks, own)
+    for kind in model.kinds:
+        if kind.exchanges(parallel) == "heads":
+            own = [max(getattr(model, name) // tp, 1) for name in kind.heads]
+            found[kind] = number_of_parts(parallel.cp_comm_overlap_parts, ranks, own)
     return found
+
+
+def reorders_rows(run: RunConfig) -> bool:
+    """Return whether attention reorders rows, because other layers pass states between ranks."""
+    exchanged = {kind.exchanges(run.parallel) for kind in run.model.kinds}
+    return {"states", "keys and values"} <= exchanged and run.parallel.context_parallel_size > 1
 
 
 def exchanges_of_run(run: RunConfig) -> dict[str, int]:
@@ -55,11 +54,10 @@ def exchanges_of_run(run: RunConfig) -> dict[str, int]:
     """
     parallel, model = run.parallel, run.model
     found = {}
-    # Attention over a zigzag of rows exchanges heads if Mamba layers pass states, to reorder rows.
-    reorders = parallel.passes_states and parallel.document_alignment > 1
-    if parts_of_layers(run) or (reorders and {ATTENTION, MAMBA} <= set(model.layer_types)):
+    # To reorder rows, attention over a zigzag exchanges heads.
+    if parts_of_layers(run) or reorders_rows(run):
         found["cp"] = parallel.context_parallel_size
-    shared = parallel.expert_model_parallel_size > 1 and MOE in model.layer_types
+    shared = parallel.expert_model_parallel_size > 1 and model.has_experts
     sends = model.moe_token_dispatcher_type == "alltoall"  # noqa: S105
     if shared and sends and not run.asks_for_expert_rows:
         found["ep"] = parallel.expert_model_parallel_size

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, MAMBA
+from megatron_packed.config.kinds import KINDS
 from megatron_packed.config.optional_packages import is_installed, package_of_kernel
 from megatron_packed.config.section import Sound
 
@@ -18,12 +18,9 @@ if TYPE_CHECKING:
     from megatron_packed.config.run import RunConfig
 
 
+_OF_LAYERS = {op: name for kind in KINDS.values() for op, name in kind.backends.items()}
 OPTION_OF = {
-    "varlen_attention": "--attention-backend",
-    "context_parallel_attention": "--attention-backend",
-    "ssd": "--ssd-backend",
-    "gated_delta_rule": "--gated-delta-rule-backend",
-    "causal_conv1d": "--conv-backend",
+    **{op: f"--{name.replace('_', '-')}" for op, name in _OF_LAYERS.items()},
     "adamw": "--optimizer-backend",
     "layers": "--transformer-impl",
 }
@@ -33,14 +30,9 @@ ON_ANY_DEVICE = ("reference", "sdpa", "torch", "local")
 """Backends that need no GPU; all other backends that an option can request need one."""
 PLAIN = ("reference", "sdpa")
 """Backends that an option can request and that have no fast kernel."""
-ZIGZAG_BACKENDS = ("transformer_engine", "reference")
-"""Attention kernels for rows that context-parallel ranks hold in zigzag order."""
 
 _KEYS = (
-    "training.attention_backend",
-    "training.ssd_backend",
-    "training.gated_delta_rule_backend",
-    "training.conv_backend",
+    *(f"training.{name}" for name in _OF_LAYERS.values()),
     "training.transformer_impl",
     "optim.optimizer_backend",
     "model.hybrid_layer_pattern",
@@ -67,26 +59,18 @@ class NamedKernel(NamedTuple):
         return "give local, which computes the same" if self.op == "layers" else "leave it out"
 
 
-def attention_op(run: RunConfig) -> str:
-    """Return the op of attention: for whole documents, or for documents split over ranks in a
-    zigzag.
-    """
-    by_heads = run.parallel.context_parallel_size == 1 or run.parallel.cp_comm_type == "a2a"
-    return "varlen_attention" if by_heads else "context_parallel_attention"
-
-
 def named_kernels(run: RunConfig) -> Iterator[NamedKernel]:
-    """Yield the kernels that options request, for ops that the model uses; ``auto`` requests none."""
-    training, layers = run.training, run.model.layer_types
+    """Yield the kernels that options request, for ops that the model uses; ``auto`` requests none.
+
+    An option that chooses the backends of several ops yields the kernel of the first one.
+    """
+    training = run.training
     chosen = {"layers": training.transformer_impl, "adamw": run.optim.optimizer_backend}
-    if ATTENTION in layers:
-        chosen[attention_op(run)] = training.attention_backend
-    if MAMBA in layers:
-        chosen["ssd"] = training.ssd_backend
-    if GATED_DELTA_NET in layers:
-        chosen["gated_delta_rule"] = training.gated_delta_rule_backend
-    if MAMBA in layers or GATED_DELTA_NET in layers:
-        chosen["causal_conv1d"] = training.conv_backend
+    options: dict[str, str] = {}
+    for kind in run.model.kinds:
+        for op, name in kind.backends.items():
+            options.setdefault(name, op)
+    chosen |= {op: getattr(training, name) for name, op in options.items()}
     for op, value in chosen.items():
         if value not in ("auto", "local"):
             yield NamedKernel(op, value)

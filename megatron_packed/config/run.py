@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_packed.config.cross_rules import cross_rules
 from megatron_packed.config.errors import ConfigError
+from megatron_packed.config.kinds.experts import MEASURE
 from megatron_packed.config.options import Decided, Field
 from megatron_packed.config.parallel_layout import ParallelLayout
 from megatron_packed.config.section import Section, section_fields
@@ -21,7 +22,6 @@ from megatron_packed.config.sections.data import DataConfig
 from megatron_packed.config.sections.logging import LoggingConfig
 from megatron_packed.config.sections.memory import MemoryConfig
 from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.config.sections.model_parts.experts import MEASURE
 from megatron_packed.config.sections.optim import ENDS_WITH_RUN, SAMPLE_UNITS, OptimizerConfig
 from megatron_packed.config.sections.packing import (
     PackingConfig,

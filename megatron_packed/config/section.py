@@ -15,6 +15,8 @@ from megatron_packed.config.relations import Relations
 from megatron_packed.config.value_checks import check_value
 
 SectionType = TypeVar("SectionType", bound="Section")
+KERNELS = "kernels"
+"""Heading of the options that choose kernels."""
 Sound = Callable[..., bool]
 """Function that tells a rule which fields it may use: ``sound("a", "b")`` is True if no problem was
 found so far with the fields a and b. Rules between sections pass keys such as

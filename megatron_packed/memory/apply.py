@@ -27,14 +27,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megatron_packed.config.kinds.attention import CORE_ATTENTION
+from megatron_packed.config.kinds.experts import EXPERT_ACTIVATION
 from megatron_packed.config.sections.memory import (
-    CORE_ATTENTION,
-    EXPERT_ACTIVATION,
     LAYER_NORM,
     MIXERS,
     MODULES,
     OFFLOADED,
     OFFLOADED_IN,
+    PARTS,
     RECOMPUTED_IN,
     MemoryConfig,
 )
@@ -44,28 +45,6 @@ from megatron_packed.memory.recompute_outputs import recomputed_output
 from megatron_packed.memory.saved_tensor_scopes import SavedTensorScopes
 from megatron_packed.memory.saved_tensors import SavedByAutograd, SaveTensors
 
-PARTS = {
-    "attn_norm": "norm",
-    "qkv_linear": "mixer.qkv",
-    CORE_ATTENTION: "mixer.core_attn",
-    "attn_proj": "mixer.proj",
-    "mamba_norm": "norm",
-    "mamba_in_proj": "mixer.in_proj",
-    "mamba_scan": "mixer.scan",
-    "mamba_out_proj": "mixer.out_proj",
-    "gdn_norm": "norm",
-    "gdn_in_proj": "mixer.in_proj",
-    "gdn_scan": "mixer.scan",
-    "gdn_out_proj": "mixer.out_proj",
-    "mlp_norm": "norm",
-    "mlp_fc1": "mixer.fc1",
-    "mlp_act": "mixer.mlp_act",
-    "mlp_fc2": "mixer.fc2",
-    "expert_fc1": "mixer.experts.expert_fc1",
-    EXPERT_ACTIVATION: "mixer.experts.moe_act",
-    "expert_fc2": "mixer.experts.expert_fc2",
-}
-"""Name in an option -> path of the module in a layer."""
 NORM_FORWARD = "with_residual"
 """Method of the norm before a mixer that a layer calls; it returns the output and the input."""
 
@@ -136,8 +115,8 @@ def offload_parts(layer: nn.Module, parts: Sequence[str], offload: Offload) -> N
     """
     scopes = SavedTensorScopes(offload.save, offload.min_elements)
     for part in parts:
-        module = attrgetter(PARTS[part])(layer)
-        before_mixer = PARTS[part] == "norm" and not norms_output(layer)
+        module = attrgetter(PARTS[part].path)(layer)
+        before_mixer = PARTS[part].path == "norm" and not norms_output(layer)
         method = NORM_FORWARD if before_mixer else "forward"
         call = OffloadedCall(method_of(module, method), scopes, layer)
         call.reason = f"{OFFLOADED} names {part}"
@@ -162,15 +141,15 @@ def offload_module(module: nn.Module, offload: Offload) -> None:
 def recompute_parts(layer: nn.Module, parts: Sequence[str]) -> None:
     """Recompute the named parts of a layer in its backward pass. See [Note: order of wrappers]."""
     if CORE_ATTENTION in parts:
-        core = attrgetter(PARTS[CORE_ATTENTION])(layer)
+        core = attrgetter(PARTS[CORE_ATTENTION].path)(layer)
         # Attention kernels advance the random generator, although they use no random numbers. If
         # they run again, dropout elsewhere in the layer would draw other numbers. So rewind the
         # generator if the layer has dropout.
         rewind = any(dropout.p > 0 for dropout in dropouts_of(layer))
         replace(core, "forward", RecomputedCall(method_of(core, "forward"), rewind))
     if EXPERT_ACTIVATION in parts:
-        first = attrgetter(PARTS[EXPERT_ACTIVATION])(layer)
-        second = attrgetter(PARTS["expert_fc2"])(layer)
+        first = attrgetter(PARTS[EXPERT_ACTIVATION].path)(layer)
+        second = attrgetter(PARTS["expert_fc2"].path)(layer)
         recompute_between(first, "forward", second, f"{MODULES} names {EXPERT_ACTIVATION}")
     if any(part in MIXERS for part in parts):
         mixer = attrgetter("mixer")(layer)

@@ -16,7 +16,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from megatron_packed.config.layer_pattern import MOE
+from megatron_packed.config.kinds import KINDS
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.overlapped_collectives import Stage
 from megatron_packed.layers.build import Build
@@ -121,7 +121,7 @@ class MultiTokenPrediction(nn.ModuleList):
             biases: expert biases of all E layers.
             counts_LE: assignments of each of these layers.
         """
-        once = self.config.mtp_layers.count(MOE)
+        once = sum(KINDS[symbol].has_experts for symbol in self.config.mtp_layers)
         if not once or not self.config.mtp_use_repeated_layer:
             return biases, counts_LE
         main = len(biases) - once * len(self)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from megatron_packed.config.kernel_options import ZIGZAG_BACKENDS
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.offload_rules import forced_buffers
 from megatron_packed.distributed.flat_buffers import FlatBuffers
@@ -49,13 +48,7 @@ def dtype_of(config: RunConfig) -> torch.dtype:
 
 def backends_of(config: RunConfig) -> dict[str, str | bool]:
     """Return the requested layers and kernels, and whether kernels must be deterministic."""
-    training = config.training
-    asked = (
-        {"context_parallel_attention": training.attention_backend}
-        if training.attention_backend in ZIGZAG_BACKENDS
-        else {}
-    )
-    return {**training.backends, **asked, "deterministic": training.deterministic_mode}
+    return {**config.training.backends, "deterministic": config.training.deterministic_mode}
 
 
 def offload_of(config: RunConfig, device: torch.device | str) -> Offload | None:

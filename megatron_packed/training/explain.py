@@ -14,11 +14,11 @@ from collections.abc import Hashable, Iterator
 import torch
 
 from megatron_packed.config.errors import escaped
+from megatron_packed.config.kinds.experts import EXPERT_ACTIVATION
 from megatron_packed.config.launch_checks import environment_number
 from megatron_packed.config.optional_packages import is_installed
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.memory import (
-    EXPERT_ACTIVATION,
     MODULES,
     OFFLOADED_IN,
     RECOMPUTED_IN,

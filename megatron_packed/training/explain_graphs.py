@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_packed.config.layer_pattern import ATTENTION
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.cuda_graph import MODULE_LAYERS, CudaGraphConfig
 from megatron_packed.cuda_graphs.transformer_engine import maker
@@ -41,7 +40,7 @@ def graph_capabilities(config: RunConfig, device: torch.device) -> Iterator[Capa
     if not graphs.captures_steps:
         yield from _captured_modules(config, bool(eager))
     yield _capacities(graphs)
-    if not eager and graphs.capacities is not None and ATTENTION in config.model.layer_types:
+    if not eager and graphs.capacities is not None and config.model.has_attention:
         yield from _attention_of_graphs(config, device, graphs.capacities[-1])
     interval = graphs.cuda_graph_audit_interval
     if interval:

@@ -6,8 +6,11 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_packed.config.exchanged_heads import exchanges_of_run, parts_of_layers
-from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MOE
+from megatron_packed.config.exchanged_heads import (
+    exchanges_of_run,
+    parts_of_layers,
+    reorders_rows,
+)
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.parallel import NOT_BUILT
 from megatron_packed.distributed.sequence_parallel_products import NO_OVERLAP
@@ -67,15 +70,14 @@ def parallel_capabilities(
 
 def _states_and_heads(config: RunConfig) -> str:
     """Describe passed states, and the parts of exchanged heads if the run requests an overlap."""
-    parallel, model = config.parallel, config.model
-    said = ""
-    if parallel.passes_states and MAMBA in model.layer_types:
-        said += "; Mamba layers pass states"
-        if parallel.document_alignment > 1 and ATTENTION in model.layer_types:
-            said += ", and all-to-alls reorder the rows of attention"
+    parallel = config.parallel
+    passing = [kind for kind in config.model.kinds if kind.exchanges(parallel) == "states"]
+    said = "".join(f"; {kind.layer}s pass states" for kind in passing)
+    if reorders_rows(config):
+        said += ", and all-to-alls reorder the rows of attention"
     parts = parts_of_layers(config)
     if parts and parallel.cp_comm_overlap_parts > 1:
-        numbers = (f"{number} for each {symbol} layer" for symbol, number in parts.items())
+        numbers = (f"{number} for each {kind.symbol} layer" for kind, number in parts.items())
         said += f"; parts in which heads travel: {', '.join(numbers)}"
     return said
 
@@ -123,7 +125,7 @@ def _replicas(config: RunConfig, world_size: int) -> Iterator[Capability]:
     layout, parallel = config.layout(world_size), config.parallel
     sharded, each = parallel.use_distributed_optimizer, parallel.ranks_per_replica
     replicas, copies = layout.dp_size, layout.size("dp_cp") > 1
-    copies |= MOE in config.model.hybrid_layer_pattern and layout.expert_dp_size > 1
+    copies |= config.model.has_experts and layout.expert_dp_size > 1
     collective = "reduce-scatter" if sharded else "all-reduce"
     collective = f"; gradients are summed by {collective}" if copies else ""
     if config.model.balances_all_ranks and layout.size("dp_cp") > 1:
@@ -150,7 +152,7 @@ def _replicas(config: RunConfig, world_size: int) -> Iterator[Capability]:
 def _experts(config: RunConfig) -> Iterator[Capability]:
     parallel, model = config.parallel, config.model
     size = parallel.expert_model_parallel_size
-    if MOE not in model.hybrid_layer_pattern:
+    if not model.has_experts:
         return
     if size == 1:
         yield Capability("expert parallelism", OFF, "every rank holds all experts")
@@ -178,7 +180,7 @@ def _experts(config: RunConfig) -> Iterator[Capability]:
 def _shared_expert(config: RunConfig, device: torch.device) -> Iterator[Capability]:
     """Yield whether the shared expert runs beside the dispatch, if the model has one."""
     model, name = config.model, "shared-expert overlap"
-    if MOE not in model.layer_types or not model.moe_shared_expert_intermediate_size:
+    if not model.has_experts or not model.moe_shared_expert_intermediate_size:
         return
     if not model.moe_shared_expert_overlap:
         yield Capability(name, OFF, "the shared expert runs after the other experts")

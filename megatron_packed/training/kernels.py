@@ -17,9 +17,9 @@ from megatron_packed.config.errors import ConfigError, Problem
 from megatron_packed.config.kernel_options import (
     OPTION_OF,
     PLAIN,
-    attention_op,
     fast_kernels_missing,
 )
+from megatron_packed.config.kinds import KINDS
 from megatron_packed.config.optional_packages import is_installed, package_of_kernel
 from megatron_packed.config.run import RunConfig
 from megatron_packed.layers.transformer_impl import (
@@ -334,14 +334,17 @@ def _case(kernel: Kernel) -> str:
 def _option_of(config: RunConfig, op: Op) -> str:
     """Return the given flag that names an op's kernel; empty if there is none."""
     given = {**config.training.backends, "adamw": config.optim.optimizer_backend}
-    given["context_parallel_attention"] = config.training.attention_backend
     if given.get(op.name, "auto") != "auto":
         return OPTION_OF[op.name]
     return (
         OPTION_OF["layers"]
-        if config.training.uses_transformer_engine_attention and op.name == attention_op(config)
+        if config.training.uses_transformer_engine_attention and _is_attention(op)
         else ""
     )
+
+
+def _is_attention(op: Op) -> bool:
+    return any(kind.attends and op.name in kind.backends for kind in KINDS.values())
 
 
 def _refusal(config: RunConfig, op: Op, inputs: Hashable, asked: str) -> Problem:

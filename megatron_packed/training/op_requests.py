@@ -13,10 +13,10 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from megatron_packed.config.layer_pattern import MLP, MOE
+from megatron_packed.config.kinds.experts import EXPERT_ACTIVATION
+from megatron_packed.config.layer_pattern import MOE
 from megatron_packed.config.optional_packages import is_installed
 from megatron_packed.config.run import RunConfig
-from megatron_packed.config.sections.memory import EXPERT_ACTIVATION
 from megatron_packed.config.sections.parallel import fewest_processes
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.memory.apply import recomputed_parts
@@ -67,7 +67,7 @@ def served_by(config: RunConfig, request: Request, requests: Iterable[Request]) 
     So its activations are those of the reference if all activations run inside experts.
     """
     model = config.model
-    dense = MLP in model.hybrid_layer_pattern or model.moe_shared_expert_intermediate_size
+    dense = model.has_mlp or model.moe_shared_expert_intermediate_size
     if request.op is not activation.OP or dense:
         return request.backend
     reference = grouped_mlp.OP.backends[-1].name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, MAMBA, MOE
+from megatron_packed.config.kinds import KINDS
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.memory import MODULES
 from megatron_packed.distributed.groups import ParallelGroups
@@ -102,17 +102,18 @@ def name_kernels(
 
 def _model_warnings(config: RunConfig) -> Iterator[str]:
     """Yield warnings of a model that learns less than its user may expect."""
-    layers = config.model.hybrid_layer_pattern
-    if config.model.moe_router_force_load_balancing and MOE in layers:
+    model = config.model
+    if model.moe_router_force_load_balancing and model.has_experts:
         yield (
             "--moe-router-force-load-balancing routes tokens at random, for benchmarks: the model "
             "does not learn to route"
         )
     chosen = config.is_given("model.position_embedding_type")
-    recurrent = MAMBA in layers or GATED_DELTA_NET in layers
-    if ATTENTION in layers and not recurrent and not chosen:
+    ordered = any(kind.carries_order for kind in model.kinds)
+    if model.has_attention and not ordered and not chosen:
+        ordering = " or ".join(kind.symbol for kind in KINDS.values() if kind.carries_order)
         yield (
             "attention has no positions, because the default of --position-embedding-type is none "
-            "and no M or G layer carries the order of tokens; give --position-embedding-type rope, "
+            f"and no {ordering} layer carries the order of tokens; give --position-embedding-type rope, "
             "or none to confirm"
         )

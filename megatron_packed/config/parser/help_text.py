@@ -139,8 +139,10 @@ def _usage(text: str, columns: int) -> str:
 
 def _section(title: str, fields: tuple[Field, ...], columns: int) -> Iterator[str]:
     # Options without a group come first, under the title of the section alone. Parts of a section
-    # that are declared elsewhere may have put options with a group before them.
-    ordered = sorted(fields, key=lambda described: described.option.group != "")
+    # that are declared elsewhere may have put options with a group before the others, so the last
+    # option of a group decides its place.
+    last = {described.option.group: place for place, described in enumerate(fields)} | {"": -1}
+    ordered = sorted(fields, key=lambda described: last[described.option.group])
     group = None
     for described in ordered:
         if described.option.group != group:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_packed.config.errors import ConfigError, Problem
+from megatron_packed.config.kinds import KINDS
 from megatron_packed.config.options import Field
 from megatron_packed.config.parser.precedence import Given
 from megatron_packed.config.run import every_field, keys_deciding
@@ -50,10 +51,7 @@ _OF_INFERENCE = {
         "seed",
         "device",
         "deterministic_mode",
-        "attention_backend",
-        "ssd_backend",
-        "gated_delta_rule_backend",
-        "conv_backend",
+        *(name for kind in KINDS.values() for name in kind.backends.values()),
         "require_fast_kernels",
     },
     "packing": {"seq_length", "max_document_length"},

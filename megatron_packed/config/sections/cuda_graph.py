@@ -9,27 +9,13 @@ from dataclasses import dataclass
 
 from megatron_packed.config.conditions import option_is_not
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.layer_pattern import (
-    ATTENTION,
-    GATED_DELTA_NET,
-    LAYER_NAMES,
-    MAMBA,
-    MLP,
-    MOE,
-)
+from megatron_packed.config.kinds import KINDS
 from megatron_packed.config.options import Related, option
 from megatron_packed.config.section import Section, Sound, section_fields
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.sections.packing import PackingConfig
 
-MODULE_LAYERS = {
-    "attn": ATTENTION,
-    "mamba": MAMBA,
-    "gdn": GATED_DELTA_NET,
-    "mlp": MLP,
-    "moe": MOE,
-    "moe_router": MOE,
-}
+MODULE_LAYERS = {name: symbol for symbol, kind in KINDS.items() for name in kind.graph_modules}
 """Layers (symbols of the pattern) that contain each module."""
 
 AUTO = "auto"
@@ -193,7 +179,7 @@ def graph_rules(
                     "--cuda-graph-modules",
                     module,
                     f"is never captured: the pattern {model.hybrid_layer_pattern} has no "
-                    f"{symbol} ({LAYER_NAMES[symbol]}) layer",
+                    f"{symbol} ({KINDS[symbol].name}) layer",
                     f"leave {module} out",
                 )
     if sound(

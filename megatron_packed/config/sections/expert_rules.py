@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.layer_pattern import MOE
 from megatron_packed.config.section import Sound
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.sections.model_parts.divisors import divisors
@@ -25,7 +24,7 @@ def expert_rules(
     """Yield problems of expert parallelism with the model and the packs. See `Sound` for ``sound``."""
     size, experts = parallel.expert_model_parallel_size, model.num_experts
     flag = "--expert-model-parallel-size"
-    if MOE not in model.hybrid_layer_pattern:
+    if not model.has_experts:
         if size > 1:
             yield Problem(flag, str(size), "the pattern has no expert layer (E)", "leave it out")
         return

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_packed.config.conditions import Condition, option_given
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.layer_pattern import (
-    ATTENTION,
-    GATED_DELTA_NET,
-    LAYER_NAMES,
-    MAMBA,
-    MLP,
-    MOE,
-)
+from megatron_packed.config.kinds import KINDS
+from megatron_packed.config.kinds.attention import CORE_ATTENTION
+from megatron_packed.config.kinds.layer_kind import ACTIVATION, EVERYTHING, INPUT
 from megatron_packed.config.options import Related, option
 from megatron_packed.config.section import Section, Sound
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
@@ -24,9 +19,9 @@ FULL, SELECTIVE = "full", "selective"
 UNIFORM, BLOCK = "uniform", "block"
 GRANULARITY, METHOD = "--recompute-granularity", "--recompute-method"
 NUM_LAYERS, MODULES = "--recompute-num-layers", "--recompute-modules"
-CORE_ATTENTION, LAYER_NORM, EXPERT_ACTIVATION = "core_attn", "layernorm", "moe_act"
-MIXERS = {"mamba": MAMBA, "gdn": GATED_DELTA_NET, "mlp": MLP, "moe": MOE}
-RECOMPUTED_IN = {CORE_ATTENTION: ATTENTION, **MIXERS, EXPERT_ACTIVATION: MOE}
+LAYER_NORM = "layernorm"
+MIXERS = {kind.mixer_module: symbol for symbol, kind in KINDS.items() if kind.mixer_module}
+RECOMPUTED_IN = {name: symbol for symbol, kind in KINDS.items() for name in kind.recomputed}
 """Layers (symbols of the pattern) that contain each module of --recompute-modules. A norm is part
 of all layers.
 """
@@ -35,28 +30,22 @@ LAYER_INPUTS, FINE_GRAINED, OFFLOADED = (
     "--fine-grained-activation-offloading",
     "--offload-modules",
 )
+PARTS = {part.name: part for kind in KINDS.values() for part in kind.parts}
+"""Modules whose saved tensors can be offloaded."""
 OFFLOADED_IN = {
-    "attn_norm": ATTENTION,
-    "qkv_linear": ATTENTION,
-    CORE_ATTENTION: ATTENTION,
-    "attn_proj": ATTENTION,
-    "mamba_norm": MAMBA,
-    "mamba_in_proj": MAMBA,
-    "mamba_scan": MAMBA,
-    "mamba_out_proj": MAMBA,
-    "gdn_norm": GATED_DELTA_NET,
-    "gdn_in_proj": GATED_DELTA_NET,
-    "gdn_scan": GATED_DELTA_NET,
-    "gdn_out_proj": GATED_DELTA_NET,
-    "mlp_norm": MLP + MOE,
-    "mlp_fc1": MLP,
-    "mlp_act": MLP,
-    "mlp_fc2": MLP,
-    "expert_fc1": MOE,
-    EXPERT_ACTIVATION: MOE,
-    "expert_fc2": MOE,
+    name: "".join(symbol for symbol, kind in KINDS.items() if part in kind.parts)
+    for name, part in PARTS.items()
 }
-"""Layers (symbols of the pattern) that contain each module whose saved tensors can be offloaded."""
+"""Layers (symbols of the pattern) that contain each of these modules."""
+
+
+def _words(names: Sequence[str]) -> str:
+    """Return names as one text: ``a, b and c``."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def _saving(saves: str) -> list[str]:
+    return [name for name, part in PARTS.items() if part.saves == saves]
 
 
 FULL_RECOMPUTATION = option_given("memory.recompute_granularity", FULL)
@@ -96,7 +85,7 @@ class MemoryConfig(Section, title="memory"):
     recompute_modules: tuple[str, ...] = option(
         (),
         "Modules of selective recomputation; core_attn when not given. The module core_attn is "
-        "the attention between the projections. The modules mamba, gdn, mlp and moe are everything "
+        f"the attention between the projections. The modules {_words([*MIXERS])} are everything "
         "after the norm of these layers. The module layernorm recomputes the outputs of norms, "
         "and moe_act those of the experts' activation function.",
         choices=(*RECOMPUTED_IN, LAYER_NORM),
@@ -128,10 +117,9 @@ class MemoryConfig(Section, title="memory"):
     offload_modules: tuple[str, ...] = option(
         (),
         "Modules whose saved tensors are offloaded. A norm or projection offloads its input: "
-        "attn_norm, qkv_linear, attn_proj, mamba_norm, mamba_in_proj, mamba_out_proj, gdn_norm, "
-        "gdn_in_proj, gdn_out_proj, mlp_norm, mlp_fc1, mlp_fc2, expert_fc1, expert_fc2. An "
-        "activation function offloads its input too: mlp_act, moe_act. The modules core_attn, "
-        "mamba_scan and gdn_scan offload all tensors saved between the projections.",
+        f"{', '.join(_saving(INPUT))}. An activation function offloads its input too: "
+        f"{', '.join(_saving(ACTIVATION))}. The modules {_words(_saving(EVERYTHING))} offload all "
+        "tensors saved between the projections.",
         choices=tuple(OFFLOADED_IN),
         group="offload",
         only_if=option_given("memory.fine_grained_activation_offloading"),
@@ -257,7 +245,7 @@ def _pattern_rules(memory: MemoryConfig, pattern: str) -> Iterator[Problem]:
                 MODULES,
                 named,
                 f"{module} is never recomputed: the pattern {pattern} has no {symbol} "
-                f"({LAYER_NAMES[symbol]}) layer",
+                f"({KINDS[symbol].name}) layer",
                 f"leave {module} out"
                 if named
                 else f"give other modules with {MODULES} ({_others(pattern)})",

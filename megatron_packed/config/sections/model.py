@@ -7,19 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.layer_pattern import (
-    ATTENTION,
-    GATED_DELTA_NET,
-    MAMBA,
-    MOE,
-    pattern_problems,
-)
-from megatron_packed.config.options import option
-from megatron_packed.config.section import Sound
-from megatron_packed.config.sections.model_parts.attention import AttentionOptions
-from megatron_packed.config.sections.model_parts.experts import ExpertOptions
-from megatron_packed.config.sections.model_parts.gated_delta_net import GDN, GatedDeltaNetOptions
-from megatron_packed.config.sections.model_parts.mamba import MambaOptions
+from megatron_packed.config.kinds import KINDS, LayerKind
+from megatron_packed.config.layer_pattern import pattern_problems
+from megatron_packed.config.options import option, required_option
+from megatron_packed.config.section import Sound, section_fields
+from megatron_packed.config.sections.kind_options import KindModelOptions
 from megatron_packed.config.sections.model_parts.multi_token_prediction import MultiTokenOptions
 from megatron_packed.config.sections.model_parts.multipliers import MultiplierOptions
 from megatron_packed.config.sections.model_parts.stack import STACK
@@ -31,10 +23,7 @@ OUTPUT = "embedding and output"
 class ModelConfig(  # dataclass fields follow the bases from right to left
     MultiTokenOptions,
     MultiplierOptions,
-    ExpertOptions,
-    GatedDeltaNetOptions,
-    MambaOptions,
-    AttentionOptions,
+    KindModelOptions,
     title="model",
     group=OUTPUT,
 ):
@@ -52,6 +41,13 @@ class ModelConfig(  # dataclass fields follow the bases from right to left
         MLP of width 1024.
     """
 
+    hybrid_layer_pattern: str = required_option(
+        "Layers of the model, one character per layer: "
+        f"{', '.join(f'{symbol} {kind.name}' for symbol, kind in KINDS.items())}. "
+        "After each / are the layers of one depth of multi-token prediction.",
+        group=STACK,
+        deprecated=("hybrid-override-pattern",),
+    )
     untie_embeddings_and_output_weights: bool = option(
         False, "Use separate weights for the embedding and the output projection."
     )
@@ -89,43 +85,23 @@ class ModelConfig(  # dataclass fields follow the bases from right to left
         values: dict[str, Any] = {}
         if sound("hybrid_layer_pattern"):
             values["mtp_num_layers"] = self.mtp_depths
-        if sound("hidden_size", "swiglu"):
-            # A gated MLP has three matrices instead of two: as in Megatron, two thirds of the width
-            # give the same number of parameters.
-            gated = max(8 * self.hidden_size // 3 // 64 * 64, 64)
-            values["ffn_hidden_size"] = gated if self.swiglu else 4 * self.hidden_size
-        if (
-            sound("hidden_size", "mamba_head_dim")
-            and 2 * self.hidden_size % self.mamba_head_dim == 0
-        ):
-            values["mamba_num_heads"] = 2 * self.hidden_size // self.mamba_head_dim
-        if sound("num_attention_heads") and self.num_attention_heads:
-            values["num_query_groups"] = self.num_attention_heads
-            if sound("hidden_size") and self.hidden_size % self.num_attention_heads == 0:
-                values["kv_channels"] = self.hidden_size // self.num_attention_heads
-        if sound("moe_ffn_hidden_size"):
-            ffn = (
-                self.ffn_hidden_size
-                if self.ffn_hidden_size is not None
-                else values.get("ffn_hidden_size")
-            )
-            values["moe_ffn_hidden_size"] = ffn
+        values["ffn_hidden_size"] = self.mlp_width(sound)
+        for kind in KINDS.values():
+            if kind.derive is not None:
+                values |= kind.derive(self, sound)
         return values
 
     def rules(self, sound: Sound) -> Iterator[Problem]:
         yield from self.related(sound, STACK)
-        if sound("hybrid_layer_pattern"):
+        known = sound("hybrid_layer_pattern")
+        if known:
             yield from pattern_problems(self.hybrid_layer_pattern)
             yield from self.multi_token_rules(sound, self.mtp_depths)
-        known = sound("hybrid_layer_pattern")
-        symbols = set(self.hybrid_layer_pattern) if known else set()
-        if ATTENTION in symbols or (not known and self.num_attention_heads):
-            yield from self.attention_rules(sound)
-        if MAMBA in symbols:
-            yield from self.mamba_rules(sound)
-        yield from self.expert_rules(sound, known=known, has_experts=MOE in symbols)
-        if GATED_DELTA_NET in symbols:
-            yield from self.related(sound, GDN)
+        for kind in KINDS.values():
+            if known and kind not in self.kinds:
+                yield from self._refused(kind)
+            elif known or self._gives(kind):
+                yield from self._kind_rules(kind, sound)
         # The option is refused for models without attention layers too.
         if self.attention_dropout != 0 and sound("attention_dropout"):
             yield Problem(
@@ -134,10 +110,28 @@ class ModelConfig(  # dataclass fields follow the bases from right to left
                 "dropout of attention weights is not supported",
                 "leave it out, or give --hidden-dropout",
             )
-        if MOE in symbols and self.add_bias_linear:
-            yield Problem(
-                "--hybrid-layer-pattern",
-                self.hybrid_layer_pattern,
-                "has E layers, but experts with biases are not supported",
-                "add --disable-bias-linear",
-            )
+
+    def _kind_rules(self, kind: LayerKind, sound: Sound) -> Iterator[Problem]:
+        for name in kind.required:
+            if sound(name, "hybrid_layer_pattern") and not getattr(self, name):
+                rule = f"is required: the pattern has {kind.layer}s ({kind.symbol})"
+                yield Problem(self.flag(name), "", rule, f"give {self.flag(name)} N")
+        yield from self.related(sound, kind.name)
+        if kind.rules is not None:
+            yield from kind.rules(self, sound)
+
+    def _refused(self, kind: LayerKind) -> Iterator[Problem]:
+        """Yield problems of given options that need a layer of a kind that the pattern lacks."""
+        for name in kind.refused_elsewhere:
+            if (value := getattr(self, name)) is not None:
+                flag, rule = self.flag(name), f"the pattern has no {kind.layer} ({kind.symbol})"
+                cure = f"add an {kind.symbol} to --hybrid-layer-pattern, or leave {flag} out"
+                yield Problem(flag, str(value), rule, cure)
+
+    def _gives(self, kind: LayerKind) -> bool:
+        """Return whether an option of a kind has another value than its default."""
+        return any(
+            getattr(self, about.name) != about.default
+            for about in section_fields(type(self))
+            if about.option.group == kind.name and not about.option.derived
+        )

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.layer_pattern import LAYER_NAMES
+from megatron_packed.config.kinds import KINDS
+from megatron_packed.config.kinds.attention import CORE_ATTENTION
 from megatron_packed.config.section import Sound
 from megatron_packed.config.sections.cuda_graph import LOCAL, CudaGraphConfig
 from megatron_packed.config.sections.memory import (
-    CORE_ATTENTION,
-    EXPERT_ACTIVATION,
     FINE_GRAINED,
     LAYER_INPUTS,
     LAYER_NORM,
@@ -22,22 +21,8 @@ from megatron_packed.config.sections.memory import (
 from megatron_packed.config.sections.model import ModelConfig
 
 INSIDE = {
-    CORE_ATTENTION: {CORE_ATTENTION},
-    "mamba": {"mamba_in_proj", "mamba_scan", "mamba_out_proj"},
-    "gdn": {"gdn_in_proj", "gdn_scan", "gdn_out_proj"},
-    "mlp": {"mlp_fc1", "mlp_act", "mlp_fc2"},
-    "moe": {"expert_fc1", EXPERT_ACTIVATION, "expert_fc2"},
-    LAYER_NORM: {
-        "attn_norm",
-        "mamba_norm",
-        "gdn_norm",
-        "mlp_norm",
-        "qkv_linear",
-        "mamba_in_proj",
-        "gdn_in_proj",
-        "mlp_fc1",
-    },
-    EXPERT_ACTIVATION: {EXPERT_ACTIVATION, "expert_fc2"},
+    **{name: set(parts) for kind in KINDS.values() for name, parts in kind.recomputed.items()},
+    LAYER_NORM: {name for kind in KINDS.values() for name in kind.inside_norm},
 }
 """Modules of --offload-modules inside each module of --recompute-modules. If the recomputed module
 contains an offload module, the offload module saves other tensors or none.
@@ -102,7 +87,7 @@ def _module_rules(module: str, memory: MemoryConfig, pattern: str) -> Iterator[P
     has = [number for number, symbol in enumerate(pattern) if symbol in symbols]
     without = f"leave {module} out"
     if not has:
-        kinds = " or ".join(f"{symbol} ({LAYER_NAMES[symbol]})" for symbol in symbols)
+        kinds = " or ".join(f"{symbol} ({KINDS[symbol].name})" for symbol in symbols)
         yield Problem(
             OFFLOADED,
             module,

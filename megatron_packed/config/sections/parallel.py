@@ -8,20 +8,20 @@ from math import gcd, lcm
 from typing import Any, NamedTuple
 
 from megatron_packed.config.conditions import (
+    CONTEXT_PARALLEL,
     EXPERT_LAYERS,
-    MAMBA_LAYERS,
     REPLICAS,
     Condition,
-    option_is_not,
 )
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.exchanged_heads import parts_of_layers
-from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, MAMBA, MLP, MOE
+from megatron_packed.config.kinds import LayerKind
 from megatron_packed.config.options import Related, derived_option, option
 from megatron_packed.config.parallel_layout import layout_problems
-from megatron_packed.config.section import Sound
+from megatron_packed.config.section import Sound, section_fields
 from megatron_packed.config.sections.all_to_all import AllToAllOptions
 from megatron_packed.config.sections.expert_rules import expert_rules
+from megatron_packed.config.sections.kind_options import KindCommunication
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.sections.model_parts.divisors import divisors, every_divisor, in_words
 from megatron_packed.config.sections.packing import PackingConfig
@@ -41,8 +41,6 @@ SIZES = (
 REPLICA_SIZES = ("tensor_model_parallel_size", "context_parallel_size", *NOT_BUILT)
 """Axes whose ranks share the work on one pack."""
 
-
-CONTEXT_PARALLEL = option_is_not("parallel.context_parallel_size", 1)
 HEADS_IN_PARTS = Condition(
     "no layer exchanges heads in more than one part",
     lambda run, processes: max(parts_of_layers(run).values(), default=1) != 1,
@@ -55,7 +53,9 @@ SEVERAL_PROCESSES = Condition("the run has one process", lambda run, processes: 
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelConfig(TensorOverlapOptions, AllToAllOptions, title="parallel"):
+class ParallelConfig(  # dataclass fields follow the bases from right to left
+    KindCommunication, TensorOverlapOptions, AllToAllOptions, title="parallel"
+):
     """Options of the parallel axes. The data-parallel size is the number of processes divided by
     the other sizes.
     """
@@ -88,13 +88,6 @@ class ParallelConfig(TensorOverlapOptions, AllToAllOptions, title="parallel"):
         not_built={"a2a+p2p": "give a2a, all_gather or p2p"},
         megatron=("p2p", "no document needs padding, and every attention kernel can be used"),
         only_if=CONTEXT_PARALLEL,
-    )
-    mamba_cp_comm_type: str = option(
-        "heads",
-        "Communication of context-parallel Mamba layers. heads exchanges heads for tokens. state "
-        "passes the states of the scan from rank to rank, so the ranks need not divide the heads.",
-        choices=("heads", "state"),
-        only_if=(MAMBA_LAYERS, CONTEXT_PARALLEL),
     )
     cp_comm_overlap_parts: int = option(
         1,
@@ -183,11 +176,6 @@ class ParallelConfig(TensorOverlapOptions, AllToAllOptions, title="parallel"):
         )
 
     @property
-    def passes_states(self) -> bool:
-        """Return whether context-parallel ranks pass the states of Mamba layers."""
-        return self.context_parallel_size > 1 and self.mamba_cp_comm_type == "state"
-
-    @property
     def ranks_per_row(self) -> int:
         """Number of ranks that share the rows of a pack between layers."""
         return self.context_parallel_size * (
@@ -253,8 +241,10 @@ class _Shared(NamedTuple):
     may_be_fewer: bool = False
     """True if several ranks may hold copies of one item."""
 
-    symbol: str = ""
-    """Symbol of the layers that contain the items."""
+    kind: LayerKind | None = None
+    """Kind of the layers in which context-parallel ranks may exchange the items; None if they do
+    not.
+    """
 
     of_rank: str = ""
     """Words for the owner of the items if that is not the whole model."""
@@ -269,9 +259,7 @@ class _Shared(NamedTuple):
 
     def exchanged_by(self, parallel: ParallelConfig) -> bool:
         """Return whether context-parallel ranks exchange these items for tokens (all-to-all)."""
-        by_heads = self.symbol == ATTENTION and parallel.cp_comm_type == "a2a"
-        scanned = self.symbol == MAMBA and not parallel.passes_states
-        return by_heads or scanned or self.symbol == GATED_DELTA_NET
+        return self.kind is not None and self.kind.exchanges(parallel) == "heads"
 
 
 def parallel_rules(
@@ -295,7 +283,8 @@ def _dense_rules(
     tp_flag, cp_flag = "--tensor-model-parallel-size", "--context-parallel-size"
     shared = list(_shared_items(parallel, model, sound))
     yield from _shared_out(tp_flag, tp, shared)
-    comm = sound("parallel.cp_comm_type", "parallel.mamba_cp_comm_type")
+    of_kinds = (f"parallel.{about.name}" for about in section_fields(KindCommunication))
+    comm = sound("parallel.cp_comm_type", *of_kinds)
     if cp > 1 and all(items.fits(tp) for items in shared) and comm:
         exchanged = [items.of_one(tp) for items in shared if items.exchanged_by(parallel)]
         yield from _shared_out(cp_flag, cp, exchanged, _instead_of_heads(cp, exchanged))
@@ -305,11 +294,10 @@ def _dense_rules(
 
 def _instead_of_heads(cp: int, exchanged: list[_Shared]) -> str:
     """Return the flags with which ``cp`` ranks fit because they exchange no heads, as a cure."""
-    misfits = {items.symbol for items in exchanged if not items.fits(cp)}
-    without_heads = {ATTENTION: "--cp-comm-type p2p", MAMBA: "--mamba-cp-comm-type state"}
-    if not misfits or not misfits <= without_heads.keys():
+    kinds = dict.fromkeys(items.kind for items in exchanged if not items.fits(cp))
+    given = [kind.without_heads for kind in kinds if kind is not None]
+    if not given or not all(given):
         return ""
-    given = [flag for symbol, flag in without_heads.items() if symbol in misfits]
     verb = "share" if len(given) > 1 else "shares"
     return f", or give {' and '.join(given)}, which {verb} no heads"
 
@@ -397,26 +385,14 @@ def _shared_items(parallel: ParallelConfig, model: ModelConfig, sound: Sound) ->
 
     Sizes that already have a problem are left out.
     """
-    symbols = model.hybrid_layer_pattern if sound("model.hybrid_layer_pattern") else ""
-    if MAMBA in symbols and model.mamba_norm_groups and sound("model.mamba_norm_groups"):
-        # Context-parallel ranks do not exchange these groups.
-        yield _Shared(model.flag("mamba_norm_groups"), model.mamba_norm_groups, may_be_fewer=True)
-    for symbol, name, groups in (
-        (ATTENTION, "num_attention_heads", "num_query_groups"),
-        (MAMBA, "mamba_num_heads", "mamba_num_groups"),
-        # The number of value heads is a multiple of this number.
-        (GATED_DELTA_NET, "linear_num_key_heads", None),
-        (MLP, "ffn_hidden_size", None),
-        (MOE, "moe_ffn_hidden_size", None),
-        (MOE, "moe_shared_expert_intermediate_size", None),
-    ):
-        count = getattr(model, name)
-        if symbol not in symbols or not sound(f"model.{name}") or not count:
-            continue
-        if name == "moe_ffn_hidden_size" and parallel.splits_tokens_of_experts:
-            continue  # checked against --expert-tensor-parallel-size, in `expert_rules`
-        yield _Shared(model.flag(name), count, symbol=symbol)
-        if groups and sound(f"model.{groups}") and getattr(model, groups) != count:
-            yield _Shared(
-                model.flag(groups), getattr(model, groups), may_be_fewer=True, symbol=symbol
-            )
+    for kind in model.kinds if sound("model.hybrid_layer_pattern") else ():
+        counts = []
+        for shared in kind.shared:
+            count, known = getattr(model, shared.option), sound(f"model.{shared.option}")
+            if not known or not count or (shared.may_be_fewer and count in counts):
+                continue
+            if shared.of_experts and parallel.splits_tokens_of_experts:
+                continue  # checked against --expert-tensor-parallel-size, in `expert_rules`
+            counts += [] if shared.may_be_fewer else [count]
+            of_kind = kind if shared.exchanged else None
+            yield _Shared(model.flag(shared.option), count, shared.may_be_fewer, of_kind)

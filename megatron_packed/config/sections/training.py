@@ -7,27 +7,24 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_packed.config.conditions import (
-    ATTENTION_LAYERS,
-    GATED_DELTA_NET_LAYERS,
-    MAMBA_LAYERS,
     REPLICAS,
     TRAINS,
     Condition,
     has_replicas,
-    layers,
     option_given,
     option_is_not,
 )
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.layer_pattern import GATED_DELTA_NET, MAMBA
+from megatron_packed.config.kinds import KINDS
 from megatron_packed.config.options import Related, option
-from megatron_packed.config.section import Section, Sound
+from megatron_packed.config.section import KERNELS, Sound
 from megatron_packed.config.sections.data_parts.files import VALIDATION_STEPS
+from megatron_packed.config.sections.kind_options import KindKernels
 
 if TYPE_CHECKING:
     from megatron_packed.config.run import RunConfig
 
-LOOP, EXACT, KERNELS = "loop", "precision and exactness", "kernels"
+LOOP, EXACT = "loop", "precision and exactness"
 MOST_EPOCHS = 10_000
 """Largest value of --train-epochs. All epochs are packed before the first step, to count them."""
 
@@ -61,7 +58,7 @@ VALIDATIONS = Condition("the run has no validations", lambda run, processes: run
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingConfig(Section, title="training"):
+class TrainingConfig(KindKernels, title="training"):
     """Options of the training loop, its precision and its kernels."""
 
     train_iters: int | None = option(
@@ -293,46 +290,6 @@ class TrainingConfig(Section, title="training"):
         not_built={"inference_optimized": "give local or transformer_engine; both can train"},
         megatron=("transformer_engine", "needs no other package and runs on any device"),
     )
-    attention_backend: str = option(
-        "auto",
-        "Attention kernel; auto uses the fastest kernel that supports the run.",
-        group=KERNELS,
-        choices=(
-            "auto",
-            "reference",
-            "flash_attn_4",
-            "transformer_engine",
-            "flash_attn_2",
-            "torch_varlen",
-            "flex",
-            "sdpa",
-        ),
-        value_aliases={"flash": "flash_attn_2", "fused": "transformer_engine", "unfused": "sdpa"},
-        not_built={"local": "give reference, the plain PyTorch kernel"},
-        only_if=ATTENTION_LAYERS,
-    )
-    ssd_backend: str = option(
-        "auto",
-        "Kernel of the Mamba-2 scan.",
-        group=KERNELS,
-        choices=("auto", "reference", "triton", "mamba_ssm"),
-        only_if=MAMBA_LAYERS,
-    )
-    gated_delta_rule_backend: str = option(
-        "auto",
-        "Kernel of the gated delta rule in gated delta nets. fla is the package fla-core, which is "
-        "used only by name.",
-        group=KERNELS,
-        choices=("auto", "reference", "triton", "fla"),
-        only_if=GATED_DELTA_NET_LAYERS,
-    )
-    conv_backend: str = option(
-        "auto",
-        "Kernel of the causal convolution.",
-        group=KERNELS,
-        choices=("auto", "reference", "triton", "causal_conv1d"),
-        only_if=layers(MAMBA + GATED_DELTA_NET, "layer with a convolution"),
-    )
     require_fast_kernels: bool = option(
         False,
         "Refuse to start if an op would use its slow plain PyTorch reference.",
@@ -354,13 +311,9 @@ class TrainingConfig(Section, title="training"):
     @property
     def backends(self) -> dict[str, str]:
         """Requested backend of each op, and the implementation of the layers."""
-        return {
-            "transformer_impl": self.transformer_impl,
-            "varlen_attention": self.attention_backend,
-            "ssd": self.ssd_backend,
-            "gated_delta_rule": self.gated_delta_rule_backend,
-            "causal_conv1d": self.conv_backend,
-        }
+        ops = {op: name for kind in KINDS.values() for op, name in kind.backends.items()}
+        asked = {op: getattr(self, name) for op, name in ops.items()}
+        return {"transformer_impl": self.transformer_impl, **asked}
 
     @property
     def uses_transformer_engine_attention(self) -> bool:

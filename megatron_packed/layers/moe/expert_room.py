@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatron_packed.config.sections.model_parts.experts import MEASURE
+from megatron_packed.config.kinds.experts import MEASURE
 
 PLANNED = 1.5
 """Factor of both bounds before any routing is observed."""

@@ -14,14 +14,14 @@ from typing import Any
 
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.config import flag_names as flags
+from megatron_packed.config.kinds.attention import ATTN
+from megatron_packed.config.kinds.experts import EXPERTS
+from megatron_packed.config.kinds.gated_delta_net import GDN
+from megatron_packed.config.kinds.mamba import SSM
 from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, MAMBA, MLP, MOE
 from megatron_packed.config.options import Field
 from megatron_packed.config.section import section_fields
 from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.config.sections.model_parts.attention import ATTN
-from megatron_packed.config.sections.model_parts.experts import EXPERTS
-from megatron_packed.config.sections.model_parts.gated_delta_net import GDN
-from megatron_packed.config.sections.model_parts.mamba import SSM
 from megatron_packed.config.serialise import as_given
 from megatron_packed.models.convert.families.decoder import ROPE_SCALING, plain_window
 from megatron_packed.models.convert.families.family import Family

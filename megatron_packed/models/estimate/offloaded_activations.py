@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from megatron_packed.config.kinds.attention import CORE_ATTENTION
+from megatron_packed.config.kinds.experts import EXPERT_ACTIVATION
 from megatron_packed.config.sections.memory import (
-    CORE_ATTENTION,
-    EXPERT_ACTIVATION,
     OFFLOADED_IN,
     MemoryConfig,
 )

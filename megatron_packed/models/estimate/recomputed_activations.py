@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_packed.config.kinds.attention import CORE_ATTENTION
+from megatron_packed.config.kinds.experts import EXPERT_ACTIVATION
 from megatron_packed.config.layer_pattern import ATTENTION, MOE
 from megatron_packed.config.sections.memory import (
-    CORE_ATTENTION,
-    EXPERT_ACTIVATION,
     LAYER_NORM,
     MIXERS,
     MemoryConfig,

@@ -185,14 +185,14 @@ def test_context_parallelism_says_how_and_where_documents_lie():
         "pass states, and all-to-alls reorder the rows of attention"
     )
     parts = said("--cp-comm-overlap-parts", "2")["context parallelism"].reason
-    assert parts == f"{reason}; parts in which heads travel: 2 for each * layer, 1 for each M layer"
+    assert parts == f"{reason}; parts in which heads travel: 1 for each M layer, 2 for each * layer"
     assert "kernel context_parallel_attention" in ring and "kernel varlen_attention" not in ring
     words = [*FLAGS, "--context-parallel-size", "2", "--cp-comm-type", "p2p", "--attention-backend"]
     asked = [
         backends_of(parse([*words, name], world_size=2)).get("context_parallel_attention")
         for name in ("auto", "reference")
     ]
-    assert asked == [None, "reference"]
+    assert asked == ["auto", "reference"]
 
 
 def test_replicas_are_those_of_the_processes_that_there_are():

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_packed.config.conditions import Condition, layers
-from megatron_packed.config.layer_pattern import ATTENTION, DEPTH, MLP, MOE
+from megatron_packed.config.conditions import Condition, layers_where
+from megatron_packed.config.kinds.layer_kind import KINDS, LayerKind
+from megatron_packed.config.layer_pattern import DEPTH
 from megatron_packed.config.options import Related, derived_option, option, required_option
-from megatron_packed.config.section import Section
+from megatron_packed.config.section import Section, Sound
 
 if TYPE_CHECKING:
     from megatron_packed.config.run import RunConfig
@@ -19,10 +20,10 @@ STACK = "stack"
 def _uses_ffn_hidden_size(run: RunConfig, processes: int) -> bool:
     """Return False if experts are the only MLPs, and have another width."""
     model = run.model
-    return MLP in model.hybrid_layer_pattern or model.moe_ffn_hidden_size == model.ffn_hidden_size
+    return model.has_mlp or model.moe_ffn_hidden_size == model.ffn_hidden_size
 
 
-MLP_OR_EXPERT_LAYERS = layers(MLP + MOE)
+ACTIVATIONS = layers_where(lambda kind: kind.has_activation)
 MLP_WIDTH = Condition(
     "the pattern has no - layer, and --moe-ffn-hidden-size sets the width of experts",
     _uses_ffn_hidden_size,
@@ -33,12 +34,8 @@ MLP_WIDTH = Condition(
 class StackOptions(Section, group=STACK):
     """Layers of the model, width of the residual stream, MLPs and norms."""
 
-    hybrid_layer_pattern: str = required_option(
-        "Layers of the model, one character per layer: M Mamba-2, G gated delta net, * attention, "
-        "- MLP, E mixture of experts. After each / are the layers of one depth of multi-token "
-        "prediction.",
-        deprecated=("hybrid-override-pattern",),
-    )
+    hybrid_layer_pattern: str
+    """`ModelConfig` declares this option, because its help lists all kinds."""
     hidden_size: int = required_option("Width of the residual stream.", unit="channels", minimum=1)
     ffn_hidden_size: int = derived_option(
         "Inner width of an MLP layer.",
@@ -46,25 +43,25 @@ class StackOptions(Section, group=STACK):
         "of 64",
         unit="channels",
         minimum=1,
-        only_if=(MLP_OR_EXPERT_LAYERS, MLP_WIDTH),
+        only_if=(ACTIVATIONS, MLP_WIDTH),
     )
     squared_relu: bool = option(
         False,
         "Use max(x, 0)^2 instead of GELU in MLPs and experts.",
-        only_if=MLP_OR_EXPERT_LAYERS,
+        only_if=ACTIVATIONS,
         excludes=Related("swiglu", "an MLP has one activation"),
     )
     swiglu: bool = option(
         False,
         "Use SiLU(gate) x up instead of GELU in MLPs and experts.",
-        only_if=MLP_OR_EXPERT_LAYERS,
+        only_if=ACTIVATIONS,
     )
     add_bias_linear: bool = option(
         True,
         "Use linear layers without bias.",
         flag="disable-bias-linear",
         negated=True,
-        only_if=layers(ATTENTION + MLP + MOE, "layer that can have a bias"),
+        only_if=layers_where(lambda kind: kind.may_have_bias, "layer that can have a bias"),
     )
     normalization: str = option(
         "LayerNorm",
@@ -92,6 +89,39 @@ class StackOptions(Section, group=STACK):
     def layer_types(self) -> list[str]:
         """Layers in order, as symbols of the pattern: the main model, then each depth."""
         return list(self.hybrid_layer_pattern.replace(DEPTH, ""))
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """Kinds of the layers, each once, in the order of `KINDS`."""
+        return tuple(kind for symbol, kind in KINDS.items() if symbol in self.hybrid_layer_pattern)
+
+    def kind_of(self, layer_number: int) -> LayerKind:
+        """Return the kind of a layer, counted from 0 in `layer_types`."""
+        return KINDS[self.layer_types[layer_number]]
+
+    @property
+    def has_attention(self) -> bool:
+        """Return whether the model has attention layers."""
+        return any(kind.attends for kind in self.kinds)
+
+    @property
+    def has_mlp(self) -> bool:
+        """Return whether the model has layers with an MLP of width ``ffn_hidden_size``."""
+        return any(kind.has_mlp for kind in self.kinds)
+
+    @property
+    def has_experts(self) -> bool:
+        """Return whether the model has layers with experts."""
+        return any(kind.has_experts for kind in self.kinds)
+
+    def mlp_width(self, sound: Sound) -> int | None:
+        """Return ``ffn_hidden_size``, or its derived value; None if that cannot be derived."""
+        if self.ffn_hidden_size is not None or not sound("hidden_size", "swiglu"):
+            return self.ffn_hidden_size
+        # A gated MLP has three matrices instead of two: as in Megatron, two thirds of the width
+        # give the same number of parameters.
+        gated = max(8 * self.hidden_size // 3 // 64 * 64, 64)
+        return gated if self.swiglu else 4 * self.hidden_size
 
     @property
     def main_layers(self) -> str:

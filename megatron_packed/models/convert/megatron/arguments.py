@@ -8,6 +8,10 @@ from typing import Any
 
 from megatron_packed.checkpoint.errors import CheckpointError, printable
 from megatron_packed.config.errors import ConfigError
+from megatron_packed.config.kinds.attention import ATTN
+from megatron_packed.config.kinds.experts import EXPERTS
+from megatron_packed.config.kinds.gated_delta_net import GDN
+from megatron_packed.config.kinds.mamba import SSM
 from megatron_packed.config.layer_pattern import (
     ATTENTION,
     DEPTH,
@@ -19,10 +23,6 @@ from megatron_packed.config.layer_pattern import (
 from megatron_packed.config.megatron.gpt_layers import MOST_LAYERS
 from megatron_packed.config.section import section_fields
 from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.config.sections.model_parts.attention import ATTN
-from megatron_packed.config.sections.model_parts.experts import EXPERTS
-from megatron_packed.config.sections.model_parts.gated_delta_net import GDN
-from megatron_packed.config.sections.model_parts.mamba import SSM
 
 _CURE = "give the flags of its model after the options of convert"
 _NEUTRAL: dict[str, tuple[Any, ...]] = {

@@ -1,28 +1,36 @@
-"""Options of attention layers, and the rules between them."""
+"""Attention layers: their options, and the rules between them and with other sections."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from megatron_packed.config.conditions import (
-    ATTENTION_LAYERS,
-    Condition,
-    option_given,
-    option_is_not,
-)
+from megatron_packed.config.conditions import Condition, layers, option_given, option_is_not
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.layer_pattern import ATTENTION, MLP, MOE
+from megatron_packed.config.kinds.layer_kind import (
+    EVERYTHING,
+    Exchanged,
+    LayerKind,
+    LayerPart,
+    Shared,
+)
 from megatron_packed.config.options import derived_option, option
-from megatron_packed.config.section import Sound
+from megatron_packed.config.section import KERNELS, Section, Sound
 from megatron_packed.config.sections.model_parts.stack import StackOptions
 from megatron_packed.config.sections.model_parts.window import window_sides, windowed_layers
 
 if TYPE_CHECKING:
     from megatron_packed.config.run import RunConfig
+    from megatron_packed.config.sections.parallel import ParallelConfig
 
-ATTN = "attention"
+SYMBOL, ATTN = "*", "attention"
+ATTENTION_LAYERS = layers(SYMBOL)
+ZIGZAG_BACKENDS = ("transformer_engine", "reference")
+"""Attention kernels for rows that context-parallel ranks hold in zigzag order."""
+TRANSFORMER_ENGINE_HEAD_LIMIT = 128
+"""Widest attention head, in channels, of TransformerEngine's packed kernels."""
+CORE_ATTENTION = "core_attn"
 
 
 def _has_short_window(run: RunConfig, processes: int) -> bool:
@@ -203,7 +211,7 @@ class AttentionOptions(StackOptions, group=ATTN, only_if=ATTENTION_LAYERS):
         Returns:
             None without a window: a token then sees its document up to itself.
         """
-        if self.window_size is None or self.layer_types[layer_number] != ATTENTION:
+        if self.window_size is None or self.layer_types[layer_number] != SYMBOL:
             return None
         layers = windowed_layers(self.window_attn_skip_freq, self.num_layers)
         # As in Megatron, the layers of a depth are numbered from 0 again.
@@ -216,7 +224,7 @@ class AttentionOptions(StackOptions, group=ATTN, only_if=ATTENTION_LAYERS):
         windows = (
             self.window_of(number)
             for number, symbol in enumerate(self.layer_types)
-            if symbol == ATTENTION
+            if symbol == SYMBOL
         )
         return tuple(dict.fromkeys(windows))
 
@@ -228,21 +236,20 @@ class AttentionOptions(StackOptions, group=ATTN, only_if=ATTENTION_LAYERS):
         """
         if self.attention_norm_placement == "input":
             return False
-        symbol = self.layer_types[layer_number]
-        before = self.layer_types[:layer_number][-1:]
-        return symbol == ATTENTION or (before == [ATTENTION] and symbol in (MLP, MOE))
+        kind = self.kind_of(layer_number)
+        follows = kind.has_activation and self.layer_types[:layer_number][-1:] == [SYMBOL]
+        return kind.attends or follows
+
+    def derived_heads(self, sound: Sound) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        if sound("num_attention_heads") and self.num_attention_heads:
+            values["num_query_groups"] = self.num_attention_heads
+            if sound("hidden_size") and self.hidden_size % self.num_attention_heads == 0:
+                values["kv_channels"] = self.hidden_size // self.num_attention_heads
+        return values
 
     def attention_rules(self, sound: Sound) -> Iterator[Problem]:
         heads, hidden = self.num_attention_heads, self.hidden_size
-        if sound("num_attention_heads", "hybrid_layer_pattern") and heads == 0:
-            yield Problem(
-                "--num-attention-heads",
-                "",
-                "is required: the pattern has attention layers (*)",
-                "give --num-attention-heads N",
-            )
-            return
-        yield from self.related(sound, ATTN)
         if sound("num_attention_heads", "hidden_size") and heads and self.kv_channels is None:
             yield Problem(
                 "--hidden-size",
@@ -304,8 +311,98 @@ class AttentionOptions(StackOptions, group=ATTN, only_if=ATTENTION_LAYERS):
             cure = "give a number, or a list such as [1]*3+[0] with an entry for each layer"
             yield Problem(skipped, str(self.window_attn_skip_freq), str(error), cure)
             return
-        attention = [symbol == ATTENTION for symbol in self.main_layers]
+        attention = [symbol == SYMBOL for symbol in self.main_layers]
         if not any(both == (True, True) for both in zip(layers, attention, strict=True)):
             rule = "leaves no * layer with the window"
             cure = f"change it, or leave out {window}"
             yield Problem(skipped, str(self.window_attn_skip_freq), rule, cure)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionKernels(Section, group=KERNELS, only_if=ATTENTION_LAYERS):
+    """Option of the attention kernel."""
+
+    attention_backend: str = option(
+        "auto",
+        "Attention kernel; auto uses the fastest kernel that supports the run.",
+        choices=(
+            "auto",
+            "reference",
+            "flash_attn_4",
+            "transformer_engine",
+            "flash_attn_2",
+            "torch_varlen",
+            "flex",
+            "sdpa",
+        ),
+        value_aliases={"flash": "flash_attn_2", "fused": "transformer_engine", "unfused": "sdpa"},
+        not_built={"local": "give reference, the plain PyTorch kernel"},
+    )
+
+
+def kernel_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
+    """Yield problems of the attention kernel with the size of heads and with zigzag rows."""
+    if not sound("training.attention_backend"):
+        return
+    training, parallel, width = run.training, run.parallel, run.model.kv_channels
+    known = (
+        sound("training.transformer_impl", "model.kv_channels")
+        and training.uses_transformer_engine_attention
+    )
+    if known and width is not None and (width % 8 or width > TRANSFORMER_ENGINE_HEAD_LIMIT):
+        yield Problem(
+            "--transformer-impl",
+            training.transformer_impl,
+            "TransformerEngine's packed attention supports heads of a multiple of 8 up to "
+            f"{TRANSFORMER_ENGINE_HEAD_LIMIT} channels, not of {width}",
+            "add another --attention-backend, or give local",
+        )
+    zigzag = (
+        sound("parallel.context_parallel_size", "parallel.cp_comm_type")
+        and parallel.document_alignment > 1
+    )
+    if zigzag and training.attention_backend not in ("auto", *ZIGZAG_BACKENDS):
+        yield Problem(
+            "--attention-backend",
+            training.attention_backend,
+            f"does not exchange keys and values, which --cp-comm-type {parallel.cp_comm_type} "
+            "requires",
+            f"give auto or {' or '.join(ZIGZAG_BACKENDS)}, or --cp-comm-type a2a",
+        )
+
+
+def _exchanged(parallel: ParallelConfig) -> Exchanged:
+    return "heads" if parallel.cp_comm_type == "a2a" else "keys and values"
+
+
+KIND = LayerKind(
+    symbol=SYMBOL,
+    name=ATTN,
+    place=3,
+    options={"model": AttentionOptions, "training": AttentionKernels},
+    derive=AttentionOptions.derived_heads,
+    rules=AttentionOptions.attention_rules,
+    cross_rules=kernel_rules,
+    required=("num_attention_heads",),
+    backends={
+        "varlen_attention": "attention_backend",
+        "context_parallel_attention": "attention_backend",
+    },
+    attends=True,
+    may_have_bias=True,
+    shared=(Shared("num_attention_heads"), Shared("num_query_groups", may_be_fewer=True)),
+    exchanges=_exchanged,
+    heads=("num_attention_heads", "num_query_groups"),
+    without_heads="--cp-comm-type p2p",
+    graph_modules=("attn",),
+    recomputed={CORE_ATTENTION: (CORE_ATTENTION,)},
+    inside_norm=("attn_norm", "qkv_linear"),
+    parts=(
+        LayerPart("attn_norm", "norm"),
+        LayerPart("qkv_linear", "mixer.qkv"),
+        LayerPart(CORE_ATTENTION, "mixer.core_attn", EVERYTHING),
+        LayerPart("attn_proj", "mixer.proj"),
+    ),
+    example="--num-attention-heads 2 --kv-channels 128 --num-query-groups 1 "
+    "--position-embedding-type rope",
+)

@@ -1,19 +1,31 @@
-"""Options of Mamba-2 layers, and the rules between them."""
+"""Mamba-2 layers: their options, and the rules between them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from megatron_packed.config.conditions import MAMBA_LAYERS
+from megatron_packed.config.conditions import CONTEXT_PARALLEL, layers
 from megatron_packed.config.errors import Problem
+from megatron_packed.config.kinds.convolution import ConvolutionKernels
+from megatron_packed.config.kinds.layer_kind import (
+    EVERYTHING,
+    Exchanged,
+    LayerKind,
+    LayerPart,
+    Shared,
+)
 from megatron_packed.config.options import derived_option, option
-from megatron_packed.config.section import Sound
+from megatron_packed.config.section import KERNELS, Section, Sound
 from megatron_packed.config.sections.model_parts.divisors import divisors
 from megatron_packed.config.sections.model_parts.stack import StackOptions
 
-SSM = "Mamba-2"
+if TYPE_CHECKING:
+    from megatron_packed.config.sections.parallel import ParallelConfig
+
+SYMBOL, SSM = "M", "Mamba-2"
+MAMBA_LAYERS = layers(SYMBOL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +98,12 @@ class MambaOptions(StackOptions, group=SSM, only_if=MAMBA_LAYERS):
         """Number of groups of inner channels that the gated norm normalises separately."""
         return self.mamba_norm_groups or self.mamba_num_groups
 
+    def derived_heads(self, sound: Sound) -> dict[str, Any]:
+        known = sound("hidden_size", "mamba_head_dim")
+        if known and 2 * self.hidden_size % self.mamba_head_dim == 0:
+            return {"mamba_num_heads": 2 * self.hidden_size // self.mamba_head_dim}
+        return {}
+
     def mamba_rules(self, sound: Sound) -> Iterator[Problem]:
         hidden, width = self.hidden_size, self.mamba_head_dim
         if sound("hidden_size", "mamba_head_dim") and self.mamba_num_heads is None:
@@ -95,7 +113,6 @@ class MambaOptions(StackOptions, group=SSM, only_if=MAMBA_LAYERS):
                 f"must divide 2 x --hidden-size ({2 * hidden})",
                 f"choose from {divisors(2 * hidden)}, or give --mamba-num-heads",
             )
-        yield from self.related(sound, SSM)
         if (
             sound("mamba_num_heads", "mamba_head_dim", "mamba_norm_groups")
             and self.mamba_norm_groups is not None
@@ -115,3 +132,70 @@ class MambaOptions(StackOptions, group=SSM, only_if=MAMBA_LAYERS):
                 "must be a power of two",
                 f"give {1 << (self.mamba_chunk_size.bit_length() - 1)}",
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MambaKernels(ConvolutionKernels, group=KERNELS, only_if=MAMBA_LAYERS):
+    """Option of the kernel of the scan."""
+
+    ssd_backend: str = option(
+        "auto",
+        "Kernel of the Mamba-2 scan.",
+        choices=("auto", "reference", "triton", "mamba_ssm"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MambaCommunication(Section, only_if=(MAMBA_LAYERS, CONTEXT_PARALLEL)):
+    """Option of the communication of context-parallel ranks."""
+
+    if TYPE_CHECKING:
+        context_parallel_size: int
+
+    mamba_cp_comm_type: str = option(
+        "heads",
+        "Communication of context-parallel Mamba layers. heads exchanges heads for tokens. state "
+        "passes the states of the scan from rank to rank, so the ranks need not divide the heads.",
+        choices=("heads", "state"),
+    )
+
+    @property
+    def passes_states(self) -> bool:
+        """Return whether context-parallel ranks pass the states of Mamba layers."""
+        return self.context_parallel_size > 1 and self.mamba_cp_comm_type == "state"
+
+
+def _exchanged(parallel: ParallelConfig) -> Exchanged:
+    return "states" if parallel.passes_states else "heads"
+
+
+KIND = LayerKind(
+    symbol=SYMBOL,
+    name=SSM,
+    place=1,
+    noun="Mamba",
+    options={"model": MambaOptions, "training": MambaKernels, "parallel": MambaCommunication},
+    derive=MambaOptions.derived_heads,
+    rules=MambaOptions.mamba_rules,
+    backends={"ssd": "ssd_backend", "causal_conv1d": "conv_backend"},
+    carries_order=True,
+    shared=(
+        Shared("mamba_norm_groups", may_be_fewer=True, exchanged=False),
+        Shared("mamba_num_heads"),
+        Shared("mamba_num_groups", may_be_fewer=True),
+    ),
+    exchanges=_exchanged,
+    heads=("mamba_num_heads", "mamba_num_groups"),
+    without_heads="--mamba-cp-comm-type state",
+    graph_modules=("mamba",),
+    mixer_module="mamba",
+    recomputed={"mamba": ("mamba_in_proj", "mamba_scan", "mamba_out_proj")},
+    inside_norm=("mamba_norm", "mamba_in_proj"),
+    parts=(
+        LayerPart("mamba_norm", "norm"),
+        LayerPart("mamba_in_proj", "mixer.in_proj"),
+        LayerPart("mamba_scan", "mixer.scan", EVERYTHING),
+        LayerPart("mamba_out_proj", "mixer.out_proj"),
+    ),
+    example="--mamba-head-dim 64 --mamba-state-dim 128 --mamba-num-groups 1",
+)

@@ -1,18 +1,21 @@
-"""Options of mixtures of experts, and the rules between them."""
+"""Mixtures of experts: their options, and the rules between them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_packed.config.conditions import EXPERT_LAYERS, Condition, option_given, option_is_not
 from megatron_packed.config.errors import Problem
+from megatron_packed.config.kinds.layer_kind import ACTIVATION, LayerKind, LayerPart, Shared
 from megatron_packed.config.options import Related, derived_option, option
 from megatron_packed.config.section import Sound
 from megatron_packed.config.sections.model_parts.divisors import divisors
 from megatron_packed.config.sections.model_parts.stack import StackOptions
 
 EXPERTS = "mixture of experts"
+EXPERT_ACTIVATION = "moe_act"
 MEASURE = "auto"
 """Value of ``--moe-expert-rank-capacity-factor`` that derives the bounds from observed routing."""
 
@@ -277,28 +280,18 @@ class ExpertOptions(StackOptions, group=EXPERTS):
             and self.moe_expert_rank_capacity_factor is None
         )
 
-    def expert_rules(self, sound: Sound, known: bool, has_experts: bool) -> Iterator[Problem]:
-        if known and has_experts and self.num_experts is None and sound("num_experts"):
-            yield Problem(
-                "--num-experts",
-                "",
-                "is required: the pattern has expert layers (E)",
-                "give --num-experts N",
-            )
-        if known and not has_experts:
-            for name in ("num_experts", "moe_shared_expert_intermediate_size", "moe_latent_size"):
-                if getattr(self, name) is not None:
-                    yield Problem(
-                        self.flag(name),
-                        str(getattr(self, name)),
-                        "the pattern has no expert layer (E)",
-                        f"add an E to --hybrid-layer-pattern, or leave {self.flag(name)} out",
-                    )
-            return
-        yield from self.related(sound, EXPERTS)
-        yield from self._router_rules(sound)
+    def derived_width(self, sound: Sound) -> dict[str, Any]:
+        known = sound("moe_ffn_hidden_size")
+        return {"moe_ffn_hidden_size": self.mlp_width(sound)} if known else {}
 
-    def _router_rules(self, sound: Sound) -> Iterator[Problem]:
+    def expert_rules(self, sound: Sound) -> Iterator[Problem]:
+        if self.add_bias_linear and sound("hybrid_layer_pattern"):
+            yield Problem(
+                "--hybrid-layer-pattern",
+                self.hybrid_layer_pattern,
+                "has E layers, but experts with biases are not supported",
+                "add --disable-bias-linear",
+            )
         known = self.num_experts is not None and sound("num_experts", "moe_router_topk")
         softmax = self.moe_router_score_function == "softmax" and not self.moe_router_pre_softmax
         if known and softmax and self.moe_router_topk == 1:
@@ -338,3 +331,37 @@ class ExpertOptions(StackOptions, group=EXPERTS):
                 "choose a number that is at most --moe-router-topk, and whose groups have as many "
                 "experts",
             )
+
+
+KIND = LayerKind(
+    symbol="E",
+    name=EXPERTS,
+    place=5,
+    noun="expert",
+    options={"model": ExpertOptions},
+    derive=ExpertOptions.derived_width,
+    rules=ExpertOptions.expert_rules,
+    required=("num_experts",),
+    refused_elsewhere=("num_experts", "moe_shared_expert_intermediate_size", "moe_latent_size"),
+    mixes_tokens=False,
+    may_have_bias=True,
+    has_experts=True,
+    shared=(
+        Shared("moe_ffn_hidden_size", of_experts=True),
+        Shared("moe_shared_expert_intermediate_size"),
+    ),
+    graph_modules=("moe", "moe_router"),
+    mixer_module="moe",
+    recomputed={
+        "moe": ("expert_fc1", EXPERT_ACTIVATION, "expert_fc2"),
+        EXPERT_ACTIVATION: (EXPERT_ACTIVATION, "expert_fc2"),
+    },
+    inside_norm=("mlp_norm",),
+    parts=(
+        LayerPart("mlp_norm", "norm"),
+        LayerPart("expert_fc1", "mixer.experts.expert_fc1"),
+        LayerPart(EXPERT_ACTIVATION, "mixer.experts.moe_act", ACTIVATION),
+        LayerPart("expert_fc2", "mixer.experts.expert_fc2"),
+    ),
+    example="--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 256",
+)

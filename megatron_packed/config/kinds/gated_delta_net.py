@@ -1,14 +1,18 @@
-"""Options of gated-delta-net layers, and the rules between them."""
+"""Gated delta nets: their options, and the rules between them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_packed.config.conditions import GATED_DELTA_NET_LAYERS
+from megatron_packed.config.conditions import layers
+from megatron_packed.config.kinds.convolution import ConvolutionKernels
+from megatron_packed.config.kinds.layer_kind import EVERYTHING, LayerKind, LayerPart, Shared
 from megatron_packed.config.options import option
+from megatron_packed.config.section import KERNELS
 from megatron_packed.config.sections.model_parts.stack import StackOptions
 
-GDN = "gated delta net"
+SYMBOL, GDN = "G", "gated delta net"
+GATED_DELTA_NET_LAYERS = layers(SYMBOL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,3 +75,40 @@ class GatedDeltaNetOptions(StackOptions, group=GDN, only_if=GATED_DELTA_NET_LAYE
     def linear_value_dim(self) -> int:
         """Number of value channels of a gated-delta-net layer."""
         return self.linear_num_value_heads * self.linear_value_head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDeltaNetKernels(ConvolutionKernels, group=KERNELS, only_if=GATED_DELTA_NET_LAYERS):
+    """Option of the kernel of the recurrence."""
+
+    gated_delta_rule_backend: str = option(
+        "auto",
+        "Kernel of the gated delta rule in gated delta nets. fla is the package fla-core, which is "
+        "used only by name.",
+        choices=("auto", "reference", "triton", "fla"),
+    )
+
+
+KIND = LayerKind(
+    symbol=SYMBOL,
+    name=GDN,
+    place=2,
+    options={"model": GatedDeltaNetOptions, "training": GatedDeltaNetKernels},
+    backends={"gated_delta_rule": "gated_delta_rule_backend", "causal_conv1d": "conv_backend"},
+    carries_order=True,
+    # The number of value heads is a multiple of this number.
+    shared=(Shared("linear_num_key_heads"),),
+    exchanges=lambda parallel: "heads",
+    heads=("linear_num_value_heads", "linear_num_key_heads"),
+    graph_modules=("gdn",),
+    mixer_module="gdn",
+    recomputed={"gdn": ("gdn_in_proj", "gdn_scan", "gdn_out_proj")},
+    inside_norm=("gdn_norm", "gdn_in_proj"),
+    parts=(
+        LayerPart("gdn_norm", "norm"),
+        LayerPart("gdn_in_proj", "mixer.in_proj"),
+        LayerPart("gdn_scan", "mixer.scan", EVERYTHING),
+        LayerPart("gdn_out_proj", "mixer.out_proj"),
+    ),
+    example="--linear-num-key-heads 1 --linear-num-value-heads 2",
+)

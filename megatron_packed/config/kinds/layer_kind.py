@@ -1,0 +1,160 @@
+"""Record of a kind of layer, and the table of all kinds.
+
+Modules that kinds import, for example ``conditions``, read `KINDS` only inside functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from megatron_packed.config.errors import Problem
+    from megatron_packed.config.run import RunConfig
+    from megatron_packed.config.section import Section, Sound
+    from megatron_packed.config.sections.model import ModelConfig
+    from megatron_packed.config.sections.parallel import ParallelConfig
+
+Exchanged = Literal["heads", "states", "keys and values", ""]
+"""Tensors that context-parallel ranks send to each other for a layer; empty for none."""
+INPUT, ACTIVATION, EVERYTHING = "input", "activation", "everything"
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Option with a number of items, such as heads, that tensor-parallel ranks share.
+
+    Args:
+        option: option of the model.
+        may_be_fewer: several ranks may hold copies of one item.
+        exchanged: context-parallel ranks that exchange heads share the items, too.
+        of_experts: ranks of ``--expert-tensor-parallel-size`` share the items if they are fewer.
+    """
+
+    option: str
+    may_be_fewer: bool = False
+    exchanged: bool = True
+    of_experts: bool = False
+
+
+@dataclass(frozen=True)
+class LayerPart:
+    """Module of a layer whose saved tensors can be offloaded.
+
+    Args:
+        name: name in ``--offload-modules``.
+        path: path of the module in the layer.
+        saves: tensors that are offloaded: the `INPUT` of a norm or projection, that of an
+            `ACTIVATION` function, or `EVERYTHING` that is saved between two projections.
+    """
+
+    name: str
+    path: str
+    saves: str = INPUT
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerKind:
+    """Kind of layer: one symbol of the hybrid layer pattern.
+
+    Args:
+        symbol: symbol in the pattern.
+        name: name in help and messages, and heading of its options of the model.
+        place: place among the kinds, in ascending order; symbols decide between equal places.
+        noun: word before "layer" in messages; the name when empty.
+        options: title of a section -> class with the options that the kind adds to it.
+        derive: function that returns values of derived options that are None. It may use options
+            that are ``sound``.
+        rules: function of further problems between its options of the model. It is called if the
+            pattern has such a layer, or is wrong and an option of the kind is given.
+        cross_rules: function of problems with other sections, for a pattern with such a layer.
+        required: options that a pattern with such a layer needs.
+        refused_elsewhere: options that a pattern without such a layer excludes.
+        backends: op -> option that chooses its backend.
+        mixes_tokens: a token's output depends on other tokens, so the layer needs boundaries.
+        attends: the layer is attention.
+        carries_order: the output depends on the order of tokens, without a position embedding.
+        may_have_bias: linear layers have a bias unless ``--disable-bias-linear`` is given.
+        has_mlp: the mixer is an MLP of width ``--ffn-hidden-size``.
+        has_experts: the mixer is a mixture of experts.
+        shared: numbers that tensor-parallel ranks share.
+        exchanges: function of what context-parallel ranks exchange in a layout.
+        heads: options with the numbers of exchanged heads, and of groups that heads share.
+        without_heads: flag with which ranks exchange no heads.
+        graph_modules: names in ``--cuda-graph-modules``, first that of the whole layer.
+        mixer_module: name of the mixer in ``--recompute-modules``.
+        recomputed: name in ``--recompute-modules`` -> parts inside it. Such a part saves other
+            tensors or none if the module is recomputed.
+        inside_norm: parts that save other tensors if the output of the norm is recomputed.
+        parts: parts for ``--offload-modules``.
+        example: flags of a small layer with heads and states as wide as those of large models.
+    """
+
+    symbol: str
+    name: str
+    place: int = 100
+    noun: str = ""
+    options: Mapping[str, type[Section]] = field(default_factory=dict)
+    derive: Callable[[ModelConfig, Sound], dict[str, Any]] | None = None
+    rules: Callable[[ModelConfig, Sound], Iterator[Problem]] | None = None
+    cross_rules: Callable[[RunConfig, Sound], Iterator[Problem]] | None = None
+    required: tuple[str, ...] = ()
+    refused_elsewhere: tuple[str, ...] = ()
+    backends: Mapping[str, str] = field(default_factory=dict)
+    mixes_tokens: bool = True
+    attends: bool = False
+    carries_order: bool = False
+    may_have_bias: bool = False
+    has_mlp: bool = False
+    has_experts: bool = False
+    shared: tuple[Shared, ...] = ()
+    exchanges: Callable[[ParallelConfig], Exchanged] = lambda parallel: ""
+    heads: tuple[str, ...] = ()
+    without_heads: str = ""
+    graph_modules: tuple[str, ...] = ()
+    mixer_module: str = ""
+    recomputed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    inside_norm: tuple[str, ...] = ()
+    parts: tuple[LayerPart, ...] = ()
+    example: str = ""
+
+    @property
+    def layer(self) -> str:
+        """Words for a layer of this kind, for example ``expert layer``."""
+        return f"{self.noun or self.name} layer"
+
+    @property
+    def has_activation(self) -> bool:
+        """Return whether the mixer has an activation function, in one MLP or in experts."""
+        return self.has_mlp or self.has_experts
+
+
+class Kinds(Mapping[str, LayerKind]):
+    """All kinds by symbol, in order of their place. The first use imports their modules."""
+
+    def __getitem__(self, symbol: str) -> LayerKind:
+        return self._records[symbol]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._records)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    @cached_property
+    def _records(self) -> dict[str, LayerKind]:
+        package = __name__.rpartition(".")[0]
+        names = [module.name for module in iter_modules([str(Path(__file__).parent)])]
+        modules = [import_module(f"{package}.{name}") for name in names]
+        found: list[LayerKind] = [module.KIND for module in modules if hasattr(module, "KIND")]
+        return {
+            kind.symbol: kind for kind in sorted(found, key=lambda kind: (kind.place, kind.symbol))
+        }
+
+
+KINDS = Kinds()

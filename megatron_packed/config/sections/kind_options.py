@@ -1,0 +1,36 @@
+"""Options of all kinds of layers, as bases of the sections that they belong to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import new_class
+from typing import TYPE_CHECKING
+
+from megatron_packed.config.kinds import KINDS
+
+if TYPE_CHECKING:
+    # The bases for type checkers. Another kind is found without an entry here.
+    from megatron_packed.config.kinds.attention import AttentionKernels, AttentionOptions
+    from megatron_packed.config.kinds.experts import ExpertOptions
+    from megatron_packed.config.kinds.gated_delta_net import (
+        GatedDeltaNetKernels,
+        GatedDeltaNetOptions,
+    )
+    from megatron_packed.config.kinds.mamba import MambaCommunication, MambaKernels, MambaOptions
+
+    class KindModelOptions(ExpertOptions, AttentionOptions, GatedDeltaNetOptions, MambaOptions): ...
+
+    class KindKernels(AttentionKernels, GatedDeltaNetKernels, MambaKernels): ...
+
+    class KindCommunication(MambaCommunication): ...
+
+else:
+
+    def _joined(section: str) -> type:
+        """Return a class with the options that all kinds add to a section, in order of the kinds."""
+        found = [kind.options[section] for kind in KINDS.values() if section in kind.options]
+        # Dataclass fields follow the bases from right to left.
+        return dataclass(frozen=True, kw_only=True)(new_class(section, tuple(reversed(found))))
+
+    KindModelOptions, KindKernels = _joined("model"), _joined("training")
+    KindCommunication = _joined("parallel")
