@@ -7,9 +7,14 @@ calls are bound at import, so that a call has no extra cost.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import lru_cache
 from importlib import import_module
+from types import FunctionType
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -200,3 +205,39 @@ def allow_recompilations(number: int) -> None:
         config.recompile_limit = max(config.recompile_limit, number)
     except AttributeError as error:
         raise RuntimeError(_cure(error)) from error
+
+
+@contextmanager
+def compiler_not_imported() -> Iterator[None]:
+    """Let operations on the meta device run without an import of ``torch._dynamo``, which takes 0.8 s.
+
+    torch computes shapes on the meta device in Python. It hides these functions from ``torch.compile``
+    at their first call, for which it imports the compiler. Inside of the context they count as hidden
+    already. Without these private names of torch the import happens.
+    """
+    functions = [] if "torch._dynamo" in sys.modules else _hidden_from_compiler()
+    for function in functions:
+        setattr(function, _HIDDEN, function)
+    try:
+        yield
+    finally:
+        for function in functions:
+            delattr(function, _HIDDEN)
+
+
+_HIDDEN = "__dynamo_disable"
+
+
+@lru_cache(maxsize=1)
+def _hidden_from_compiler() -> list[FunctionType]:
+    """Return the functions that torch hides from ``torch.compile`` at their first call."""
+    hide = getattr(torch, "_disable_dynamo", None)
+    if hide is None:
+        return []
+    code = hide(lambda: None).__code__
+    # No `isinstance`: it would ask objects that warn of their own deprecation for their class.
+    wrappers = [
+        each for each in gc.get_objects() if type(each) is FunctionType and each.__code__ is code
+    ]
+    cells = (dict(zip(code.co_freevars, each.__closure__ or ())) for each in wrappers)
+    return [of_wrapper["fn"].cell_contents for of_wrapper in cells if "fn" in of_wrapper]

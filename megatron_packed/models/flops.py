@@ -38,33 +38,17 @@ multi-token prediction.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_packed.config.layer_pattern import (
-    ATTENTION,
-    GATED_DELTA_NET,
-    LAYER_NAMES,
-    MAMBA,
-    MLP,
-    MOE,
-)
 from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.models.estimate.parameter_count import (
-    conv_channels,
-    count_parameters,
-    depth_projection,
-    feed_forward,
-    gated_delta_net_rows,
-    latent_projections,
-    qkv_rows,
-    routed_expert,
-    shared_expert,
-)
+from megatron_packed.models.estimate.parameter_count import active_elements, count_parameters
+from megatron_packed.models.trace import calls_of_ops, complete_model, uses_in_layers
+from megatron_packed.ops.work import NO_WORK, OpWork
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,60 +83,55 @@ class FlopCounter:
     """
 
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
-        self.chunk = config.mamba_chunk_size
-        symbols = config.layer_types
-        count = {symbol: symbols.count(symbol) for symbol in LAYER_NAMES}
-        hidden, inner = config.hidden_size, config.d_inner if MAMBA in symbols else 0
-        self.projections_per_token = sum(
-            2 * projection_weights(config, symbol) for symbol in symbols
+        model = complete_model(config, vocab_size)
+        layers = [
+            (active_elements(weight, config), uses)
+            for weight, uses in uses_in_layers(model).items()
+        ]
+        output, outputs = model.output_weight.numel(), 1 + len(model.mtp)
+        self.projections_per_token = 2 * sum(active * uses for active, uses in layers)
+        self.output_per_token = 2 * output * outputs
+        self.repeated_per_token = 2 * (
+            sum(active * (uses - 1) for active, uses in layers) + output * (outputs - 1)
         )
-        self.projections_per_token += config.mtp_depths * 2 * depth_projection(config)
-        outputs = 1 + config.mtp_depths
-        self.output_per_token = outputs * 2 * hidden * config.padded_vocab_size(vocab_size)
-        repeated = config.mtp_depths * hidden * config.padded_vocab_size(vocab_size)
-        if config.mtp_use_repeated_layer and config.mtp_depths:
-            layers = sum(projection_weights(config, symbol) for symbol in config.mtp_layers)
-            repeated += (config.mtp_depths - 1) * (depth_projection(config) + layers)
-        self.repeated_per_token = 2 * repeated
         """Operations with weights that the token has used before: those of multi-token prediction."""
-        attention_width = (
-            config.num_attention_heads * config.head_dim if ATTENTION in symbols else 0
-        )
-        self.attention_per_pair = 4 * attention_width
-        """Operations of one attention layer."""
-        self.windows = Counter(
-            config.window_of(number) for number, symbol in enumerate(symbols) if symbol == ATTENTION
-        )
-        """Window size, or None -> number of attention layers."""
-        states = config.mamba_num_groups * config.mamba_state_dim
-        self.scan_per_pair = count[MAMBA] * (2 * states + 2 * inner)
-        per_token = (
-            4 * inner * config.mamba_state_dim
-            + 2 * inner
-            + 2 * config.mamba_d_conv * (inner + 2 * states)
-        )
-        self.scan_per_token = count[MAMBA] * per_token
-        self.scan_per_token += count[GATED_DELTA_NET] * delta_rule_per_token(config)
-        self.scan_per_chunk = count[MAMBA] * 2 * inner * config.mamba_state_dim
         self.multiplied_parameters = count_parameters(config, vocab_size).multiplied
+        self.per_pair: defaultdict[int, Counter[int | None]] = defaultdict(Counter)
+        """Operations per visible pair of a layer -> window, or None -> number of layers."""
+        self.scan_per_token = 0
+        self.per_pair_in_chunk: Counter[int] = Counter()
+        """Tokens of a chunk -> operations per pair of tokens in a chunk."""
+        self.per_chunk: Counter[int] = Counter()
+        """Tokens of a chunk -> operations per chunk."""
+        for (_, _, inputs), calls in calls_of_ops(config, vocab_size).items():
+            work: OpWork = getattr(inputs, "work", NO_WORK)
+            if work.per_visible_pair:
+                self.per_pair[work.per_visible_pair][work.window] += calls
+            self.scan_per_token += calls * work.per_token
+            self.per_pair_in_chunk[work.chunk] += calls * work.per_pair_in_chunk
+            self.per_chunk[work.chunk] += calls * work.per_chunk
 
     def forward(self, lengths: Sequence[int] | NDArray[np.integer]) -> Flops:
         """Return the operations of the forward pass over documents of ``lengths`` tokens."""
         length = np.asarray(lengths, dtype=np.float64)
         tokens = float(length.sum())
-        pairs = sum(
-            layers * visible_pairs(length, window) for window, layers in self.windows.items()
+        attention = sum(
+            per_pair * sum(layers * visible_pairs(length, seen) for seen, layers in windows.items())
+            for per_pair, windows in self.per_pair.items()
         )
-        whole_chunks = np.floor(length / self.chunk)
-        rest = length - whole_chunks * self.chunk
-        chunk_pairs = float((whole_chunks * self.chunk**2 + np.square(rest)).sum()) / 2
-        chunks = float(np.ceil(length / self.chunk).sum())
+        scan = sum(
+            per_pair * pairs_in_chunks(length, chunk)
+            for chunk, per_pair in self.per_pair_in_chunk.items()
+        )
+        scan += self.scan_per_token * tokens
+        scan += sum(
+            per_chunk * float(np.ceil(length / chunk).sum())
+            for chunk, per_chunk in self.per_chunk.items()
+        )
         return Flops(
             projections=self.projections_per_token * tokens,
-            attention=self.attention_per_pair * pairs,
-            scan=self.scan_per_pair * chunk_pairs
-            + self.scan_per_token * tokens
-            + self.scan_per_chunk * chunks,
+            attention=attention,
+            scan=scan,
             output=self.output_per_token * tokens,
         )
 
@@ -165,23 +144,20 @@ class FlopCounter:
         Args:
             longest: tokens of the longest document; a window that covers it is ignored.
         """
-        limited = [
-            window
-            for window in self.windows.elements()
-            if window is not None and (longest is None or window < longest)
-        ]
+        limited = unlimited = 0
+        for per_pair, windows in self.per_pair.items():
+            for window, layers in windows.items():
+                if window is not None and (longest is None or window < longest):
+                    limited += per_pair * layers * window
+                else:
+                    unlimited += per_pair * layers
         scan = (
             self.scan_per_token
-            + self.scan_per_pair * self.chunk / 2
-            + self.scan_per_chunk / self.chunk
+            + sum(per_pair * chunk / 2 for chunk, per_pair in self.per_pair_in_chunk.items())
+            + sum(per_chunk / chunk for chunk, per_chunk in self.per_chunk.items())
         )
-        return (
-            self.projections_per_token
-            + self.output_per_token
-            + scan
-            + self.attention_per_pair * sum(limited),
-            self.attention_per_pair * (self.windows.total() - len(limited)) / 2,
-        )
+        linear = self.projections_per_token + self.output_per_token + scan + limited
+        return linear, unlimited / 2
 
     def training(self, lengths: Sequence[int] | NDArray[np.integer]) -> Flops:
         """Return the operations of forward and backward pass: three times the forward pass."""
@@ -202,39 +178,15 @@ def visible_pairs(length: NDArray[np.float64], window: int | None) -> float:
     return float((within * length - np.square(within) / 2).sum())
 
 
+def pairs_in_chunks(length: NDArray[np.float64], chunk: int) -> float:
+    """Return the pairs of tokens in equal chunks: ``q^2 / 2`` for q tokens, of ``chunk`` or fewer."""
+    whole = np.floor(length / chunk)
+    rest = length - whole * chunk
+    return float((whole * chunk**2 + np.square(rest)).sum()) / 2
+
+
 def model_flops(
     config: ModelConfig, vocab_size: int, lengths: Sequence[int] | NDArray[np.integer]
 ) -> float:
     """Return the operations of forward and backward pass over documents of ``lengths`` tokens."""
     return FlopCounter(config, vocab_size).training(lengths).total
-
-
-def delta_rule_per_token(config: ModelConfig) -> int:
-    """Return the operations of convolution and gated delta rule per token of a gated delta net.
-
-    As in Megatron, these are 8 operations for each entry of the states. Kernels run the rule in
-    chunks, with other numbers of operations.
-    """
-    channels = 2 * config.linear_key_dim + config.linear_value_dim
-    state = config.linear_value_dim * config.linear_key_head_dim
-    return 2 * config.linear_conv_kernel_dim * channels + 8 * state
-
-
-def projection_weights(config: ModelConfig, symbol: str) -> int:
-    """Return the number of weights of one layer that every token is multiplied with.
-
-    Only the K routed experts that a token visits are counted.
-    """
-    hidden = config.hidden_size
-    if symbol == ATTENTION:
-        return hidden * (qkv_rows(config) + config.num_attention_heads * config.head_dim)
-    if symbol == MLP:
-        return feed_forward(config, config.ffn_hidden_size)
-    if symbol == MAMBA:
-        return hidden * (2 * config.d_inner + conv_channels(config) + config.mamba_num_heads)
-    if symbol == GATED_DELTA_NET:
-        return hidden * (gated_delta_net_rows(config) + config.linear_value_dim)
-    assert symbol == MOE and config.num_experts is not None, symbol
-    experts = config.moe_router_topk * routed_expert(config)
-    others = shared_expert(config) + latent_projections(config)
-    return hidden * config.num_experts + experts + others

@@ -15,12 +15,13 @@ bounded, because some ``inputs`` contain a size that differs from pack to pack.
 [Note: ops of a planned rank]
 A model on the meta device runs without values, for example to find what it asks of its ops. There
 each op runs its backend ``on_meta``, by default plain PyTorch. Inside of
-`planned`, a request on the meta device counts as a request on the planned device: it is recorded,
-and it decides whether operations are joined.
+`planned`, a request on the meta device counts as a request on the planned device: its calls are
+counted, and it decides whether operations are joined.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -142,19 +143,33 @@ class Op:
     def select(self, inputs: Hashable, backend: str = "auto") -> Backend:
         """Return the backend to use for ``inputs``: ``backend``, or with ``auto`` the fastest.
 
+        On a planned rank this is a request without a call.
+
         Raises:
             NoBackendError: ``backend`` is unknown or does not support ``inputs``, or with ``auto``
                 no backend supports them.
         """
+        if is_on_meta(inputs):
+            return self._choose(backend, inputs, calls=0)
         return self.chosen[backend, inputs]
+
+    def tune(self, inputs: Hashable, device: torch.device, backend: str = "auto") -> None:
+        """Tune the kernels of the backend for ``inputs``; do nothing if it has none to tune.
+
+        Raises:
+            NoBackendError: as `select`.
+        """
+        module = self.select(inputs, backend).loaded
+        if hasattr(module, "tune"):
+            module.tune(inputs, device)
 
     def explain(self, inputs: Hashable) -> dict[str, list[str]]:
         """Return the reasons against each backend, by name; empty for backends that fit."""
         return {candidate.name: candidate.reasons(inputs) for candidate in self.backends}
 
-    def _choose(self, backend: str, inputs: Hashable) -> Backend:
+    def _choose(self, backend: str, inputs: Hashable, calls: int = 1) -> Backend:
         if is_on_meta(inputs):
-            return self.on_meta if _plan is None else _plan.choose(self, backend, inputs)
+            return self.on_meta if _plan is None else _plan.choose(self, backend, inputs, calls)
         if backend != "auto" and backend not in self.names():
             raise NoBackendError(
                 f"{self.name} has no backend {backend!r}; choose one of {['auto', *self.names()]}."
@@ -193,14 +208,16 @@ class _PlannedRank:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.requests: dict[Request, Backend] = {}
+        self.calls: Counter[Request] = Counter()
+        self._backends: dict[Request, Backend] = {}
 
-    def choose(self, op: Op, backend: str, inputs: Hashable) -> Backend:
-        """Record a request, and return the backend that runs on the meta device."""
+    def choose(self, op: Op, backend: str, inputs: Hashable, calls: int) -> Backend:
+        """Record a request and its calls, and return the backend that runs on the meta device."""
         request = Request(op, *op.on_device(backend, inputs, self.device))
-        if request not in self.requests:
-            self.requests[request] = self._on_meta(request)
-        return self.requests[request]
+        self.calls[request] += calls
+        if request not in self._backends:
+            self._backends[request] = self._on_meta(request)
+        return self._backends[request]
 
     def _on_meta(self, request: Request) -> Backend:
         op, backend, inputs = request
@@ -215,17 +232,17 @@ _plan: _PlannedRank | None = None
 
 
 @contextmanager
-def planned(device: torch.device) -> Iterator[dict[Request, Backend]]:
+def planned(device: torch.device) -> Iterator[Counter[Request]]:
     """Let models on the meta device ask their ops as on ``device``.
 
     Yields:
-        the requests so far, in the order of the first of equal ones.
+        the requests so far, in the order of the first of equal ones -> number of calls.
     """
     global _plan
     assert _plan is None, "plans cannot be nested"
     _plan = _PlannedRank(device)
     try:
-        yield _plan.requests
+        yield _plan.calls
     finally:
         _plan = None
 

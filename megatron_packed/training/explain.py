@@ -82,7 +82,7 @@ def capabilities(
     requests = op_requests(config, device)
     # Several layers may have equal rows.
     yield from dict.fromkeys(
-        kernel(one.op, one.inputs, served_by(config, one, requests), device) for one in requests
+        kernel(one.op, one.inputs, served_by(one, requests), device) for one in requests
     )
     yield from graph_capabilities(config, device)
     yield _recomputation(config, device)

@@ -184,7 +184,7 @@ def chosen_kernels(
     requests = op_requests(config, device, documents)
     for request in requests:
         op, inputs = request.op, request.inputs
-        asked = served_by(config, request, requests)
+        asked = served_by(request, requests)
         try:
             kernel = choose(op, inputs, asked, _option_of(config, op))
         except NoBackendError:

@@ -6,7 +6,7 @@ rules of the choice are in the ops only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 
@@ -14,14 +14,12 @@ import numpy as np
 import torch
 
 from megatron_packed.config.kinds.experts import EXPERT_ACTIVATION
-from megatron_packed.config.layer_pattern import MOE
 from megatron_packed.config.optional_packages import is_installed
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.parallel import fewest_processes
-from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.memory.apply import recomputed_parts
+from megatron_packed.models.trace import calls_of_pass
 from megatron_packed.ops.activation import api as activation
-from megatron_packed.ops.backend_dispatch import NoBackendError, Request, planned
+from megatron_packed.ops.backend_dispatch import NoBackendError, Request
 from megatron_packed.ops.dense_mlp import api as dense_mlp
 from megatron_packed.ops.grouped_mlp import api as grouped_mlp
 from megatron_packed.ops.quack_tiles import device_reasons
@@ -36,8 +34,8 @@ UNKNOWN_VOCABULARY = 32_768
 @lru_cache(maxsize=16)
 def op_requests(
     config: RunConfig, device: torch.device, documents: int | None = None
-) -> tuple[Request, ...]:
-    """Return every request of a rank to an op, once, in the order of a step.
+) -> Mapping[Request, int]:
+    """Return every request of a rank to an op -> number of its calls, in the order of a step.
 
     Args:
         config: configuration of the run.
@@ -46,34 +44,32 @@ def op_requests(
             capture size, or 1 without graphs.
     """
     capacity = documents or (config.cuda_graph.capacities or (1,))[-1]
-    layout = config.layout(fewest_processes(config.parallel))
-    groups = ParallelGroups.unjoined(layout)
     vocab_size = config.model.vocab_size or UNKNOWN_VOCABULARY
-    model = Imagined.in_groups(config, groups, vocab_size).model
+    model = Imagined.of(config, fewest_processes(config.parallel), vocab_size).model
     document = np.zeros(config.document_alignment, dtype=np.int64), None
     pack = MicroBatch.build([document], config.packing.tokens_per_pack, capacity=capacity)
-    with planned(device) as requests:
-        model(pack.to("meta"))  # The backward pass makes no other requests.
     optimizer = Request(
         adamw.OP, config.optim.optimizer_backend, adamw.AdamWInputs(device_type=device.type)
     )
-    return (*requests, optimizer)
+    # The backward pass makes no other requests.
+    return {**calls_of_pass(model, pack, device), optimizer: 1}
 
 
-def served_by(config: RunConfig, request: Request, requests: Iterable[Request]) -> str:
+def served_by(request: Request, requests: Mapping[Request, int]) -> str:
     """Return the backend that serves a request: a name, or ``auto``.
 
     The reference of the grouped product runs the reference of the activation, whatever is fastest.
     So its activations are those of the reference if all activations run inside experts.
     """
-    model = config.model
-    dense = model.has_mlp or model.moe_shared_expert_intermediate_size
-    if request.op is not activation.OP or dense:
+    if not isinstance(request.inputs, activation.ActivationInputs):
+        return request.backend
+    kind = request.inputs.kind
+    experts = [one for one in requests if getattr(one.inputs, "activation", None) == kind]
+    activations = [one for one in requests if getattr(one.inputs, "kind", None) == kind]
+    if sum(map(requests.__getitem__, activations)) > sum(map(requests.__getitem__, experts)):
         return request.backend
     reference = grouped_mlp.OP.backends[-1].name
-    for op, backend, inputs in requests:
-        if op is not grouped_mlp.OP:
-            continue
+    for op, backend, inputs in experts:
         try:
             if op.select(inputs, backend).name == reference:
                 return reference
@@ -88,17 +84,22 @@ def useless_recomputation(config: RunConfig, device: torch.device) -> str:
     A recomputed activation is a call of its own. If all experts would join it with their products
     without this option, it is not saved in either case.
     """
-    if EXPERT_ACTIVATION not in recomputed_parts(config.memory, MOE):
-        return ""
     without = replace(config, memory=replace(config.memory, recompute_granularity=None))
     joined = grouped_mlp.JOINED
-    experts = [one.inputs for one in op_requests(without, device) if one.op is grouped_mlp.OP]
-    if not experts or any(joined.reasons(inputs) for inputs in experts):
+    if not any(inputs.apart for inputs in _experts(config, device)):
+        return ""
+    if any(joined.reasons(inputs) for inputs in _experts(without, device)):
         return ""
     return (
         f"{EXPERT_ACTIVATION} saves no memory: without it the experts run {joined.name}, which does "
         "not save the activation either and takes less time"
     )
+
+
+def _experts(config: RunConfig, device: torch.device) -> list[grouped_mlp.GroupedMLPInputs]:
+    """Return the inputs of the products of experts."""
+    inputs = (one.inputs for one in op_requests(config, device))
+    return [one for one in inputs if isinstance(one, grouped_mlp.GroupedMLPInputs)]
 
 
 def lacks_joined_kernels(config: RunConfig) -> bool:

@@ -25,6 +25,7 @@ from megatron_packed.models.estimate.footprint import Work
 from megatron_packed.models.estimate.rank_memory import Estimate, communicators_of, estimate
 from megatron_packed.models.flops import FlopCounter
 from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.torch_private import compiler_not_imported
 from megatron_packed.training.build_job import build_model, dtype_of
 from megatron_packed.training.equal_exchanges import exchange_bytes
 from megatron_packed.training.metrics_layout import MetricsLayout
@@ -52,7 +53,8 @@ class Imagined(NamedTuple):
     @classmethod
     def in_groups(cls, config: RunConfig, groups: ParallelGroups, vocab_size: int) -> Imagined:
         """Build the model of a rank of these groups."""
-        return cls(build_model(config, vocab_size, "meta", groups).train(), groups)
+        with compiler_not_imported():
+            return cls(build_model(config, vocab_size, "meta", groups).train(), groups)
 
 
 def estimates(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_packed.ops.backend_dispatch import Backend, Op
+from megatron_packed.ops.work import OpWork
 
 OP = Op(
     "causal_conv1d",
@@ -37,6 +38,10 @@ class CausalConvInputs:
     weight_dtype: torch.dtype
     bias_dtype: torch.dtype | None
     device_type: str
+
+    @property
+    def work(self) -> OpWork:
+        return OpWork(per_token=2 * self.width * self.channels)
 
 
 def causal_conv1d(

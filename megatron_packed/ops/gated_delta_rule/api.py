@@ -25,6 +25,7 @@ from torch import Tensor
 
 from megatron_packed.ops.backend_dispatch import Backend, Op
 from megatron_packed.ops.gated_delta_rule.tables import DeltaRuleTables
+from megatron_packed.ops.work import OpWork
 
 OP = Op(
     "gated_delta_rule",
@@ -51,6 +52,14 @@ class GatedDeltaRuleInputs:
     deterministic: bool
     dtype: torch.dtype
     device_type: str
+
+    @property
+    def work(self) -> OpWork:
+        """8 operations for each entry of the states, as Megatron counts them.
+
+        Kernels run the rule in chunks, with other numbers of operations.
+        """
+        return OpWork(per_token=8 * self.value_heads * self.value_dim * self.key_dim)
 
 
 def gated_delta_rule(

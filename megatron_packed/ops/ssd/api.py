@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_packed.ops.backend_dispatch import Backend, Op
+from megatron_packed.ops.work import OpWork
 
 OP = Op(
     "ssd",
@@ -46,6 +47,17 @@ class SSDInputs:
     """Largest token stride of x, B and C, in elements; these may be views of a wider tensor."""
     dtype: torch.dtype
     device_type: str
+
+    @property
+    def work(self) -> OpWork:
+        """Scores and outputs of pairs in a chunk; products into, between and out of its states."""
+        inner = self.heads * self.head_dim
+        return OpWork(
+            per_token=4 * inner * self.state_dim + 2 * inner,
+            chunk=self.chunk_size,
+            per_pair_in_chunk=2 * self.groups * self.state_dim + 2 * inner,
+            per_chunk=2 * inner * self.state_dim,
+        )
 
 
 def ssd(

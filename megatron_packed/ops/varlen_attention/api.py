@@ -147,7 +147,7 @@ def prepare_tables(
         deterministic=deterministic,
         automatic=backend == "auto",
     )
-    return build_tables(OP.chosen[backend, inputs].name, seq_idx_1T, window)
+    return build_tables(OP.select(inputs, backend).name, seq_idx_1T, window)
 
 
 def effective_window(window_size: int | None, tokens: int) -> int | None:

@@ -12,6 +12,7 @@ from functools import lru_cache
 import torch
 
 from megatron_packed.ops.backend_dispatch import Backend, Op
+from megatron_packed.ops.work import OpWork
 
 _HERE = "megatron_packed.ops.varlen_attention"
 _INT32_LIMIT = 2**31
@@ -78,6 +79,11 @@ class VarlenAttentionInputs:
     pack that falls back to eager execution has a smaller capacity than its graph, but must use the
     same kernel to have the same bits.
     """
+
+    @property
+    def work(self) -> OpWork:
+        """Products for the score of a pair and for its term of the weighted sum."""
+        return OpWork(per_visible_pair=4 * self.num_heads * self.head_dim, window=self.window_size)
 
 
 def head_dim_reasons(head_dim: int, widest: int, multiple: int = 8) -> list[str]:

@@ -146,7 +146,7 @@ def test_the_two_costs_per_token_and_per_square_add_up_to_the_forward_pass():
     """The costs are exact for complete chunks; without attention the quadratic cost is 0."""
     for pattern in ("*-", "M-E", "M*E", "G-*E"):
         counter = FlopCounter(cases.tiny_config(pattern), cases.VOCAB)
-        lengths = [counter.chunk, 5 * counter.chunk, 2 * counter.chunk]
+        lengths = [cases.CHUNK, 5 * cases.CHUNK, 2 * cases.CHUNK]
         per_token, per_square = counter.linear_and_quadratic()
         estimate = per_token * sum(lengths) + per_square * sum(length**2 for length in lengths)
         assert estimate == pytest.approx(counter.forward(lengths).total)

@@ -1,0 +1,48 @@
+"""Models on the meta device: calls of their ops, weights of their products, and no compiler."""
+
+import subprocess
+import sys
+
+import pytest
+
+from megatron_packed.models.trace import calls_of_ops, complete_model, uses_in_layers
+from support import hybrid_cases as cases
+
+
+def calls(pattern: str, **changes: object) -> dict[str, int]:
+    """Return the number of calls of each op."""
+    found: dict[str, int] = {}
+    for request, number in calls_of_ops(cases.tiny_config(pattern, **changes), cases.VOCAB).items():
+        found[request.op.name] = found.get(request.op.name, 0) + number
+    return found
+
+
+def test_every_call_of_an_op_counts() -> None:
+    found = calls("M*G*-E/*", window_size="7,0", window_attn_skip_freq="[0, 1, 0, 0, 0, 0]")
+    assert found["varlen_attention"] == 3  # Tables of a window are no call.
+    assert (found["ssd"], found["gated_delta_rule"], found["causal_conv1d"]) == (1, 1, 2)
+    assert (found["activation"], found["grouped_mlp"], found["router_logits"]) == (2, 1, 1)
+    assert found["cross_entropy"] == 2
+
+
+@pytest.mark.parametrize("repeated, uses", [(False, [1, 1, 1, 1]), (True, [2, 2])])
+def test_repeated_depths_use_their_weights_again(repeated: bool, uses: list[int]) -> None:
+    config = cases.tiny_config("M/G/G", mtp_use_repeated_layer=repeated)
+    found = uses_in_layers(complete_model(config, cases.VOCAB))
+    in_main_model, in_depths = list(found.values())[:2], list(found.values())[2:]
+    assert in_main_model == [1, 1]
+    assert in_depths[:2] == uses[:2] and len(in_depths) == 3 * len(uses) // 2
+
+
+PROGRAM = """
+import sys
+from megatron_packed.models.flops import FlopCounter
+from support import hybrid_cases as cases
+
+FlopCounter(cases.tiny_config("M*-EG/*E", position_embedding_type="rope"), cases.VOCAB)
+sys.exit("torch._dynamo" in sys.modules)
+"""
+
+
+def test_a_trace_does_not_import_the_compiler() -> None:
+    assert subprocess.run([sys.executable, "-c", PROGRAM]).returncode == 0
