@@ -228,7 +228,7 @@ def _check_layer(
     others_T = packs[0].packed.seq_idx[0] != CHANGED
     before, again, after = (observe(model, pack) for pack in (packs[0], packs[0], packs[1]))
     joined = None
-    if symbol not in MIXERS or MIXERS[symbol].mixes_tokens:
+    if symbol not in MIXERS or MIXERS[symbol].kind.mixes_tokens:
         joined = [observe(model, _without_boundaries(pack)) for pack in packs]
     results = []
     for quantity, value in before.items():
