@@ -76,7 +76,7 @@ class Rotary(nn.Module):
         cls, config: ModelConfig, max_positions: int, *, backend: str, device: torch.device | str
     ) -> Rotary | None:
         """Build the tables of a model; return None if no layer needs them."""
-        if config.position_embedding_type != "rope" or not config.attention_windows:
+        if config.position_embedding_type != "rope" or not config.has_attention:
             return None
         return cls(
             max_positions=max_positions,

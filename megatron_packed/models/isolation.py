@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_packed.config.layer_pattern import DEPTH, KINDS
+from megatron_packed.config.kinds.layer_kind import KINDS
+from megatron_packed.config.layer_pattern import DEPTH
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.collectives import all_gather_rows
 from megatron_packed.distributed.groups import ParallelGroups
@@ -82,7 +83,8 @@ class IsolationResult:
         return self.isolated and self.seeing
 
     def __str__(self) -> str:
-        measured = f"{KINDS[self.symbol]} layers ({self.symbol}), {self.quantity}: "
+        name = KINDS[self.symbol].name if self.symbol in KINDS else "multi-token prediction"
+        measured = f"{name} layers ({self.symbol}), {self.quantity}: "
         if not self.isolated:
             return measured + (
                 f"changing one document changed other documents by {self.difference:.1e} (allowed {self.allowed:.1e}); "
@@ -228,7 +230,7 @@ def _check_layer(
     others_T = packs[0].packed.seq_idx[0] != CHANGED
     before, again, after = (observe(model, pack) for pack in (packs[0], packs[0], packs[1]))
     joined = None
-    if symbol not in MIXERS or MIXERS[symbol].mixes_tokens:
+    if symbol not in MIXERS or MIXERS[symbol].kind.mixes_tokens:
         joined = [observe(model, _without_boundaries(pack)) for pack in packs]
     results = []
     for quantity, value in before.items():

@@ -9,7 +9,6 @@ from megatron_packed.config import flag_names as flags
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.attention import Rotary
 from megatron_packed.layers.build import Build
-from megatron_packed.layers.hybrid_layer import HybridMoELayer
 from megatron_packed.layers.kinds.registry import kinds_of
 from megatron_packed.layers.moe.layer import count_valid
 from megatron_packed.packed.later_tokens import reaches
@@ -46,12 +45,11 @@ class PackTables:
         self.max_positions = max_positions
         self.sample_shape: tuple[int, int] | None = None
         """Samples of a pack and slots of a sample, if experts are balanced in each sample."""
-        kinds = kinds_of(config.layer_types)
-        self.has_experts = any(issubclass(kind.layer, HybridMoELayer) for kind in kinds)
+        self.has_experts = config.has_experts
         self.balances_documents = config.balances_documents and self.has_experts
         """True if experts are balanced in each document, so that ``sample_shape`` is not used."""
         self.depths = range(1, config.mtp_depths + 1)
-        found = (kind.tables(config, build) for kind in kinds)
+        found = (kind.tables(config, build) for kind in kinds_of(config.layer_types))
         self.of_kinds = [tables for tables in found if tables is not None]
         """Functions that build the tables of one kind of layer."""
 

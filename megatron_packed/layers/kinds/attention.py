@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from megatron_packed.config.layer_pattern import ATTENTION
+from megatron_packed.config.kinds.attention import KIND
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.attention import Attention, WindowTables
 from megatron_packed.layers.attention_heads import attended_heads
@@ -78,7 +78,7 @@ def _allowed_ulps(quantity: str, device: torch.device, backends: Backends) -> in
 
 
 MIXER = MixerKind(
-    symbol=ATTENTION,
+    kind=KIND,
     build=lambda config, build, place: Attention(
         config, build, number=place.number, rotary=place.rotary
     ),
@@ -103,6 +103,7 @@ MIXER = MixerKind(
             "mixer.proj.": ("self_attention.linear_proj.",),
             "mixer.q_norm.": ("self_attention.q_layernorm.",),
             "mixer.k_norm.": ("self_attention.k_layernorm.",),
-        }
+        },
+        without=("attention_norm_placement", "qk_layernorm_scope"),
     ),
 )

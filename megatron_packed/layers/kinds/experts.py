@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_packed.config import flag_names as flags
-from megatron_packed.config.layer_pattern import MOE
+from megatron_packed.config.kinds.experts import KIND
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.decoding.state import NoState
@@ -90,10 +90,9 @@ def _allowed_ulps(quantity: str, device: torch.device, backends: Backends) -> in
 
 
 MIXER = MixerKind(
-    symbol=MOE,
+    kind=KIND,
     build=lambda config, build, place: MoE(config, build, depth=place.depth),
     layer=HybridMoELayer,
-    mixes_tokens=False,
     state=ExpertsState,
     fills={
         **MLP_FILLS,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron_packed.config.layer_pattern import GATED_DELTA_NET
+from megatron_packed.config.kinds.gated_delta_net import KIND
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.tensor_parallel_shards import SplitSegment
 from megatron_packed.layers.build import Build
@@ -242,7 +242,7 @@ def _sections(config: ModelConfig) -> dict[str, int]:
 
 
 MIXER = MixerKind(
-    symbol=GATED_DELTA_NET,
+    kind=KIND,
     build=lambda config, build, place: GatedDeltaNet(config, build),
     layer=ProjectedLayer,
     state=GatedDeltaState,
@@ -258,5 +258,6 @@ MIXER = MixerKind(
         },
         sections=_sections,
         convolved=("query", "key", "value"),
+        without=("linear_allow_neg_eigval", "linear_norm_epsilon"),
     ),
 )

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from megatron_packed.config.layer_pattern import MAMBA
+from megatron_packed.config.kinds.mamba import KIND
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.tensor_parallel_shards import Shard, SplitSegment, set_shard
 from megatron_packed.layers.build import Build
@@ -258,7 +258,7 @@ def _sections(config: ModelConfig) -> dict[str, int]:
 
 
 MIXER = MixerKind(
-    symbol=MAMBA,
+    kind=KIND,
     build=lambda config, build, place: MambaMixer(config, build),
     layer=ProjectedLayer,
     passes_states=True,
@@ -274,5 +274,6 @@ MIXER = MixerKind(
         modules={"norm.": ("mixer.in_proj.layer_norm_", "norm."), "mixer.": ("mixer.",)},
         sections=_sections,
         convolved=("x", "B", "C"),
+        without=("mamba_conv_bias", "mamba_norm_epsilon", "mamba_norm_groups"),
     ),
 )

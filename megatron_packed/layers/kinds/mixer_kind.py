@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from megatron_packed.config.kinds.layer_kind import LayerKind
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.attention import Rotary
 from megatron_packed.layers.backends import Backends
@@ -88,6 +89,8 @@ class MegatronNames:
     """
     convolved: tuple[str, ...] = ()
     """Sections that are the channels of ``conv1d``, in order."""
+    without: tuple[str, ...] = ()
+    """Options of the kind that Megatron does not have; only their defaults can be exported."""
 
 
 TableBuilder = Callable[[PackedSeqParams], KindTables | None]
@@ -102,14 +105,12 @@ def no_tables(config: ModelConfig, build: Build) -> TableBuilder | None:
 class MixerKind:
     """Kind of layer: its mixer, and what the rest of the package has to know of it."""
 
-    symbol: str
-    """Symbol in the layer pattern."""
+    kind: LayerKind
+    """Symbol, name and properties that need no torch."""
     build: Callable[[ModelConfig, Build, Place], nn.Module]
     """Function that builds the mixer."""
     layer: type[HybridLayer] = HybridLayer
     """Class of the layer around the mixer."""
-    mixes_tokens: bool = True
-    """True if a token reads other tokens of its document, so that boundaries matter."""
     passes_states: bool = False
     """True if the mixer obeys ``--mamba-cp-comm-type``."""
     state: Callable[[Any], MixerState]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_packed.config.layer_pattern import MLP as SYMBOL
+from megatron_packed.config.kinds.mlp import KIND
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.build import Build
 from megatron_packed.layers.decoding.state import NoState
@@ -33,10 +33,9 @@ def _build(config: ModelConfig, build: Build, place: Place) -> MLP:
 
 
 MIXER = MixerKind(
-    symbol=SYMBOL,
+    kind=KIND,
     build=_build,
     layer=ProjectedLayer,
-    mixes_tokens=False,
     state=NoState,
     fills=MLP_FILLS,
     megatron=MegatronNames(

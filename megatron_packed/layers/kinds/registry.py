@@ -13,7 +13,7 @@ _MODULES = [
     import_module(f"{kinds.__name__}.{module.name}") for module in iter_modules(kinds.__path__)
 ]
 MIXERS: dict[str, MixerKind] = {
-    module.MIXER.symbol: module.MIXER for module in _MODULES if hasattr(module, "MIXER")
+    module.MIXER.kind.symbol: module.MIXER for module in _MODULES if hasattr(module, "MIXER")
 }
 """Symbol in the layer pattern -> kind of layer."""
 

@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.config import flag_names as flags
-from megatron_packed.config.kinds.attention import ATTN
-from megatron_packed.config.kinds.experts import EXPERTS
-from megatron_packed.config.kinds.gated_delta_net import GDN
-from megatron_packed.config.kinds.mamba import SSM
-from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, MAMBA, MLP, MOE
+from megatron_packed.config.kinds.layer_kind import KINDS, LayerKind
 from megatron_packed.config.options import Field
 from megatron_packed.config.section import section_fields
 from megatron_packed.config.sections.model import ModelConfig
@@ -33,13 +29,13 @@ _MOST_FAMILIES = 3
 """Number of families, the nearest first, that the refusal of a model describes."""
 _LEFT_OUT = ("rope_type", "time_step_limit", "sliding_window")
 """Keys with one supported value that config.json leaves out, because the value is the default."""
-_SYMBOLS_OF_GROUP = {ATTN: ATTENTION, SSM: MAMBA, EXPERTS: MOE, GDN: GATED_DELTA_NET}
-_SYMBOLS_OF_FIELD = {
-    "ffn_hidden_size": MLP,
-    "squared_relu": MLP + MOE,
-    "swiglu": MLP + MOE,
-    "add_bias_linear": ATTENTION + MLP + MOE,
+_READ_BY: dict[str, Callable[[LayerKind], bool]] = {
+    "ffn_hidden_size": lambda kind: kind.has_mlp,
+    "squared_relu": lambda kind: kind.has_activation,
+    "swiglu": lambda kind: kind.has_activation,
+    "add_bias_linear": lambda kind: kind.may_have_bias,
 }
+"""Options of the stack that only some kinds of layers read."""
 _ZEROS = {"moe_router_enable_expert_bias": "mixer.router.expert_bias"}
 """Options of a family that a model without the option can still use: the parameter is zero."""
 _EXPRESSED = (
@@ -328,8 +324,13 @@ def _matters(about: Field, model: ModelConfig, symbols: str) -> bool:
         return False
     if about.name == "add_qkv_bias" and model.add_bias_linear:
         return False
-    of_field = _SYMBOLS_OF_FIELD.get(about.name, _SYMBOLS_OF_GROUP.get(about.option.group))
-    return of_field is None or bool(set(of_field) & set(_pattern(model)) & set(symbols))
+    reads = _READ_BY.get(about.name)
+    readers = {
+        symbol
+        for symbol, kind in KINDS.items()
+        if (kind.name == about.option.group if reads is None else reads(kind))
+    }
+    return not readers or bool(readers & set(_pattern(model)) & set(symbols))
 
 
 def _written(name: str, value: object) -> object:

@@ -18,7 +18,7 @@ def shift_mixer():
     code = "\n".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL))
     names = {"__name__": "example"}
     exec(compile(code, str(PAGE), "exec"), names)
-    assert names["MIXER"].symbol == "S"
+    assert names["MIXER"].kind.symbol == "S"
     return names["ShiftMixer"]
 
 

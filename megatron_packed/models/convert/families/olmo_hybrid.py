@@ -19,6 +19,11 @@ from megatron_packed.models.convert.families.decoder import (
     rope_unscaled,
     typed_pattern,
 )
+from megatron_packed.models.convert.families.delta_rows import (
+    convolution_in_thirds,
+    delta_convolution,
+    delta_sections,
+)
 from megatron_packed.models.convert.families.family import (
     LIBRARY,
     Family,
@@ -27,11 +32,6 @@ from megatron_packed.models.convert.families.family import (
     OneOf,
 )
 from megatron_packed.models.convert.families.llama import QKV, SWIGLU_NAMES
-from megatron_packed.models.convert.row_maps import (
-    convolution_in_thirds,
-    delta_convolution,
-    delta_sections,
-)
 
 GATED_NORM_EPS = 1e-5
 """Epsilon of the norm inside gated delta nets, which config.json does not contain."""

@@ -22,6 +22,10 @@ from megatron_packed.models.convert.families.decoder import (
     rope_unscaled,
     typed_pattern,
 )
+from megatron_packed.models.convert.families.delta_rows import (
+    delta_by_key_head,
+    delta_qkv_together,
+)
 from megatron_packed.models.convert.families.family import (
     LIBRARY,
     MTP,
@@ -36,11 +40,7 @@ from megatron_packed.models.convert.families.llama import (
     SWIGLU_NAMES,
     every_layer_sparse,
 )
-from megatron_packed.models.convert.row_maps import (
-    delta_by_key_head,
-    delta_qkv_together,
-    gated_qkv,
-)
+from megatron_packed.models.convert.row_maps import gated_qkv
 
 _WORDS = {"linear_attention": GATED_DELTA_NET} | dict.fromkeys(ATTENTION_WORDS, ATTENTION)
 _INTERVAL = 4

@@ -8,18 +8,8 @@ from typing import Any
 
 from megatron_packed.checkpoint.errors import CheckpointError, printable
 from megatron_packed.config.errors import ConfigError
-from megatron_packed.config.kinds.attention import ATTN
-from megatron_packed.config.kinds.experts import EXPERTS
-from megatron_packed.config.kinds.gated_delta_net import GDN
-from megatron_packed.config.kinds.mamba import SSM
-from megatron_packed.config.layer_pattern import (
-    ATTENTION,
-    DEPTH,
-    GATED_DELTA_NET,
-    MAMBA,
-    MLP,
-    MOE,
-)
+from megatron_packed.config.kinds.layer_kind import KINDS
+from megatron_packed.config.layer_pattern import ATTENTION, DEPTH, MLP, MOE
 from megatron_packed.config.megatron.gpt_layers import MOST_LAYERS
 from megatron_packed.config.section import section_fields
 from megatron_packed.config.sections.model import ModelConfig
@@ -75,8 +65,6 @@ _MOST_SHOWN = 400
 """Limit of the characters of a value in a message."""
 Problem = tuple[str, str]
 """Sentence about options that cannot be used, without its full stop, and the cure."""
-_SYMBOLS = {ATTN: ATTENTION, SSM: MAMBA, EXPERTS: MOE, GDN: GATED_DELTA_NET}
-"""Layer of each group of options. Megatron stores the options of absent layers too."""
 
 
 def model_problem(args: Mapping[str, Any], rows: int) -> Problem | None:
@@ -149,8 +137,10 @@ def _values(args: Mapping[str, Any], rows: int) -> Iterator[tuple[str, Any]]:
         "window_attn_skip_freq": _text(args.get("window_attn_skip_freq")),
         "position_embedding_type": _positions(args),
     }
+    # Megatron stores the options of absent layers too.
+    symbols = {kind.name: symbol for symbol, kind in KINDS.items()}
     for about in section_fields(ModelConfig):
-        if about.name in _OF_THE_RUN or _SYMBOLS.get(about.option.group, pattern) not in pattern:
+        if about.name in _OF_THE_RUN or symbols.get(about.option.group, pattern) not in pattern:
             continue
         value = own.get(about.name, args.get(about.name))
         if about.name in own:

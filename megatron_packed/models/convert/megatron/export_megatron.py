@@ -27,29 +27,19 @@ from megatron_packed.checkpoint.read_tensors import read_tensor
 from megatron_packed.config.section import section_fields
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.stored_config import stored_problem
+from megatron_packed.layers.kinds.registry import MIXERS
 from megatron_packed.models.convert.export_huggingface import write_texts
 from megatron_packed.models.convert.families.family import TABLE
 from megatron_packed.models.convert.import_huggingface import OnProgress, silent
 from megatron_packed.models.convert.megatron.arguments import UNPADDED
 from megatron_packed.models.convert.megatron.folders import BACKEND_FILE, FORMAT, TRACKER
-from megatron_packed.models.convert.megatron.names import new_weights
+from megatron_packed.models.convert.megatron.names import new_weights, unknown_layers
 from megatron_packed.models.convert.megatron.torch_dist import COMMON_STATE
 
 FOLDER = "release"
 """Folder and entry of the tracker file of weights without an iteration, as in Megatron."""
-_OURS = (
-    "attention_norm_placement",
-    "embedding_multiplier",
-    "linear_allow_neg_eigval",
-    "linear_norm_epsilon",
-    "logits_scaling",
-    "mamba_conv_bias",
-    "mamba_norm_epsilon",
-    "mamba_norm_groups",
-    "qk_layernorm_scope",
-    "residual_multiplier",
-)
-"""Options that Megatron does not have; only their defaults can be exported."""
+_OURS = ("embedding_multiplier", "logits_scaling", "residual_multiplier")
+"""Options of the stack that Megatron does not have; only their defaults can be exported."""
 
 
 class MegatronTokenizer(NamedTuple):
@@ -119,10 +109,11 @@ def _model(manifest: Manifest, path: Path) -> tuple[ModelConfig, torch.dtype]:
     if problem is not None or table is None:
         raise CheckpointError(f"its configuration{problem or ' has no table'}", path=path)
     model = ModelConfig(**{**stored["model"], "vocab_size": table.shape[0]})
-    changed = [
+    ours = _our_options()
+    changed = unknown_layers(model) + [
         about.flag
         for about in section_fields(ModelConfig)
-        if about.name in _OURS and getattr(model, about.name) != about.default
+        if about.name in ours and getattr(model, about.name) != about.default
     ]
     if changed:
         raise CheckpointError(
@@ -131,6 +122,18 @@ def _model(manifest: Manifest, path: Path) -> tuple[ModelConfig, torch.dtype]:
             cure="export it as a Hugging Face model",
         )
     return model, torch.bfloat16 if stored["training"]["bf16"] else torch.float32
+
+
+def _our_options() -> set[str]:
+    """Return the options that Megatron does not have."""
+    ours = set(_OURS)
+    for one in MIXERS.values():
+        if one.megatron is not None:
+            ours |= set(one.megatron.without)
+        elif (options := one.kind.options.get("model")) is not None:
+            group = one.kind.name
+            ours |= {x.name for x in section_fields(options) if x.option.group == group}
+    return ours
 
 
 def _arguments(model: ModelConfig, tokenizer: MegatronTokenizer) -> argparse.Namespace:
@@ -142,7 +145,7 @@ def _arguments(model: ModelConfig, tokenizer: MegatronTokenizer) -> argparse.Nam
     values = {
         about.name: getattr(model, about.name)
         for about in section_fields(ModelConfig)
-        if about.name not in (*_OURS, "vocab_size", "window_size", "window_attn_skip_freq")
+        if about.name not in {*_our_options(), "vocab_size", "window_size", "window_attn_skip_freq"}
     }
     window = model.window_size
     return argparse.Namespace(

@@ -17,11 +17,11 @@ from typing import NamedTuple
 import torch
 
 from megatron_packed.checkpoint.errors import CheckpointError
-from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, MAMBA, MLP, MOE
 from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.layers.kinds.registry import MIXERS, kinds_of
 from megatron_packed.models.convert.families.family import OUTPUT, TABLE
 from megatron_packed.models.convert.megatron.torch_dist import StoredTensor
-from megatron_packed.models.convert.row_maps import Part, delta_sections, interleaved
+from megatron_packed.models.convert.row_maps import Part, interleaved
 from megatron_packed.models.convert.weight_rows import (
     HuggingFaceTensor,
     Shape,
@@ -45,46 +45,6 @@ _OUTSIDE = {
     "final_norm.weight": ("decoder.final_norm.weight", _GPT_NORM),
     "final_norm.bias": ("decoder.final_norm.bias", "decoder.final_layernorm.bias"),
 }
-_MODULES: dict[str, dict[str, tuple[str, ...]]] = {
-    MAMBA: {
-        "norm.": ("mixer.in_proj.layer_norm_", "norm."),
-        "mixer.": ("mixer.",),
-    },
-    ATTENTION: {
-        "norm.": ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
-        "mixer.qkv.": ("self_attention.linear_qkv.",),
-        "mixer.proj.": ("self_attention.linear_proj.",),
-        "mixer.q_norm.": ("self_attention.q_layernorm.",),
-        "mixer.k_norm.": ("self_attention.k_layernorm.",),
-    },
-    MLP: {
-        "norm.": ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
-        "mixer.fc1.": ("mlp.linear_fc1.",),
-        "mixer.fc2.": ("mlp.linear_fc2.",),
-    },
-    MOE: {
-        "norm.": ("pre_mlp_layernorm.",),
-        "mixer.router.": ("mlp.router.",),
-        "mixer.experts.fc1": ("mlp.experts.experts.linear_fc1.weight",),
-        "mixer.experts.fc2": ("mlp.experts.experts.linear_fc2.weight",),
-        "mixer.shared_expert.fc1.": ("mlp.shared_experts.linear_fc1.",),
-        "mixer.shared_expert.fc2.": ("mlp.shared_experts.linear_fc2.",),
-        "mixer.shared_expert_gate.weight": ("mlp.shared_experts.gate_weight",),
-        "mixer.fc1_latent_proj.": ("mlp.fc1_latent_proj.",),
-        "mixer.fc2_latent_proj.": ("mlp.fc2_latent_proj.",),
-    },
-    GATED_DELTA_NET: {
-        "norm.": ("self_attention.in_proj.layer_norm_", "input_layernorm."),
-        "mixer.norm.": ("self_attention.out_norm.",),
-        "mixer.": ("self_attention.",),
-    },
-}
-"""Beginnings of names inside a layer, by the beginning of the project's name; the longest counts."""
-_SECTIONS = {
-    MAMBA: ("z", "x", "B", "C", "dt"),
-    GATED_DELTA_NET: ("query", "key", "value", "z", "beta", "alpha"),
-}
-"""Names of the sections of the projection of a recurrent layer, in the order of its rows."""
 
 
 class Source(NamedTuple):
@@ -127,6 +87,10 @@ def named_weights(
     model = HybridModel(
         config, vocab_size=config.vocab_size, max_positions=2, device="meta", dtype=dtype
     )
+    if unknown := unknown_layers(config):
+        raise CheckpointError(
+            f"does not fit the model: Megatron has no {', '.join(unknown)}", path=path
+        )
     prefix = prefix_of(tensors) or ""
     gpt = f"{prefix}{_GPT_NORM}" in tensors
     buffers = frozenset(name for name, _ in model.named_buffers())
@@ -181,29 +145,26 @@ def _parts(name: str, shape: Shape, config: ModelConfig) -> Iterator[tuple[str, 
     """Yield the parts of a parameter, as its name with the name of the section, and their rows."""
     rows = config.vocab_size if name in (TABLE, OUTPUT) else math.prod(shape[:-1] or shape)
     assert rows is not None
-    layer = name.split(".")[1]
-    symbol = config.layer_types[int(layer)] if name.startswith("layers.") else ""
-    sections = _SECTIONS.get(symbol, ())
-    if sections and ".mixer.in_proj." in name:
-        parts = delta_sections(config) if symbol == GATED_DELTA_NET else _mamba(config)
-    elif sections and ".mixer.conv1d." in name:
-        first = 0 if symbol == GATED_DELTA_NET else 1
-        sections = sections[first : first + 3]
-        widths = delta_sections(config) if symbol == GATED_DELTA_NET else _mamba(config)
-        parts = interleaved(1, [part.rows for part in widths[first : first + 3]])
-    else:
+    kind = config.layer_types[int(name.split(".")[1])] if name.startswith("layers.") else ""
+    names = MIXERS[kind].megatron if kind else None
+    chosen: tuple[str, ...] = ()
+    sections = {} if names is None or names.sections is None else names.sections(config)
+    if names is not None and ".mixer.in_proj." in name:
+        chosen = tuple(sections)
+    elif names is not None and ".mixer.conv1d." in name:
+        chosen = names.convolved
+    if not chosen:
         yield name, interleaved(1, [rows])[0]
         return
-    for section, part in zip(sections, parts, strict=True):
+    parts = interleaved(1, [sections[section] for section in chosen])
+    for section, part in zip(chosen, parts, strict=True):
         yield f"{name}.{section}", part
 
 
-def _mamba(config: ModelConfig) -> tuple[Part, ...]:
-    """Return the parts z, x, B, C and dt of the projection of a Mamba layer."""
-    assert config.mamba_num_heads is not None
-    inner = config.mamba_num_heads * config.mamba_head_dim
-    groups = config.mamba_num_groups * config.mamba_state_dim
-    return interleaved(1, (inner, inner, groups, groups, config.mamba_num_heads))
+def unknown_layers(config: ModelConfig) -> list[str]:
+    """Return words for the kinds of layers that Megatron does not have."""
+    kinds = kinds_of(config.layer_types)
+    return [f"{one.kind.layer}s ({one.kind.symbol})" for one in kinds if one.megatron is None]
 
 
 def _choices(ours: str, config: ModelConfig, prefix: str, *, gpt: bool) -> list[Source]:
@@ -215,7 +176,9 @@ def _choices(ours: str, config: ModelConfig, prefix: str, *, gpt: bool) -> list[
         return [Source(prefix + their, None) for their in _OUTSIDE[ours]]
     _, number, inside = ours.split(".", 2)
     layer = int(number)
-    modules = _MODULES[config.layer_types[layer]]
+    names = MIXERS[config.layer_types[layer]].megatron
+    assert names is not None, "`unknown_layers` refuses such models"
+    modules = names.modules
     beginning = max((one for one in modules if inside.startswith(one)), key=len)
     depth, place = config.depth_of_layer(layer), config.number_in_part(layer)
     beginnings = [f"decoder.layers.{place // 2 if gpt else place}"]

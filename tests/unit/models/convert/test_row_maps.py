@@ -5,13 +5,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_packed.models.convert.row_maps import (
-    Block,
+from megatron_packed.models.convert.families.delta_rows import (
     convolution_in_thirds,
     delta_by_key_head,
     delta_convolution,
     delta_qkv_together,
     delta_sections,
+)
+from megatron_packed.models.convert.row_maps import (
+    Block,
     gated_qkv,
     interleaved,
     qkv,

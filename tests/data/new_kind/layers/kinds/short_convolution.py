@@ -1,0 +1,79 @@
+"""Gated short convolution on packed documents: ``out_proj(z * silu(conv1d(x)))``.
+
+Letters: T tokens, B documents, C channels, I = C.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_packed.config.kinds.short_convolution import KIND
+from torch import Tensor, nn
+
+from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.distributed.tensor_parallel_shards import SplitSegment
+from megatron_packed.layers.build import Build
+from megatron_packed.layers.decoding.recurrent_state import RecurrentState
+from megatron_packed.layers.hybrid_layer import ProjectedLayer
+from megatron_packed.layers.kinds.mixer_kind import IsolationCase, MixerKind
+from megatron_packed.layers.recurrent_mixer import RECURRENT_FILLS, RecurrentMixer
+from megatron_packed.packed.params import PackedSeqParams
+
+
+class Gate(nn.Module):
+    """Gate in the place of a gated norm."""
+
+    def forward(self, y_TI: Tensor, z_TI: Tensor) -> Tensor:
+        return z_TI * y_TI
+
+
+class ShortConvolution(RecurrentMixer):
+    """`RecurrentMixer` without a recurrence; the rows of ``in_proj.weight`` are ``[z | x]``."""
+
+    def __init__(self, config: ModelConfig, build: Build) -> None:
+        x = SplitSegment(noun="channels of a short convolution", count=config.short_conv_channels)
+        super().__init__(
+            config.hidden_size,
+            build,
+            convolved=(x,),
+            z=x,
+            z_first=True,
+            values_per_head=0,
+            width=config.short_conv_width,
+            bias=False,
+            norm=Gate(),
+        )
+
+    def scan_heads(
+        self,
+        heads: Sequence[Tensor],
+        per_head: Sequence[Tensor],
+        parameters: Sequence[Tensor],
+        packed: PackedSeqParams,
+    ) -> Tensor:
+        (y_TC1,) = heads
+        return y_TC1
+
+
+class ShortConvolutionState(RecurrentState[ShortConvolution]):
+    """Last inputs of the convolution; there are no states ``(B, 0)``."""
+
+    def final_states(
+        self, heads: Sequence[Tensor], per_head: Sequence[Tensor], lengths: list[int]
+    ) -> Tensor:
+        return heads[0].new_empty(len(lengths), 0)
+
+    def next_output(self, heads: Sequence[Tensor], per_head: Sequence[Tensor]) -> Tensor:
+        return heads[0]
+
+
+MIXER = MixerKind(
+    kind=KIND,
+    build=lambda config, build, place: ShortConvolution(config, build),
+    layer=ProjectedLayer,
+    state=ShortConvolutionState,
+    fills=RECURRENT_FILLS,
+    isolation=IsolationCase(
+        changes=lambda config, ranks: {"short_conv_channels": 16 * ranks.heads},
+    ),
+)
