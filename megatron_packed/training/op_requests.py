@@ -31,7 +31,6 @@ UNKNOWN_VOCABULARY = 32_768
 """Number of vocabulary entries assumed for the choice of the loss kernel before a tokenizer is read."""
 
 
-@lru_cache(maxsize=16)
 def op_requests(
     config: RunConfig, device: torch.device, documents: int | None = None
 ) -> Mapping[Request, int]:
@@ -43,7 +42,14 @@ def op_requests(
         documents: largest number of documents in a pack; by default, the capacity of the largest
             capture size, or 1 without graphs.
     """
-    capacity = documents or (config.cuda_graph.capacities or (1,))[-1]
+    return traced_requests(config, device, documents or (config.cuda_graph.capacities or (1,))[-1])
+
+
+@lru_cache(maxsize=16)
+def traced_requests(
+    config: RunConfig, device: torch.device, capacity: int
+) -> Mapping[Request, int]:
+    """Return the requests of `op_requests` for packs of at most ``capacity`` documents."""
     vocab_size = config.model.vocab_size or UNKNOWN_VOCABULARY
     model = Imagined.of(config, fewest_processes(config.parallel), vocab_size).model
     document = np.zeros(config.document_alignment, dtype=np.int64), None

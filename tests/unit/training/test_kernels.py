@@ -29,6 +29,7 @@ from megatron_packed.training.kernels import (
     slow_kernel_warnings,
 )
 from megatron_packed.training.op_requests import op_requests
+from megatron_packed.training.run_estimate import Imagined
 from support.kernel_calls import ACROSS, called_in_a_step, config_of
 
 ROOT = Path(__file__).parents[3]
@@ -60,6 +61,22 @@ def test_what_is_named_is_what_runs(monkeypatch, pattern, flags):
     assert called == chosen
     names = kernel_names(config, chosen_kernels(config, CPU))
     assert set(names) == {label_of(kernel.op) for kernel in chosen_kernels(config, CPU)}
+
+
+def test_calls_on_the_meta_device_are_not_noted(monkeypatch):
+    """A list of kernels may run the model on the meta device, where plain PyTorch stands for all."""
+    config = config_of("M")
+    called = called_in_a_step(monkeypatch, config, CPU)
+    called.clear()
+    op_requests(config, CPU, documents=3)
+    assert called == {}
+
+
+def test_a_model_is_traced_once_for_all_who_ask(monkeypatch):
+    config = config_of("M")
+    requests = op_requests(config, CPU)
+    monkeypatch.setattr(Imagined, "in_groups", None)
+    assert op_requests(config, CPU, None) is op_requests(config, CPU, documents=1) is requests
 
 
 def test_calls_of_partial_functions_are_noted(monkeypatch):
