@@ -1,4 +1,4 @@
-"""Tests of the options that ``test_sample_options.py`` adds to the package."""
+"""Tests of the options that ``test_changed_package.py`` adds to the package."""
 
 from __future__ import annotations
 

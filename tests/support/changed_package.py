@@ -54,24 +54,14 @@ def changed_package(
     return folder
 
 
-def run_tests(folder: Path, file: Path, *, environment: Mapping[str, str] | None = None) -> None:
-    """Run a file of tests with the package in ``folder``; fail with their output if one fails."""
+def run_tests(folder: Path, *files: Path) -> None:
+    """Run files of tests with the package in ``folder``; fail with their output if one fails."""
     path = os.pathsep.join((str(folder), str(REPOSITORY / "tests")))
+    words = ["-P", "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *map(str, files)]
     done = subprocess.run(
-        [
-            sys.executable,
-            "-P",
-            "-m",
-            "pytest",
-            "-q",
-            "-n",
-            "0",
-            "-p",
-            "no:cacheprovider",
-            str(file),
-        ],
+        [sys.executable, *words],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(environment or {})},
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=TIMEOUT,

@@ -1,7 +1,6 @@
-"""A new option needs edits of few files: three sample options, and the files of each.
+"""What a new kind of layer and a new option need: files and edits, in a copy of the package.
 
-The tests of the options are in ``changed/sample_options.py``; they run with a package that has all
-three.
+The tests of the changes are in ``tests/changed``; they run with the package that has all of them.
 """
 
 from __future__ import annotations
@@ -10,6 +9,9 @@ from pathlib import Path
 
 from support.changed_package import Edit, changed_package, run_tests
 
+TESTS = Path(__file__).parents[1]
+NEW_KIND = TESTS / "data" / "new_kind"
+MOST_NEW_FILES = 3
 MOST_FILES = 4
 OF_PACKS = (
     Edit(
@@ -79,8 +81,10 @@ WITH_STATE = (
 """Option with state in the checkpoint."""
 
 
-def test_sample_options_need_edits_of_few_files(tmp_path: Path) -> None:
+def test_a_kind_needs_new_files_and_an_option_edits_of_few_files(tmp_path: Path) -> None:
+    new = {str(path.relative_to(NEW_KIND)): path for path in NEW_KIND.rglob("*.py")}
+    assert 2 <= len(new) <= MOST_NEW_FILES
     for edits in (OF_PACKS, OF_A_KIND, WITH_STATE):
         assert len({edit.file for edit in edits}) <= MOST_FILES
-    folder = changed_package(tmp_path, edits=(*OF_PACKS, *OF_A_KIND, *WITH_STATE))
-    run_tests(folder, Path(__file__).parents[2] / "changed" / "sample_options.py")
+    folder = changed_package(tmp_path, new_files=new, edits=(*OF_PACKS, *OF_A_KIND, *WITH_STATE))
+    run_tests(folder, TESTS / "changed" / "new_kind.py", TESTS / "changed" / "sample_options.py")
