@@ -27,9 +27,9 @@ from megatron_packed.config.layer_pattern import (
     ATTENTION,
     DEPTH,
     GATED_DELTA_NET,
-    KINDS,
     MAMBA,
     MOE,
+    NAMES,
 )
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.collectives import all_gather_rows
@@ -104,7 +104,7 @@ class IsolationResult:
         return self.isolated and self.seeing
 
     def __str__(self) -> str:
-        measured = f"{KINDS[self.symbol]} layers ({self.symbol}), {self.quantity}: "
+        measured = f"{NAMES[self.symbol]} layers ({self.symbol}), {self.quantity}: "
         if not self.isolated:
             return measured + (
                 f"changing one document changed other documents by {self.difference:.1e} (allowed {self.allowed:.1e}); "
