@@ -103,9 +103,7 @@ BANNED = {
 """Words and phrases that no text of the project uses, with their replacement."""
 BANNED_PATTERN = re.compile(r"(?<![\w-])(" + "|".join(BANNED) + r")(?![\w-])", re.IGNORECASE)
 
-EXCEPTIONS: dict[tuple[str, str], str] = {
-    ("megatron_packed/cli/doctor/probe.py", "--hybrid-layer-pattern GM*-E"): "a list of flags",
-}
+EXCEPTIONS: dict[tuple[str, str], str] = {}
 """Passages that may stay: ``(path, text that the passage contains)`` -> reason."""
 
 SKIPPED_FILES = ("tests/language.py", "tests/unit/test_language.py", "LICENSE")

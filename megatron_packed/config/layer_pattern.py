@@ -1,13 +1,14 @@
 """The hybrid layer pattern: one character per layer, in Megatron's spelling.
 
-``M`` Mamba-2, ``G`` gated delta net, ``*`` attention, ``-`` MLP, ``E`` mixture of experts. ``M*-E`` is
-a model of four layers. After each ``/`` are the layers of one depth of multi-token prediction, the
-same for all depths: ``M*-E/*E/*E`` has two depths of two layers.
+Each kind in ``config.kinds`` has a character: ``M*-E`` is a model of four layers. After each ``/`` are
+the layers of one depth of multi-token prediction, the same for all depths: ``M*-E/*E/*E`` has two
+depths of two layers.
 """
 
 from __future__ import annotations
 
 from megatron_packed.config.errors import Problem
+from megatron_packed.config.kinds.layer_kind import KINDS
 
 MAMBA = "M"
 ATTENTION = "*"
@@ -26,7 +27,7 @@ LAYER_NAMES = {
     MOE: "mixture of experts",
 }
 
-KINDS = {**LAYER_NAMES, DEPTH: "multi-token prediction"}
+NAMES = {**LAYER_NAMES, DEPTH: "multi-token prediction"}
 """Names of the symbols that belong to layers."""
 REFUSED = {
     "D": ("sparse (DS) attention layers are not supported", "use * (full causal attention)"),
@@ -47,7 +48,7 @@ def pattern_problems(pattern: str, flag: str = "--hybrid-layer-pattern") -> list
     """
     found = _depth_problems(pattern, flag)
     for symbol in dict.fromkeys(pattern):
-        if symbol in LAYER_NAMES or symbol == DEPTH:
+        if symbol in KINDS or symbol == DEPTH:
             continue
         positions = [i + 1 for i, other in enumerate(pattern) if other == symbol]
         where = f"position {positions[0]}" + (
@@ -57,10 +58,8 @@ def pattern_problems(pattern: str, flag: str = "--hybrid-layer-pattern") -> list
             reason, cure = REFUSED[symbol]
             found.append(Problem(flag, repr(pattern), f"{symbol!r} at {where}: {reason}", cure))
         else:
-            known = ", ".join(f"{name} {meaning}" for name, meaning in LAYER_NAMES.items())
-            cure = (
-                "write it in upper case" if symbol.upper() in LAYER_NAMES else f"use only {known}"
-            )
+            known = KINDS.in_words()
+            cure = "write it in upper case" if symbol.upper() in KINDS else f"use only {known}"
             found.append(
                 Problem(flag, repr(pattern), f"{symbol!r} at {where} is not a layer symbol", cure)
             )

@@ -30,7 +30,6 @@ from megatron_packed.layers.transformer_impl import (
 from megatron_packed.ops.activation import api as activation
 from megatron_packed.ops.backend_dispatch import NoBackendError, Op
 from megatron_packed.ops.context_parallel_attention import api as context_parallel_attention
-from megatron_packed.ops.gated_delta_rule import precision
 from megatron_packed.ops.grouped_mlp import api as grouped_mlp
 from megatron_packed.ops.varlen_attention import backends as varlen_attention
 from megatron_packed.training.build_job import dtype_of
@@ -42,7 +41,7 @@ LABELS = {
     "rope": "rope",
     "causal_conv1d": "convolution",
     "ssd": "scan",
-    "gated_delta_rule": "gated delta rule",
+    "": "",
     "gated_rms_norm": "gated norm",
     "rms_norm": "norm",
     "grouped_mlp": "grouped product",
@@ -54,7 +53,10 @@ LABELS = {
     "cross_entropy": "loss",
     "adamw": "optimizer",
 }
-"""Names of the ops in console output, in the order in which `kernel_block` lists them."""
+"""Names of the ops in console output, in the order in which `kernel_block` lists them.
+
+The empty entry stands for all other ops, which have their own names.
+"""
 
 MEASURED: dict[str, dict[str, float]] = {
     "attention": {"reference": 56, "sdpa": 16},
@@ -80,10 +82,6 @@ FASTEST_MEASURED = {"ssd": "mamba_ssm", "moe": "grouped_mm"}
 The benchmark has no times of `triton` for the scan, and of quack's kernels for experts, yet.
 """
 
-_REMARKS: dict[tuple[str, str], Callable[[Any], str]] = {
-    ("gated_delta_rule", "triton"): precision.remark,
-}
-"""Functions of remarks for ``--explain``, by op and backend."""
 WIDTH = 118
 NO_FLOAT32 = "torch.float32"
 """Text in the reasons of backends that do not support float32, that is, a run without --bf16."""
@@ -115,7 +113,7 @@ class Kernel(NamedTuple):
     @property
     def label(self) -> str:
         """Name of the op in console output."""
-        return LABELS[self.op.name]
+        return label_of(self.op)
 
     @property
     def fastest(self) -> str:
@@ -140,9 +138,18 @@ class Kernel(NamedTuple):
 
     @property
     def remark(self) -> str:
-        """Sentence part about how the backend computes these inputs, after a comma; or empty."""
-        remark = _REMARKS.get((self.op.name, self.name))
+        """Sentence part about how the backend computes these inputs, after a comma; or empty.
+
+        The module of the backend may have a function ``remark`` that returns it.
+        """
+        backend = next(one for one in self.op.backends if one.name == self.name)
+        remark: Callable[[Any], str] | None = getattr(backend.loaded, "remark", None)
         return "" if remark is None else remark(self.inputs)
+
+
+def label_of(op: Op) -> str:
+    """Return the name of an op in console output."""
+    return LABELS.get(op.name, op.name.replace("_", " "))
 
 
 def choose(op: Op, inputs: Hashable, asked: str = "auto", option: str = "") -> Kernel:
@@ -241,7 +248,9 @@ def kernel_names(config: RunConfig, kernels: Sequence[Kernel]) -> dict[str, str]
         names["norm"] = "torch"
     if "attention" in names and config.parallel.context_parallel_size > 1:
         names["attention"] += f" ({config.parallel.cp_comm_type})"
-    return {label: names[label] for label in dict.fromkeys(LABELS.values()) if label in names}
+    others = [label for label in names if label not in LABELS.values()]
+    labels = (every for label in LABELS.values() for every in ([label] if label else others))
+    return {label: names[label] for label in dict.fromkeys(labels) if label in names}
 
 
 def kernel_block(names: dict[str, str]) -> str:
@@ -284,7 +293,7 @@ def _why(kernel: Kernel) -> str:
         return f"{kernel.option} selects it"
     name, reasons = _refused(kernel)
     if not reasons:  # the grouped product computes this activation as a part of its reference
-        return f"it is a part of the reference of the {LABELS[grouped_mlp.OP.name]}"
+        return f"it is a part of the reference of the {label_of(grouped_mlp.OP)}"
     return f"{name} cannot be used: {'; '.join(map(without_module, reasons))}"
 
 
@@ -353,7 +362,7 @@ def _refusal(config: RunConfig, op: Op, inputs: Hashable, asked: str) -> Problem
     why = "; ".join(
         map(without_module, reasons[asked] if asked in reasons else reasons[op.names()[0]])
     )
-    label, option = LABELS[op.name], _option_of(config, op)
+    label, option = label_of(op), _option_of(config, op)
     if option == OPTION_OF["layers"]:
         return Problem(
             option,

@@ -26,6 +26,7 @@ from megatron_packed.cli.doctor.system_calls import system_call_finding
 from megatron_packed.cli.doctor.verdict import problems_of, verdict
 from megatron_packed.cli.errors import UsageError
 from megatron_packed.config.kernel_options import OPTION_OF
+from megatron_packed.config.kinds import KINDS
 from megatron_packed.config.optional_packages import (
     PACKAGES,
     Package,
@@ -40,9 +41,7 @@ EXIT_PROBLEM = 1
 WIDTH = 118
 LINE_EVERY = 10.0
 """Seconds between progress lines if standard error is not a terminal."""
-FORCED_BY = {
-    op: OPTION_OF[op] for op in ("varlen_attention", "ssd", "gated_delta_rule", "causal_conv1d")
-}
+FORCED_BY = {op: OPTION_OF[op] for kind in KINDS.values() for op in kind.backends}
 """Option that chooses the kernel of each op of the model."""
 Answers = dict[str, dict[str, Any]]
 

@@ -20,35 +20,17 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from megatron_packed.config.kinds import KINDS
+from megatron_packed.config.kinds.attention import SYMBOL as ATTENTION
+
 TOKENS = 512
 FLAGS = shlex.split("""
-    --hybrid-layer-pattern GM*-E --hidden-size 256 --num-attention-heads 2 --kv-channels 128 --num-query-groups 1
-    --position-embedding-type rope --normalization RMSNorm --squared-relu --disable-bias-linear
-    --mamba-head-dim 64 --mamba-state-dim 128 --mamba-num-groups 1 --linear-num-key-heads 1 --linear-num-value-heads 2
-    --num-experts 4 --moe-router-topk 2
-    --moe-ffn-hidden-size 256 --ffn-hidden-size 512 --vocab-size 512 --untie-embeddings-and-output-weights
+    --hidden-size 256 --normalization RMSNorm --squared-relu --disable-bias-linear
+    --vocab-size 512 --untie-embeddings-and-output-weights
     --lr 0 --train-iters 1 --data-path '(none)'""")
-"""Flags of a small model with the head and state sizes of large models, which determine the choice
-of kernels.
+"""Flags of a small model, without those of its kinds of layers. Layers have the head and state sizes
+of large models, which determine the choice of kernels.
 """
-LAYER_OF = {
-    "varlen_attention": "*",
-    "rope": "*",
-    "causal_conv1d": "M",
-    "ssd": "M",
-    "gated_delta_rule": "G",
-    "gated_rms_norm": "M",
-    "rms_norm": "-",
-    "activation": "-",
-    "dense_mlp": "-",
-    "residual_projection": "M",
-    "cross_entropy": "-",
-    "grouped_mlp": "E",
-    "permute": "E",
-    "router_logits": "E",
-    "layers": "*",
-}
-"""Layer in which each op is tested."""
 CLOSE = 0.05
 """Maximum relative difference of norms from the reference in the same precision. A correct kernel
 in bfloat16 differs by about 0.01, a wrong kernel by about 1.
@@ -122,7 +104,16 @@ def _job() -> tuple[Any, Any, dict[str, Any]]:
     from megatron_packed.training.op_requests import op_requests
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    flags = [*FLAGS, "--seq-length", str(TOKENS), *(["--bf16"] if device.type == "cuda" else [])]
+    layers = ["--hybrid-layer-pattern", "".join(KINDS)]
+    for kind in KINDS.values():
+        layers += shlex.split(kind.example)
+    flags = [
+        *FLAGS,
+        *layers,
+        "--seq-length",
+        str(TOKENS),
+        *(["--bf16"] if device.type == "cuda" else []),
+    ]
     config = parse_or_exit(flags, launched=False, here=False)
     ops = {op.name: (op, inputs) for op, _, inputs in op_requests(config, device)}
     return config, device, ops
@@ -166,34 +157,63 @@ def _layer_difference(op: str, backend: str) -> float:
     import numpy as np
 
     from megatron_packed.layers.backends import Backends
-    from megatron_packed.models.hybrid_model import HybridModel
-    from megatron_packed.models.isolation import observe, small_config
+    from megatron_packed.models.isolation import VOCAB, observe
     from megatron_packed.packed.micro_batch import MicroBatch
-    from megatron_packed.training.build_job import dtype_of
 
-    config, device, _ = _job()
-    choice = "transformer_impl" if op == "layers" else op
-    model_config = small_config(LAYER_OF[op], config.model)
-    assert model_config.vocab_size is not None
+    _, device, _ = _job()
+    choice, symbol = ("transformer_impl", ATTENTION) if op == "layers" else (op, _layers_of()[op])
     draw = np.random.default_rng(0)
-    documents = [
-        (draw.integers(0, model_config.vocab_size, length), None) for length in (130, 3, 251)
-    ]
+    documents = [(draw.integers(0, VOCAB, length), None) for length in (130, 3, 251)]
     pack = MicroBatch.build(documents, TOKENS, scales=(1.0, 0.0)).to(device)
     found = []
     for backends in (Backends.reference(), _but(Backends.reference(), choice, backend)):
-        model = HybridModel(
-            model_config,
-            vocab_size=model_config.vocab_size,
-            max_positions=TOKENS,
-            device=device,
-            dtype=dtype_of(config),
-            backends=backends,
-            seed=1,
-        )
+        model = _one_layer(symbol, device, backends)
         found.append({what: value.double() for what, value in observe(model, pack).items()})
     expected, got = found
     return max(float((got[what] - value).norm() / value.norm()) for what, value in expected.items())
+
+
+def _one_layer(symbol: str, device: Any, backends: Any) -> Any:
+    """Return a model of one layer."""
+    from megatron_packed.models.hybrid_model import HybridModel
+    from megatron_packed.models.isolation import VOCAB, small_config
+    from megatron_packed.training.build_job import dtype_of
+
+    config, _, _ = _job()
+    return HybridModel(
+        small_config(symbol, config.model),
+        vocab_size=VOCAB,
+        max_positions=TOKENS,
+        device=device,
+        dtype=dtype_of(config),
+        backends=backends,
+        seed=1,
+    )
+
+
+@lru_cache(maxsize=1)
+def _layers_of() -> dict[str, str]:
+    """Return the layer in which each op is tested: of those with the op, the first with the fewest
+    ops.
+    """
+    import numpy as np
+
+    from megatron_packed.layers.backends import Backends
+    from megatron_packed.ops.backend_dispatch import planned
+    from megatron_packed.packed.micro_batch import MicroBatch
+
+    _, device, _ = _job()
+    pack = MicroBatch.build([(np.zeros(TOKENS, dtype=np.int64), None)], TOKENS).to("meta")
+    ops: dict[str, set[str]] = {}
+    for symbol in KINDS:
+        model = _one_layer(symbol, "meta", Backends.reference())
+        with planned(device) as requests:
+            model(pack)
+        ops[symbol] = {request.op.name for request in requests}
+    found: dict[str, str] = {}
+    for symbol in sorted(ops, key=lambda symbol: len(ops[symbol])):
+        found |= dict.fromkeys(ops[symbol] - found.keys(), symbol)
+    return found
 
 
 def _but(backends: Any, choice: str, backend: str) -> Any:

@@ -146,6 +146,10 @@ class Kinds(Mapping[str, LayerKind]):
     def __len__(self) -> int:
         return len(self._records)
 
+    def in_words(self) -> str:
+        """Return the symbols with their names, as one text."""
+        return ", ".join(f"{symbol} {kind.name}" for symbol, kind in self.items())
+
     @cached_property
     def _records(self) -> dict[str, LayerKind]:
         package = __name__.rpartition(".")[0]

@@ -29,8 +29,12 @@ else:
     def _joined(section: str) -> type:
         """Return a class with the options that all kinds add to a section, in order of the kinds."""
         found = [kind.options[section] for kind in KINDS.values() if section in kind.options]
+        # Kinds may share a class, and a class may be a base of another one.
+        bases = dict.fromkeys(
+            one for one in found if sum(issubclass(other, one) for other in {*found}) == 1
+        )
         # Dataclass fields follow the bases from right to left.
-        return dataclass(frozen=True, kw_only=True)(new_class(section, tuple(reversed(found))))
+        return dataclass(frozen=True, kw_only=True)(new_class(section, tuple(reversed(bases))))
 
     KindModelOptions, KindKernels = _joined("model"), _joined("training")
     KindCommunication = _joined("parallel")

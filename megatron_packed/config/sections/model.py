@@ -42,8 +42,7 @@ class ModelConfig(  # dataclass fields follow the bases from right to left
     """
 
     hybrid_layer_pattern: str = required_option(
-        "Layers of the model, one character per layer: "
-        f"{', '.join(f'{symbol} {kind.name}' for symbol, kind in KINDS.items())}. "
+        f"Layers of the model, one character per layer: {KINDS.in_words()}. "
         "After each / are the layers of one depth of multi-token prediction.",
         group=STACK,
         deprecated=("hybrid-override-pattern",),

@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_packed.config.triton_assembler import RIGHT_PTXAS
 from megatron_packed.ops.column_slices import GradientSlot, gradient_like, gradient_slot
+from megatron_packed.ops.gated_delta_rule.precision import remark as remark
 from megatron_packed.ops.gated_delta_rule.tables import DeltaRuleTables, build_tables
 from megatron_packed.ops.gated_delta_rule.triton_gates import gate_gradients
 from megatron_packed.ops.gated_delta_rule.triton_gradients import BackwardTensors, chunk_gradients

@@ -454,7 +454,7 @@ def test_an_attention_kernel_that_pays_for_room_says_so(monkeypatch, chosen, cap
 def test_a_kernel_that_is_passed_over_says_why(monkeypatch):
     reasons = {"quick": ["a.b does not import: no a"], "good": [], "slow": []}
     monkeypatch.setattr(Backend, "reasons", lambda self, inputs: reasons[self.name])
-    op = Op("thing", tuple(Backend(name, "nowhere") for name in reasons))
+    op = Op("thing", tuple(Backend(name, "math") for name in reasons))
     gpu = torch.device("cuda")
     found = kernel(op, 1, "auto", gpu)
     assert (
