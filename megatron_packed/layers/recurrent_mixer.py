@@ -104,7 +104,7 @@ class RecurrentMixer(nn.Module):
         """Columns of the projection as `split` returns them."""
         if passes_states and build.cp.passes_states:
             self.over_ranks = PassedStates(StatePassing(build.cp, width))
-        elif build.cp.group is not None:
+        elif build.cp.size > 1:
             self.over_ranks = HeadParallel(build.cp, own_channels, own_head, values_per_head)
             self.shapes = self._rows(inner, self.conv_shapes, (own_head.count, 1))
         self.in_proj = build.parts.column_parallel(

@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_packed.config.layer_pattern import DEPTH, NAMES
+from megatron_packed.config.kinds.layer_kind import KINDS
+from megatron_packed.config.layer_pattern import DEPTH
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.collectives import all_gather_rows
 from megatron_packed.distributed.groups import ParallelGroups
@@ -82,7 +83,8 @@ class IsolationResult:
         return self.isolated and self.seeing
 
     def __str__(self) -> str:
-        measured = f"{NAMES[self.symbol]} layers ({self.symbol}), {self.quantity}: "
+        name = KINDS[self.symbol].name if self.symbol in KINDS else "multi-token prediction"
+        measured = f"{name} layers ({self.symbol}), {self.quantity}: "
         if not self.isolated:
             return measured + (
                 f"changing one document changed other documents by {self.difference:.1e} (allowed {self.allowed:.1e}); "

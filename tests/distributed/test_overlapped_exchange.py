@@ -20,7 +20,7 @@ from megatron_packed.distributed.collectives import Started, start_exchange, wai
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.overlapped_exchange import compute_by_heads
 from megatron_packed.distributed.testing import WorkerPools
-from megatron_packed.layers import attention, recurrent_mixer
+from megatron_packed.layers import attention, head_parallel
 from megatron_packed.models.isolation import check_isolation
 from megatron_packed.packed.micro_batch import MicroBatch
 from support import hybrid_cases as cases
@@ -170,7 +170,7 @@ def computed_in_turn(
 def in_turn() -> contextlib.ExitStack:
     """Return a ``with`` block in which layers compute parts by `computed_in_turn`."""
     stack = contextlib.ExitStack()
-    for module in (attention, recurrent_mixer):
+    for module in (attention, head_parallel):
         stack.enter_context(mock.patch.object(module, "compute_by_heads", computed_in_turn))
     return stack
 
@@ -197,7 +197,8 @@ def results(groups: ParallelGroups, run: Run, parts: int) -> tuple[dict[str, Ten
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
     mixers = [getattr(layer.mixer, "core_attn", layer.mixer) for layer in model.layers]
     found |= {"loss": output.loss.detach(), "tokens": output.per_token_loss_T.detach()}
-    counts = [getattr(mixer, "parts", 0) for mixer in mixers]
+    exchanging = [getattr(mixer, "over_ranks", mixer) for mixer in mixers]
+    counts = [getattr(one, "parts", 1) for one in exchanging]
     return found, [*counts, len(recorder.collectives())]
 
 

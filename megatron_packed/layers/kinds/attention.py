@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -23,6 +24,7 @@ from megatron_packed.layers.kinds.mixer_kind import (
     TableBuilder,
 )
 from megatron_packed.ops.varlen_attention.api import prepare_tables
+from megatron_packed.ops.varlen_attention.tables import BlockTables, MaskTable
 from megatron_packed.packed.params import PackedSeqParams
 
 WINDOW = 48
@@ -47,17 +49,20 @@ def _tables(config: ModelConfig, build: Build) -> TableBuilder | None:
         dtype=build.dtype,
         deterministic=build.backends.deterministic,
     )
-    windows = config.attention_windows
+    return partial(_window_tables, config.attention_windows, prepare)
 
-    def tables_of(packed: PackedSeqParams) -> WindowTables | None:
-        tables = {
-            window: prepare(packed.seq_idx, packed.cu_seqlens, window_size=window)
-            for window in windows
-        }
-        read = {window: table for window, table in tables.items() if table is not None}
-        return WindowTables(read) if read else None
 
-    return tables_of
+def _window_tables(
+    windows: Sequence[int | None],
+    prepare: Callable[..., BlockTables | MaskTable | None],
+    packed: PackedSeqParams,
+) -> WindowTables | None:
+    """Return the tables of a pack for each window; None if the kernel reads none."""
+    tables = {
+        window: prepare(packed.seq_idx, packed.cu_seqlens, window_size=window) for window in windows
+    }
+    read = {window: table for window, table in tables.items() if table is not None}
+    return WindowTables(read) if read else None
 
 
 def _small_sizes(config: ModelConfig, ranks: RankCounts) -> dict[str, object]:

@@ -94,6 +94,7 @@ class MegatronNames:
 
 
 TableBuilder = Callable[[PackedSeqParams], KindTables | None]
+"""Function that builds the tables of a pack. A model holds it, so it must be possible to pickle it."""
 
 
 def no_tables(config: ModelConfig, build: Build) -> TableBuilder | None:
