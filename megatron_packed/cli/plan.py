@@ -331,7 +331,7 @@ def _communicators(number: int) -> str:
 
 def _state_lines(config: RunConfig) -> list[str]:
     """Return the line about the bytes of passed states; empty if no layer passes states."""
-    from megatron_packed.models.estimate.state_messages import state_messages
+    from megatron_packed.training.state_messages import state_messages
 
     sent = state_messages(config)
     if sent is None:
@@ -459,7 +459,7 @@ def _as_json(
     limit: int,
     cures: Sequence[Change],
 ) -> dict[str, Any]:
-    from megatron_packed.models.estimate.state_messages import state_messages
+    from megatron_packed.training.state_messages import state_messages
 
     sent = state_messages(config)
     return {

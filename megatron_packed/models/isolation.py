@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ from megatron_packed.layers.kinds.mixer_kind import HIDDEN, IsolationCase, RankC
 from megatron_packed.layers.kinds.registry import MIXERS, kinds_of
 from megatron_packed.layers.tensor_parallel import TensorParallel
 from megatron_packed.models.hybrid_model import HybridModel
-from megatron_packed.models.tune_recurrences import tune_recurrences
+from megatron_packed.ops.backend_dispatch import Request, tune
 from megatron_packed.packed.micro_batch import MicroBatch
 
 VOCAB = 64
@@ -113,6 +113,7 @@ def check_isolation(
     mamba_cp_comm_type: str = "heads",
     cp_comm_overlap_parts: int = 1,
     sequence_parallel: bool = False,
+    requests: Iterable[Request] = (),
 ) -> list[IsolationResult]:
     """Check every kind of layer in ``model_config``'s pattern with the kernels that it would run.
 
@@ -120,6 +121,9 @@ def check_isolation(
     before training starts. All ranks of ``groups`` must call it; they shard these small layers as
     they shard those of the model.
 
+    Args:
+        requests: requests of the model to its ops. Their kernels are tuned first, for the sizes of
+            training, because the small packs of this check must not choose the tiles.
     Returns:
         Two or three results for each kind of layer. Attention with a window is a kind of its own.
         Refuse to train unless all of them ``passed``, and print those that did not.
@@ -128,7 +132,7 @@ def check_isolation(
     tp = TensorParallel.of(groups)
     cp = ContextParallel.of(groups, cp_comm_type, mamba_cp_comm_type, cp_comm_overlap_parts)
     ranks = tp.size * cp.size
-    tune_recurrences(model_config, device, dtype, backends, tp, cp)
+    tune(requests, device)
     results = []
     ep_size = 1 if groups is None else groups.ep_size
     for symbol, variant in _kinds_of_layers(model_config):

@@ -22,7 +22,7 @@ counted, and it decides whether operations are joined.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -153,16 +153,6 @@ class Op:
             return self._choose(backend, inputs, calls=0)
         return self.chosen[backend, inputs]
 
-    def tune(self, inputs: Hashable, device: torch.device, backend: str = "auto") -> None:
-        """Tune the kernels of the backend for ``inputs``; do nothing if it has none to tune.
-
-        Raises:
-            NoBackendError: as `select`.
-        """
-        module = self.select(inputs, backend).loaded
-        if hasattr(module, "tune"):
-            module.tune(inputs, device)
-
     def explain(self, inputs: Hashable) -> dict[str, list[str]]:
         """Return the reasons against each backend, by name; empty for backends that fit."""
         return {candidate.name: candidate.reasons(inputs) for candidate in self.backends}
@@ -201,6 +191,30 @@ class Request(NamedTuple):
     backend: str
     """Requested backend: a name, or ``auto``."""
     inputs: Hashable
+
+
+CHUNKS_TO_TUNE = 64
+"""Number of chunks that, with all heads of a model, fill a GPU like a pack in training."""
+
+
+def tune(requests: Iterable[Request], device: torch.device) -> None:
+    """Tune the kernels of those requests whose inputs have sizes ``to_tune``.
+
+    Triton tunes a kernel at its first call, and uses the result for packs of any size. So call this
+    function before the first small pack. Backends without a function ``tune`` are left out.
+
+    Raises:
+        NoBackendError: a requested backend does not support the inputs.
+    """
+    sizes = {
+        (op, backend, inputs.to_tune): None
+        for op, backend, inputs in requests
+        if hasattr(inputs, "to_tune")
+    }
+    for op, backend, inputs in sizes:
+        module = op.select(inputs, backend).loaded
+        if hasattr(module, "tune"):
+            module.tune(inputs, device)
 
 
 class _PlannedRank:

@@ -11,6 +11,7 @@ from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.isolation import check_isolation, coupled_by_design
 from megatron_packed.training.console import Console
 from megatron_packed.training.failures import IsolationLeak
+from megatron_packed.training.op_requests import op_requests
 
 
 def self_test(
@@ -32,6 +33,7 @@ def self_test(
         mamba_cp_comm_type=config.parallel.mamba_cp_comm_type,
         cp_comm_overlap_parts=config.parallel.cp_comm_overlap_parts,
         sequence_parallel=config.parallel.sequence_parallel,
+        requests=op_requests(config, groups.device),
     )
     # The first use compiles and tunes kernels. On GPUs, rank 0 does so first, and other ranks reuse
     # the results on disk.

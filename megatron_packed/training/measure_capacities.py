@@ -34,6 +34,7 @@ from megatron_packed.training.build_graphs import (
     within,
 )
 from megatron_packed.training.build_job import Job, build_job, device_of, dtype_of
+from megatron_packed.training.op_requests import op_requests
 from megatron_packed.training.train_step import TrainStep
 
 MICRO_BATCHES = 4
@@ -85,7 +86,13 @@ def measure(
     if config.training.isolation_self_test and device.type == "cuda":
         # Kernels are tuned for the first shapes that they get. In a run, these are the shapes of
         # the self-test, so the measurement runs it, too.
-        check_isolation(config.model, device, job.model.dtype, job.model.backends)
+        check_isolation(
+            config.model,
+            device,
+            job.model.dtype,
+            job.model.backends,
+            requests=op_requests(config, device),
+        )
     timer = _Timer(job.step)
     job.step.graphs = build_graphs(config, job, capture_sizes, groups, say, backend)
     timed, update = _time_graphs(config, job, groups, vocab_size, capture_sizes, timer, say)

@@ -90,6 +90,8 @@ def useless_recomputation(config: RunConfig, device: torch.device) -> str:
     A recomputed activation is a call of its own. If all experts would join it with their products
     without this option, it is not saved in either case.
     """
+    if EXPERT_ACTIVATION not in config.memory.modules:
+        return ""
     without = replace(config, memory=replace(config.memory, recompute_granularity=None))
     joined = grouped_mlp.JOINED
     if not any(inputs.apart for inputs in _experts(config, device)):

@@ -18,13 +18,13 @@ packed form in chunks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from megatron_packed.ops.backend_dispatch import Backend, Op
-from megatron_packed.ops.gated_delta_rule.tables import DeltaRuleTables
+from megatron_packed.ops.backend_dispatch import CHUNKS_TO_TUNE, Backend, Op
+from megatron_packed.ops.gated_delta_rule.tables import CHUNK, DeltaRuleTables
 from megatron_packed.ops.work import OpWork
 
 OP = Op(
@@ -60,6 +60,11 @@ class GatedDeltaRuleInputs:
         Kernels run the rule in chunks, with other numbers of operations.
         """
         return OpWork(per_token=8 * self.value_heads * self.value_dim * self.key_dim)
+
+    @property
+    def to_tune(self) -> GatedDeltaRuleInputs:
+        """Sizes for which tiles are tuned, for any number of tokens."""
+        return replace(self, tokens=CHUNKS_TO_TUNE * CHUNK)
 
 
 def gated_delta_rule(
@@ -114,17 +119,6 @@ def gated_delta_rule(
         **options,
     )
     return o_TNV
-
-
-def tune(inputs: GatedDeltaRuleInputs, device: torch.device, *, backend: str = "auto") -> None:
-    """Tune the tiles of the backend's kernels at these sizes; do nothing if it has none to tune.
-
-    Raises:
-        NoBackendError: the requested backend does not support these inputs.
-    """
-    module = OP.chosen[backend, inputs].loaded
-    if hasattr(module, "tune"):
-        module.tune(inputs, device)
 
 
 def inputs_of(

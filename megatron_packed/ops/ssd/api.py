@@ -13,12 +13,12 @@ Source: Dao and Gu, 'Transformers are SSMs', arXiv:2405.21060. README.md derives
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from megatron_packed.ops.backend_dispatch import Backend, Op
+from megatron_packed.ops.backend_dispatch import CHUNKS_TO_TUNE, Backend, Op
 from megatron_packed.ops.work import OpWork
 
 OP = Op(
@@ -58,6 +58,12 @@ class SSDInputs:
             per_pair_in_chunk=2 * self.groups * self.state_dim + 2 * inner,
             per_chunk=2 * inner * self.state_dim,
         )
+
+    @property
+    def to_tune(self) -> SSDInputs:
+        """Sizes for which tiles are tuned, for any number of tokens."""
+        stride = max(self.heads * self.head_dim, self.groups * self.state_dim)
+        return replace(self, tokens=CHUNKS_TO_TUNE * self.chunk_size, row_stride=stride)
 
 
 def ssd(
@@ -100,19 +106,6 @@ def ssd(
     arguments = (x_TNP, dt_TN, A_log_N, B_TGS, C_TGS, D_N, dt_bias_N, seq_idx_1T, cu_seqlens)
     y_TNP: Tensor = OP.chosen[backend, inputs].loaded.run(*arguments, chunk_size=chunk_size)
     return y_TNP
-
-
-def tune(inputs: SSDInputs, device: torch.device, *, backend: str = "auto") -> None:
-    """Tune the tiles of the backend's kernels at these sizes; do nothing if it has none to tune.
-
-    Triton tunes a kernel at its first call and uses the result for any number of tokens and heads.
-
-    Raises:
-        NoBackendError: the requested backend does not support these inputs.
-    """
-    module = OP.chosen[backend, inputs].loaded
-    if hasattr(module, "tune"):
-        module.tune(inputs, device)
 
 
 def checked_inputs(

@@ -23,6 +23,7 @@ from megatron_packed.models.isolation import (
     coupled_by_design,
     small_config,
 )
+from megatron_packed.models.trace import calls_of_pass
 from support import hybrid_cases as cases
 
 CONFIG = ModelConfig(
@@ -83,7 +84,10 @@ def test_tiles_are_chosen_by_sizes_of_training_before_a_small_pack_can(monkeypat
         ssd_reference, "tune", lambda inputs, device: calls.append(inputs), raising=False
     )
     monkeypatch.setattr(ssd_reference, "run", recorded)
-    check_isolation(CONFIG, "cpu", torch.bfloat16)
+    model = HybridModel(CONFIG, vocab_size=64, max_positions=8, device="meta", dtype=torch.bfloat16)
+    pack = cases.make_pack(cases.make_documents([8]))
+    requests = calls_of_pass(model, pack, torch.device("cpu"))
+    check_isolation(CONFIG, "cpu", torch.bfloat16, requests=requests)
     first, *others = calls
     assert others.count(None) == len(others) > 0
     assert (first.tokens, first.heads, first.head_dim, first.groups, first.state_dim) == (

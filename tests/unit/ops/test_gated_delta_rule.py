@@ -7,13 +7,13 @@ import torch
 from torch.nn.functional import pad, softplus
 
 from megatron_packed.ops import triton_mode
-from megatron_packed.ops.backend_dispatch import NoBackendError
+from megatron_packed.ops.backend_dispatch import NoBackendError, Request, tune
 from megatron_packed.ops.gated_delta_rule import reference
 from megatron_packed.ops.gated_delta_rule.api import (
+    OP,
     GatedDeltaRuleInputs,
     gated_delta_rule,
     inputs_of,
-    tune,
 )
 from megatron_packed.ops.gated_delta_rule.tables import CHUNK, build_tables, max_chunks
 from support.op_packs import leaks, relative_error, run_without_values
@@ -265,7 +265,7 @@ def test_given_tables_and_strided_views_are_accepted():
 
 def test_the_reference_has_nothing_to_tune():
     values = make(8, torch.float32)
-    tune(inputs_of(values["k"], values["v"]), torch.device("cpu"))
+    tune([Request(OP, "auto", inputs_of(values["k"], values["v"]))], torch.device("cpu"))
 
 
 @pytest.mark.parametrize("lengths", [*PACKS.values(), [0, 0, 5, 0], [64], [1, 1, 1]], ids=str)
