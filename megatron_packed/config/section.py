@@ -1,3 +1,4 @@
+# mypy: implicit-reexport
 """Sections: dataclasses that hold options, and the check of a whole section."""
 
 from __future__ import annotations
@@ -5,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from dataclasses import Field as DataclassField
+from functools import partial
 from types import MappingProxyType
-from typing import Any, ClassVar, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_type_hints
 
 from megatron_packed.config.conditions import Condition
 from megatron_packed.config.errors import ConfigError, Problem
@@ -17,6 +19,11 @@ from megatron_packed.config.value_checks import check_value
 SectionType = TypeVar("SectionType", bound="Section")
 KERNELS = "kernels"
 """Heading of the options that choose kernels."""
+if TYPE_CHECKING:
+    from dataclasses import dataclass as part_of_sections
+else:
+    # A class that is only a base of sections needs no methods; each costs time at every start.
+    part_of_sections = partial(dataclass, init=False, repr=False, eq=False)
 Sound = Callable[..., bool]
 """Function that tells a rule which fields it may use: ``sound("a", "b")`` is True if no problem was
 found so far with the fields a and b. Rules between sections pass keys such as
@@ -34,7 +41,7 @@ def section_fields(section: type[Section]) -> tuple[Field, ...]:
 
 
 def _read_fields(section: type[Section]) -> tuple[Field, ...]:
-    hints = get_type_hints(section)
+    hints = get_type_hints(section, include_extras=True)  # looks for none, which takes less time
     found = []
     for declared in fields(section):
         described: Option = declared.metadata["option"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_packed.config.conditions import Condition, layers, option_given, option_is_not
@@ -16,7 +15,7 @@ from megatron_packed.config.kinds.layer_kind import (
     Shared,
 )
 from megatron_packed.config.options import derived_option, option
-from megatron_packed.config.section import KERNELS, Section, Sound
+from megatron_packed.config.section import KERNELS, Section, Sound, part_of_sections
 from megatron_packed.config.sections.model_parts.stack import StackOptions
 from megatron_packed.config.sections.model_parts.window import window_sides, windowed_layers
 
@@ -44,7 +43,7 @@ ROPE_SCALING = option_given("model.use_rope_scaling")
 SHORT_WINDOW = Condition("the window covers the longest document", _has_short_window)
 
 
-@dataclass(frozen=True, kw_only=True)
+@part_of_sections(frozen=True, kw_only=True)
 class AttentionOptions(StackOptions, group=ATTN, only_if=ATTENTION_LAYERS):
     """Heads, position embedding and norms of ``*`` layers."""
 
@@ -318,7 +317,7 @@ class AttentionOptions(StackOptions, group=ATTN, only_if=ATTENTION_LAYERS):
             yield Problem(skipped, str(self.window_attn_skip_freq), rule, cure)
 
 
-@dataclass(frozen=True, kw_only=True)
+@part_of_sections(frozen=True, kw_only=True)
 class AttentionKernels(Section, group=KERNELS, only_if=ATTENTION_LAYERS):
     """Option of the attention kernel."""
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from megatron_packed.config.conditions import layers_where
 from megatron_packed.config.options import option
-from megatron_packed.config.section import KERNELS, Section
+from megatron_packed.config.section import KERNELS, Section, part_of_sections
 
 CONVOLUTIONS = layers_where(
     lambda kind: "conv_backend" in kind.backends.values(), "layer with a convolution"
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@part_of_sections(frozen=True, kw_only=True)
 class ConvolutionKernels(Section, group=KERNELS, only_if=CONVOLUTIONS):
     """Option of the kernel of the convolution."""
 

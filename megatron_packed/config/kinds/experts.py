@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from megatron_packed.config.conditions import EXPERT_LAYERS, Condition, option_given, option_is_not
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.kinds.layer_kind import ACTIVATION, LayerKind, LayerPart, Shared
 from megatron_packed.config.options import Related, derived_option, option
-from megatron_packed.config.section import Sound
+from megatron_packed.config.section import Sound, part_of_sections
 from megatron_packed.config.sections.model_parts.divisors import divisors
 from megatron_packed.config.sections.model_parts.stack import StackOptions
 
@@ -35,7 +34,7 @@ SAME_TOKENS = Condition(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@part_of_sections(frozen=True, kw_only=True)
 class ExpertOptions(StackOptions, group=EXPERTS):
     """Experts, router and dispatcher of ``E`` layers."""
 

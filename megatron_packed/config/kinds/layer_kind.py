@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -153,8 +152,8 @@ class Kinds(Mapping[str, LayerKind]):
     @cached_property
     def _records(self) -> dict[str, LayerKind]:
         package = __name__.rpartition(".")[0]
-        names = [module.name for module in iter_modules([str(Path(__file__).parent)])]
-        modules = [import_module(f"{package}.{name}") for name in names]
+        files = sorted(Path(__file__).parent.glob("[!_]*.py"))
+        modules = [import_module(f"{package}.{file.stem}") for file in files]
         found: list[LayerKind] = [module.KIND for module in modules if hasattr(module, "KIND")]
         return {
             kind.symbol: kind for kind in sorted(found, key=lambda kind: (kind.place, kind.symbol))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_packed.config.conditions import CONTEXT_PARALLEL, layers
@@ -17,7 +16,7 @@ from megatron_packed.config.kinds.layer_kind import (
     Shared,
 )
 from megatron_packed.config.options import derived_option, option
-from megatron_packed.config.section import KERNELS, Section, Sound
+from megatron_packed.config.section import KERNELS, Section, Sound, part_of_sections
 from megatron_packed.config.sections.model_parts.divisors import divisors
 from megatron_packed.config.sections.model_parts.stack import StackOptions
 
@@ -28,7 +27,7 @@ SYMBOL, SSM = "M", "Mamba-2"
 MAMBA_LAYERS = layers(SYMBOL)
 
 
-@dataclass(frozen=True, kw_only=True)
+@part_of_sections(frozen=True, kw_only=True)
 class MambaOptions(StackOptions, group=SSM, only_if=MAMBA_LAYERS):
     """Heads, groups, state and scan of ``M`` layers."""
 
@@ -134,7 +133,7 @@ class MambaOptions(StackOptions, group=SSM, only_if=MAMBA_LAYERS):
             )
 
 
-@dataclass(frozen=True, kw_only=True)
+@part_of_sections(frozen=True, kw_only=True)
 class MambaKernels(ConvolutionKernels, group=KERNELS, only_if=MAMBA_LAYERS):
     """Option of the kernel of the scan."""
 
@@ -145,7 +144,7 @@ class MambaKernels(ConvolutionKernels, group=KERNELS, only_if=MAMBA_LAYERS):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@part_of_sections(frozen=True, kw_only=True)
 class MambaCommunication(Section, only_if=(MAMBA_LAYERS, CONTEXT_PARALLEL)):
     """Option of the communication of context-parallel ranks."""
 

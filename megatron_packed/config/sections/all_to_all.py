@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from megatron_packed.config.conditions import Condition
 from megatron_packed.config.exchanged_heads import exchanges_of_run
 from megatron_packed.config.options import option
-from megatron_packed.config.section import Section
+from megatron_packed.config.section import Section, part_of_sections
 
 AUTO, NCCL, SYMMETRIC_MEMORY = "auto", "nccl", "symmetric_memory"
 
@@ -18,7 +16,7 @@ EQUAL_PARTS = Condition(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@part_of_sections(frozen=True, kw_only=True)
 class AllToAllOptions(Section):
     """Backend of all-to-alls whose parts have equal, static sizes."""
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import new_class
 from typing import TYPE_CHECKING
 
 from megatron_packed.config.kinds import KINDS
+from megatron_packed.config.section import part_of_sections
 
 if TYPE_CHECKING:
     # The bases for type checkers. Another kind is found without an entry here.
@@ -34,7 +34,8 @@ else:
             one for one in found if sum(issubclass(other, one) for other in {*found}) == 1
         )
         # Dataclass fields follow the bases from right to left.
-        return dataclass(frozen=True, kw_only=True)(new_class(section, tuple(reversed(bases))))
+        joined = new_class(section, tuple(reversed(bases)))
+        return part_of_sections(frozen=True, kw_only=True)(joined)
 
     KindModelOptions, KindKernels = _joined("model"), _joined("training")
     KindCommunication = _joined("parallel")

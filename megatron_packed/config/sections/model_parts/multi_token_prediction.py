@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from megatron_packed.config.conditions import Condition, layers
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.layer_pattern import DEPTH
 from megatron_packed.config.options import derived_option, option
-from megatron_packed.config.section import Section, Sound
+from megatron_packed.config.section import Section, Sound, part_of_sections
 
 MULTI_TOKEN = "multi-token prediction"  # noqa: S105
 MOST_DEPTHS = 14
@@ -22,7 +21,7 @@ SEVERAL_DEPTHS = Condition(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@part_of_sections(frozen=True, kw_only=True)
 class MultiTokenOptions(Section, group=MULTI_TOKEN):
     """Depths of multi-token prediction. Depth k predicts the token k + 1 tokens ahead."""
 

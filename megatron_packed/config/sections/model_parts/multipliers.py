@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from megatron_packed.config.options import option
-from megatron_packed.config.section import Section
+from megatron_packed.config.section import Section, part_of_sections
 
 MULTIPLIERS = "multipliers"
 
 
-@dataclass(frozen=True, kw_only=True)
+@part_of_sections(frozen=True, kw_only=True)
 class MultiplierOptions(Section, group=MULTIPLIERS):
     """Constant factors of Granite 4.0-H."""
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_packed.config.conditions import Condition, layers_where
 from megatron_packed.config.kinds.layer_kind import KINDS, LayerKind
 from megatron_packed.config.layer_pattern import DEPTH
 from megatron_packed.config.options import Related, derived_option, option, required_option
-from megatron_packed.config.section import Section, Sound
+from megatron_packed.config.section import Section, Sound, part_of_sections
 
 if TYPE_CHECKING:
     from megatron_packed.config.run import RunConfig
@@ -30,7 +29,7 @@ MLP_WIDTH = Condition(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@part_of_sections(frozen=True, kw_only=True)
 class StackOptions(Section, group=STACK):
     """Layers of the model, width of the residual stream, MLPs and norms."""
 
