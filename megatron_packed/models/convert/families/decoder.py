@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
-from megatron_packed.config.layer_pattern import ATTENTION, MAMBA
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.families.family import OUTPUT, TABLE, Fields
 from megatron_packed.models.convert.families.field_types import shown
+from megatron_packed.models.convert.families.symbols import ATTENTION, MAMBA
 
 LLAMA3 = "llama3"
 """``rope_type`` of the scaled positions of Llama 3.1 and later."""

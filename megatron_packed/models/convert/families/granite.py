@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_packed.config import flag_names as flags
-from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MLP, MOE
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.families.decoder import (
     ATTENTION_WORDS,
@@ -31,6 +30,7 @@ from megatron_packed.models.convert.families.family import (
 from megatron_packed.models.convert.families.field_types import shown
 from megatron_packed.models.convert.families.llama import QKV
 from megatron_packed.models.convert.families.mamba2 import expand, mamba_unfit
+from megatron_packed.models.convert.families.symbols import ATTENTION, MAMBA, MLP, MOE
 
 _WORDS = {"linear_attention": MAMBA, "mamba": MAMBA} | dict.fromkeys(ATTENTION_WORDS, ATTENTION)
 _UNUSED_EXPAND, _UNUSED_STATE = 2, 16

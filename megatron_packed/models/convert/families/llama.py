@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from megatron_packed.config.layer_pattern import ATTENTION, MLP, MOE
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.families.decoder import (
     HEADS,
@@ -32,6 +31,7 @@ from megatron_packed.models.convert.families.family import (
     OneOf,
 )
 from megatron_packed.models.convert.families.field_types import shown
+from megatron_packed.models.convert.families.symbols import ATTENTION, MLP, MOE
 from megatron_packed.models.convert.row_maps import qkv
 
 QKV = Joined(tuple(f"self_attn.{part}_proj.weight" for part in "qkv"), qkv)

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 
 from megatron_packed.config import flag_names as flags
-from megatron_packed.config.layer_pattern import MAMBA
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.families.decoder import (
     MAMBA_NORM,
@@ -21,6 +20,7 @@ from megatron_packed.models.convert.families.family import (
     Fields,
 )
 from megatron_packed.models.convert.families.nemotron_h import NEMOTRON_H
+from megatron_packed.models.convert.families.symbols import MAMBA
 
 
 def expand(model: ModelConfig) -> int:

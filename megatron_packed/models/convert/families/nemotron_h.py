@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MLP, MOE
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.families.decoder import HEADS, MAMBA_NORM, mamba_norm_epsilon
 from megatron_packed.models.convert.families.family import (
@@ -18,6 +17,7 @@ from megatron_packed.models.convert.families.family import (
     Fields,
     Joined,
 )
+from megatron_packed.models.convert.families.symbols import ATTENTION, MAMBA, MLP, MOE
 from megatron_packed.models.convert.row_maps import qkv
 
 NO_STEP_LIMIT = 1e-12

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_packed.config import flag_names as flags
-from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, MLP
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.families.decoder import (
     ATTENTION_WORDS,
@@ -32,6 +31,7 @@ from megatron_packed.models.convert.families.family import (
     OneOf,
 )
 from megatron_packed.models.convert.families.llama import QKV, SWIGLU_NAMES
+from megatron_packed.models.convert.families.symbols import ATTENTION, GATED_DELTA_NET, MLP
 
 GATED_NORM_EPS = 1e-5
 """Epsilon of the norm inside gated delta nets, which config.json does not contain."""

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, MLP, MOE
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.families.decoder import (
     ATTENTION_WORDS,
@@ -40,6 +39,7 @@ from megatron_packed.models.convert.families.llama import (
     SWIGLU_NAMES,
     every_layer_sparse,
 )
+from megatron_packed.models.convert.families.symbols import ATTENTION, GATED_DELTA_NET, MLP, MOE
 from megatron_packed.models.convert.row_maps import gated_qkv
 
 _WORDS = {"linear_attention": GATED_DELTA_NET} | dict.fromkeys(ATTENTION_WORDS, ATTENTION)

@@ -9,10 +9,11 @@ from typing import Any
 from megatron_packed.checkpoint.errors import CheckpointError, printable
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.kinds.layer_kind import KINDS
-from megatron_packed.config.layer_pattern import ATTENTION, DEPTH, MLP, MOE
+from megatron_packed.config.layer_pattern import DEPTH
 from megatron_packed.config.megatron.gpt_layers import MOST_LAYERS
 from megatron_packed.config.section import section_fields
 from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.models.convert.families.symbols import ATTENTION, MLP, MOE
 
 _CURE = "give the flags of its model after the options of convert"
 _NEUTRAL: dict[str, tuple[Any, ...]] = {

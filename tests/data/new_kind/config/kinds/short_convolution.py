@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_packed.config.conditions import layers
+from megatron_packed.config.kinds.convolution import ConvolutionKernels
 from megatron_packed.config.kinds.layer_kind import EVERYTHING, LayerKind, LayerPart, Shared
 from megatron_packed.config.options import option
 from megatron_packed.config.sections.model_parts.stack import StackOptions
@@ -32,7 +33,7 @@ KIND = LayerKind(
     symbol=SYMBOL,
     name=NAME,
     noun="short-convolution",
-    options={"model": ShortConvolutionOptions},
+    options={"model": ShortConvolutionOptions, "training": ConvolutionKernels},
     backends={"causal_conv1d": "conv_backend"},
     carries_order=True,
     shared=(Shared("short_conv_channels"),),
