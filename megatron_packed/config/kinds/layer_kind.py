@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from megatron_packed.config.errors import Problem
@@ -67,8 +67,6 @@ class LayerKind:
         place: place among the kinds, in ascending order; symbols decide between equal places.
         noun: word before "layer" in messages; the name when empty.
         options: title of a section -> class with the options that the kind adds to it.
-        derive: function that returns values of derived options that are None. It may use options
-            that are ``sound``.
         rules: function of further problems between its options of the model. It is called if the
             pattern has such a layer, or is wrong and an option of the kind is given.
         cross_rules: function of problems with other sections, for a pattern with such a layer.
@@ -99,7 +97,6 @@ class LayerKind:
     place: int = 100
     noun: str = ""
     options: Mapping[str, type[Section]] = field(default_factory=dict)
-    derive: Callable[[ModelConfig, Sound], dict[str, Any]] | None = None
     rules: Callable[[ModelConfig, Sound], Iterator[Problem]] | None = None
     cross_rules: Callable[[RunConfig, Sound], Iterator[Problem]] | None = None
     required: tuple[str, ...] = ()
