@@ -347,10 +347,7 @@ KIND = LayerKind(
     ),
     graph_modules=("moe", "moe_router"),
     mixer_module="moe",
-    recomputed={
-        "moe": ("expert_fc1", EXPERT_ACTIVATION, "expert_fc2"),
-        EXPERT_ACTIVATION: (EXPERT_ACTIVATION, "expert_fc2"),
-    },
+    recomputed={EXPERT_ACTIVATION: (EXPERT_ACTIVATION, "expert_fc2")},
     inside_norm=("mlp_norm",),
     parts=(
         LayerPart("mlp_norm", "norm"),

@@ -85,7 +85,7 @@ class LayerKind:
         without_heads: flag with which ranks exchange no heads.
         graph_modules: names in ``--cuda-graph-modules``, first that of the whole layer.
         mixer_module: name of the mixer in ``--recompute-modules``.
-        recomputed: name in ``--recompute-modules`` -> parts inside it. Such a part saves other
+        recomputed: other names in ``--recompute-modules`` -> parts inside. Such a part saves other
             tensors or none if the module is recomputed.
         inside_norm: parts that save other tensors if the output of the norm is recomputed.
         parts: parts for ``--offload-modules``.
@@ -123,6 +123,12 @@ class LayerKind:
     def layer(self) -> str:
         """Words for a layer of this kind, for example ``expert layer``."""
         return f"{self.noun or self.name} layer"
+
+    @property
+    def recompute_modules(self) -> dict[str, tuple[str, ...]]:
+        """Names in ``--recompute-modules``, each with the parts inside."""
+        mixer = tuple(part.name for part in self.parts if part.path != "norm")
+        return {**({self.mixer_module: mixer} if self.mixer_module else {}), **self.recomputed}
 
     @property
     def has_activation(self) -> bool:

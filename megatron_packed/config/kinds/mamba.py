@@ -188,7 +188,6 @@ KIND = LayerKind(
     without_heads="--mamba-cp-comm-type state",
     graph_modules=("mamba",),
     mixer_module="mamba",
-    recomputed={"mamba": ("mamba_in_proj", "mamba_scan", "mamba_out_proj")},
     inside_norm=("mamba_norm", "mamba_in_proj"),
     parts=(
         LayerPart("mamba_norm", "norm"),
