@@ -86,8 +86,13 @@ class Section:
             raise ConfigError(found)
 
     def derive(self, sound: Sound) -> dict[str, Any]:
-        """Return values for the derived fields that are None and whose source fields are ``sound``."""
-        return {}
+        """Return values for the derived fields whose source fields are ``sound``."""
+        options = {field.name: field.option for field in section_fields(type(self))}
+        return {
+            name: option.derive(self)
+            for name, option in options.items()
+            if option.derive is not None and sound(*option.derived_from)
+        }
 
     def rules(self, sound: Sound) -> Iterator[Problem]:
         """Yield problems between the fields of this section."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_packed.config.conditions import Condition, layers, option_given, option_is_not
 from megatron_packed.config.errors import Problem
@@ -43,6 +43,11 @@ ROPE_SCALING = option_given("model.use_rope_scaling")
 SHORT_WINDOW = Condition("the window covers the longest document", _has_short_window)
 
 
+def _head_width(model: AttentionOptions) -> int | None:
+    heads = model.num_attention_heads
+    return model.hidden_size // heads if heads and model.hidden_size % heads == 0 else None
+
+
 @part_of_sections(frozen=True, kw_only=True)
 class AttentionOptions(StackOptions, group=ATTN, only_if=ATTENTION_LAYERS):
     """Heads, position embedding and norms of ``*`` layers."""
@@ -56,6 +61,8 @@ class AttentionOptions(StackOptions, group=ATTN, only_if=ATTENTION_LAYERS):
     num_query_groups: int = derived_option(
         "Number of key-value heads; each serves an equal number of query heads.",
         derived="one per query head",
+        derive=lambda model: model.num_attention_heads or None,
+        derived_from=("num_attention_heads",),
         unit="heads",
         minimum=1,
         divides="num_attention_heads",
@@ -63,6 +70,8 @@ class AttentionOptions(StackOptions, group=ATTN, only_if=ATTENTION_LAYERS):
     kv_channels: int = derived_option(
         "Width of one attention head.",
         derived="hidden size / heads",
+        derive=_head_width,
+        derived_from=("num_attention_heads", "hidden_size"),
         unit="channels",
         minimum=1,
     )
@@ -239,14 +248,6 @@ class AttentionOptions(StackOptions, group=ATTN, only_if=ATTENTION_LAYERS):
         follows = kind.has_activation and self.layer_types[:layer_number][-1:] == [SYMBOL]
         return kind.attends or follows
 
-    def derived_heads(self, sound: Sound) -> dict[str, Any]:
-        values: dict[str, Any] = {}
-        if sound("num_attention_heads") and self.num_attention_heads:
-            values["num_query_groups"] = self.num_attention_heads
-            if sound("hidden_size") and self.hidden_size % self.num_attention_heads == 0:
-                values["kv_channels"] = self.hidden_size // self.num_attention_heads
-        return values
-
     def attention_rules(self, sound: Sound) -> Iterator[Problem]:
         heads, hidden = self.num_attention_heads, self.hidden_size
         if sound("num_attention_heads", "hidden_size") and heads and self.kv_channels is None:
@@ -379,7 +380,6 @@ KIND = LayerKind(
     name=ATTN,
     place=3,
     options={"model": AttentionOptions, "training": AttentionKernels},
-    derive=AttentionOptions.derived_heads,
     rules=AttentionOptions.attention_rules,
     cross_rules=kernel_rules,
     required=("num_attention_heads",),

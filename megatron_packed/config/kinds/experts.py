@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from megatron_packed.config.conditions import EXPERT_LAYERS, Condition, option_given, option_is_not
 from megatron_packed.config.errors import Problem
@@ -57,6 +56,8 @@ class ExpertOptions(StackOptions, group=EXPERTS):
     moe_ffn_hidden_size: int = derived_option(
         "Inner width of one expert.",
         derived="that of an MLP layer",
+        derive=lambda model: model.ffn_hidden_size or model.usual_mlp_width,
+        derived_from=("ffn_hidden_size", "hidden_size", "swiglu"),
         unit="channels",
         minimum=1,
         only_if=EXPERT_LAYERS,
@@ -279,10 +280,6 @@ class ExpertOptions(StackOptions, group=EXPERTS):
             and self.moe_expert_rank_capacity_factor is None
         )
 
-    def derived_width(self, sound: Sound) -> dict[str, Any]:
-        known = sound("moe_ffn_hidden_size")
-        return {"moe_ffn_hidden_size": self.mlp_width(sound)} if known else {}
-
     def expert_rules(self, sound: Sound) -> Iterator[Problem]:
         if self.add_bias_linear and sound("hybrid_layer_pattern"):
             yield Problem(
@@ -338,7 +335,6 @@ KIND = LayerKind(
     place=5,
     noun="expert",
     options={"model": ExpertOptions},
-    derive=ExpertOptions.derived_width,
     rules=ExpertOptions.expert_rules,
     required=("num_experts",),
     refused_elsewhere=("num_experts", "moe_shared_expert_intermediate_size", "moe_latent_size"),
@@ -351,10 +347,7 @@ KIND = LayerKind(
     ),
     graph_modules=("moe", "moe_router"),
     mixer_module="moe",
-    recomputed={
-        "moe": ("expert_fc1", EXPERT_ACTIVATION, "expert_fc2"),
-        EXPERT_ACTIVATION: (EXPERT_ACTIVATION, "expert_fc2"),
-    },
+    recomputed={EXPERT_ACTIVATION: (EXPERT_ACTIVATION, "expert_fc2")},
     inside_norm=("mlp_norm",),
     parts=(
         LayerPart("mlp_norm", "norm"),

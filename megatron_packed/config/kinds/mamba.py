@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from megatron_packed.config.conditions import CONTEXT_PARALLEL, layers
 from megatron_packed.config.errors import Problem
@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 
 SYMBOL, SSM = "M", "Mamba-2"
 MAMBA_LAYERS = layers(SYMBOL)
+
+
+def _number_of_heads(model: MambaOptions) -> int | None:
+    heads, rest = divmod(2 * model.hidden_size, model.mamba_head_dim)
+    return None if rest else heads
 
 
 @part_of_sections(frozen=True, kw_only=True)
@@ -54,6 +59,8 @@ class MambaOptions(StackOptions, group=SSM, only_if=MAMBA_LAYERS):
     mamba_num_heads: int = derived_option(
         "Number of Mamba heads.",
         derived="2 x hidden size / head width",
+        derive=_number_of_heads,
+        derived_from=("hidden_size", "mamba_head_dim"),
         unit="heads",
         minimum=1,
     )
@@ -96,12 +103,6 @@ class MambaOptions(StackOptions, group=SSM, only_if=MAMBA_LAYERS):
     def gated_norm_groups(self) -> int:
         """Number of groups of inner channels that the gated norm normalises separately."""
         return self.mamba_norm_groups or self.mamba_num_groups
-
-    def derived_heads(self, sound: Sound) -> dict[str, Any]:
-        known = sound("hidden_size", "mamba_head_dim")
-        if known and 2 * self.hidden_size % self.mamba_head_dim == 0:
-            return {"mamba_num_heads": 2 * self.hidden_size // self.mamba_head_dim}
-        return {}
 
     def mamba_rules(self, sound: Sound) -> Iterator[Problem]:
         hidden, width = self.hidden_size, self.mamba_head_dim
@@ -174,7 +175,6 @@ KIND = LayerKind(
     place=1,
     noun="Mamba",
     options={"model": MambaOptions, "training": MambaKernels, "parallel": MambaCommunication},
-    derive=MambaOptions.derived_heads,
     rules=MambaOptions.mamba_rules,
     backends={"ssd": "ssd_backend", "causal_conv1d": "conv_backend"},
     carries_order=True,
@@ -188,7 +188,6 @@ KIND = LayerKind(
     without_heads="--mamba-cp-comm-type state",
     graph_modules=("mamba",),
     mixer_module="mamba",
-    recomputed={"mamba": ("mamba_in_proj", "mamba_scan", "mamba_out_proj")},
     inside_norm=("mamba_norm", "mamba_in_proj"),
     parts=(
         LayerPart("mamba_norm", "norm"),

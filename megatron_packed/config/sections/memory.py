@@ -21,7 +21,7 @@ GRANULARITY, METHOD = "--recompute-granularity", "--recompute-method"
 NUM_LAYERS, MODULES = "--recompute-num-layers", "--recompute-modules"
 LAYER_NORM = "layernorm"
 MIXERS = {kind.mixer_module: symbol for symbol, kind in KINDS.items() if kind.mixer_module}
-RECOMPUTED_IN = {name: symbol for symbol, kind in KINDS.items() for name in kind.recomputed}
+RECOMPUTED_IN = {name: symbol for symbol, kind in KINDS.items() for name in kind.recompute_modules}
 """Layers (symbols of the pattern) that contain each module of --recompute-modules. A norm is part
 of all layers.
 """

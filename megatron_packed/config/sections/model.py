@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.kinds import KINDS, LayerKind
@@ -79,16 +79,6 @@ class ModelConfig(  # dataclass fields follow the bases from right to left
         """
         multiple = self.make_vocab_size_divisible_by * tp_size
         return -(-vocab_size // multiple) * multiple
-
-    def derive(self, sound: Sound) -> dict[str, Any]:
-        values: dict[str, Any] = {}
-        if sound("hybrid_layer_pattern"):
-            values["mtp_num_layers"] = self.mtp_depths
-        values["ffn_hidden_size"] = self.mlp_width(sound)
-        for kind in KINDS.values():
-            if kind.derive is not None:
-                values |= kind.derive(self, sound)
-        return values
 
     def rules(self, sound: Sound) -> Iterator[Problem]:
         yield from self.related(sound, STACK)

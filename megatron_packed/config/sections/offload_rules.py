@@ -21,7 +21,11 @@ from megatron_packed.config.sections.memory import (
 from megatron_packed.config.sections.model import ModelConfig
 
 INSIDE = {
-    **{name: set(parts) for kind in KINDS.values() for name, parts in kind.recomputed.items()},
+    **{
+        name: set(parts)
+        for kind in KINDS.values()
+        for name, parts in kind.recompute_modules.items()
+    },
     LAYER_NORM: {name for kind in KINDS.values() for name in kind.inside_norm},
 }
 """Modules of --offload-modules inside each module of --recompute-modules. If the recomputed module

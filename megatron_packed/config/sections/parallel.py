@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import gcd, lcm
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron_packed.config.conditions import (
     CONTEXT_PARALLEL,
@@ -103,6 +103,8 @@ class ParallelConfig(  # dataclass fields follow the bases from right to left
     expert_tensor_parallel_size: int = derived_option(
         "Number of ranks that share each weight matrix of an expert.",
         derived="--tensor-model-parallel-size",
+        derive=lambda parallel: parallel.tensor_model_parallel_size,
+        derived_from=("tensor_model_parallel_size",),
         unit="ranks",
         minimum=1,
         only_if=(EXPERT_LAYERS, TENSOR_PARALLEL),
@@ -196,12 +198,6 @@ class ParallelConfig(  # dataclass fields follow the bases from right to left
             "ep_size": self.expert_model_parallel_size,
             "expert_tp_size": self.expert_tensor_parallel_size,
         }
-
-    def derive(self, sound: Sound) -> dict[str, Any]:
-        name = "tensor_model_parallel_size"
-        return (
-            {"expert_tensor_parallel_size": self.tensor_model_parallel_size} if sound(name) else {}
-        )
 
     def rules(self, sound: Sound) -> Iterator[Problem]:
         for name, axis in NOT_BUILT.items():

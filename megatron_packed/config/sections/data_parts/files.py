@@ -44,6 +44,8 @@ UNDIVIDED_DATA = (
 )
 """Options whose data --split does not divide."""
 TRAINING_DATA = tuple(f"data.{name}" for name in _NAMES_TRAINING)
+OF_TRAINED_BPE = (*_NAMES_TRAINING, "split", "split_order")
+"""Options by which the cache finds a tokenizer that was trained on the data."""
 """Options that name training data; a run gives exactly one of them."""
 
 
@@ -141,6 +143,7 @@ class FileOptions(Section, group="files"):
         "split. With shuffled, documents are drawn with a fixed key; data sets with the same "
         "number of documents are divided the same way.",
         derived="shuffled with --sft and --split, else file",
+        derive=lambda data: SHUFFLED if data.sft and data.split is not None else "file",
         choices=("file", SHUFFLED),
         only_if=(option_given("data.split"), UNMADE_DATA),
         resume="data",

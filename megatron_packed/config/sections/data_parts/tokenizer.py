@@ -106,6 +106,8 @@ class TokenizerOptions(Section, group="tokenizer"):
         },
         not_built=_NOT_BUILT,
         derived=f"{GPT2} with --vocab-file or --merge-file, else {BYTES}",
+        derive=lambda data: BYTES if data.vocab_file is data.merge_file is None else GPT2,
+        derived_from=("vocab_file", "merge_file"),
         megatron=(
             f"{GPT2} in its training scripts, else none: required",
             "a byte tokenizer needs no file",

@@ -28,6 +28,8 @@ class MultiTokenOptions(Section, group=MULTI_TOKEN):
     mtp_num_layers: int = derived_option(
         "Number of depths of multi-token prediction.",
         derived="number of / parts of --hybrid-layer-pattern, which it must equal",
+        derive=lambda model: model.mtp_depths,
+        derived_from=("hybrid_layer_pattern",),
         unit="depths",
         minimum=0,
         only_if=DEPTHS,
