@@ -30,11 +30,11 @@ from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.distributed.flat_buffers import flat_layout_of
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.zero1_layout import Ownership
-from megatron_packed.models.estimate import activations
-from megatron_packed.models.estimate.footprint import Work
 from megatron_packed.models.estimate.parameter_count import count_parameters
 from megatron_packed.models.estimate.rank_memory import GIB, MIB, estimate
+from megatron_packed.models.estimate.step_memory import Work
 from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.ops.cross_entropy import api as cross_entropy
 from megatron_packed.training.run_estimate import estimates, usual
 from model_step import CONFIGS, model_config
 from train_real import ROOT
@@ -108,7 +108,7 @@ def gib(
         dtype=torch.bfloat16,
         backends={"deterministic": deterministic, "ssd": scan},
     )
-    work = Work(tokens=tokens, documents=documents, element=2)
+    work = Work(tokens=tokens, documents=documents)
     layout = flat_layout_of(model, Ownership())
     return estimate(model, layout, work, graphs=graphs, with_optimizer=optimizer).allocated / GIB
 
@@ -342,7 +342,7 @@ def peaks() -> list[Peak]:
         recipes(),
         overlapped(),
     )
-    with mock.patch.object(activations, "default_chunk_tokens", older_chunk_tokens):
+    with mock.patch.object(cross_entropy, "default_chunk_tokens", older_chunk_tokens):
         found = [Peak(*row) for part in older for row in part]
     newer = (model_steps(), experts(), in_parts(), with_states())
     return found + [Peak(*row) for part in newer for row in part]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from megatron_packed.config.layer_pattern import ATTENTION, MAMBA
 from megatron_packed.config.run import RunConfig
-from megatron_packed.models.estimate.footprint import FP32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +34,18 @@ def state_messages(config: RunConfig) -> StateMessages | None:
         return None
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     heads, groups = model.mamba_num_heads // tp, max(model.mamba_num_groups // tp, 1)
-    inner, element = heads * model.mamba_head_dim, 2 if config.training.bf16 else FP32
+    inner, element = (
+        heads * model.mamba_head_dim,
+        2 if config.training.bf16 else torch.float32.itemsize,
+    )
     channels = inner + 2 * groups * model.mamba_state_dim
     rows = config.packing.tokens_per_pack // cp
     halo = min(model.mamba_d_conv - 1, rows) * channels * element
     return StateMessages(
-        states=FP32 * heads * (model.mamba_head_dim * model.mamba_state_dim + 1) * (cp - 1),
+        states=torch.float32.itemsize
+        * heads
+        * (model.mamba_head_dim * model.mamba_state_dim + 1)
+        * (cp - 1),
         halo=halo * (cp - 1),
         reordering=_reordering(config, rows * element) if parallel.document_alignment > 1 else 0,
     )
