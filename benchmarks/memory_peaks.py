@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -31,14 +31,12 @@ from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.distributed.flat_buffers import flat_layout_of
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.zero1_layout import Ownership
-from megatron_packed.layers.moe.experts import GroupedExperts
-from megatron_packed.models.estimate import activations
-from megatron_packed.models.estimate.footprint import RankSizes, Work
 from megatron_packed.models.estimate.parameter_count import count_parameters
 from megatron_packed.models.estimate.rank_memory import GIB, MIB, estimate
+from megatron_packed.models.estimate.step_memory import Work
 from megatron_packed.models.hybrid_model import HybridModel
-from megatron_packed.ops.dense_mlp.api import WITH_CHOICE
-from megatron_packed.ops.grouped_mlp.api import WITH_JOINED
+from megatron_packed.ops.backend_dispatch import Backend
+from megatron_packed.ops.cross_entropy import api as cross_entropy
 from megatron_packed.training.run_estimate import estimates, usual
 from model_step import CONFIGS, model_config
 from train_real import ROOT
@@ -90,21 +88,16 @@ def joined_products() -> Iterator[None]:
     Every size of the benchmarks suits these kernels.
     """
 
-    def joins(_: Any, mlp: Any) -> bool:
-        joined = (mlp.mlp_act.kind, "cuda") in WITH_CHOICE
-        return joined and not mlp._reason_apart(mlp.fc1.weight.dtype)
+    reasons = Backend.reasons
 
-    def experts_join(experts: Any, device_type: str) -> bool:
-        joined = (experts.kind, device_type) in WITH_JOINED
-        return joined and not experts._reason_apart(device_type)
+    def of_hopper(backend: Backend, inputs: Any) -> list[str]:
+        if "quack" not in backend.module:
+            return reasons(backend, inputs)
+        # Grouped products without activations have nothing to keep apart.
+        joins = not backend.module.endswith("grouped_mlp.quack")
+        return [inputs.apart] if joins and inputs.apart else []
 
-    with ExitStack() as stack:
-        for owner, name, function in (
-            (RankSizes, "joins", joins),
-            (RankSizes, "joins_residual", lambda _, layer: not layer.reason_apart),
-            (GroupedExperts, "joins", experts_join),
-        ):
-            stack.enter_context(mock.patch.object(owner, name, function))
+    with mock.patch.object(Backend, "reasons", of_hopper):
         yield
 
 
@@ -139,7 +132,7 @@ def gib(
         dtype=torch.bfloat16,
         backends={"deterministic": deterministic, "ssd": scan},
     )
-    work = Work(tokens=tokens, documents=documents, element=2)
+    work = Work(tokens=tokens, documents=documents)
     layout = flat_layout_of(model, Ownership())
     return estimate(model, layout, work, graphs=graphs, with_optimizer=optimizer).allocated / GIB
 
@@ -374,7 +367,7 @@ def recipes() -> Iterator[tuple[str, float, float]]:
 def peaks() -> list[Peak]:
     """Return all measured peaks of packed steps with their estimates."""
     older = (graph_steps(), train_real(), layouts_of_several(), recipes(), overlapped())
-    with mock.patch.object(activations, "default_chunk_tokens", older_chunk_tokens):
+    with mock.patch.object(cross_entropy, "default_chunk_tokens", older_chunk_tokens):
         found = [Peak(*row) for part in older for row in part]
     apart = (in_parts(), with_states(), experts(BESIDE))
     found += [Peak(*row) for part in apart for row in part]

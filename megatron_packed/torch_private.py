@@ -49,10 +49,13 @@ def _bound(name: Callable[[], F]) -> F:
     return missing  # type: ignore[return-value]
 
 
-# For nested results of modules. torch has no public function that flattens nested containers;
-# `torch.func` and `torch.export` use these functions. `TreeSpec` is a type, so this import must
-# succeed.
+# `TorchDispatchMode` sees each operation, also in the backward pass; the public modes of
+# `torch.overrides` see calls from Python only.
+# The others are for nested results of modules. torch has no public function that flattens nested
+# containers; `torch.func` and `torch.export` use these functions. `TreeSpec` is a type, so this
+# import must succeed.
 try:
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
     from torch.utils._pytree import TreeSpec as TreeSpec
     from torch.utils._pytree import tree_flatten as tree_flatten
     from torch.utils._pytree import tree_leaves as tree_leaves
@@ -80,6 +83,16 @@ public class also has no arguments ``grad_scale`` and ``found_inf``.
 
 grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or _bound(lambda: torch._grouped_mm)
 """``torch.nn.functional.grouped_mm``, or its private name in versions where it is not public."""
+
+
+def storage_address(tensor: Tensor) -> int:
+    """Return the address of a tensor's memory; on the meta device, that of its storage object.
+
+    Storages without memory all have the address 0, so their objects distinguish them.
+    """
+    storage = tensor.untyped_storage()
+    return storage.data_ptr() or int(storage._cdata)
+
 
 current_graph_task_id = _bound(lambda: torch._C._current_graph_task_id)
 """Returns the number of the backward pass that runs on this thread; -1 outside a backward pass.

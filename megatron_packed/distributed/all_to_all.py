@@ -29,6 +29,7 @@ from megatron_packed.distributed.collectives import (
 )
 from megatron_packed.distributed.differentiable import Group, linear_map
 from megatron_packed.distributed.symmetric_exchange import SymmetricExchange, UsedBytes
+from megatron_packed.memory_purpose import Purpose, counted_as
 
 
 class EqualExchange:
@@ -211,7 +212,8 @@ def exchange_equal_parts(
 
 def _all_to_all(x: Tensor, group: Group, *, sent: list[int], received: list[int]) -> Tensor:
     x = x.contiguous()
-    result = x.new_empty(sum(received), *x.shape[1:])
+    with counted_as(Purpose.COMMUNICATION):
+        result = x.new_empty(sum(received), *x.shape[1:])
     if exchanges(group):
         dist.all_to_all_single(result, x, received, sent, group=group)
     return result

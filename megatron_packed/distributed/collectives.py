@@ -16,8 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_packed.distributed.groups import ParallelGroups, Unjoined, global_ranks
+from megatron_packed.memory_purpose import Purpose, counted_as
 
 T = TypeVar("T")
+
+_RECEIVED = counted_as(Purpose.COMMUNICATION)
 
 # torch 2.13 renamed these two functions and warns about the old names; torch 2.11 has only those.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -69,7 +72,8 @@ def all_gather_rows(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     rows, *rest = x.shape
     # Pass one output tensor, not a list, so that NCCL writes each rank's rows to their final place
     # without a copy.
-    whole = x.new_empty(rows * group.size(), *rest)
+    with _RECEIVED:
+        whole = x.new_empty(rows * group.size(), *rest)
     if exchanges(group):
         _all_gather(whole, x.contiguous(), group=group)
     return whole
@@ -169,7 +173,8 @@ def start_all_gather(flat: Tensor, group: dist.ProcessGroup | None) -> Started |
 
 def exchange_parts(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Send part r of a contiguous ``x`` ``(c, ...)`` to rank r; receive part s from rank s."""
-    received = torch.empty_like(x)
+    with _RECEIVED:
+        received = torch.empty_like(x)
     if exchanges(group):
         dist.all_to_all_single(received, x, group=group)
     return received
@@ -177,7 +182,9 @@ def exchange_parts(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def start_exchange(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Started]:
     """Start ``exchange_parts``; call ``wait_for`` before the result is read or ``x`` is freed."""
-    received, work = torch.empty_like(x), DONE
+    work = DONE
+    with _RECEIVED:
+        received = torch.empty_like(x)
     if exchanges(group):
         work = dist.all_to_all_single(received, x, group=group, async_op=True)
     return received, Started(work, "all_to_all_single", group)
@@ -200,7 +207,9 @@ def start_gather_rows(x: Tensor, group: dist.ProcessGroup | None) -> PendingRows
     if group is None:
         return PendingRows(None, x)
     rows, *rest = x.shape
-    whole, work = x.new_empty(rows * group.size(), *rest), DONE
+    work = DONE
+    with _RECEIVED:
+        whole = x.new_empty(rows * group.size(), *rest)
     if exchanges(group):
         work = _all_gather(whole, x.contiguous(), group=group, async_op=True)
     return PendingRows(Started(work, "all_gather", group), whole)
@@ -274,7 +283,8 @@ def pass_to_next(x: Tensor, group: dist.ProcessGroup | None, *, back: bool = Fal
     after, before = ranks[(me + 1) % len(ranks)], ranks[me - 1]
     if back:
         after, before = before, after
-    x, received = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    with _RECEIVED:
+        x, received = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
     if not exchanges(group):
         return received
     # Post the send and the receive in one batch. If each rank posted its send first,

@@ -50,6 +50,7 @@ from megatron_packed.distributed.collectives import (
     pass_to_next,
     reduce_scatter_rows,
 )
+from megatron_packed.memory_purpose import Purpose, counted_as
 
 Group = dist.ProcessGroup
 LinearMap = Callable[[Tensor, Group], Tensor]
@@ -89,7 +90,9 @@ def _same(x: Tensor, group: Group) -> Tensor:
 
 def _sum(x: Tensor, group: Group) -> Tensor:
     # Sum a copy, because autograd may pass the same gradient tensor to other functions.
-    return all_reduce_sum(x.clone(memory_format=torch.contiguous_format), group)
+    with counted_as(Purpose.COMMUNICATION):
+        copy = x.clone(memory_format=torch.contiguous_format)
+    return all_reduce_sum(copy, group)
 
 
 def copy_to(x: Tensor, group: Group | None) -> Tensor:

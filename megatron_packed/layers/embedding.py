@@ -27,6 +27,8 @@ def accumulate_rows(main_grad_VD: Tensor, tokens_T: Tensor, grad_TD: Tensor) -> 
     The sum is in the dtype of ``main_grad`` (float32) and in the same order in every run: the GPU's
     kernel sorts the tokens. ``index_add_`` would use atomic additions there, whose order changes.
     """
+    if main_grad_VD.is_meta:
+        return
     if main_grad_VD.is_cuda:
         import_module(_GPU_MODULE).add_token_rows(main_grad_VD, tokens_T, grad_TD)
     else:

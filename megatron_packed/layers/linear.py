@@ -49,6 +49,8 @@ def accumulate_weight_grad(main_grad_OI: Tensor, grad_TO: Tensor, x_TI: Tensor) 
     rounded to the operands' dtype. On the CPU low-precision operands are first converted to the
     dtype of ``main_grad``.
     """
+    if grad_TO.is_meta:
+        return
     if grad_TO.dtype == main_grad_OI.dtype:
         main_grad_OI.addmm_(grad_TO.t(), x_TI)
     elif not grad_TO.is_cuda:

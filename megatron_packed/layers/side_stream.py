@@ -30,12 +30,12 @@ class SideStream:
     """Runs a part of a layer beside the rest. See [Note: parts beside the rest of a layer].
 
     Args:
-        device: a GPU.
+        device: a GPU, or the meta device, which has no streams.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = _stream(device)
+        self.stream = _stream(device) if device.type == "cuda" else None
 
     def start(self, part: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Run ``part(x)`` after the work so far; call it before any other function of ``x``.
@@ -43,13 +43,16 @@ class SideStream:
         Returns:
             The result. The caller's stream may use it after `join`, and must hold ``x`` until then.
         """
+        if self.stream is None:
+            return part(x)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             return part(x)
 
     def join(self) -> None:
         """Let the caller's stream wait for the part."""
-        torch.cuda.current_stream(self.device).wait_stream(self.stream)
+        if self.stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
 
 @lru_cache

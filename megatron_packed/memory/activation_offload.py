@@ -105,7 +105,7 @@ class Offload:
     # --- save and restore
 
     def save(self, tensors: Sequence[Tensor]) -> SavedTensors:
-        """Offload tensors, except small tensors and tensors of another device or without values.
+        """Offload tensors, except small tensors and tensors of another device.
 
         If no host memory can be pinned, all tensors stay on the device.
 
@@ -114,9 +114,7 @@ class Offload:
         """
         self._release_dropped()
         moved = [
-            tensor.numel() >= self.min_elements
-            and tensor.device.type == self._device_type
-            and not tensor.is_meta
+            tensor.numel() >= self.min_elements and tensor.device.type == self._device_type
             for tensor in tensors
         ]
         if self.off_reason is not None or not any(moved):

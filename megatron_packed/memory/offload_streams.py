@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_packed.memory.available_host_memory import KEPT_FREE, available_bytes
+from megatron_packed.memory_purpose import Purpose, counted_as
 
 
 class OffloadStreams(Protocol):
@@ -239,6 +240,20 @@ _NO_MEMORY = 2
 """Error code ``cudaErrorMemoryAllocation``."""
 
 
+class MetaStreams(CpuStreams):
+    """Streams of the meta device, for estimates: memory without values on device and host."""
+
+    def empty(self, count: int, dtype: torch.dtype) -> Tensor:
+        with counted_as(Purpose.ACTIVATIONS):
+            return torch.empty(count, dtype=dtype, device="meta")
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        with counted_as(Purpose.HOST):
+            return torch.empty(num_bytes, dtype=torch.uint8, device="meta")
+
+
 def streams_of(device: torch.device) -> OffloadStreams:
     """Return the streams of a device."""
-    return CudaStreams(device) if device.type == "cuda" else CpuStreams()
+    if device.type == "cuda":
+        return CudaStreams(device)
+    return MetaStreams() if device.type == "meta" else CpuStreams()

@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_packed.memory.saved_tensors import SavedByAutograd, SavedTensors, SaveTensors
+from megatron_packed.memory_purpose import Purpose, counted_as
 
 T = TypeVar("T")
 
@@ -146,6 +147,7 @@ class RecomputedFunction:
             torch.enable_grad(),
             saved_tensors_hooks(run.pack, unpack_in_second_run),
             suppress(AllRecomputed),
+            counted_as(Purpose.ACTIVATIONS),
         ):
             function(*args)
         if run.count != len(self._saved):

@@ -17,7 +17,8 @@ from megatron_packed.memory.saved_tensors import (
     SavedByAutograd,
     pack_by_outer,
 )
-from megatron_packed.torch_private import Hooks, saved_tensors_hooks_in_force
+from megatron_packed.memory_purpose import Purpose, counted_as
+from megatron_packed.torch_private import Hooks, saved_tensors_hooks_in_force, storage_address
 
 
 @contextmanager
@@ -57,7 +58,7 @@ class RecomputedOutput:
         outer_hooks: Hooks | None,
     ) -> None:
         # Store the address, not the tensor, because this object must not keep the output alive.
-        self._address = output.untyped_storage().data_ptr()
+        self._address = storage_address(output)
         self._layout = (output.shape, output.stride(), output.dtype)
         self._offset = int(output.storage_offset())
         self._function = function
@@ -75,13 +76,13 @@ class RecomputedOutput:
 
     def _contains(self, tensor: Tensor) -> bool:
         # The output is alive while hooks run, so no other storage can have this address.
-        same_storage = tensor.untyped_storage().data_ptr() == self._address
+        same_storage = storage_address(tensor) == self._address
         return tensor.numel() > 0 and same_storage and tensor.dtype == self._layout[2]
 
     def run_again(self) -> None:
         """Compute the output again, for all views that autograd still holds."""
         # Enable gradients as in the first run, because kernels may be selected by this mode.
-        with torch.enable_grad():
+        with torch.enable_grad(), counted_as(Purpose.ACTIVATIONS):
             output = self._function(*self._arguments.take()).detach()
         if (output.shape, output.stride(), output.dtype) != self._layout:
             raise RecomputeError(

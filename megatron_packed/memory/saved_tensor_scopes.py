@@ -27,7 +27,12 @@ from megatron_packed.memory.saved_tensors import (
     SaveTensors,
     pack_by_outer,
 )
-from megatron_packed.torch_private import Hooks, current_graph_task_id, saved_tensors_hooks_in_force
+from megatron_packed.torch_private import (
+    Hooks,
+    current_graph_task_id,
+    saved_tensors_hooks_in_force,
+    storage_address,
+)
 
 
 class SavedTensorScopes:
@@ -65,7 +70,9 @@ class SavedTensorScopes:
         # Autograd saves weights too. They stay on the device in any case, so offloading them would
         # free no memory.
         tensors = (*owner.parameters(), *owner.buffers())
-        scope = _SavingScope(self, set(map(_address, tensors)), saved_tensors_hooks_in_force())
+        scope = _SavingScope(
+            self, set(map(storage_address, tensors)), saved_tensors_hooks_in_force()
+        )
         with saved_tensors_hooks(scope.pack, unpack):
             yield
         # Not in a `finally`: after an exception there is no backward pass.
@@ -78,7 +85,8 @@ class SavedTensorScopes:
         tensor.
         """
         storage = tensor.untyped_storage()
-        known = self._known.get(storage.data_ptr())
+        address = storage_address(tensor)
+        known = self._known.get(address)
         if known is not None and not known.alive.expired():  # type: ignore[no-untyped-call]
             found = known.record()
             if (
@@ -90,7 +98,7 @@ class SavedTensorScopes:
                 return found
         record = _SavedStorage(tensor, here)
         # Both references are weak, because this table must not keep device memory alive.
-        self._known[storage.data_ptr()] = _KnownStorage(
+        self._known[address] = _KnownStorage(
             StorageWeakRef(storage),  # type: ignore[no-untyped-call]
             weakref.ref(record),
         )
@@ -199,7 +207,7 @@ class _SavingScope:
         if (
             tensor.numel() < self._scopes.min_elements
             or not _plain(tensor)
-            or _address(tensor) in self._excluded
+            or storage_address(tensor) in self._excluded
         ):
             return pack_by_outer(tensor, self._outer)
         record = self._scopes.storage_of(tensor, self._group)
@@ -239,10 +247,6 @@ def unpack(saved: Tensor | _OffloadedView | OuterPacked) -> Tensor:
 def _plain(tensor: Tensor) -> bool:
     """Return True if the bytes of the storage are the tensor's values (no lazy conj or negation)."""
     return tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _range(tensor: Tensor) -> tuple[int, int]:

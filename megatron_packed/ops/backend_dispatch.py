@@ -235,11 +235,13 @@ class _PlannedRank:
 
     def _on_meta(self, request: Request) -> Backend:
         op, backend, inputs = request
-        # Only the choice of a backend that joins operations has an effect on other requests.
+        # A backend that joins operations is the first of its op, and its choice has an effect on
+        # other requests.
         first = op.backends[0]
         if first.on_meta and backend in ("auto", first.name) and not first.reasons(inputs):
             return first.on_meta
-        return op.on_meta
+        named = (each.on_meta for each in op.backends[1:] if each.name == backend and each.on_meta)
+        return next(named, op.on_meta)
 
 
 _plan: _PlannedRank | None = None

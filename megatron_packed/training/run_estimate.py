@@ -21,8 +21,8 @@ from megatron_packed.data.packing.pieces import Pieces
 from megatron_packed.distributed.flat_buffers import flat_layout_of, tail_elements
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.zero1_layout import Ownership
-from megatron_packed.models.estimate.footprint import Work
 from megatron_packed.models.estimate.rank_memory import Estimate, communicators_of, estimate
+from megatron_packed.models.estimate.step_memory import Work
 from megatron_packed.models.flops import FlopCounter
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.torch_private import compiler_not_imported
@@ -94,7 +94,6 @@ def estimates_of(config: RunConfig, imagined: Imagined, documents: int) -> dict[
             Work(
                 tokens=config.packing.tokens_per_pack,
                 documents=documents,
-                element=dtype_of(config).itemsize,
                 even=even,
             ),
             tail=tail,

@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).parents[2] / "megatron_packed"
 LEVELS = {
     "lazy_exports": -1,  # single file that every package imports
     "torch_private": 0,  # single file
+    "memory_purpose": 0,  # single file
     "config": 0,
     "packed": 1,
     "distributed": 1,

@@ -110,6 +110,10 @@ class Dispatcher(ABC):
 
     static = True
     """True if shapes are the same for every pack."""
+    even_on_meta = True
+    """False routes all tokens to the experts of this rank on the meta device. It has an effect if the
+    shapes follow the routing.
+    """
 
     def __init__(self, config: ModelConfig, ep: ExpertParallel, backends: Backends) -> None:
         assert config.num_experts is not None, "a config with an E layer must set num_experts"
@@ -309,11 +313,12 @@ class AllToAllDispatcher(Dispatcher):
         counts_eeL = counts_eE.view(ranks, ranks, local)  # from rank, to rank, L local experts
         mine_eL = counts_eeL[:, self.ep.rank]
         if counts_eeL.is_meta:
-            loads = [[self.even_rows(x_TD.shape[0]) // ranks] * ranks] * ranks
+            sent = [self.even_rows(x_TD.shape[0]) // ranks] * ranks
+            received = [self._rows_on_meta(x_TD.shape[0]) // ranks] * ranks
         else:
             loads = counts_eeL.sum(dim=2).tolist()  # the host sync
-        sent = loads[self.ep.rank]
-        received = [row[self.ep.rank] for row in loads]
+            sent = loads[self.ep.rank]
+            received = [row[self.ep.rank] for row in loads]
         x_SD = exchange_rows(permuted.x_RD[: sum(sent)], sent, received, self.ep.group)
         # Rows arrive sorted by sending rank, and for each rank by expert.
         expert_eL = torch.arange(local, device=x_TD.device).expand_as(mine_eL)
@@ -336,6 +341,11 @@ class AllToAllDispatcher(Dispatcher):
             weights_TK=topk_weights_TK,
             exchange=Exchange(sent, received, arrived),
         )
+
+    def _rows_on_meta(self, tokens: int) -> int:
+        """Return the rows that this rank receives on the meta device, whose routing has no values."""
+        worst = self.worst_rows(tokens)
+        return min(self.even_rows(tokens), worst) if self.even_on_meta else worst
 
     def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
         assert dispatched.exchange is not None, (

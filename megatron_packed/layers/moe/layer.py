@@ -167,7 +167,7 @@ class MoE(nn.Module):
             self._build_shared_expert(config.moe_shared_expert_intermediate_size, build)
         self.backend = backends.residual_projection
         self.side: SideStream | None = None
-        if self.overlaps_shared_expert and torch.device(device).type == "cuda":
+        if self.overlaps_shared_expert and torch.device(device).type in ("cuda", "meta"):
             self.side = SideStream(torch.device(device))
 
     @property

@@ -5,16 +5,16 @@ from typing import TYPE_CHECKING
 from megatron_packed.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from megatron_packed.models.estimate.footprint import Work as Work
     from megatron_packed.models.estimate.parameter_count import count_parameters as count_parameters
     from megatron_packed.models.estimate.rank_memory import Estimate as Estimate
     from megatron_packed.models.estimate.rank_memory import estimate as estimate
+    from megatron_packed.models.estimate.step_memory import Work as Work
 else:
     __all__, __getattr__, __dir__ = lazy_exports(
         __name__,
         {
-            "footprint": ["Work"],
             "parameter_count": ["count_parameters"],
             "rank_memory": ["Estimate", "estimate"],
+            "step_memory": ["Work"],
         },
     )

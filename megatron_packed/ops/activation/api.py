@@ -23,6 +23,7 @@ OP = Op(
         Backend("triton", "megatron_packed.ops.activation.triton_kernel"),
         Backend("reference", "megatron_packed.ops.activation.reference"),
     ),
+    on_meta=Backend("on_meta", "megatron_packed.ops.activation.on_meta"),
 )
 
 

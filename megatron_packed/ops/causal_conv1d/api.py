@@ -7,6 +7,7 @@ Letters: T tokens, C channels, W width of the filter.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -19,10 +20,26 @@ OP = Op(
     "causal_conv1d",
     (
         Backend("triton", "megatron_packed.ops.causal_conv1d.triton_kernels"),
-        Backend("causal_conv1d", "megatron_packed.ops.causal_conv1d.library"),
+        Backend(
+            "causal_conv1d",
+            "megatron_packed.ops.causal_conv1d.library",
+            on_meta=Backend("causal_conv1d", "megatron_packed.ops.causal_conv1d.library_on_meta"),
+        ),
         Backend("reference", "megatron_packed.ops.causal_conv1d.reference"),
     ),
+    on_meta=Backend("on_meta", "megatron_packed.ops.causal_conv1d.on_meta"),
 )
+
+BLOCK_CHANNELS = 128
+"""Channels of a program of our kernels."""
+_SHORTEST_RUN = 32
+"""Fewest tokens of a program. Each program reads some rows of its neighbours, too."""
+_PROGRAMS = 4096
+"""Programs of a launch, about two rounds on a GPU of 132 processors; longer packs have longer runs.
+
+Each program has a partial sum of `BLOCK_CHANNELS` filters, so the sums of a launch take at most
+8 MiB for filters of width 4.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,3 +119,10 @@ def causal_conv1d(
         joined_TC = torch.cat([halo_HC, x_TC])
         y_TC = chosen.run(joined_TC, *parameters, activation=activation)[halo_HC.shape[0] :]
     return y_TC
+
+
+def run_length(tokens: int, channels: int) -> int:
+    """Return the number of tokens of a program of our kernels."""
+    rows = math.ceil(tokens * math.ceil(channels / BLOCK_CHANNELS) / _PROGRAMS)
+    # Four rows are one step of a program.
+    return max(_SHORTEST_RUN, math.ceil(rows / 4) * 4)

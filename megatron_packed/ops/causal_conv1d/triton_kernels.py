@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_packed.ops.causal_conv1d.api import BLOCK_CHANNELS, run_length
 from megatron_packed.ops.causal_conv1d.triton_rows import (
     backward_step,
     document,
@@ -47,18 +48,8 @@ _WIDEST = 4
 TAKES_HALO = True
 """`run` accepts the rows before the first token."""
 
-_BLOCK_CHANNELS = 128
 _WARPS = 1
 _STAGES = 1
-_SHORTEST_RUN = 32
-"""Fewest tokens of a program. Each program reads some rows of its neighbours, too."""
-
-_PROGRAMS = 4096
-"""Programs of a launch, about two rounds on a GPU of 132 processors; longer packs have longer runs.
-
-Each program has a partial sum of ``_BLOCK_CHANNELS`` filters, so the sums of a launch take at most
-8 MiB for filters of width 4.
-"""
 
 
 def not_supported_reasons(inputs: CausalConvInputs) -> list[str]:
@@ -189,15 +180,13 @@ def _launch(
     The sizes do not depend on the device, so neither does the order of the sums.
     """
     tokens, channels = x_TC.shape
-    blocks = triton.cdiv(channels, _BLOCK_CHANNELS)
-    # Four rows are one step of a program.
-    length = max(_SHORTEST_RUN, triton.cdiv(triton.cdiv(tokens * blocks, _PROGRAMS), 4) * 4)
-    return (triton.cdiv(tokens, length), blocks), {
+    length = run_length(tokens, channels)
+    return (triton.cdiv(tokens, length), triton.cdiv(channels, BLOCK_CHANNELS)), {
         "length": length,
         "CHANNELS": channels,
         "WIDTH": weight_CW.shape[1],
         "HALO": 0 if halo_HC is None else len(halo_HC),
-        "BLOCK_C": _BLOCK_CHANNELS,
+        "BLOCK_C": BLOCK_CHANNELS,
         "STAGES": _STAGES,
         "num_warps": _WARPS,
     }

@@ -26,6 +26,7 @@ OP = Op(
         Backend("transformer_engine", f"{_HERE}.transformer_engine"),
         Backend("reference", f"{_HERE}.reference"),
     ),
+    on_meta=Backend("on_meta", f"{_HERE}.on_meta"),
     on_device=lambda backend, inputs, device: (
         resolved_backend(backend, device.type),
         replace(inputs, device_type=device.type),

@@ -25,6 +25,7 @@ OP = Op(
         Backend("triton", "megatron_packed.ops.cross_entropy.triton_kernel"),
         Backend("reference", "megatron_packed.ops.cross_entropy.reference"),
     ),
+    on_meta=Backend("on_meta", "megatron_packed.ops.cross_entropy.on_meta"),
 )
 
 _CHUNK_LOGITS = 2**26

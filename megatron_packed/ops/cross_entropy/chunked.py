@@ -192,6 +192,8 @@ def _accumulate(dweight_VD: Tensor, dlogits_CV: Tensor, hidden_CD: Tensor, alpha
 
     On a GPU this is one matrix product that reads bf16 and accumulates into fp32.
     """
+    if dweight_VD.is_meta:
+        return
     if dweight_VD.dtype == hidden_CD.dtype:
         dweight_VD.addmm_(dlogits_CV.t(), hidden_CD, alpha=alpha)
     elif dweight_VD.is_cuda:

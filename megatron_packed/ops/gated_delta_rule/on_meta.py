@@ -1,4 +1,4 @@
-"""Gated delta rule on the meta device: the shape of its result."""
+"""Gated delta rule on the meta device: its shape, what the kernels save, and their states."""
 
 from __future__ import annotations
 
@@ -6,9 +6,37 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_packed.ops.shapes import of_shape
+from megatron_packed.memory_purpose import Purpose
+from megatron_packed.ops.gated_delta_rule.precision import tile_dtype
+from megatron_packed.ops.gated_delta_rule.tables import CHUNK
+from megatron_packed.ops.on_meta import Memory, of_shape, workspace
 
 
-def run(q_TGK: Tensor, k_TGK: Tensor, v_TNV: Tensor, *tensors: Tensor, **options: Any) -> Tensor:
-    """Return a tensor of the output's shape. The arguments are those of `reference.run`."""
-    return of_shape(v_TNV.shape, v_TNV, q_TGK, k_TGK, *tensors)
+def run(
+    q_TGK: Tensor,
+    k_TGK: Tensor,
+    v_TNV: Tensor,
+    *tensors: Tensor,
+    allow_neg_eigval: bool,
+    **options: Any,
+) -> Tensor:
+    """Return a tensor of the output's shape. The arguments are those of `triton_kernels.run`."""
+    (tokens, key_heads, key_dim), heads = q_TGK.shape, v_TNV.shape[1]
+    dtype = tile_dtype(q_TGK.dtype, allow_neg_eigval)
+    shape = (-(-tokens // CHUNK), heads, v_TNV.shape[2], key_dim)
+    states = workspace(*shape, dtype=dtype, purpose=Purpose.STATES)
+    written = workspace(*v_TNV.shape, dtype=dtype)
+    memory = Memory(
+        saved=[
+            workspace(2, key_heads, tokens),  # inverse norms of q and k
+            workspace(5, heads, tokens),  # decays and beta
+            workspace(2, heads, tokens, CHUNK, dtype=dtype),  # scores and inverse of each chunk
+        ],
+        backward=[
+            *[states] * 2,  # and their gradients
+            # What tokens write, and the exact gradient of v.
+            *[written] * (1 if dtype == v_TNV.dtype else 2),
+            workspace(3, heads, tokens),  # gradients of the gates
+        ],
+    )
+    return of_shape(v_TNV.shape, v_TNV, q_TGK, k_TGK, *tensors, memory=memory)

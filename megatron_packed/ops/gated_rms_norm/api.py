@@ -24,7 +24,13 @@ OP = Op(
         Backend("triton", "megatron_packed.ops.gated_rms_norm.triton_kernels"),
         Backend("reference", "megatron_packed.ops.gated_rms_norm.reference"),
     ),
+    on_meta=Backend("on_meta", "megatron_packed.ops.gated_rms_norm.on_meta"),
 )
+
+BACKWARD_PROGRAMS = 512
+"""Programs of our backward kernel, over all groups: enough to fill any GPU several times. There are
+about ``BACKWARD_PROGRAMS / groups`` partial sums of the weight's gradient.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

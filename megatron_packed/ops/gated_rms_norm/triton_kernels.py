@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_packed.ops.column_slices import GradientSlot, gradient_like, gradient_slot
+from megatron_packed.ops.gated_rms_norm.api import BACKWARD_PROGRAMS
 from megatron_packed.ops.partial_sums import add_partial_sums
 from megatron_packed.ops.triton_mode import fp32_reasons
 
@@ -30,9 +31,6 @@ if TYPE_CHECKING:
 _LARGEST_GROUP = 16384
 # Rows x channels that one program has in registers at a time.
 _ELEMENTS_PER_TILE = 1024
-# Programs of the backward kernel, over all groups: enough to fill any GPU several times. There are
-# about _BACKWARD_PROGRAMS / groups partial sums of the weight's gradient.
-_BACKWARD_PROGRAMS = 512
 # Backward loads the next two tiles in advance. Larger tiles have no room in shared memory.
 _LARGEST_PREFETCHED_TILE = 2048
 
@@ -124,7 +122,7 @@ class _GatedNorm(torch.autograd.Function):
         dz_TD = gradient_like(z_TD, ctx.slot)
         block, rows = _tile(ctx.group_size)
         tiles_per_program = triton.cdiv(
-            triton.cdiv(tokens, rows), max(1, _BACKWARD_PROGRAMS // groups)
+            triton.cdiv(tokens, rows), max(1, BACKWARD_PROGRAMS // groups)
         )
         programs = triton.cdiv(tokens, rows * tiles_per_program)
         parts_XD = torch.empty(programs, channels, dtype=torch.float32, device=x_TD.device)

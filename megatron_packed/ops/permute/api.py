@@ -24,6 +24,7 @@ OP = Op(
         Backend("triton", "megatron_packed.ops.permute.triton_kernels"),
         Backend("reference", "megatron_packed.ops.permute.reference"),
     ),
+    on_meta=Backend("on_meta", "megatron_packed.ops.permute.on_meta"),
 )
 
 

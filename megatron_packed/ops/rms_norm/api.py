@@ -20,6 +20,7 @@ OP = Op(
         Backend("torch", "megatron_packed.ops.rms_norm.torch_fused"),
         Backend("reference", "megatron_packed.ops.rms_norm.reference"),
     ),
+    on_meta=Backend("on_meta", "megatron_packed.ops.rms_norm.on_meta"),
 )
 
 

@@ -20,6 +20,7 @@ OP = Op(
         Backend("triton", "megatron_packed.ops.rope.triton_kernel"),
         Backend("reference", "megatron_packed.ops.rope.reference"),
     ),
+    on_meta=Backend("on_meta", "megatron_packed.ops.rope.on_meta"),
 )
 
 

@@ -18,6 +18,7 @@ OP = Op(
         Backend("triton", "megatron_packed.ops.router_logits.triton_kernels"),
         Backend("reference", "megatron_packed.ops.router_logits.reference"),
     ),
+    on_meta=Backend("on_meta", "megatron_packed.ops.router_logits.on_meta"),
 )
 
 

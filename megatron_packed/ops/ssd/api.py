@@ -25,7 +25,11 @@ OP = Op(
     "ssd",
     (
         Backend("triton", "megatron_packed.ops.ssd.triton_kernels"),
-        Backend("mamba_ssm", "megatron_packed.ops.ssd.mamba_ssm"),
+        Backend(
+            "mamba_ssm",
+            "megatron_packed.ops.ssd.mamba_ssm",
+            on_meta=Backend("mamba_ssm", "megatron_packed.ops.ssd.mamba_ssm_on_meta"),
+        ),
         Backend("reference", "megatron_packed.ops.ssd.reference"),
         Backend("recurrence", "megatron_packed.ops.ssd.recurrence", automatic=False),
     ),

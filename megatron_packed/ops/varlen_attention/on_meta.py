@@ -1,21 +1,36 @@
-"""Attention on the meta device: the shape of its result, and the tensors that the kernels save."""
+"""Attention on the meta device: shapes, what the kernels save, and sums of flash-attn's backward."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from megatron_packed.ops.shapes import of_shape
+from megatron_packed.ops.on_meta import Memory, Workspace, of_shape, workspace
+
+_BLOCK = 128
+"""Multiple of rows to which backward pads the sums of each document."""
 
 
-def run(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, *tensors: Tensor, **options: Any) -> Tensor:
+def run(
+    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, *tensors: Any, **options: Any
+) -> Tensor:
     """Return a tensor of the output's shape; output and log-sum-exp are saved too.
 
     The arguments are those of `api.varlen_attention`.
     """
     tokens, heads, _ = q_TNH.shape
-    shape = (tokens, heads, v_TKH.shape[2])
-    logsumexp_NT = q_TNH.new_empty(heads, tokens, dtype=torch.float32)
-    return of_shape(shape, q_TNH, k_TKH, v_TKH, q_TNH.new_empty(shape), logsumexp_NT)
+    memory = Memory(
+        saved=[workspace(heads, tokens)],
+        backward=gradient_sums(q_TNH, k_TKH, tokens, cu_seqlens),
+        keeps_result=True,
+    )
+    return of_shape((tokens, heads, v_TKH.shape[2]), q_TNH, k_TKH, v_TKH, memory=memory)
+
+
+def gradient_sums(q_TNH: Tensor, k_TKH: Tensor, tokens: int, cu_seqlens: Tensor) -> list[Workspace]:
+    """Return the fp32 sums of dq and two statistics, and of dk and dv of grouped heads."""
+    (_, heads, width), groups = q_TNH.shape, k_TKH.shape[1]
+    rows, wide = tokens + cu_seqlens.shape[0] * _BLOCK, -(-width // 32) * 32
+    sums = [workspace(rows, heads, wide + 2)]
+    return sums + [workspace(rows, groups, wide)] * 2 if heads > groups else sums

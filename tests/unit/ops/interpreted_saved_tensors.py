@@ -1,4 +1,4 @@
-"""Bytes that a layer saves for backward with the GPU kernels, against `models.estimate.activations`.
+"""Bytes that a layer saves for backward with the GPU kernels, against a layer on the meta device.
 
 The Triton kernels of this package run in the interpreter. Libraries that need a GPU are replaced by
 functions that save the same tensors as the libraries (their ``save_for_backward``). So the tests
@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from megatron_packed.config.sections.memory import RECOMPUTED_IN, MemoryConfig
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.flat_buffers import FlatBuffers
-from megatron_packed.models.estimate.activations import footprints
-from megatron_packed.models.estimate.footprint import Work
-from megatron_packed.models.estimate.recomputed_activations import ResidentUnderRecompute
+from megatron_packed.models.estimate.step_memory import Work
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.ops.grouped_mlp import grouped_mm
 from megatron_packed.packed.micro_batch import MicroBatch
+from support.traced_units import saved_bytes as traced_bytes
+from support.traced_units import units_of
 
 TOKENS, CHUNK = 32, 16
 OWN = (
@@ -193,14 +193,18 @@ def test_saved_bytes(case, modules):
         "squared_relu": True,
         "position_embedding_type": "none",
     } | changes
-    model = HybridModel(
-        ModelConfig(**values),
-        vocab_size=64,
-        max_positions=TOKENS,
-        dtype=torch.bfloat16,
-        backends=TRITON,
-        memory=memory,
-    ).train()
+    model, planned, plain = (
+        HybridModel(
+            ModelConfig(**values),
+            vocab_size=64,
+            max_positions=TOKENS,
+            dtype=torch.bfloat16,
+            backends=TRITON,
+            memory=options,
+            device=device,
+        ).train()
+        for device, options in (("cpu", memory), ("meta", memory), ("meta", None))
+    )
     buffers = FlatBuffers(model)
     pack = MicroBatch.build([([1] * (TOKENS // 2), None)] * 2, TOKENS)
     packed = model.prepare(pack.packed)
@@ -216,15 +220,13 @@ def test_saved_bytes(case, modules):
             lambda: model.layers[0](hidden, packed),
             {t.untyped_storage().data_ptr() for t in shared},
         )
-    work = Work(tokens=TOKENS, documents=2, element=2)
-    [layer], resident = footprints(model, work), ResidentUnderRecompute(model, work)
-    expected = sum(
-        term.bytes for name, term in layer.saved.items() if resident.stays(0, pattern, name)
-    )
-    expected += resident.replacement_bytes([layer])
-    # The estimate has no terms for the small masks and counts of the router.
+    work = Work(tokens=TOKENS, documents=2)
+    [layer], [kept] = units_of(planned, work), units_of(plain, work)
+    assert layer.saves_input
+    expected = traced_bytes(layer) + hidden.nbytes
+    # A CPU has other masks and counts of the router.
     if pattern == "E":
         assert expected == pytest.approx(found, rel=0.03)
     else:
         assert expected == found
-    assert bool(modules) == (expected < layer.saved_bytes)
+    assert bool(modules) == (traced_bytes(layer) < traced_bytes(kept))

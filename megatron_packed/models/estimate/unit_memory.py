@@ -1,0 +1,219 @@
+# mypy: disable-error-code="no-untyped-call"
+"""Memory of a unit of layers, which is measured once and repeated for equal units.
+
+A unit is a layer, or consecutive layers that are recomputed together. A deep model has few different
+units. So a unit runs once alone, and in a step `replay` stands for each unit that is equal to it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megatron_packed.memory_purpose import Purpose, counted_as
+from megatron_packed.models.estimate.live_memory import Amounts, LiveMemory
+from megatron_packed.torch_private import TreeSpec, tree_flatten, tree_unflatten
+
+Run = Callable[[Tensor], tuple[Tensor, list[Any]]]
+"""Runs a unit on a hidden state; returns the hidden state after it, and the reports of its layers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitMemory:
+    """Memory of a unit, relative to the memory before its forward and its backward pass."""
+
+    forward: Amounts
+    """Largest additional memory of the forward pass."""
+    saved: Amounts
+    """Memory that the unit leaves for its backward pass, without its input and its results."""
+    saves_input: bool
+    backward: Amounts
+    """Largest additional memory of the backward pass; the gradient of the result lives before it."""
+    reports: Sequence[Tensor]
+    structure: TreeSpec
+    """Tensors of the reports, and their structure."""
+
+
+def measure(run: Run, hidden: Sequence[int], live: LiveMemory, dtype: torch.dtype) -> UnitMemory:
+    """Run a unit forward and backward, and return its memory.
+
+    Args:
+        run: runs the unit.
+        hidden: shape of the hidden state.
+        live: counter of memory; it counts nothing else.
+        dtype: dtype of the hidden state.
+    """
+    borders = _Borders(live)
+    anchor = torch.empty(0, device="meta", requires_grad=True)
+    with live:
+        x: Tensor = _Begin.apply(anchor, tuple(hidden), dtype, borders)
+        input_bytes, reference = x.nbytes, weakref.ref(x.untyped_storage())
+        before = live.amounts()
+        live.forget_peaks()
+        y, found = run(x)
+        live.keep_received()
+        forward = _difference(live.peak().amounts, before)
+        del x
+        saves_input = reference() is not None
+        saved = _difference(live.amounts(), before)
+        reports, structure = tree_flatten(found)
+        results = y.nbytes + sum(report.nbytes for report in reports)
+        saved[Purpose.ACTIVATIONS] += (0 if saves_input else input_bytes) - results
+        end: Tensor = _End.apply(borders, y, *reports)
+        shapes = [report.detach() for report in reports]
+        needed = [report.requires_grad for report in reports]
+        del y, found, reports
+        end.backward()
+    return UnitMemory(
+        forward=forward,
+        saved=saved,
+        saves_input=saves_input,
+        backward=_difference(borders.most, borders.entry),
+        reports=[shape.requires_grad_(needs) for shape, needs in zip(shapes, needed, strict=True)],
+        structure=structure,
+    )
+
+
+def _difference(amounts: Amounts, before: Amounts) -> Counter[Purpose]:
+    result = Counter(amounts)
+    result.subtract(before)
+    return result
+
+
+class _Borders:
+    """Live memory at the beginning of a backward pass, and its largest live memory."""
+
+    def __init__(self, live: LiveMemory) -> None:
+        self.live = live
+        self.entry: Amounts = {}
+        self.most: Amounts = {}
+
+
+class _Begin(torch.autograd.Function):
+    """Input of a unit; its backward pass is the end of the unit's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, shape: Sequence[int], dtype: torch.dtype, borders: _Borders
+    ) -> Tensor:
+        ctx.borders = borders
+        with counted_as(Purpose.ACTIVATIONS):
+            return anchor.new_empty(shape, dtype=dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
+        ctx.borders.most = ctx.borders.live.peak().amounts
+        return None, None, None, None
+
+
+class _End(torch.autograd.Function):
+    """Scalar of the results of a unit; its backward pass makes their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, borders: _Borders, *results: Tensor) -> Tensor:
+        ctx.borders = borders
+        ctx.like = [(x.shape, x.dtype) for x in results]
+        return results[0].new_empty(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, one: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = [
+            one.new_empty(shape, dtype=dtype) if needed else None
+            for (shape, dtype), needed in zip(ctx.like, ctx.needs_input_grad[1:], strict=True)
+        ]
+        live = ctx.borders.live
+        ctx.borders.entry = live.amounts()
+        live.forget_peaks()
+        live.note()
+        return None, *gradients
+
+
+def replay(unit: UnitMemory, hidden: Tensor, live: LiveMemory) -> tuple[Tensor, list[Any]]:
+    """Return a result of the unit, and let its memory live until its backward pass."""
+    result, *reports = _ReplayedUnit.apply(hidden, unit, live)
+    return result, tree_unflatten(reports, unit.structure)
+
+
+class _ReplayedUnit(torch.autograd.Function):
+    """Autograd function of `replay`."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, unit: UnitMemory, live: LiveMemory) -> tuple[Tensor, ...]:
+        live.note(unit.forward)
+        live.add(unit.saved, live.place.pool)
+        if unit.saves_input:
+            ctx.save_for_backward(hidden)
+        ctx.unit = unit
+        ctx.live = live
+        ctx.set_materialize_grads(False)
+        reports = [torch.empty_like(report) for report in unit.reports]
+        pairs = zip(reports, unit.reports, strict=True)
+        ctx.mark_non_differentiable(*(new for new, like in pairs if not like.requires_grad))
+        return torch.empty_like(hidden), *reports
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor, *_: Tensor | None) -> tuple[Tensor, None, None]:
+        # Saved tensors are unpacked and freed as in any backward pass.
+        saved, live, unit = ctx.saved_tensors, ctx.live, ctx.unit
+        live.note(unit.backward)
+        live.add({purpose: -number for purpose, number in unit.saved.items()}, live.place.pool)
+        del saved
+        return torch.empty_like(gradient), None, None
+
+
+def signature(value: Any, known: dict[int, int] | None = None) -> Any:
+    """Return a description that is equal for layers that need equal memory.
+
+    Modules and other objects of this package are described by their attributes, tensors by their
+    shapes. Every other object is equal to itself only.
+    """
+    known = {} if known is None else known
+    if isinstance(value, str | int | float | bool | None | torch.dtype | torch.device | Enum):
+        return value
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.stride(), value.dtype
+    if id(value) in known:
+        return "seen", known[id(value)]
+    known[id(value)] = len(known)
+    described = partial(signature, known=known)
+    if isinstance(value, dict):
+        return tuple((key, described(inner)) for key, inner in value.items())
+    if isinstance(value, set | frozenset):
+        return frozenset(map(described, value))
+    if isinstance(value, tuple | list):
+        return tuple(map(described, value))
+    if isinstance(value, partial):
+        return described((value.func, value.args, value.keywords))
+    if isinstance(value, nn.Module) or type(value).__module__.startswith("megatron_packed"):
+        return type(value), described(dict(_attributes(value)))
+    if isinstance(getattr(value, "__self__", None), nn.Module):
+        return value.__name__, described(value.__self__)
+    return id(value)
+
+
+def _attributes(value: Any) -> list[tuple[str, Any]]:
+    """Return the attributes of an object, also those in slots; seeds choose values, not sizes."""
+    slots = getattr(type(value), "__slots__", ())
+    found = dict(getattr(value, "__dict__", {}))
+    found |= {name: getattr(value, name, None) for name in slots if name != "__weakref__"}
+    return [
+        (name, inner)
+        for name, inner in found.items()
+        if name not in _OF_EVERY_MODULE and not name.endswith("seed")
+    ]
+
+
+_OF_EVERY_MODULE = set(vars(nn.Module())) - {"_parameters", "_buffers", "_modules", "training"}
+"""Attributes of modules that say nothing about sizes."""
