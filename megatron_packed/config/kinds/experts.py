@@ -282,18 +282,16 @@ class ExpertOptions(StackOptions, group=EXPERTS):
 
     def expert_rules(self, sound: Sound) -> Iterator[Problem]:
         if self.add_bias_linear and sound("hybrid_layer_pattern"):
-            yield Problem(
-                "--hybrid-layer-pattern",
-                self.hybrid_layer_pattern,
+            yield self.problem(
+                "hybrid_layer_pattern",
                 "has E layers, but experts with biases are not supported",
                 "add --disable-bias-linear",
             )
         known = self.num_experts is not None and sound("num_experts", "moe_router_topk")
         softmax = self.moe_router_score_function == "softmax" and not self.moe_router_pre_softmax
         if known and softmax and self.moe_router_topk == 1:
-            yield Problem(
-                "--moe-router-topk",
-                "1",
+            yield self.problem(
+                "moe_router_topk",
                 "the softmax over a single chosen expert is always 1, so the router would "
                 "not learn",
                 "add --moe-router-pre-softmax, or choose at least two experts",
@@ -311,18 +309,16 @@ class ExpertOptions(StackOptions, group=EXPERTS):
         if chosen > groups or experts is None or not sound("num_experts", "moe_router_topk"):
             return
         if experts % groups:
-            yield Problem(
-                "--moe-router-num-groups",
-                str(groups),
+            yield self.problem(
+                "moe_router_num_groups",
                 f"does not divide --num-experts ({experts})",
                 f"choose from {divisors(experts)}",
             )
             return
         most = experts // groups * chosen
         if chosen < groups and topk <= experts and not chosen <= topk <= most:
-            yield Problem(
-                "--moe-router-group-topk",
-                str(chosen),
+            yield self.problem(
+                "moe_router_group_topk",
                 f"gives a token groups with {most} experts, but --moe-router-topk is {topk}",
                 "choose a number that is at most --moe-router-topk, and whose groups have as many "
                 "experts",

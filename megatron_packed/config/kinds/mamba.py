@@ -105,11 +105,10 @@ class MambaOptions(StackOptions, group=SSM, only_if=MAMBA_LAYERS):
         return self.mamba_norm_groups or self.mamba_num_groups
 
     def mamba_rules(self, sound: Sound) -> Iterator[Problem]:
-        hidden, width = self.hidden_size, self.mamba_head_dim
+        hidden = self.hidden_size
         if sound("hidden_size", "mamba_head_dim") and self.mamba_num_heads is None:
-            yield Problem(
-                "--mamba-head-dim",
-                str(width),
+            yield self.problem(
+                "mamba_head_dim",
                 f"must divide 2 x --hidden-size ({2 * hidden})",
                 f"choose from {divisors(2 * hidden)}, or give --mamba-num-heads",
             )
@@ -119,16 +118,14 @@ class MambaOptions(StackOptions, group=SSM, only_if=MAMBA_LAYERS):
             and self.mamba_num_heads is not None
             and self.d_inner % self.mamba_norm_groups
         ):
-            yield Problem(
-                "--mamba-norm-groups",
-                str(self.mamba_norm_groups),
+            yield self.problem(
+                "mamba_norm_groups",
                 f"must divide the number of inner channels of a Mamba layer ({self.d_inner})",
                 f"choose from {divisors(self.d_inner)}",
             )
         if sound("mamba_chunk_size") and self.mamba_chunk_size & (self.mamba_chunk_size - 1):
-            yield Problem(
-                "--mamba-chunk-size",
-                str(self.mamba_chunk_size),
+            yield self.problem(
+                "mamba_chunk_size",
                 "must be a power of two",
                 f"give {1 << (self.mamba_chunk_size.bit_length() - 1)}",
             )

@@ -135,18 +135,16 @@ class PackingConfig(Section, title="packing"):
 
     def rules(self, sound: Sound) -> Iterator[Problem]:
         if sound("seq_length", "micro_batch_size") and self.tokens_per_pack > INT32_MAX:
-            yield Problem(
-                "--seq-length",
-                str(self.seq_length),
+            yield self.problem(
+                "seq_length",
                 f"times --micro-batch-size ({self.micro_batch_size}) is {self.tokens_per_pack} "
                 f"token slots, but offsets in a pack are 32-bit integers (at most {INT32_MAX})",
                 "reduce one of them",
             )
         sizes = ("seq_length", "micro_batch_size", "max_document_length")
         if sound(*sizes) and self.max_document_length > self.tokens_per_pack:
-            yield Problem(
-                "--max-document-length",
-                str(self.max_document_length),
+            yield self.problem(
+                "max_document_length",
                 f"is more than a pack of --seq-length x --micro-batch-size ({self.tokens_per_pack}) tokens",
                 f"give at most {self.tokens_per_pack}, or raise --seq-length",
             )

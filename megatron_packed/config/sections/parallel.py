@@ -203,7 +203,7 @@ class ParallelConfig(  # dataclass fields follow the bases from right to left
         for name, axis in NOT_BUILT.items():
             size = getattr(self, name)
             if sound(name) and size != 1:
-                yield Problem(self.flag(name), str(size), f"{axis} is not supported yet", "give 1")
+                yield self.problem(name, f"{axis} is not supported yet", "give 1")
         yield from super().rules(sound)
 
 
@@ -338,9 +338,8 @@ def _row_rules(parallel: ParallelConfig, packing: PackingConfig, sound: Sound) -
         parallel.cp_comm_type,
     )
     if tokens % cp:
-        yield Problem(
-            cp_flag,
-            str(cp),
+        yield parallel.problem(
+            "context_parallel_size",
             f"does not divide the {tokens} token slots of a pack",
             f"choose from {divisors(tokens)}",
         )
@@ -358,9 +357,8 @@ def _row_rules(parallel: ParallelConfig, packing: PackingConfig, sound: Sound) -
     if tokens % cp or not sound("parallel.cp_comm_type", "packing.pad_packed_seq_alignment"):
         return
     if tokens % chunks:
-        yield Problem(
-            "--cp-comm-type",
-            comm,
+        yield parallel.problem(
+            "cp_comm_type",
             f"cuts packs and documents into 2 x {cp_flag} ({cp}) chunks, but {chunks} does not "
             f"divide the {tokens} token slots of a pack",
             f"give a2a, or a --seq-length that is a multiple of {chunks}",
@@ -368,9 +366,8 @@ def _row_rules(parallel: ParallelConfig, packing: PackingConfig, sound: Sound) -
     elif given is not None and (given % chunks or tokens % given):
         fitting = in_words([size for size in every_divisor(tokens) if size % chunks == 0])
         rule = f"must be a multiple of 2 x {cp_flag} ({chunks}) with --cp-comm-type {comm}"
-        yield Problem(
-            "--pad-packed-seq-alignment",
-            str(given),
+        yield packing.problem(
+            "pad_packed_seq_alignment",
             rule if given % chunks else f"does not divide the {tokens} token slots of a pack",
             f"choose from {fitting}",
         )
