@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -30,11 +31,14 @@ from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.distributed.flat_buffers import flat_layout_of
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.zero1_layout import Ownership
+from megatron_packed.layers.moe.experts import GroupedExperts
 from megatron_packed.models.estimate import activations
-from megatron_packed.models.estimate.footprint import Work
+from megatron_packed.models.estimate.footprint import RankSizes, Work
 from megatron_packed.models.estimate.parameter_count import count_parameters
 from megatron_packed.models.estimate.rank_memory import GIB, MIB, estimate
 from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.ops.dense_mlp.api import WITH_CHOICE
+from megatron_packed.ops.grouped_mlp.api import WITH_JOINED
 from megatron_packed.training.run_estimate import estimates, usual
 from model_step import CONFIGS, model_config
 from train_real import ROOT
@@ -56,6 +60,7 @@ RESULTS = (
     BESIDE := "expert_graphs_shared_overlap",
     IN_PARTS := "layouts_2_hybrid1b_cp_overlap",
     STATES := "layouts_2_hybrid1b_cp_state",
+    *(KINDS := {f"layouts_2_{name}_kinds": name for name in layouts.MODELS}),
 )
 """Result files that contain a measured peak, in the order of the table."""
 OF_DATA = ("train-data", "valid-data", "data-cache", "tokenizer", "log-jsonl", "eval", "sft")
@@ -75,6 +80,32 @@ class Peak(NamedTuple):
 
 def results(name: str) -> dict[str, Any]:
     return json.loads((harness.RESULTS / f"{name}.json").read_text())["results"]
+
+
+@contextmanager
+def joined_products() -> Iterator[None]:
+    """Estimate as a machine does that has a Hopper GPU and quack, where products include activations
+    and residuals.
+
+    Every size of the benchmarks suits these kernels.
+    """
+
+    def joins(_: Any, mlp: Any) -> bool:
+        joined = (mlp.mlp_act.kind, "cuda") in WITH_CHOICE
+        return joined and not mlp._reason_apart(mlp.fc1.weight.dtype)
+
+    def experts_join(experts: Any, device_type: str) -> bool:
+        joined = (experts.kind, device_type) in WITH_JOINED
+        return joined and not experts._reason_apart(device_type)
+
+    with ExitStack() as stack:
+        for owner, name, function in (
+            (RankSizes, "joins", joins),
+            (RankSizes, "joins_residual", lambda _, layer: not layer.reason_apart),
+            (GroupedExperts, "joins", experts_join),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, function))
+        yield
 
 
 def as_measured(config: RunConfig) -> RunConfig:
@@ -147,6 +178,7 @@ def metadata_sync() -> Iterator[tuple[str, float, float]]:
             documents,
             optimizer=True,
             deterministic=True,
+            scan="auto",
         )
         yield f"step of {name}", ours, found["paths"]["once"]["peak_gib"]
 
@@ -162,6 +194,7 @@ def packed_vs_padded() -> Iterator[tuple[str, float, float]]:
             packed["largest_batch"],
             documents,
             positions=found["longest"] + 8,
+            scan="auto",
         )
         yield f"packed {name}", ours, packed["peak_gib"]
 
@@ -235,7 +268,14 @@ def with_states() -> Iterator[tuple[str, float, float]]:
             yield name, *peak
 
 
-def experts() -> Iterator[tuple[str, float, float]]:
+def of_each_kind() -> Iterator[tuple[str, float, float]]:
+    """Yield the layouts with one kind of parallelism that were measured with today's kernels."""
+    for result, model in KINDS.items():
+        for name, *peak in layouts_of(result, 2, model, as_run=lambda config: config):
+            yield f"{name}, joined products", *peak
+
+
+def experts(*files: str) -> Iterator[tuple[str, float, float]]:
     """Yield steps of two ranks with 16 experts each, with the memory of graphs."""
     world, device = 2, torch.device("cuda")
     model = expert_graphs.model_of(world)
@@ -244,6 +284,8 @@ def experts() -> Iterator[tuple[str, float, float]]:
         *((name, f", {tokens:,} tokens") for name, tokens in SMALL_PACKS.items()),
         (BESIDE, ", shared expert beside"),
     ):
+        if result not in files:
+            continue
         c = {**model, "T": SMALL_PACKS.get(result, model["T"])}
         for dispatcher, kinds in results(result).items():
             for name, found in kinds.items():
@@ -273,7 +315,7 @@ def offloads() -> Iterator[tuple[str, float, float]]:
         ]
         for impl, side, measured in cases:
             config = offload.config_of(c, offload.SIDES[side], torch.device("cuda"), impl)
-            one = usual(estimates(as_measured(config), 1, c["vocab"], offload.CAPACITY))
+            one = usual(estimates(config, 1, c["vocab"], offload.CAPACITY))
             yield (
                 f"32k {name} {'' if impl == 'none' else f'{impl} '}{side}",
                 one.allocated / GIB,
@@ -298,7 +340,7 @@ def full_steps() -> Iterator[tuple[str, float, float]]:
                 full_step.config_of(c, 2, torch.device("cuda")),
                 cuda_graph=CudaGraphConfig(cuda_graph_impl=impl),
             )
-            one = usual(estimates(as_measured(config), 1, c["vocab"], documents))
+            one = usual(estimates(config, 1, c["vocab"], documents))
             steps = "eager steps" if impl == "none" else "whole steps"
             yield (
                 f"{name} {steps} beside a copy of its state",
@@ -331,21 +373,23 @@ def recipes() -> Iterator[tuple[str, float, float]]:
 
 def peaks() -> list[Peak]:
     """Return all measured peaks of packed steps with their estimates."""
-    older = (
-        graph_steps(),
-        metadata_sync(),
-        packed_vs_padded(),
-        train_real(),
-        layouts_of_several(),
-        offloads(),
-        full_steps(),
-        recipes(),
-        overlapped(),
-    )
+    older = (graph_steps(), train_real(), layouts_of_several(), recipes(), overlapped())
     with mock.patch.object(activations, "default_chunk_tokens", older_chunk_tokens):
         found = [Peak(*row) for part in older for row in part]
-    newer = (model_steps(), experts(), in_parts(), with_states())
-    return found + [Peak(*row) for part in newer for row in part]
+    apart = (in_parts(), with_states(), experts(BESIDE))
+    found += [Peak(*row) for part in apart for row in part]
+    newest = (
+        metadata_sync(),
+        packed_vs_padded(),
+        offloads(),
+        full_steps(),
+        model_steps(),
+        experts("expert_graphs", *SMALL_PACKS),
+        of_each_kind(),
+    )
+    with joined_products():
+        found += [Peak(*row) for part in newest for row in part]
+    return found
 
 
 def rows_of(*_: object) -> list[dict[str, object]]:

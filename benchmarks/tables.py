@@ -301,6 +301,11 @@ TABLES = {
         f"layouts_cp_state{suffix}": Table("layouts.py", "layouts_2_hybrid1b_cp_state", rows)
         for suffix, rows in (("", layouts.graph_rows_of), ("_exposed", layouts.exposed_rows_of))
     },
+    **{
+        f"layouts_kinds_{model}{suffix}": Table("layouts.py", f"layouts_2_{model}_kinds", rows)
+        for model in layouts.MODELS
+        for suffix, rows in (("", layouts.rows_of), ("_graphs", layouts.graph_rows_of))
+    },
     "layouts_scaling": Table(
         "layouts.py",
         tuple(f"layouts_{world}_{model}" for world in layouts.LAYOUTS for model in layouts.MODELS),

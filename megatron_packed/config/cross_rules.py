@@ -62,7 +62,7 @@ def _padding_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
         "parallel.tensor_model_parallel_size",
     )
     if known and model.vocab_size and (problem := run.padding_problem(model.vocab_size)):
-        yield Problem("--padded-vocab-size", str(run.data.padded_vocab_size), *problem)
+        yield run.data.problem("padded_vocab_size", *problem)
 
 
 def _document_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
@@ -71,9 +71,8 @@ def _document_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
     if sound("model.max_position_embeddings", "packing.seq_length", "packing.max_document_length"):
         given, longest = model.max_position_embeddings, packing.max_document_length
         if given is not None and given < longest and model.position_embedding_type == "rope":
-            yield Problem(
-                "--max-position-embeddings",
-                str(given),
+            yield model.problem(
+                "max_position_embeddings",
                 f"is less than the longest document of a pack (--max-document-length {longest})",
                 f"raise it, leave it out, or give --max-document-length {given}",
             )
@@ -101,9 +100,8 @@ def _expert_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
             and rows > INT32_MAX
             and packing.tokens_per_pack <= INT32_MAX
         ):
-            yield Problem(
-                "--moe-router-topk",
-                str(model.moe_router_topk),
+            yield model.problem(
+                "moe_router_topk",
                 f"needs {rows} rows of expert input for a pack of {packing.tokens_per_pack} tokens, but "
                 "row offsets are 32-bit integers",
                 "reduce --seq-length or --micro-batch-size",
@@ -121,25 +119,22 @@ def _evaluation_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
         # --split 100,0,0 says that no data is for validation; without effect is then no surprise.
         expected = training.validation_interval is not None and data.split is None
         if expected and not data.has_validation:
-            yield Problem(
-                "--eval-interval",
-                str(training.eval_interval),
+            yield training.problem(
+                "eval_interval",
                 "there is no validation data",
                 "give --valid-data-path FILE [FILE ...] or --split, or leave it out",
             )
         nothing = not run.validates and not run.tests
         if sound("training.skip_train") and training.skip_train and nothing:
-            yield Problem(
-                "--skip-train",
-                "",
+            yield training.problem(
+                "skip_train",
                 "leaves nothing to do, because there is no validation or test data",
                 "give --valid-data-path FILE and --eval-interval 1, or leave it out",
             )
         wanted = training.eval_iters or training.full_validation
         if wanted and training.eval_interval is None and data.valid_data_path:
-            yield Problem(
-                "--valid-data-path",
-                " ".join(data.valid_data_path),
+            yield data.problem(
+                "valid_data_path",
                 "is never used without --eval-interval",
                 "give --eval-interval N, or leave it out",
             )
@@ -179,9 +174,8 @@ def _best_validation_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
     """
     training = run.training
     if sound("training.valid_metric", "data.sft") and training.valid_metric and not run.data.sft:
-        yield Problem(
-            "--valid-metric",
-            training.valid_metric,
+        yield training.problem(
+            "valid_metric",
             "compares answers of conversations, but without --sft documents are plain text",
             "add --sft, or leave it out",
         )
@@ -222,9 +216,8 @@ def _best_validation_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
 def _device_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
     on_gpus = sound("parallel.distributed_backend") and run.parallel.distributed_backend == "nccl"
     if on_gpus and sound("training.device") and run.training.device == "cpu":
-        yield Problem(
-            "--distributed-backend",
-            "nccl",
+        yield run.parallel.problem(
+            "distributed_backend",
             "cannot run on --device cpu",
             "give gloo, or leave it out",
         )
@@ -236,9 +229,8 @@ def _capture_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
         and run.cuda_graph.uses_transformer_engine
         and run.training.device == "cpu"
     ):
-        yield Problem(
-            "--cuda-graph-impl",
-            run.cuda_graph.cuda_graph_impl,
+        yield run.cuda_graph.problem(
+            "cuda_graph_impl",
             "TransformerEngine captures graphs only on GPUs, and --device is cpu",
             "give local, which runs eagerly on a CPU, or leave it out",
         )
@@ -268,9 +260,8 @@ def _schedule_rules(run: RunConfig, optim: OptimizerConfig, sound: Sound) -> Ite
     if training.train_iters is None:  # --train-epochs: checked again after the data is packed
         return
     if training.train_samples is not None and training.train_iters != run.last_iteration():
-        yield Problem(
-            "--train-samples",
-            str(training.train_samples),
+        yield training.problem(
+            "train_samples",
             f"contradicts --train-iters ({training.train_iters}): with --global-batch-size "
             f"{batch} the samples give {run.last_iteration()} iterations",
             "leave one of the two flags out",
@@ -342,9 +333,8 @@ def batch_rule(run: RunConfig, world_size: int, sound: Sound) -> Iterator[Proble
     # If the global batch is no multiple of the micro-batch size, PackingConfig reports the problem.
     splits_into_micro_batches = packing.global_batch_size % packing.micro_batch_size == 0
     if splits_into_micro_batches and packing.global_batch_size % unit:
-        yield Problem(
-            "--global-batch-size",
-            str(packing.global_batch_size),
+        yield packing.problem(
+            "global_batch_size",
             f"must be a multiple of {unit}: --micro-batch-size ({packing.micro_batch_size}) x data-parallel "
             f"ranks ({ranks})",
             nearest_multiples(packing.global_batch_size, unit),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 MOST_SHOWN = 20
 """Maximum number of problems that a report lists."""
@@ -76,3 +77,10 @@ def escaped(text: str, keep: str = "\n") -> str:
         ``escaped("a\\x1b[31mb")`` is ``"a\\\\x1b[31mb"``, whose escape is 4 characters.
     """
     return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
+
+
+def as_typed(value: Any) -> str:
+    """Return a value as the user types it; the text is empty for a switch."""
+    if isinstance(value, bool):
+        return ""
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)

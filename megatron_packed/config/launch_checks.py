@@ -100,9 +100,8 @@ def package_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:
         )
     reads_with = {TIKTOKEN: "tiktoken", SENTENCEPIECE: "sentencepiece"}.get(run.data.tokenizer_type)
     if reads_with is not None and sound("data.tokenizer_type") and not is_installed(reads_with):
-        yield Problem(
-            "--tokenizer-type",
-            run.data.tokenizer_type,
+        yield run.data.problem(
+            "tokenizer_type",
             f"needs {reads_with}, which is not installed",
             f"pip install 'megatron-packed[data]', or give a tokenizer.json with {HUGGING_FACE}",
             node_dependent=True,

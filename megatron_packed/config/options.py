@@ -87,6 +87,8 @@ class Option:
         above, below: exclusive bounds.
         path: use of a value that is a path; the path is checked before a run starts.
         derived: description of the value that replaces ``None``; see `derived_option`.
+        derive: function of the section that returns this value, or None if there is none.
+        derived_from: fields that the function uses.
         megatron: (Megatron's default, reason why this project's differs), for the documentation.
         training_only: True for a model field that affects how weights are trained, but not the
             function that they compute.
@@ -126,6 +128,8 @@ class Option:
     maximum: float | None = None
     below: float | None = None
     derived: str = ""
+    derive: Callable[[Any], Any] | None = None
+    derived_from: tuple[str, ...] = ()
     path: PathUse | None = None
     megatron: tuple[str, str] | None = None
     training_only: bool = False
@@ -184,7 +188,8 @@ required_option = _field_maker(Option)
 derived_option = _field_maker(Option, default=None)
 """Return a field whose section replaces None by a derived value, from arguments of `Option`.
 
-The argument ``derived`` describes that value. The annotation without None is the type of its values.
+The argument ``derived`` describes that value, and ``derive`` computes it. The annotation without
+None is the type of its values.
 """
 
 

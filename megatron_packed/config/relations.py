@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from megatron_packed.config.errors import Problem
+from megatron_packed.config.errors import Problem, as_typed
 from megatron_packed.config.options import Field, Related, several
 from megatron_packed.config.sections.model_parts.divisors import divisors, nearest_multiples
 from megatron_packed.config.value_checks import placeholder
@@ -86,13 +86,13 @@ class Relations:
         return self._value(name) if name and self._sound(field.name, name) else None
 
     def _problem(self, field: Field, rule: str, cure: str) -> Problem:
-        return Problem(field.flag, _text(self._value(field.name)), rule, cure)
+        return Problem(field.flag, as_typed(self._value(field.name)), rule, cure)
 
     def _shown(self, name: str) -> str:
         value, flag = self._value(name), self._fields[name].flag
         if isinstance(value, (bool, str)):
-            return f"{flag} {_text(value)}".rstrip()
-        return f"{flag} ({_text(value)})"
+            return f"{flag} {as_typed(value)}".rstrip()
+        return f"{flag} ({as_typed(value)})"
 
     def _value(self, name: str) -> Any:
         return getattr(self._section, name)
@@ -112,10 +112,3 @@ class Relations:
 
 def _with_reason(rule: str, related: Related) -> str:
     return f"{rule}: {related.why}" if related.why else rule
-
-
-def _text(value: Any) -> str:
-    """Return a value as the user types it; the text is empty for a switch."""
-    if isinstance(value, bool):
-        return ""
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_type_hints
 
 from megatron_packed.config.conditions import Condition
-from megatron_packed.config.errors import ConfigError, Problem
+from megatron_packed.config.errors import ConfigError, Problem, as_typed
 from megatron_packed.config.options import Field, Option, OptionType, type_of
 from megatron_packed.config.relations import Relations
 from megatron_packed.config.value_checks import check_value
@@ -86,8 +86,13 @@ class Section:
             raise ConfigError(found)
 
     def derive(self, sound: Sound) -> dict[str, Any]:
-        """Return values for the derived fields that are None and whose source fields are ``sound``."""
-        return {}
+        """Return values for the derived fields whose source fields are ``sound``."""
+        options = {field.name: field.option for field in section_fields(type(self))}
+        return {
+            name: option.derive(self)
+            for name, option in options.items()
+            if option.derive is not None and sound(*option.derived_from)
+        }
 
     def rules(self, sound: Sound) -> Iterator[Problem]:
         """Yield problems between the fields of this section."""
@@ -96,6 +101,10 @@ class Section:
     def related(self, sound: Sound, group: str | None = None) -> Iterator[Problem]:
         """Yield problems of the declared relations between fields, of one group or of all."""
         yield from Relations(self, section_fields(type(self)), sound).problems(group)
+
+    def problem(self, name: str, rule: str, cure: str, *, node_dependent: bool = False) -> Problem:
+        """Return a problem of the value of a field; see `Problem`."""
+        return Problem(self.flag(name), as_typed(getattr(self, name)), rule, cure, node_dependent)
 
     def flag(self, name: str) -> str:
         """Return the flag of a field, for messages."""

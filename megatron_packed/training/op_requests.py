@@ -33,7 +33,6 @@ UNKNOWN_VOCABULARY = 32_768
 """Number of vocabulary entries assumed for the choice of the loss kernel before a tokenizer is read."""
 
 
-@lru_cache(maxsize=16)
 def op_requests(
     config: RunConfig, device: torch.device, documents: int | None = None
 ) -> tuple[Request, ...]:
@@ -45,7 +44,12 @@ def op_requests(
         documents: largest number of documents in a pack; by default, the capacity of the largest
             capture size, or 1 without graphs.
     """
-    capacity = documents or (config.cuda_graph.capacities or (1,))[-1]
+    return traced_requests(config, device, documents or (config.cuda_graph.capacities or (1,))[-1])
+
+
+@lru_cache(maxsize=16)
+def traced_requests(config: RunConfig, device: torch.device, capacity: int) -> tuple[Request, ...]:
+    """Return the requests of `op_requests` for packs of at most ``capacity`` documents."""
     layout = config.layout(fewest_processes(config.parallel))
     groups = ParallelGroups.unjoined(layout)
     vocab_size = config.model.vocab_size or UNKNOWN_VOCABULARY

@@ -83,7 +83,7 @@ def name_kernels(
     """Print the kernels that the packs will run, warn of slow kernels, and return their names.
 
     Raises:
-        ConfigError: with ``--require-fast-kernels``, an op has no fast kernel for these packs.
+        ConfigError: an op has no kernel for these packs that the options allow.
     """
     largest = (
         data.packing.documents_max if data.capture_sizes is None else data.capture_sizes.largest

@@ -17,6 +17,10 @@ from megatron_packed.config.triton_assembler import assembler_variables
 if TYPE_CHECKING:
     from megatron_packed.distributed.testing import WorkerPools
 
+# Otherwise each process compiles flash-attn 4 again, which takes a minute in tests of two processes.
+# flash-attn 4 reads this when it is imported, and TransformerEngine imports it.
+os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+
 # TransformerEngine takes the cuDNN of the system. It cannot be loaded after another cuDNN, which torch
 # loads with its first convolution or attention; a run that needs it imports it before.
 if torch.cuda.is_available() and find_spec("transformer_engine"):
@@ -25,8 +29,6 @@ if torch.cuda.is_available() and find_spec("transformer_engine"):
 # Kernels are compiled as in a run.
 for name, value in assembler_variables().items():
     os.environ.setdefault(name, value)
-# Otherwise each process compiles flash-attn 4 again, which takes a minute in tests of two processes.
-os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -44,7 +44,7 @@ def test_products_in_float32_have_no_fast_kernels() -> None:
         in said
     )
     assert (
-        "grouped product runs reference, plain PyTorch, taking 7 times as long as grouped_mm"
+        "grouped product runs reference, plain PyTorch, taking 36 times as long as quack_joined"
         in said
     )
     assert "router runs reference, plain PyTorch" in said

@@ -74,7 +74,7 @@ def called_in_a_step(
     """Return the backends of each op that forward, backward and update of the real model call.
 
     Functions that a backend imports are not its own. A ``functools.partial`` has no module, so each
-    one in a backend counts as its own.
+    one in a backend counts as its own. Calls on the meta device compute nothing and do not count.
     """
     called: dict[str, set[str]] = {}
     for op, _, _ in op_requests(config, device):
@@ -107,7 +107,9 @@ def _noting(
     called: dict[str, set[str]], op: str, backend: str, function: Callable[..., Any]
 ) -> Callable[..., Any]:
     def run(*arguments: Any, **options: Any) -> Any:
-        called.setdefault(op, set()).add(backend)
+        given = (*arguments, *options.values())
+        if not any(isinstance(one, torch.Tensor) and one.is_meta for one in given):
+            called.setdefault(op, set()).add(backend)
         return function(*arguments, **options)
 
     return run

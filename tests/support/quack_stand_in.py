@@ -20,7 +20,7 @@ from megatron_packed.ops.backend_dispatch import Op
 from megatron_packed.ops.dense_mlp import api as dense_mlp
 from megatron_packed.ops.grouped_mlp import api as grouped_mlp
 from megatron_packed.ops.residual_projection import api as residual_projection
-from megatron_packed.training.op_requests import op_requests
+from megatron_packed.training.op_requests import traced_requests
 
 OPS = "megatron_packed.ops."
 BACKENDS = (
@@ -170,11 +170,11 @@ def quack_stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Quack]:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
     before = {name: sys.modules.pop(name, None) for name in (*quack.modules, *BACKENDS)}
     sys.modules.update(quack.modules)
-    op_requests.cache_clear()
+    traced_requests.cache_clear()
     try:
         yield quack
     finally:
-        op_requests.cache_clear()
+        traced_requests.cache_clear()
         for name, module in before.items():
             sys.modules.pop(name, None)
             if module is not None:

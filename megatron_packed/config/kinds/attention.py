@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_packed.config.conditions import Condition, layers, option_given, option_is_not
 from megatron_packed.config.errors import Problem
@@ -43,6 +43,11 @@ ROPE_SCALING = option_given("model.use_rope_scaling")
 SHORT_WINDOW = Condition("the window covers the longest document", _has_short_window)
 
 
+def _head_width(model: AttentionOptions) -> int | None:
+    heads = model.num_attention_heads
+    return model.hidden_size // heads if heads and model.hidden_size % heads == 0 else None
+
+
 @part_of_sections(frozen=True, kw_only=True)
 class AttentionOptions(StackOptions, group=ATTN, only_if=ATTENTION_LAYERS):
     """Heads, position embedding and norms of ``*`` layers."""
@@ -56,6 +61,8 @@ class AttentionOptions(StackOptions, group=ATTN, only_if=ATTENTION_LAYERS):
     num_query_groups: int = derived_option(
         "Number of key-value heads; each serves an equal number of query heads.",
         derived="one per query head",
+        derive=lambda model: model.num_attention_heads or None,
+        derived_from=("num_attention_heads",),
         unit="heads",
         minimum=1,
         divides="num_attention_heads",
@@ -63,6 +70,8 @@ class AttentionOptions(StackOptions, group=ATTN, only_if=ATTENTION_LAYERS):
     kv_channels: int = derived_option(
         "Width of one attention head.",
         derived="hidden size / heads",
+        derive=_head_width,
+        derived_from=("num_attention_heads", "hidden_size"),
         unit="channels",
         minimum=1,
     )
@@ -239,29 +248,19 @@ class AttentionOptions(StackOptions, group=ATTN, only_if=ATTENTION_LAYERS):
         follows = kind.has_activation and self.layer_types[:layer_number][-1:] == [SYMBOL]
         return kind.attends or follows
 
-    def derived_heads(self, sound: Sound) -> dict[str, Any]:
-        values: dict[str, Any] = {}
-        if sound("num_attention_heads") and self.num_attention_heads:
-            values["num_query_groups"] = self.num_attention_heads
-            if sound("hidden_size") and self.hidden_size % self.num_attention_heads == 0:
-                values["kv_channels"] = self.hidden_size // self.num_attention_heads
-        return values
-
     def attention_rules(self, sound: Sound) -> Iterator[Problem]:
-        heads, hidden = self.num_attention_heads, self.hidden_size
+        heads = self.num_attention_heads
         if sound("num_attention_heads", "hidden_size") and heads and self.kv_channels is None:
-            yield Problem(
-                "--hidden-size",
-                str(hidden),
+            yield self.problem(
+                "hidden_size",
                 f"is not divisible by --num-attention-heads ({heads})",
                 "change one of them, or give the head width with --kv-channels",
             )
         scope = ("qk_layernorm", "qk_layernorm_scope", "normalization")
         all_heads = self.qk_layernorm_scope == "all_heads"
         if sound(*scope) and self.qk_layernorm and all_heads and self.normalization != "RMSNorm":
-            yield Problem(
-                "--qk-layernorm-scope",
-                self.qk_layernorm_scope,
+            yield self.problem(
+                "qk_layernorm_scope",
                 f"is supported with RMSNorm only, not with --normalization {self.normalization}",
                 "give --normalization RMSNorm, or --qk-layernorm-scope head",
             )
@@ -277,9 +276,8 @@ class AttentionOptions(StackOptions, group=ATTN, only_if=ATTENTION_LAYERS):
             )
         rope = self.position_embedding_type == "rope" and sound("kv_channels", "rotary_percent")
         if rope and (self.rotary_dim < 2 or self.rotary_dim % 2):
-            yield Problem(
-                "--rotary-percent",
-                str(self.rotary_percent),
+            yield self.problem(
+                "rotary_percent",
                 f"rotates {self.rotary_dim} of {self.kv_channels} channels, but the number must "
                 "be even and at least 2",
                 "choose a --rotary-percent or --kv-channels that rotates an even number of "
@@ -289,32 +287,31 @@ class AttentionOptions(StackOptions, group=ATTN, only_if=ATTENTION_LAYERS):
     def _window_rules(self, sound: Sound) -> Iterator[Problem]:
         if self.window_size is None or not sound("window_size"):
             return
-        window, skipped = "--window-size", "--window-attn-skip-freq"
         try:
             left, right = window_sides(self.window_size)
         except ValueError as error:
             cure = "give two numbers, for example 4095,0"
-            yield Problem(window, self.window_size, str(error), cure)
+            yield self.problem("window_size", str(error), cure)
             return
         if right != 0:
             rule = f"lets a token see {right} tokens after it, but attention is causal"
-            yield Problem(window, self.window_size, rule, f"give {max(left, 0)},0")
+            yield self.problem("window_size", rule, f"give {max(left, 0)},0")
         elif left < 0:
             rule = "has a negative number of tokens before a token"
-            yield Problem(window, self.window_size, rule, "leave it out for no window")
+            yield self.problem("window_size", rule, "leave it out for no window")
         if not sound("window_attn_skip_freq", "hybrid_layer_pattern"):
             return
         try:
             layers = windowed_layers(self.window_attn_skip_freq, self.num_layers)
         except ValueError as error:
             cure = "give a number, or a list such as [1]*3+[0] with an entry for each layer"
-            yield Problem(skipped, str(self.window_attn_skip_freq), str(error), cure)
+            yield self.problem("window_attn_skip_freq", str(error), cure)
             return
         attention = [symbol == SYMBOL for symbol in self.main_layers]
         if not any(both == (True, True) for both in zip(layers, attention, strict=True)):
             rule = "leaves no * layer with the window"
-            cure = f"change it, or leave out {window}"
-            yield Problem(skipped, str(self.window_attn_skip_freq), rule, cure)
+            cure = "change it, or leave out --window-size"
+            yield self.problem("window_attn_skip_freq", rule, cure)
 
 
 @part_of_sections(frozen=True, kw_only=True)
@@ -349,9 +346,8 @@ def kernel_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
         and training.uses_transformer_engine_attention
     )
     if known and width is not None and (width % 8 or width > TRANSFORMER_ENGINE_HEAD_LIMIT):
-        yield Problem(
-            "--transformer-impl",
-            training.transformer_impl,
+        yield training.problem(
+            "transformer_impl",
             "TransformerEngine's packed attention supports heads of a multiple of 8 up to "
             f"{TRANSFORMER_ENGINE_HEAD_LIMIT} channels, not of {width}",
             "add another --attention-backend, or give local",
@@ -361,9 +357,8 @@ def kernel_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
         and parallel.document_alignment > 1
     )
     if zigzag and training.attention_backend not in ("auto", *ZIGZAG_BACKENDS):
-        yield Problem(
-            "--attention-backend",
-            training.attention_backend,
+        yield training.problem(
+            "attention_backend",
             f"does not exchange keys and values, which --cp-comm-type {parallel.cp_comm_type} "
             "requires",
             f"give auto or {' or '.join(ZIGZAG_BACKENDS)}, or --cp-comm-type a2a",
@@ -379,7 +374,6 @@ KIND = LayerKind(
     name=ATTN,
     place=3,
     options={"model": AttentionOptions, "training": AttentionKernels},
-    derive=AttentionOptions.derived_heads,
     rules=AttentionOptions.attention_rules,
     cross_rules=kernel_rules,
     required=("num_attention_heads",),

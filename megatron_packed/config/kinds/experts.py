@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from megatron_packed.config.conditions import EXPERT_LAYERS, Condition, option_given, option_is_not
 from megatron_packed.config.errors import Problem
@@ -57,6 +56,8 @@ class ExpertOptions(StackOptions, group=EXPERTS):
     moe_ffn_hidden_size: int = derived_option(
         "Inner width of one expert.",
         derived="that of an MLP layer",
+        derive=lambda model: model.ffn_hidden_size or model.usual_mlp_width,
+        derived_from=("ffn_hidden_size", "hidden_size", "swiglu"),
         unit="channels",
         minimum=1,
         only_if=EXPERT_LAYERS,
@@ -279,24 +280,18 @@ class ExpertOptions(StackOptions, group=EXPERTS):
             and self.moe_expert_rank_capacity_factor is None
         )
 
-    def derived_width(self, sound: Sound) -> dict[str, Any]:
-        known = sound("moe_ffn_hidden_size")
-        return {"moe_ffn_hidden_size": self.mlp_width(sound)} if known else {}
-
     def expert_rules(self, sound: Sound) -> Iterator[Problem]:
         if self.add_bias_linear and sound("hybrid_layer_pattern"):
-            yield Problem(
-                "--hybrid-layer-pattern",
-                self.hybrid_layer_pattern,
+            yield self.problem(
+                "hybrid_layer_pattern",
                 "has E layers, but experts with biases are not supported",
                 "add --disable-bias-linear",
             )
         known = self.num_experts is not None and sound("num_experts", "moe_router_topk")
         softmax = self.moe_router_score_function == "softmax" and not self.moe_router_pre_softmax
         if known and softmax and self.moe_router_topk == 1:
-            yield Problem(
-                "--moe-router-topk",
-                "1",
+            yield self.problem(
+                "moe_router_topk",
                 "the softmax over a single chosen expert is always 1, so the router would "
                 "not learn",
                 "add --moe-router-pre-softmax, or choose at least two experts",
@@ -314,18 +309,16 @@ class ExpertOptions(StackOptions, group=EXPERTS):
         if chosen > groups or experts is None or not sound("num_experts", "moe_router_topk"):
             return
         if experts % groups:
-            yield Problem(
-                "--moe-router-num-groups",
-                str(groups),
+            yield self.problem(
+                "moe_router_num_groups",
                 f"does not divide --num-experts ({experts})",
                 f"choose from {divisors(experts)}",
             )
             return
         most = experts // groups * chosen
         if chosen < groups and topk <= experts and not chosen <= topk <= most:
-            yield Problem(
-                "--moe-router-group-topk",
-                str(chosen),
+            yield self.problem(
+                "moe_router_group_topk",
                 f"gives a token groups with {most} experts, but --moe-router-topk is {topk}",
                 "choose a number that is at most --moe-router-topk, and whose groups have as many "
                 "experts",
@@ -338,7 +331,6 @@ KIND = LayerKind(
     place=5,
     noun="expert",
     options={"model": ExpertOptions},
-    derive=ExpertOptions.derived_width,
     rules=ExpertOptions.expert_rules,
     required=("num_experts",),
     refused_elsewhere=("num_experts", "moe_shared_expert_intermediate_size", "moe_latent_size"),
@@ -351,10 +343,7 @@ KIND = LayerKind(
     ),
     graph_modules=("moe", "moe_router"),
     mixer_module="moe",
-    recomputed={
-        "moe": ("expert_fc1", EXPERT_ACTIVATION, "expert_fc2"),
-        EXPERT_ACTIVATION: (EXPERT_ACTIVATION, "expert_fc2"),
-    },
+    recomputed={EXPERT_ACTIVATION: (EXPERT_ACTIVATION, "expert_fc2")},
     inside_norm=("mlp_norm",),
     parts=(
         LayerPart("mlp_norm", "norm"),

@@ -100,7 +100,6 @@ KIND = LayerKind(
     heads=("linear_num_value_heads", "linear_num_key_heads"),
     graph_modules=("gdn",),
     mixer_module="gdn",
-    recomputed={"gdn": ("gdn_in_proj", "gdn_scan", "gdn_out_proj")},
     inside_norm=("gdn_norm", "gdn_in_proj"),
     parts=(
         LayerPart("gdn_norm", "norm"),

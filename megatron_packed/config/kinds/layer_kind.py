@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from megatron_packed.config.errors import Problem
@@ -67,8 +67,6 @@ class LayerKind:
         place: place among the kinds, in ascending order; symbols decide between equal places.
         noun: word before "layer" in messages; the name when empty.
         options: title of a section -> class with the options that the kind adds to it.
-        derive: function that returns values of derived options that are None. It may use options
-            that are ``sound``.
         rules: function of further problems between its options of the model. It is called if the
             pattern has such a layer, or is wrong and an option of the kind is given.
         cross_rules: function of problems with other sections, for a pattern with such a layer.
@@ -87,7 +85,7 @@ class LayerKind:
         without_heads: flag with which ranks exchange no heads.
         graph_modules: names in ``--cuda-graph-modules``, first that of the whole layer.
         mixer_module: name of the mixer in ``--recompute-modules``.
-        recomputed: name in ``--recompute-modules`` -> parts inside it. Such a part saves other
+        recomputed: other names in ``--recompute-modules`` -> parts inside. Such a part saves other
             tensors or none if the module is recomputed.
         inside_norm: parts that save other tensors if the output of the norm is recomputed.
         parts: parts for ``--offload-modules``.
@@ -99,7 +97,6 @@ class LayerKind:
     place: int = 100
     noun: str = ""
     options: Mapping[str, type[Section]] = field(default_factory=dict)
-    derive: Callable[[ModelConfig, Sound], dict[str, Any]] | None = None
     rules: Callable[[ModelConfig, Sound], Iterator[Problem]] | None = None
     cross_rules: Callable[[RunConfig, Sound], Iterator[Problem]] | None = None
     required: tuple[str, ...] = ()
@@ -126,6 +123,12 @@ class LayerKind:
     def layer(self) -> str:
         """Words for a layer of this kind, for example ``expert layer``."""
         return f"{self.noun or self.name} layer"
+
+    @property
+    def recompute_modules(self) -> dict[str, tuple[str, ...]]:
+        """Names in ``--recompute-modules``, each with the parts inside."""
+        mixer = tuple(part.name for part in self.parts if part.path != "norm")
+        return {**({self.mixer_module: mixer} if self.mixer_module else {}), **self.recomputed}
 
     @property
     def has_activation(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from megatron_packed.config.conditions import CONTEXT_PARALLEL, layers
 from megatron_packed.config.errors import Problem
@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 
 SYMBOL, SSM = "M", "Mamba-2"
 MAMBA_LAYERS = layers(SYMBOL)
+
+
+def _number_of_heads(model: MambaOptions) -> int | None:
+    heads, rest = divmod(2 * model.hidden_size, model.mamba_head_dim)
+    return None if rest else heads
 
 
 @part_of_sections(frozen=True, kw_only=True)
@@ -54,6 +59,8 @@ class MambaOptions(StackOptions, group=SSM, only_if=MAMBA_LAYERS):
     mamba_num_heads: int = derived_option(
         "Number of Mamba heads.",
         derived="2 x hidden size / head width",
+        derive=_number_of_heads,
+        derived_from=("hidden_size", "mamba_head_dim"),
         unit="heads",
         minimum=1,
     )
@@ -97,18 +104,11 @@ class MambaOptions(StackOptions, group=SSM, only_if=MAMBA_LAYERS):
         """Number of groups of inner channels that the gated norm normalises separately."""
         return self.mamba_norm_groups or self.mamba_num_groups
 
-    def derived_heads(self, sound: Sound) -> dict[str, Any]:
-        known = sound("hidden_size", "mamba_head_dim")
-        if known and 2 * self.hidden_size % self.mamba_head_dim == 0:
-            return {"mamba_num_heads": 2 * self.hidden_size // self.mamba_head_dim}
-        return {}
-
     def mamba_rules(self, sound: Sound) -> Iterator[Problem]:
-        hidden, width = self.hidden_size, self.mamba_head_dim
+        hidden = self.hidden_size
         if sound("hidden_size", "mamba_head_dim") and self.mamba_num_heads is None:
-            yield Problem(
-                "--mamba-head-dim",
-                str(width),
+            yield self.problem(
+                "mamba_head_dim",
                 f"must divide 2 x --hidden-size ({2 * hidden})",
                 f"choose from {divisors(2 * hidden)}, or give --mamba-num-heads",
             )
@@ -118,16 +118,14 @@ class MambaOptions(StackOptions, group=SSM, only_if=MAMBA_LAYERS):
             and self.mamba_num_heads is not None
             and self.d_inner % self.mamba_norm_groups
         ):
-            yield Problem(
-                "--mamba-norm-groups",
-                str(self.mamba_norm_groups),
+            yield self.problem(
+                "mamba_norm_groups",
                 f"must divide the number of inner channels of a Mamba layer ({self.d_inner})",
                 f"choose from {divisors(self.d_inner)}",
             )
         if sound("mamba_chunk_size") and self.mamba_chunk_size & (self.mamba_chunk_size - 1):
-            yield Problem(
-                "--mamba-chunk-size",
-                str(self.mamba_chunk_size),
+            yield self.problem(
+                "mamba_chunk_size",
                 "must be a power of two",
                 f"give {1 << (self.mamba_chunk_size.bit_length() - 1)}",
             )
@@ -174,7 +172,6 @@ KIND = LayerKind(
     place=1,
     noun="Mamba",
     options={"model": MambaOptions, "training": MambaKernels, "parallel": MambaCommunication},
-    derive=MambaOptions.derived_heads,
     rules=MambaOptions.mamba_rules,
     backends={"ssd": "ssd_backend", "causal_conv1d": "conv_backend"},
     carries_order=True,
@@ -188,7 +185,6 @@ KIND = LayerKind(
     without_heads="--mamba-cp-comm-type state",
     graph_modules=("mamba",),
     mixer_module="mamba",
-    recomputed={"mamba": ("mamba_in_proj", "mamba_scan", "mamba_out_proj")},
     inside_norm=("mamba_norm", "mamba_in_proj"),
     parts=(
         LayerPart("mamba_norm", "norm"),

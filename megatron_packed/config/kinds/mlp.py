@@ -14,7 +14,6 @@ KIND = LayerKind(
     shared=(Shared("ffn_hidden_size"),),
     graph_modules=("mlp",),
     mixer_module="mlp",
-    recomputed={"mlp": ("mlp_fc1", "mlp_act", "mlp_fc2")},
     inside_norm=("mlp_norm", "mlp_fc1"),
     parts=(
         LayerPart("mlp_norm", "norm"),

@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_packed.config.errors import ConfigError, Problem
-from megatron_packed.config.kinds import KINDS
 from megatron_packed.config.options import Field
 from megatron_packed.config.parser.precedence import Given
 from megatron_packed.config.run import every_field, keys_deciding
-from megatron_packed.config.section import section_fields
-from megatron_packed.config.sections.data_parts.files import TRAINING_DATA
+from megatron_packed.config.section import KERNELS, section_fields
+from megatron_packed.config.sections.data_parts.files import OF_TRAINED_BPE, TRAINING_DATA
 from megatron_packed.config.sections.data_parts.tokenizer import TRAINED_BPE
 from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.config.serialise import as_flag, as_given
 from megatron_packed.config.value_checks import MISSING
 
@@ -43,23 +43,19 @@ _FORMS = ("chat_template", "sft_tokenizer_prompt_format")
 """Options that contradict each other, so the checkpoint's one is not taken beside a given one."""
 _OF_PROMPTS = ("sft", "data_fields")
 """Options of the files that also decide how prompts are read."""
-_OF_TRAINED_BPE = (*(key.removeprefix("data.") for key in TRAINING_DATA), "split", "split_order")
-"""Options by which the cache finds a tokenizer that was trained on the data."""
 _OF_INFERENCE = {
     "training": {
         *PRECISION,
         "seed",
-        "device",
         "deterministic_mode",
-        *(name for kind in KINDS.values() for name in kind.backends.values()),
-        "require_fast_kernels",
+        *(about.name for about in section_fields(TrainingConfig) if about.option.group == KERNELS),
     },
     "packing": {"seq_length", "max_document_length"},
     "checkpoint": {"load", "ckpt_step", "use_checkpoint_args"},
     "data": {
         *(key.removeprefix("data.") for key in (*TOKENIZER_CHOICE, *keys_deciding("chat"))),
         *_OF_PROMPTS,
-        *_OF_TRAINED_BPE,
+        *OF_TRAINED_BPE,
         "data_cache_path",
     },
 }
@@ -125,7 +121,7 @@ def take_for_inference(given: Given, read: ReadStored) -> str:
     given.values |= {"optim.lr": 0.0, "training.train_iters": 1}
     given.values.setdefault(_LENGTH, UNKNOWN_LENGTH)
     if given.values.get(_TYPE) != TRAINED_BPE:
-        for name in _OF_TRAINED_BPE:
+        for name in OF_TRAINED_BPE:
             given.values.pop(f"data.{name}", None)
     if not any(given.values.get(key) for key in TRAINING_DATA):
         given.values["data.data_path"] = NO_DATA
@@ -246,7 +242,7 @@ def _missing(given: Given, stored: Mapping[str, Mapping[str, Any]]) -> Iterator[
         elif about.section == "data":
             if about.key in TOKENIZER_CHOICE:
                 takes &= takes_tokenizer
-            elif about.name in _OF_TRAINED_BPE:
+            elif about.name in OF_TRAINED_BPE:
                 takes &= trained and named.isdisjoint(TRAINING_DATA)
             takes &= not _other_form(about, named)
         elif about.key == _LENGTH:

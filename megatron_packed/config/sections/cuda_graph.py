@@ -141,16 +141,14 @@ class CudaGraphConfig(Section, title="cuda_graph"):
             for described in section_fields(type(self))[1:]:
                 value = getattr(self, described.name)
                 if sound(described.name) and value != described.default:
-                    yield Problem(
-                        described.flag,
-                        _shown(value),
+                    yield self.problem(
+                        described.name,
                         "has no effect with --cuda-graph-impl none",
                         "give --cuda-graph-impl local, or leave it out",
                     )
         if sound("cuda_graph_modules") and {"moe", "moe_router"} <= set(self.cuda_graph_modules):
-            yield Problem(
-                "--cuda-graph-modules",
-                _shown(self.cuda_graph_modules),
+            yield self.problem(
+                "cuda_graph_modules",
                 "moe_router is part of moe, and moe captures the whole expert layer",
                 "give moe or moe_router",
             )
@@ -164,9 +162,8 @@ def graph_rules(
         return
     # `ModelConfig` refuses dropout of attention weights, with or without graphs.
     if sound("model.hidden_dropout") and model.hidden_dropout > 0:
-        yield Problem(
-            "--cuda-graph-impl",
-            graphs.cuda_graph_impl,
+        yield graphs.problem(
+            "cuda_graph_impl",
             f"cannot be used with --hidden-dropout {model.hidden_dropout}: dropout inside "
             "captured modules is not supported",
             "leave one of them out",
@@ -206,17 +203,9 @@ def graph_rules(
             and capacities is not None
             and limit > capacities[-1]
         ):
-            yield Problem(
-                "--max-documents-per-pack",
-                str(limit),
+            yield packing.problem(
+                "max_documents_per_pack",
                 f"is more than the largest capacity ({capacities[-1]}), and --cuda-graph-strict "
                 "forbids packs that fit no graph",
                 f"give at most {capacities[-1]}, or a larger --cuda-graph-max-packed-seqs",
             )
-
-
-def _shown(value: object) -> str:
-    """Return the value as the user typed it; the text is empty for a switch."""
-    if isinstance(value, bool):
-        return ""
-    return " ".join(str(item) for item in value) if isinstance(value, tuple) else str(value)

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.section import Sound
-from megatron_packed.config.sections.data_parts.files import SHUFFLED, FileOptions
-from megatron_packed.config.sections.data_parts.tokenizer import (
-    BYTES,
-    GPT2,
-    TokenizerOptions,
-)
+from megatron_packed.config.sections.data_parts.files import FileOptions
+from megatron_packed.config.sections.data_parts.tokenizer import TokenizerOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,13 +16,6 @@ class DataConfig(  # dataclass fields follow the bases from right to left
     TokenizerOptions, FileOptions, title="data"
 ):
     """Options of training, validation and test documents, and of the tokenizer."""
-
-    def derive(self, sound: Sound) -> dict[str, Any]:
-        derived = {"split_order": SHUFFLED if self.sft and self.split is not None else "file"}
-        if sound("vocab_file", "merge_file"):
-            of_gpt2 = self.vocab_file is not None or self.merge_file is not None
-            derived["tokenizer_type"] = GPT2 if of_gpt2 else BYTES
-        return derived
 
     def rules(self, sound: Sound) -> Iterator[Problem]:
         yield from super().rules(sound)

@@ -23,24 +23,22 @@ def expert_rules(
 ) -> Iterator[Problem]:
     """Yield problems of expert parallelism with the model and the packs. See `Sound` for ``sound``."""
     size, experts = parallel.expert_model_parallel_size, model.num_experts
-    flag = "--expert-model-parallel-size"
+    name = "expert_model_parallel_size"
     if not model.has_experts:
         if size > 1:
-            yield Problem(flag, str(size), "the pattern has no expert layer (E)", "leave it out")
+            yield parallel.problem(name, "the pattern has no expert layer (E)", "leave it out")
         return
     if sound("model.num_experts") and experts is not None and experts % size:
-        yield Problem(
-            flag,
-            str(size),
+        yield parallel.problem(
+            name,
             f"does not divide --num-experts ({experts})",
             f"choose from {divisors(experts)}",
         )
     width, ranks = model.moe_ffn_hidden_size, parallel.expert_tensor_parallel_size
     known = sound("model.moe_ffn_hidden_size", "parallel.expert_tensor_parallel_size")
     if known and parallel.splits_tokens_of_experts and width % ranks:
-        yield Problem(
-            "--expert-tensor-parallel-size",
-            str(ranks),
+        yield parallel.problem(
+            "expert_tensor_parallel_size",
             f"does not divide --moe-ffn-hidden-size ({width})",
             "give 1, or another --moe-ffn-hidden-size",
         )
@@ -65,9 +63,8 @@ def _shared_token_rules(
     cp = parallel.context_parallel_size
     uneven = tokens % (tp * cp)
     if parallel.splits_tokens_of_experts and uneven and not parallel.sequence_parallel:
-        yield Problem(
-            "--expert-tensor-parallel-size",
-            str(parallel.expert_tensor_parallel_size),
+        yield parallel.problem(
+            "expert_tensor_parallel_size",
             f"requires the {tokens} token slots of a pack to divide evenly among "
             f"--tensor-model-parallel-size ({tp}) x --context-parallel-size ({cp}) ranks",
             f"choose a --tensor-model-parallel-size from {divisors(max(tokens // cp, 1))}, or leave "

@@ -143,6 +143,4 @@ class LoggingConfig(Section, title="logging"):
             and sound("report")
             and not self.report.endswith((".html", ".htm"))
         ):
-            yield Problem(
-                "--report", self.report, "must name an HTML page", "give a name that ends in .html"
-            )
+            yield self.problem("report", "must name an HTML page", "give a name that ends in .html")

@@ -21,7 +21,7 @@ GRANULARITY, METHOD = "--recompute-granularity", "--recompute-method"
 NUM_LAYERS, MODULES = "--recompute-num-layers", "--recompute-modules"
 LAYER_NORM = "layernorm"
 MIXERS = {kind.mixer_module: symbol for symbol, kind in KINDS.items() if kind.mixer_module}
-RECOMPUTED_IN = {name: symbol for symbol, kind in KINDS.items() for name in kind.recomputed}
+RECOMPUTED_IN = {name: symbol for symbol, kind in KINDS.items() for name in kind.recompute_modules}
 """Layers (symbols of the pattern) that contain each module of --recompute-modules. A norm is part
 of all layers.
 """
@@ -231,9 +231,8 @@ def recompute_rules(
 def _pattern_rules(memory: MemoryConfig, pattern: str) -> Iterator[Problem]:
     count = memory.recompute_num_layers if memory.recomputes_layers else None
     if count is not None and count > len(pattern):
-        yield Problem(
-            NUM_LAYERS,
-            str(count),
+        yield memory.problem(
+            "recompute_num_layers",
             f"is more than the number of layers in the pattern {pattern}",
             f"give 1 to {len(pattern)}",
         )
@@ -265,9 +264,8 @@ def _graph_rules(memory: MemoryConfig, graphs: CudaGraphConfig) -> Iterator[Prob
     if not graphs.enabled or graphs.captures_steps:
         return
     if memory.layers_per_unit > 1:
-        yield Problem(
-            NUM_LAYERS,
-            str(memory.recompute_num_layers),
+        yield memory.problem(
+            "recompute_num_layers",
             f"forms groups of layers, but --cuda-graph-impl {graphs.cuda_graph_impl} captures "
             "single layers",
             "give 1, or --cuda-graph-impl full_iteration",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.kinds import KINDS, LayerKind
@@ -80,16 +80,6 @@ class ModelConfig(  # dataclass fields follow the bases from right to left
         multiple = self.make_vocab_size_divisible_by * tp_size
         return -(-vocab_size // multiple) * multiple
 
-    def derive(self, sound: Sound) -> dict[str, Any]:
-        values: dict[str, Any] = {}
-        if sound("hybrid_layer_pattern"):
-            values["mtp_num_layers"] = self.mtp_depths
-        values["ffn_hidden_size"] = self.mlp_width(sound)
-        for kind in KINDS.values():
-            if kind.derive is not None:
-                values |= kind.derive(self, sound)
-        return values
-
     def rules(self, sound: Sound) -> Iterator[Problem]:
         yield from self.related(sound, STACK)
         known = sound("hybrid_layer_pattern")
@@ -103,9 +93,8 @@ class ModelConfig(  # dataclass fields follow the bases from right to left
                 yield from self._kind_rules(kind, sound)
         # The option is refused for models without attention layers too.
         if self.attention_dropout != 0 and sound("attention_dropout"):
-            yield Problem(
-                "--attention-dropout",
-                str(self.attention_dropout),
+            yield self.problem(
+                "attention_dropout",
                 "dropout of attention weights is not supported",
                 "leave it out, or give --hidden-dropout",
             )
@@ -122,10 +111,10 @@ class ModelConfig(  # dataclass fields follow the bases from right to left
     def _refused(self, kind: LayerKind) -> Iterator[Problem]:
         """Yield problems of given options that need a layer of a kind that the pattern lacks."""
         for name in kind.refused_elsewhere:
-            if (value := getattr(self, name)) is not None:
-                flag, rule = self.flag(name), f"the pattern has no {kind.layer} ({kind.symbol})"
-                cure = f"add an {kind.symbol} to --hybrid-layer-pattern, or leave {flag} out"
-                yield Problem(flag, str(value), rule, cure)
+            if getattr(self, name) is not None:
+                rule = f"the pattern has no {kind.layer} ({kind.symbol})"
+                cure = f"add an {kind.symbol} to --hybrid-layer-pattern, or leave {self.flag(name)} out"
+                yield self.problem(name, rule, cure)
 
     def _gives(self, kind: LayerKind) -> bool:
         """Return whether an option of a kind has another value than its default."""

@@ -21,7 +21,11 @@ from megatron_packed.config.sections.memory import (
 from megatron_packed.config.sections.model import ModelConfig
 
 INSIDE = {
-    **{name: set(parts) for kind in KINDS.values() for name, parts in kind.recomputed.items()},
+    **{
+        name: set(parts)
+        for kind in KINDS.values()
+        for name, parts in kind.recompute_modules.items()
+    },
     LAYER_NORM: {name for kind in KINDS.values() for name in kind.inside_norm},
 }
 """Modules of --offload-modules inside each module of --recompute-modules. If the recomputed module
@@ -63,9 +67,8 @@ def offload_rules(
         return
     flag = LAYER_INPUTS if memory.offload_layer_inputs else FINE_GRAINED
     if sound("cuda_graph.cuda_graph_impl") and graphs.uses_transformer_engine:
-        yield Problem(
-            "--cuda-graph-impl",
-            graphs.cuda_graph_impl,
+        yield graphs.problem(
+            "cuda_graph_impl",
             f"cannot be used with {flag}: TransformerEngine's graphs keep their saved tensors in "
             "their own memory",
             f"give --cuda-graph-impl {LOCAL} or full_iteration",

@@ -273,9 +273,8 @@ class OptimizerConfig(Section, title="optim"):
         for name in ends:
             value = getattr(self, name)
             if constant and value is not None:
-                yield Problem(
-                    self.flag(name),
-                    str(value),
+                yield self.problem(
+                    name,
                     "contradicts --weight-decay-incr-style constant",
                     "give --weight-decay-incr-style linear or cosine, or --weight-decay alone",
                 )
@@ -287,9 +286,8 @@ class OptimizerConfig(Section, title="optim"):
                     "give the weight decay of the first and of the last step",
                 )
         if not constant and start is not None and end is not None and end < start:
-            yield Problem(
-                "--end-weight-decay",
-                str(end),
+            yield self.problem(
+                "end_weight_decay",
                 f"must be at least --start-weight-decay ({start})",
                 "raise it: as in Megatron-LM, the weight decay can only rise",
             )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_packed.config.batch_ramp import BatchRamp
 from megatron_packed.config.conditions import option_given
@@ -39,6 +38,8 @@ class PackingConfig(Section, title="packing"):
     global_batch_size: int = derived_option(
         "Samples of one optimizer step over all ranks.",
         derived="micro-batch size x data-parallel ranks",
+        derive=lambda packing: packing.micro_batch_size,
+        derived_from=("micro_batch_size",),
         unit="samples",
         minimum=1,
         multiple_of="micro_batch_size",
@@ -85,6 +86,8 @@ class PackingConfig(Section, title="packing"):
         "Maximum length of a document, or of a piece of one, in a pack; at most --seq-length x "
         "--micro-batch-size.",
         derived="--seq-length",
+        derive=lambda packing: packing.seq_length,
+        derived_from=("seq_length",),
         unit="tokens",
         minimum=2,
         resume="packs",
@@ -130,24 +133,18 @@ class PackingConfig(Section, title="packing"):
             return None
         return BatchRamp(start=start, increment=increment, samples=samples, full=full, micro=micro)
 
-    def derive(self, sound: Sound) -> dict[str, Any]:
-        values = {"global_batch_size": self.micro_batch_size} if sound("micro_batch_size") else {}
-        return {**values, "max_document_length": self.seq_length} if sound("seq_length") else values
-
     def rules(self, sound: Sound) -> Iterator[Problem]:
         if sound("seq_length", "micro_batch_size") and self.tokens_per_pack > INT32_MAX:
-            yield Problem(
-                "--seq-length",
-                str(self.seq_length),
+            yield self.problem(
+                "seq_length",
                 f"times --micro-batch-size ({self.micro_batch_size}) is {self.tokens_per_pack} "
                 f"token slots, but offsets in a pack are 32-bit integers (at most {INT32_MAX})",
                 "reduce one of them",
             )
         sizes = ("seq_length", "micro_batch_size", "max_document_length")
         if sound(*sizes) and self.max_document_length > self.tokens_per_pack:
-            yield Problem(
-                "--max-document-length",
-                str(self.max_document_length),
+            yield self.problem(
+                "max_document_length",
                 f"is more than a pack of --seq-length x --micro-batch-size ({self.tokens_per_pack}) tokens",
                 f"give at most {self.tokens_per_pack}, or raise --seq-length",
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import gcd, lcm
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron_packed.config.conditions import (
     CONTEXT_PARALLEL,
@@ -103,6 +103,8 @@ class ParallelConfig(  # dataclass fields follow the bases from right to left
     expert_tensor_parallel_size: int = derived_option(
         "Number of ranks that share each weight matrix of an expert.",
         derived="--tensor-model-parallel-size",
+        derive=lambda parallel: parallel.tensor_model_parallel_size,
+        derived_from=("tensor_model_parallel_size",),
         unit="ranks",
         minimum=1,
         only_if=(EXPERT_LAYERS, TENSOR_PARALLEL),
@@ -197,17 +199,11 @@ class ParallelConfig(  # dataclass fields follow the bases from right to left
             "expert_tp_size": self.expert_tensor_parallel_size,
         }
 
-    def derive(self, sound: Sound) -> dict[str, Any]:
-        name = "tensor_model_parallel_size"
-        return (
-            {"expert_tensor_parallel_size": self.tensor_model_parallel_size} if sound(name) else {}
-        )
-
     def rules(self, sound: Sound) -> Iterator[Problem]:
         for name, axis in NOT_BUILT.items():
             size = getattr(self, name)
             if sound(name) and size != 1:
-                yield Problem(self.flag(name), str(size), f"{axis} is not supported yet", "give 1")
+                yield self.problem(name, f"{axis} is not supported yet", "give 1")
         yield from super().rules(sound)
 
 
@@ -342,9 +338,8 @@ def _row_rules(parallel: ParallelConfig, packing: PackingConfig, sound: Sound) -
         parallel.cp_comm_type,
     )
     if tokens % cp:
-        yield Problem(
-            cp_flag,
-            str(cp),
+        yield parallel.problem(
+            "context_parallel_size",
             f"does not divide the {tokens} token slots of a pack",
             f"choose from {divisors(tokens)}",
         )
@@ -362,9 +357,8 @@ def _row_rules(parallel: ParallelConfig, packing: PackingConfig, sound: Sound) -
     if tokens % cp or not sound("parallel.cp_comm_type", "packing.pad_packed_seq_alignment"):
         return
     if tokens % chunks:
-        yield Problem(
-            "--cp-comm-type",
-            comm,
+        yield parallel.problem(
+            "cp_comm_type",
             f"cuts packs and documents into 2 x {cp_flag} ({cp}) chunks, but {chunks} does not "
             f"divide the {tokens} token slots of a pack",
             f"give a2a, or a --seq-length that is a multiple of {chunks}",
@@ -372,9 +366,8 @@ def _row_rules(parallel: ParallelConfig, packing: PackingConfig, sound: Sound) -
     elif given is not None and (given % chunks or tokens % given):
         fitting = in_words([size for size in every_divisor(tokens) if size % chunks == 0])
         rule = f"must be a multiple of 2 x {cp_flag} ({chunks}) with --cp-comm-type {comm}"
-        yield Problem(
-            "--pad-packed-seq-alignment",
-            str(given),
+        yield packing.problem(
+            "pad_packed_seq_alignment",
             rule if given % chunks else f"does not divide the {tokens} token slots of a pack",
             f"choose from {fitting}",
         )

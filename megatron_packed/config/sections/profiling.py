@@ -80,9 +80,8 @@ class ProfilingConfig(Section, title="profiling"):
         if not sound("profile", "profile_step_start", "profile_step_end") or not self.profile:
             return
         if self.profile_step_end <= self.profile_step_start:
-            yield Problem(
-                "--profile-step-end",
-                str(self.profile_step_end),
+            yield self.problem(
+                "profile_step_end",
                 f"must be above --profile-step-start ({self.profile_step_start})",
                 f"give {self.profile_step_start + 2} for two steps",
             )
@@ -97,9 +96,8 @@ def profiling_rules(
     known = known and training.train_samples is None
     last = training.train_iters
     if known and options.profile and last is not None and options.profile_step_start >= last:
-        yield Problem(
-            "--profile-step-start",
-            str(options.profile_step_start),
+        yield options.problem(
+            "profile_step_start",
             f"is never reached: the run ends after step {last} (--train-iters)",
             f"give at most {last - 1}",
         )

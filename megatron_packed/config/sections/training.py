@@ -329,16 +329,14 @@ class TrainingConfig(KindKernels, title="training"):
         if not sound("transformer_impl") or self.transformer_impl != "transformer_engine":
             return
         if sound("device") and self.device == "cpu":
-            yield Problem(
-                "--transformer-impl",
-                self.transformer_impl,
+            yield self.problem(
+                "transformer_impl",
                 "TransformerEngine runs only on GPUs, and --device is cpu",
                 "give local, which computes the same on any device",
             )
         elif sound("bf16") and not self.bf16:
-            yield Problem(
-                "--transformer-impl",
-                self.transformer_impl,
+            yield self.problem(
+                "transformer_impl",
                 "TransformerEngine's attention does not support fp32, and its fp32 products are "
                 "rounded to TF32",
                 "add --bf16, or give local",

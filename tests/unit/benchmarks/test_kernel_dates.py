@@ -153,14 +153,12 @@ def test_what_a_text_must_say(text, results, problem):
     assert found.startswith(problem) and bool(found) == bool(problem)
 
 
+KINDS = "layouts_kinds_hybrid1b_graphs"
 SPEEDS = {
-    "data": [("layouts_2_hybrid1b_graphs", "dp2 zero")],
-    "expert": [("layouts_2_hybrid1b_moe_graphs", "ep2 allgather")],
-    "context": [
-        ("layouts_cp_overlap", "cp2 a2a zero overlap"),
-        ("layouts_cp_state", "cp2 state zero overlap"),
-    ],
-    "tensor": [("layouts_tp_overlap", "tp2 sp"), ("layouts_tp_overlap", "tp2 sp overlap")],
+    "data": [(KINDS, "dp2 zero")],
+    "expert": [("layouts_kinds_hybrid1b_moe_graphs", "ep2 allgather")],
+    "context": [(KINDS, "cp2 a2a zero overlap"), (KINDS, "cp2 state zero overlap")],
+    "tensor": [(KINDS, "tp2 sp"), (KINDS, "tp2 sp overlap")],
 }
 """Kind of parallelism -> newest measurements of its speed: table and layout."""
 

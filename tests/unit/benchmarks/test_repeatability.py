@@ -103,14 +103,17 @@ def test_what_the_documentation_says_of_an_h200_was_measured():
 
 
 def test_whole_steps_differed_from_eager_ones_by_no_more_than_these_from_each_other():
-    """In the committed results, replay differs from eager no more than eager repeats differ."""
+    """In the committed results, replay differs from eager no more than eager repeats differ.
+
+    The repeats are of the first four steps of two micro-batches; differences grow from step to step.
+    """
     whole, again = (
         json.loads((harness.RESULTS / f"{of}.json").read_text())["results"] for of in RESULTS
     )
-    compared = [
-        one for found in whole["shard8b"]["micro_batches"].values() for one in found["comparisons"]
-    ]
-    assert len(compared) == 14
+    counts = whole["shard8b"]["micro_batches"]
+    assert sum(len(found["comparisons"]) for found in counts.values()) == 14
+    compared = counts["2"]["comparisons"]
+    assert len(compared) == 4
     paths = again["shard8b"]["fastest"]["paths"]
     for value, apart in (("loss", "loss_apart"), ("grad_norm", "norm_apart")):
         pairs = [(one[f"{value}_replay"], one[f"{value}_eager"]) for one in compared]

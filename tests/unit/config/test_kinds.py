@@ -46,7 +46,6 @@ KIND = LayerKind(
     heads=("short_conv_groups",),
     graph_modules=("short",),
     mixer_module="short",
-    recomputed={"short": ("short_in_proj",)},
     inside_norm=("short_norm", "short_in_proj"),
     parts=(LayerPart("short_norm", "norm"), LayerPart("short_in_proj", "mixer.in_proj")),
 )
@@ -151,7 +150,7 @@ def test_the_help_shows_the_new_kind(answers) -> None:
 
 def test_names_of_modules_belong_to_one_kind() -> None:
     """Two kinds may have the same part, as the norm before MLPs and experts, but no other name."""
-    for names in ("graph_modules", "recomputed"):
+    for names in ("graph_modules", "recompute_modules"):
         found = [name for kind in KINDS.values() for name in getattr(kind, names)]
         assert len(set(found)) == len(found)
     assert set(MODULE_LAYERS.values()) == set(KINDS)

@@ -44,6 +44,8 @@ UNDIVIDED_DATA = (
 )
 """Options whose data --split does not divide."""
 TRAINING_DATA = tuple(f"data.{name}" for name in _NAMES_TRAINING)
+OF_TRAINED_BPE = (*_NAMES_TRAINING, "split", "split_order")
+"""Options by which the cache finds a tokenizer that was trained on the data."""
 """Options that name training data; a run gives exactly one of them."""
 
 
@@ -141,6 +143,7 @@ class FileOptions(Section, group="files"):
         "split. With shuffled, documents are drawn with a fixed key; data sets with the same "
         "number of documents are divided the same way.",
         derived="shuffled with --sft and --split, else file",
+        derive=lambda data: SHUFFLED if data.sft and data.split is not None else "file",
         choices=("file", SHUFFLED),
         only_if=(option_given("data.split"), UNMADE_DATA),
         resume="data",
@@ -304,9 +307,8 @@ class FileOptions(Section, group="files"):
                 "give --data-path FILE [FILE ...]",
             )
         if len(given) > 1:
-            yield Problem(
-                self.flag(given[0]),
-                self._shown(given[0]),
+            yield self.problem(
+                given[0],
                 f"contradicts {self.flag(given[1])}: both name the training data",
                 "give all training files with one of them",
             )
@@ -320,25 +322,16 @@ class FileOptions(Section, group="files"):
             cure = "give a file with WEIGHT PATH [WEIGHT PATH ...], or with paths only"
             if file == "per_split_data_args_path":
                 cure = 'give a file like {"train": ["3", "a", "1", "b"], "valid": ["c"], "test": ["d"]}'
-            yield Problem(
-                self.flag(file), self._shown(file), self.named.fault, cure, node_dependent=True
-            )
+            yield self.problem(file, self.named.fault, cure, node_dependent=True)
         for words in self.named[:3]:
             yield from self._path_rules(self.flag(file), words)
         for name in ("valid_data_path", "test_data_path"):
             if file == "per_split_data_args_path" and getattr(self, name):
-                yield Problem(
-                    self.flag(name),
-                    self._shown(name),
+                yield self.problem(
+                    name,
                     f"contradicts {self.flag(file)}, which names all data",
                     "name the data in that file, or leave the file out",
                 )
-
-    def _shown(self, name: str) -> str:
-        value = getattr(self, name)
-        if isinstance(value, tuple):
-            return " ".join(value)
-        return value if isinstance(value, str) else ""
 
     def _path_rules(self, flag: str, words: tuple[str, ...]) -> Iterator[Problem]:
         fault = blend_fault(words)

@@ -106,6 +106,8 @@ class TokenizerOptions(Section, group="tokenizer"):
         },
         not_built=_NOT_BUILT,
         derived=f"{GPT2} with --vocab-file or --merge-file, else {BYTES}",
+        derive=lambda data: BYTES if data.vocab_file is data.merge_file is None else GPT2,
+        derived_from=("vocab_file", "merge_file"),
         megatron=(
             f"{GPT2} in its training scripts, else none: required",
             "a byte tokenizer needs no file",
@@ -281,17 +283,15 @@ class TokenizerOptions(Section, group="tokenizer"):
                     f"give the path of {wanted}",
                 )
             elif wanted is None and self.tokenizer_model is not None:
-                yield Problem(
-                    "--tokenizer-model",
-                    self.tokenizer_model,
+                yield self.problem(
+                    "tokenizer_model",
                     f"{self.tokenizer_type} does not use a model file",
                     f"leave it out, or give --tokenizer-type {', '.join(MODEL_FILES)}",
                 )
         given = self.chat_template_date
         if given is not None and sound("chat_template_date") and not is_date(given):
-            yield Problem(
-                "--chat-template-date",
-                given,
+            yield self.problem(
+                "chat_template_date",
                 "is no date of the form YYYY-MM-DD",
                 "give, for example, 2026-11-28",
             )
@@ -338,9 +338,8 @@ class TokenizerOptions(Section, group="tokenizer"):
                     "raise --tiktoken-num-special-tokens, or give fewer names",
                 )
         elif self.tokenizer_type == TIKTOKEN and self.tiktoken_num_special_tokens < 7:
-            yield Problem(
-                "--tiktoken-num-special-tokens",
-                str(self.tiktoken_num_special_tokens),
+            yield self.problem(
+                "tiktoken_num_special_tokens",
                 "is less than the 7 special tokens with default names",
                 f"raise it, or give fewer names with {flag}",
             )

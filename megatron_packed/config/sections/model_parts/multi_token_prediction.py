@@ -28,6 +28,8 @@ class MultiTokenOptions(Section, group=MULTI_TOKEN):
     mtp_num_layers: int = derived_option(
         "Number of depths of multi-token prediction.",
         derived="number of / parts of --hybrid-layer-pattern, which it must equal",
+        derive=lambda model: model.mtp_depths,
+        derived_from=("hybrid_layer_pattern",),
         unit="depths",
         minimum=0,
         only_if=DEPTHS,
@@ -56,9 +58,8 @@ class MultiTokenOptions(Section, group=MULTI_TOKEN):
             return
         given = self.mtp_num_layers
         if given != depths:
-            yield Problem(
-                "--mtp-num-layers",
-                str(given),
+            yield self.problem(
+                "mtp_num_layers",
                 f"is not the number of parts after a {DEPTH} in --hybrid-layer-pattern ({depths})",
                 f"give {depths}, or write the layers of each depth after a {DEPTH}, "
                 "for example M*ME/*E/*E",

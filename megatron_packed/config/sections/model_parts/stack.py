@@ -8,7 +8,7 @@ from megatron_packed.config.conditions import Condition, layers_where
 from megatron_packed.config.kinds.layer_kind import KINDS, LayerKind
 from megatron_packed.config.layer_pattern import DEPTH
 from megatron_packed.config.options import Related, derived_option, option, required_option
-from megatron_packed.config.section import Section, Sound, part_of_sections
+from megatron_packed.config.section import Section, part_of_sections
 
 if TYPE_CHECKING:
     from megatron_packed.config.run import RunConfig
@@ -40,6 +40,8 @@ class StackOptions(Section, group=STACK):
         "Inner width of an MLP layer.",
         derived="4 x hidden size; with --swiglu 8/3 x hidden size, rounded down to a multiple "
         "of 64",
+        derive=lambda model: model.usual_mlp_width,
+        derived_from=("hidden_size", "swiglu"),
         unit="channels",
         minimum=1,
         only_if=(ACTIVATIONS, MLP_WIDTH),
@@ -113,10 +115,9 @@ class StackOptions(Section, group=STACK):
         """Return whether the model has layers with experts."""
         return any(kind.has_experts for kind in self.kinds)
 
-    def mlp_width(self, sound: Sound) -> int | None:
-        """Return ``ffn_hidden_size``, or its derived value; None if that cannot be derived."""
-        if self.ffn_hidden_size is not None or not sound("hidden_size", "swiglu"):
-            return self.ffn_hidden_size
+    @property
+    def usual_mlp_width(self) -> int:
+        """Width of an MLP if ``ffn_hidden_size`` is not given."""
         # A gated MLP has three matrices instead of two: as in Megatron, two thirds of the width
         # give the same number of parameters.
         gated = max(8 * self.hidden_size // 3 // 64 * 64, 64)

@@ -8,7 +8,7 @@ from importlib.machinery import ModuleSpec
 import pytest
 import yaml
 
-from megatron_packed.config.layer_pattern import LAYER_NAMES
+from megatron_packed.config.kinds import KINDS
 from megatron_packed.config.parser.help_text import help_text
 from megatron_packed.config.parser.parse import parse, parse_with_sources
 from megatron_packed.config.parser.print_config import config_yaml
@@ -64,7 +64,7 @@ def test_the_part_in_front_of_experts_has_two_names(right) -> None:
     experts = f"{LOCAL} --num-experts 4 --disable-bias-linear --cuda-graph-modules"
     assert graphs(right, f"{experts} moe_router moe_preprocess").modules == ("moe_router",)
     assert graphs(right, f"{experts} moe mamba").modules == ("mamba", "moe")
-    assert set(MODULE_LAYERS.values()) == set(LAYER_NAMES)
+    assert set(MODULE_LAYERS.values()) == set(KINDS)
 
 
 @pytest.mark.parametrize(
