@@ -48,6 +48,14 @@ def test_it_trains(results) -> None:
     assert losses == sorted(losses, reverse=True) and losses[-1] < 0.99 * losses[0]
 
 
+def test_recomputed_and_offloaded_layers_have_the_same_bits(results) -> None:
+    assert results["other bits"] == []
+
+
+def test_checkpoints_of_megatron_have_no_such_layer(results) -> None:
+    assert results["not in Megatron"] == ["short-convolution layers (S)"]
+
+
 def test_its_states_give_the_answers_of_the_whole_text(results) -> None:
     assert results["answers"] == results["answers without states"]
 

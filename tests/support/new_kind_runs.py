@@ -13,10 +13,12 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from megatron_packed.config.sections.memory import MemoryConfig
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.tensor_parallel_shards import Shard
 from megatron_packed.distributed.testing import run_distributed
 from megatron_packed.layers import short_convolution
+from megatron_packed.models.convert.megatron.names import unknown_layers
 from megatron_packed.models.generate import generate
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.isolation import check_isolation
@@ -31,8 +33,24 @@ NEW_TOKENS = 4
 DOCUMENTS = [9, 1, 20, 2]
 
 
-def model_of(groups: ParallelGroups | None = None) -> HybridModel:
-    return rank_models.build(PATTERN, CHANGES, groups, dtype=torch.float64)
+MEMORY = {
+    "mixer and norm": MemoryConfig(
+        recompute_granularity="selective", recompute_modules=("short_conv", "layernorm")
+    ),
+    "layers": MemoryConfig(
+        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+    ),
+    "offloaded": MemoryConfig(
+        fine_grained_activation_offloading=True,
+        offload_modules=("short_conv_scan", "short_conv_norm"),
+    ),
+}
+
+
+def model_of(
+    groups: ParallelGroups | None = None, memory: MemoryConfig | None = None
+) -> HybridModel:
+    return rank_models.build(PATTERN, CHANGES, groups, dtype=torch.float64, memory=memory)
 
 
 def gradients_of(model: HybridModel) -> tuple[float, dict[str, Tensor]]:
@@ -43,6 +61,17 @@ def gradients_of(model: HybridModel) -> tuple[float, dict[str, Tensor]]:
     with torch.no_grad():
         output = model(cases.make_pack(cases.make_documents(DOCUMENTS), tail=4, spare=1))
     return output.loss.item(), found
+
+
+def other_bits() -> list[str]:
+    """Return the modes of memory with gradients of other bits than those without."""
+    _, want = gradients_of(model_of())
+    found = {name: gradients_of(model_of(memory=memory))[1] for name, memory in MEMORY.items()}
+    return [
+        mode
+        for mode, gradients in found.items()
+        if not all(torch.equal(gradients[name], value) for name, value in want.items())
+    ]
 
 
 def leaks(groups: ParallelGroups | None = None) -> list[str]:
@@ -125,6 +154,8 @@ if __name__ == "__main__":
         json.dumps(
             {
                 "losses": falling_losses(),
+                "other bits": other_bits(),
+                "not in Megatron": unknown_layers(model.config),
                 "leaks": leaks(),
                 "leaks without boundaries": leaks_without_boundaries(),
                 "answers": generate(model, PROMPTS, NEW_TOKENS),
