@@ -93,8 +93,12 @@ class ContextParallel:
         comm_type: str = A2A,
         mamba_comm_type: str = HEADS,
         overlap_parts: int = 1,
+        *,
+        has_states: bool = True,
     ) -> ContextParallel:
         """Return the context parallelism of this rank, or ``SINGLE`` for one rank.
+
+        ``mamba_comm_type`` has no effect if no layer of the model ``has_states`` to pass.
 
         Raises:
             ValueError: a communication type is unknown.
@@ -108,7 +112,7 @@ class ContextParallel:
             size=groups.cp_size,
             rank=groups.cp_rank,
             comm_type=comm_type,
-            mamba_comm_type=mamba_comm_type,
+            mamba_comm_type=mamba_comm_type if has_states else HEADS,
             overlap_parts=overlap_parts,
         )
 

@@ -13,7 +13,7 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from megatron_packed.distributed.tensor_parallel_shards import SplitSegment, set_shard
+from megatron_packed.distributed.tensor_parallel_shards import Shard, SplitSegment, set_shard
 from megatron_packed.layers.build import Build
 from megatron_packed.layers.head_parallel import HeadParallel
 from megatron_packed.layers.initial_values import (
@@ -128,10 +128,14 @@ class RecurrentMixer(nn.Module):
         self.out_proj = build.parts.row_parallel(
             tp.shard(z, dim=1), hidden_size, bias=False, tp=tp, device=device, dtype=dtype
         )
-        heads = tp.shard(head)
         for name in self.head_parameters:
-            values = new_parameter(heads.local_length, device=device, dtype=torch.float32)
-            setattr(self, name, set_shard(keep_fp32(no_weight_decay(values)), heads))
+            setattr(self, name, self._per_head(tp.shard(head), device))
+
+    @staticmethod
+    def _per_head(heads: Shard, device: torch.device | str) -> nn.Parameter:
+        """Create a float32 parameter with one value per head, without weight decay."""
+        parameter = new_parameter(heads.local_length, device=device, dtype=torch.float32)
+        return set_shard(keep_fp32(no_weight_decay(parameter)), heads)
 
     def _rows(self, z: Row, convolved: Sequence[Row], head: Row) -> tuple[Row, ...]:
         """Return what belongs to the rows of ``in_proj`` in the order of the rows."""

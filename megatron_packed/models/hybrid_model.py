@@ -30,7 +30,7 @@ from megatron_packed.layers.attention import Rotary
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.build import Build
 from megatron_packed.layers.build_layers import build_layers
-from megatron_packed.layers.context_parallel import HEADS, ContextParallel
+from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.layers.embedding import Embedding
 from megatron_packed.layers.hybrid_layer import build_norm
 from megatron_packed.layers.kinds.registry import kinds_of
@@ -130,10 +130,12 @@ class HybridModel(ExpertLayers, nn.Module):
         self.offload = _offloader(self.memory, offload, device)
         """Offloader of activations, if any; call its `Offload.end_step` after every optimizer step."""
         self.tp = TensorParallel.of(groups, sequence_parallel=sequence_parallel, overlap=tp_overlap)
-        if not any(kind.passes_states for kind in kinds_of(config.layer_types)):
-            mamba_cp_comm_type = HEADS
         self.cp = ContextParallel.of(
-            groups, cp_comm_type, mamba_cp_comm_type, cp_comm_overlap_parts
+            groups,
+            cp_comm_type,
+            mamba_cp_comm_type,
+            cp_comm_overlap_parts,
+            has_states=any(kind.passes_states for kind in kinds_of(config.layer_types)),
         )
         self.ep = ExpertParallel.of(groups, self.tp)
         self.config = config

@@ -159,17 +159,8 @@ class MambaMixer(RecurrentMixer):
         packed: PackedSeqParams,
     ) -> Tensor:
         """Run the state-space scan; see `ops.ssd.api.ssd`."""
-        x_TNP, B_TGS, C_TGS = heads
-        (dt_TN,) = per_head
-        A_log_N, D_N, dt_bias_N = parameters
         return ssd(
-            x_TNP,
-            dt_TN,
-            A_log_N,
-            B_TGS,
-            C_TGS,
-            D_N,
-            dt_bias_N,
+            *_scanned(heads, per_head, parameters),
             packed.seq_idx,
             packed.cu_seqlens,
             chunk_size=self.chunk_size,
@@ -185,17 +176,8 @@ class MambaMixer(RecurrentMixer):
         passing: StatePassing,
     ) -> Tensor:
         """Run the scan of this rank's part of the pack, with the state that enters it."""
-        x_TNP, B_TGS, C_TGS = heads
-        (dt_TN,) = per_head
-        A_log_N, D_N, dt_bias_N = parameters
         return ssd_of_part(
-            x_TNP,
-            dt_TN,
-            A_log_N,
-            B_TGS,
-            C_TGS,
-            D_N,
-            dt_bias_N,
+            *_scanned(heads, per_head, parameters),
             passing.seq_idx(packed),
             passing.cu_seqlens(packed),
             part=passing.part(packed),
@@ -203,6 +185,16 @@ class MambaMixer(RecurrentMixer):
             chunk_size=self.chunk_size,
             backend=self.backends.ssd,
         )
+
+
+def _scanned(
+    heads: Sequence[Tensor], per_head: Sequence[Tensor], parameters: Sequence[Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the tensors of the scan in the order of `ops.ssd.api.ssd`."""
+    x_TNP, B_TGS, C_TGS = heads
+    (dt_TN,) = per_head
+    A_log_N, D_N, dt_bias_N = parameters
+    return x_TNP, dt_TN, A_log_N, B_TGS, C_TGS, D_N, dt_bias_N
 
 
 class MambaState(RecurrentState[MambaMixer]):

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import megatron_packed.layers.kinds.attention as attention_kind
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.models import pack_tables
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.ops.cross_entropy import reference as cross_entropy
 from support import hybrid_cases as cases
@@ -279,9 +279,9 @@ def test_no_pass_makes_a_second_buffer_of_the_output_weights_size(run):
 
 def test_tables_are_built_once_for_all_layers(monkeypatch):
     calls = []
-    build = pack_tables.prepare_tables
+    build = attention_kind.prepare_tables
     monkeypatch.setattr(
-        pack_tables, "prepare_tables", lambda *args, **kw: calls.append(1) or build(*args, **kw)
+        attention_kind, "prepare_tables", lambda *args, **kw: calls.append(1) or build(*args, **kw)
     )
     model = cases.tiny_model("*M" * 8)
     batch = cases.make_pack(cases.make_documents(cases.AWKWARD))
