@@ -22,6 +22,7 @@ OP = Op(
         Backend("causal_conv1d", "megatron_packed.ops.causal_conv1d.library"),
         Backend("reference", "megatron_packed.ops.causal_conv1d.reference"),
     ),
+    work=lambda inputs: OpWork(per_token=2 * inputs.width * inputs.channels),
 )
 
 
@@ -38,10 +39,6 @@ class CausalConvInputs:
     weight_dtype: torch.dtype
     bias_dtype: torch.dtype | None
     device_type: str
-
-    @property
-    def work(self) -> OpWork:
-        return OpWork(per_token=2 * self.width * self.channels)
 
 
 def causal_conv1d(
