@@ -5,6 +5,9 @@ matrix products, attention, the state-space scan and its convolution. It exclude
 and other elementwise work, the tail of a pack, and values that a kernel computes again or masks
 out.
 
+The model on the meta device has the weights of these products, and asks the ops, which state their own
+work (`ops.work`). A weight takes part in 2 operations for each token that uses it.
+
 Operations per token in the forward pass, with hidden size h:
 
 * ``*``: projections ``2 h (N + 2 K) H + 2 N H h``, and ``2 h N H`` more for an output gate; scores
