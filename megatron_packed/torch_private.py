@@ -229,6 +229,7 @@ def compiler_not_imported() -> Iterator[None]:
     already. Without these private names of torch the import happens.
     """
     functions = [] if "torch._dynamo" in sys.modules else _hidden_from_compiler()
+    functions = [each for each in functions if not hasattr(each, _HIDDEN)]
     for function in functions:
         setattr(function, _HIDDEN, function)
     try:

@@ -5,6 +5,9 @@ matrix products, attention, the state-space scan and its convolution. It exclude
 and other elementwise work, the tail of a pack, and values that a kernel computes again or masks
 out.
 
+The model on the meta device has the weights of these products, and asks the ops, which state their own
+work (`ops.work`). A weight takes part in 2 operations for each token that uses it.
+
 Operations per token in the forward pass, with hidden size h:
 
 * ``*``: projections ``2 h (N + 2 K) H + 2 N H h``, and ``2 h N H`` more for an output gate; scores
@@ -48,7 +51,6 @@ from numpy.typing import NDArray
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.estimate.parameter_count import active_elements, count_parameters
 from megatron_packed.models.trace import calls_of_ops, complete_model, uses_in_layers
-from megatron_packed.ops.work import NO_WORK, OpWork
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +105,8 @@ class FlopCounter:
         """Tokens of a chunk -> operations per pair of tokens in a chunk."""
         self.per_chunk: Counter[int] = Counter()
         """Tokens of a chunk -> operations per chunk."""
-        for (_, _, inputs), calls in calls_of_ops(config, vocab_size).items():
-            work: OpWork = getattr(inputs, "work", NO_WORK)
+        for (op, _, inputs), calls in calls_of_ops(config, vocab_size).items():
+            work = op.work(inputs)
             if work.per_visible_pair:
                 self.per_pair[work.per_visible_pair][work.window] += calls
             self.scan_per_token += calls * work.per_token

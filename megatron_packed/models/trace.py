@@ -7,6 +7,7 @@ needs no entry here.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from functools import lru_cache
 
 import numpy as np
@@ -55,8 +56,8 @@ def uses_in_layers(model: HybridModel) -> Counter[nn.Parameter]:
 
 
 @lru_cache(maxsize=16)
-def calls_of_ops(config: ModelConfig, vocab_size: int) -> Counter[Request]:
-    """Return request to an op -> number of its calls in the forward pass of the complete model."""
+def calls_of_ops(config: ModelConfig, vocab_size: int) -> Mapping[Request, int]:
+    """Return request to an op -> number of its calls in the forward pass of `complete_model`."""
     document = np.zeros(_longer_than_windows(config), dtype=np.int64), None
     pack = MicroBatch.build([document], len(document[0]))
     return calls_of_pass(complete_model(config, vocab_size), pack, torch.device("cpu"))

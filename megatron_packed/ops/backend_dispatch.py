@@ -32,6 +32,8 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from megatron_packed.ops.work import NO_WORK, OpWork
+
 _REMEMBERED = 1024
 
 
@@ -121,6 +123,9 @@ class Op:
             plain PyTorch.
         on_device: function of a requested backend, its inputs on the meta device and a device. It
             returns the request on this device; by default the inputs with its type.
+        work: function of inputs that returns the work of a call.
+        to_tune: function of inputs that returns those for which kernels are tuned, for packs of any
+            size.
     """
 
     def __init__(
@@ -130,11 +135,15 @@ class Op:
         *,
         on_meta: Backend | None = None,
         on_device: Callable[[str, Any, torch.device], tuple[str, Any]] | None = None,
+        work: Callable[[Any], OpWork] = lambda inputs: NO_WORK,
+        to_tune: Callable[[Any], Any] | None = None,
     ) -> None:
         self.name = name
         self.backends = backends
         self.on_meta = on_meta or [backend for backend in backends if backend.automatic][-1]
         self.on_device = on_device or with_device_type
+        self.work = work
+        self.to_tune = to_tune
         self.chosen = Choices(self._choose)
 
     def names(self) -> list[str]:
@@ -198,7 +207,7 @@ CHUNKS_TO_TUNE = 64
 
 
 def tune(requests: Iterable[Request], device: torch.device) -> None:
-    """Tune the kernels of those requests whose inputs have sizes ``to_tune``.
+    """Tune the kernels of ops that have sizes ``to_tune``.
 
     Triton tunes a kernel at its first call, and uses the result for packs of any size. So call this
     function before the first small pack. Backends without a function ``tune`` are left out.
@@ -207,9 +216,9 @@ def tune(requests: Iterable[Request], device: torch.device) -> None:
         NoBackendError: a requested backend does not support the inputs.
     """
     sizes = {
-        (op, backend, inputs.to_tune): None
+        Request(op, backend, op.to_tune(inputs)): None
         for op, backend, inputs in requests
-        if hasattr(inputs, "to_tune")
+        if op.to_tune is not None
     }
     for op, backend, inputs in sizes:
         module = op.select(inputs, backend).loaded

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 class OpWork:
     """Operations of one call of an op in the forward pass, apart from products with weights.
 
-    It contains products, and no elementwise work. An op has such work if its inputs have a property
-    ``work``.
+    It contains products, and no elementwise work.
     """
 
     per_token: int = 0

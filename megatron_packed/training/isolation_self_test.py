@@ -15,10 +15,16 @@ from megatron_packed.training.op_requests import op_requests
 
 
 def self_test(
-    config: RunConfig, groups: ParallelGroups, model: HybridModel, console: Console
+    config: RunConfig,
+    groups: ParallelGroups,
+    model: HybridModel,
+    console: Console,
+    documents: int | None = None,
 ) -> None:
     """Check that the kernels in use keep the documents of a pack isolated, and print the result.
 
+    Args:
+        documents: largest number of documents in a pack, as for `op_requests`.
     Raises:
         IsolationLeak: a document influences another; the message lists the failed checks.
     """
@@ -33,7 +39,7 @@ def self_test(
         mamba_cp_comm_type=config.parallel.mamba_cp_comm_type,
         cp_comm_overlap_parts=config.parallel.cp_comm_overlap_parts,
         sequence_parallel=config.parallel.sequence_parallel,
-        requests=op_requests(config, groups.device),
+        requests=op_requests(config, groups.device, documents),
     )
     # The first use compiles and tunes kernels. On GPUs, rank 0 does so first, and other ranks reuse
     # the results on disk.

@@ -56,7 +56,7 @@ from megatron_packed.training.profiling import profiler_of
 from megatron_packed.training.restore import restore
 from megatron_packed.training.resume import Resumed, resumed_options
 from megatron_packed.training.run_data import RunData, build_data
-from megatron_packed.training.run_description import describe, name_kernels
+from megatron_packed.training.run_description import describe, most_documents, name_kernels
 from megatron_packed.training.run_facts import opening_of
 from megatron_packed.training.run_state import RunState
 from megatron_packed.training.run_writers import (
@@ -309,7 +309,7 @@ def _check_model(launch: Launch, data: RunData, job: Job) -> dict[str, str]:
     kernels = name_kernels(config, groups, data, console)
     # Run the test before graphs are captured, because its tensors have other shapes.
     if config.training.isolation_self_test:
-        self_test(config, groups, job.model, console)
+        self_test(config, groups, job.model, console, most_documents(data))
     return kernels
 
 

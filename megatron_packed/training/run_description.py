@@ -85,10 +85,7 @@ def name_kernels(
     Raises:
         ConfigError: an op has no kernel for these packs that the options allow.
     """
-    largest = (
-        data.packing.documents_max if data.capture_sizes is None else data.capture_sizes.largest
-    )
-    kernels = check_kernels(config, groups.device, max(largest, data.packing.documents_max))
+    kernels = check_kernels(config, groups.device, most_documents(data))
     names = kernel_names(config, kernels)
     console.detail(kernel_block(names))
     for sentence in slow_kernel_warnings(kernels, groups.device):
@@ -98,6 +95,12 @@ def name_kernels(
     if useless := useless_recomputation(config, groups.device):
         console.warn(f"{MODULES} {useless}; leave it out")
     return names
+
+
+def most_documents(data: RunData) -> int:
+    """Return the largest number of documents for which kernels are chosen."""
+    captured = 0 if data.capture_sizes is None else data.capture_sizes.largest
+    return max(captured, data.packing.documents_max)
 
 
 def _model_warnings(config: RunConfig) -> Iterator[str]:

@@ -28,6 +28,7 @@ OP = Op(
         Backend("reference", "megatron_packed.ops.causal_conv1d.reference"),
     ),
     on_meta=Backend("on_meta", "megatron_packed.ops.causal_conv1d.on_meta"),
+    work=lambda inputs: OpWork(per_token=2 * inputs.width * inputs.channels),
 )
 
 BLOCK_CHANNELS = 128
@@ -55,10 +56,6 @@ class CausalConvInputs:
     weight_dtype: torch.dtype
     bias_dtype: torch.dtype | None
     device_type: str
-
-    @property
-    def work(self) -> OpWork:
-        return OpWork(per_token=2 * self.width * self.channels)
 
 
 def causal_conv1d(

@@ -36,6 +36,12 @@ OP = Op(
         Backend("recurrence", "megatron_packed.ops.gated_delta_rule.recurrence", automatic=False),
     ),
     on_meta=Backend("on_meta", "megatron_packed.ops.gated_delta_rule.on_meta"),
+    # 8 operations for each entry of the states, as Megatron counts them. Kernels run the rule in
+    # chunks, with other numbers of operations.
+    work=lambda inputs: OpWork(
+        per_token=8 * inputs.value_heads * inputs.value_dim * inputs.key_dim
+    ),
+    to_tune=lambda inputs: replace(inputs, tokens=CHUNKS_TO_TUNE * CHUNK),
 )
 
 
@@ -52,19 +58,6 @@ class GatedDeltaRuleInputs:
     deterministic: bool
     dtype: torch.dtype
     device_type: str
-
-    @property
-    def work(self) -> OpWork:
-        """8 operations for each entry of the states, as Megatron counts them.
-
-        Kernels run the rule in chunks, with other numbers of operations.
-        """
-        return OpWork(per_token=8 * self.value_heads * self.value_dim * self.key_dim)
-
-    @property
-    def to_tune(self) -> GatedDeltaRuleInputs:
-        """Sizes for which tiles are tuned, for any number of tokens."""
-        return replace(self, tokens=CHUNKS_TO_TUNE * CHUNK)
 
 
 def gated_delta_rule(

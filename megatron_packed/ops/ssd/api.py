@@ -21,21 +21,6 @@ from torch import Tensor
 from megatron_packed.ops.backend_dispatch import CHUNKS_TO_TUNE, Backend, Op
 from megatron_packed.ops.work import OpWork
 
-OP = Op(
-    "ssd",
-    (
-        Backend("triton", "megatron_packed.ops.ssd.triton_kernels"),
-        Backend(
-            "mamba_ssm",
-            "megatron_packed.ops.ssd.mamba_ssm",
-            on_meta=Backend("mamba_ssm", "megatron_packed.ops.ssd.mamba_ssm_on_meta"),
-        ),
-        Backend("reference", "megatron_packed.ops.ssd.reference"),
-        Backend("recurrence", "megatron_packed.ops.ssd.recurrence", automatic=False),
-    ),
-    on_meta=Backend("on_meta", "megatron_packed.ops.ssd.on_meta"),
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class SSDInputs:
@@ -52,22 +37,39 @@ class SSDInputs:
     dtype: torch.dtype
     device_type: str
 
-    @property
-    def work(self) -> OpWork:
-        """Scores and outputs of pairs in a chunk; products into, between and out of its states."""
-        inner = self.heads * self.head_dim
-        return OpWork(
-            per_token=4 * inner * self.state_dim + 2 * inner,
-            chunk=self.chunk_size,
-            per_pair_in_chunk=2 * self.groups * self.state_dim + 2 * inner,
-            per_chunk=2 * inner * self.state_dim,
-        )
 
-    @property
-    def to_tune(self) -> SSDInputs:
-        """Sizes for which tiles are tuned, for any number of tokens."""
-        stride = max(self.heads * self.head_dim, self.groups * self.state_dim)
-        return replace(self, tokens=CHUNKS_TO_TUNE * self.chunk_size, row_stride=stride)
+def _work(inputs: SSDInputs) -> OpWork:
+    """Return the work of pairs in a chunk, and into, between and out of the states of chunks."""
+    inner = inputs.heads * inputs.head_dim
+    return OpWork(
+        per_token=4 * inner * inputs.state_dim + 2 * inner,
+        chunk=inputs.chunk_size,
+        per_pair_in_chunk=2 * inputs.groups * inputs.state_dim + 2 * inner,
+        per_chunk=2 * inner * inputs.state_dim,
+    )
+
+
+def _to_tune(inputs: SSDInputs) -> SSDInputs:
+    stride = max(inputs.heads * inputs.head_dim, inputs.groups * inputs.state_dim)
+    return replace(inputs, tokens=CHUNKS_TO_TUNE * inputs.chunk_size, row_stride=stride)
+
+
+OP = Op(
+    "ssd",
+    (
+        Backend("triton", "megatron_packed.ops.ssd.triton_kernels"),
+        Backend(
+            "mamba_ssm",
+            "megatron_packed.ops.ssd.mamba_ssm",
+            on_meta=Backend("mamba_ssm", "megatron_packed.ops.ssd.mamba_ssm_on_meta"),
+        ),
+        Backend("reference", "megatron_packed.ops.ssd.reference"),
+        Backend("recurrence", "megatron_packed.ops.ssd.recurrence", automatic=False),
+    ),
+    on_meta=Backend("on_meta", "megatron_packed.ops.ssd.on_meta"),
+    work=_work,
+    to_tune=_to_tune,
+)
 
 
 def ssd(

@@ -36,6 +36,10 @@ OP = Op(
         backend,
         replace(inputs, device_type=device.type, capability=_capability(device)),
     ),
+    # The score of a pair, and its term of the weighted sum.
+    work=lambda inputs: OpWork(
+        per_visible_pair=4 * inputs.num_heads * inputs.head_dim, window=inputs.window_size
+    ),
 )
 
 
@@ -79,11 +83,6 @@ class VarlenAttentionInputs:
     pack that falls back to eager execution has a smaller capacity than its graph, but must use the
     same kernel to have the same bits.
     """
-
-    @property
-    def work(self) -> OpWork:
-        """Products for the score of a pair and for its term of the weighted sum."""
-        return OpWork(per_visible_pair=4 * self.num_heads * self.head_dim, window=self.window_size)
 
 
 def head_dim_reasons(head_dim: int, widest: int, multiple: int = 8) -> list[str]:

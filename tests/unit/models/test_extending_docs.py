@@ -16,7 +16,8 @@ def test_the_code_is_that_of_the_example():
     for block in blocks:
         lines = [line.strip() for line in block.splitlines() if line.strip()]
         assert any(
-            "\n".join(lines) in "\n".join(line.strip() for line in text.splitlines() if line.strip())
+            "\n".join(lines)
+            in "\n".join(line.strip() for line in text.splitlines() if line.strip())
             for text in texts
         ), block
 

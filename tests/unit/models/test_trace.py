@@ -36,11 +36,14 @@ def test_repeated_depths_use_their_weights_again(repeated: bool, uses: list[int]
 
 PROGRAM = """
 import sys
+from megatron_packed import torch_private
 from megatron_packed.models.flops import FlopCounter
 from support import hybrid_cases as cases
 
-FlopCounter(cases.tiny_config("M*-EG/*E", position_embedding_type="rope"), cases.VOCAB)
-sys.exit("torch._dynamo" in sys.modules)
+with torch_private.compiler_not_imported():
+    FlopCounter(cases.tiny_config("M*-EG/*E", position_embedding_type="rope"), cases.VOCAB)
+marked = [hasattr(each, torch_private._HIDDEN) for each in torch_private._hidden_from_compiler()]
+sys.exit("torch._dynamo" in sys.modules or any(marked) or not marked)
 """
 
 

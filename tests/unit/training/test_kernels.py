@@ -28,7 +28,7 @@ from megatron_packed.training.kernels import (
     label_of,
     slow_kernel_warnings,
 )
-from megatron_packed.training.op_requests import op_requests
+from megatron_packed.training.op_requests import op_requests, served_by
 from megatron_packed.training.run_estimate import Imagined
 from support.kernel_calls import ACROSS, called_in_a_step, config_of
 
@@ -125,6 +125,16 @@ def test_what_the_options_exclude_on_a_cpu_is_what_the_ops_refuse(field):
                 chosen_kernels(changed, CPU)
         else:
             assert backend.name in {kernel.name for kernel in chosen_kernels(changed, CPU)}
+
+
+def test_the_gate_of_attention_is_not_part_of_the_reference_of_experts():
+    requests = op_requests(config_of("*E", ("--attention-output-gate",)), CPU)
+    served = {
+        request.inputs.kind: served_by(request, requests)
+        for request in requests
+        if request.op.name == "activation"
+    }
+    assert served == {"sigmoid_gate": "auto", "squared_relu": "reference"}
 
 
 def test_a_kernel_that_cannot_serve_ends_the_run_with_code_2_before_data_is_opened(
