@@ -10,25 +10,10 @@ from __future__ import annotations
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.kinds.layer_kind import KINDS
 
-MAMBA = "M"
-ATTENTION = "*"
-MLP = "-"
-MOE = "E"
-GATED_DELTA_NET = "G"
 STAGE = "|"
 """Mark of pipeline stages between layers; command lines may have it with one stage."""
 DEPTH = "/"
 """Mark before the layers of each depth of multi-token prediction."""
-LAYER_NAMES = {
-    MAMBA: "Mamba-2",
-    GATED_DELTA_NET: "gated delta net",
-    ATTENTION: "attention",
-    MLP: "MLP",
-    MOE: "mixture of experts",
-}
-
-NAMES = {**LAYER_NAMES, DEPTH: "multi-token prediction"}
-"""Names of the symbols that belong to layers."""
 REFUSED = {
     "D": ("sparse (DS) attention layers are not supported", "use * (full causal attention)"),
     "+": (

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from megatron_packed.layers.build import Build as Build
     from megatron_packed.layers.context_parallel import ContextParallel as ContextParallel
     from megatron_packed.layers.embedding import Embedding as Embedding
-    from megatron_packed.layers.kinds.gated_delta_net import GatedDeltaNet as GatedDeltaNet
-    from megatron_packed.layers.kinds.mamba import MambaMixer as MambaMixer
     from megatron_packed.layers.linear import ColumnParallelLinear as ColumnParallelLinear
     from megatron_packed.layers.linear import RowParallelLinear as RowParallelLinear
     from megatron_packed.layers.mlp import MLP as MLP
@@ -27,9 +25,7 @@ else:
             "build": ["Build"],
             "context_parallel": ["ContextParallel"],
             "embedding": ["Embedding"],
-            "kinds.gated_delta_net": ["GatedDeltaNet"],
             "linear": ["ColumnParallelLinear", "RowParallelLinear"],
-            "kinds.mamba": ["MambaMixer"],
             "mlp": ["MLP"],
             "norm": ["Norm"],
             "tensor_parallel": ["TensorParallel"],

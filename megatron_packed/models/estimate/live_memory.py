@@ -17,7 +17,7 @@ from megatron_packed.torch_private import TorchDispatchMode, current_graph_task_
 Amounts = Mapping[Purpose, int]
 
 
-class Place(NamedTuple):
+class RunningPart(NamedTuple):
     """Part of the model that runs."""
 
     name: str
@@ -58,7 +58,7 @@ class LiveMemory(TorchDispatchMode):
 
     def __init__(self, ignored: Iterable[Tensor]) -> None:
         super().__init__()
-        self.place = Place("")
+        self.place = RunningPart("")
         self._live: dict[int, _Storage | None] = {}
         self._references: dict[int, weakref.ref[UntypedStorage]] = {}
         self._received: list[_Storage] = []

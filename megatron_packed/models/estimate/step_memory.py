@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.layers.linear import main_grad_of
 from megatron_packed.memory.apply import replace as replace_method
-from megatron_packed.models.estimate.live_memory import LiveMemory, Peak, Place
+from megatron_packed.models.estimate.live_memory import LiveMemory, Peak, RunningPart
 from megatron_packed.models.estimate.unit_memory import UnitMemory, measure, replay, signature
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.ops.backend_dispatch import planned
@@ -97,7 +97,7 @@ class MetaStep:
         model, live = self._model, LiveMemory(self._held)
         # The copies of an offload run beside other layers, so its layers are not measured alone.
         layers = _Layers(model, live, captured, self.units() if model.offload is None else {})
-        live.place = Place("the embedding")
+        live.place = RunningPart("the embedding")
         with planned(torch.device("cuda")), layers.watched(), live:
             model.forward_backward(self._pack)
         return StepMemory(
@@ -158,7 +158,7 @@ class _Layers:
         self._live = live
         self._measured = measured
         self._places = [
-            Place(f"layers.{number}", POOL if number in captured else "")
+            RunningPart(f"layers.{number}", POOL if number in captured else "")
             for number in range(len(model.layers))
         ]
         self._forward: Any = model.layers.forward
@@ -194,9 +194,9 @@ class _Layers:
             else:
                 hidden, found = replay(memory, hidden, self._live)
             reports += found
-        return self._move_to(Place("the loss"), hidden), reports
+        return self._move_to(RunningPart("the loss"), hidden), reports
 
-    def _move_to(self, place: Place, hidden: Tensor) -> Tensor:
+    def _move_to(self, place: RunningPart, hidden: Tensor) -> Tensor:
         """Set the place in forward; the backward pass sets the place before it again."""
         before = self._live.place
         self._live.place = place
@@ -208,7 +208,7 @@ class _Border(torch.autograd.Function):
     """Identity; its backward pass says which part of the model comes next."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, live: LiveMemory, before: Place) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, live: LiveMemory, before: RunningPart) -> Tensor:
         ctx.live = live
         ctx.before = before
         return hidden.view_as(hidden)
