@@ -194,9 +194,12 @@ class _PlannedRank:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.requests: dict[Request, Backend] = {}
+        self.op = ""
+        """Name of the op that was requested last."""
 
     def choose(self, op: Op, backend: str, inputs: Hashable) -> Backend:
         """Record a request, and return the backend that runs on the meta device."""
+        self.op = op.name
         request = Request(op, *op.on_device(backend, inputs, self.device))
         if request not in self.requests:
             self.requests[request] = self._on_meta(request)
@@ -230,6 +233,11 @@ def planned(device: torch.device) -> Iterator[dict[Request, Backend]]:
         yield _plan.requests
     finally:
         _plan = None
+
+
+def planned_op() -> str:
+    """Return the name of the op that a planned rank requested last; empty outside of `planned`."""
+    return "" if _plan is None else _plan.op
 
 
 def planned_type(device_type: str) -> str:
