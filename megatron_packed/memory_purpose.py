@@ -48,9 +48,34 @@ class counted_as:
         _purpose = self._outer.pop()
 
 
+class running:
+    """Context in which the kernels of an op run.
+
+    Args:
+        name: name of the op.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        global _op
+        _op = self._name
+
+    def __exit__(self, *error: object) -> None:
+        global _op
+        _op = ""
+
+
+def op_now() -> str:
+    """Return the name of the op whose kernels run now; empty if there is none."""
+    return _op
+
+
 def purpose_now() -> Purpose | None:
     """Return the purpose of the memory that is allocated now; None if no context says it."""
     return _purpose
 
 
 _purpose: Purpose | None = None
+_op = ""

@@ -232,10 +232,13 @@ class _PlannedRank:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.calls: Counter[Request] = Counter()
+        self.op = ""
+        """Name of the op that was requested last."""
         self._backends: dict[Request, Backend] = {}
 
     def choose(self, op: Op, backend: str, inputs: Hashable, calls: int) -> Backend:
         """Record a request and its calls, and return the backend that runs on the meta device."""
+        self.op = op.name
         request = Request(op, *op.on_device(backend, inputs, self.device))
         self.calls[request] += calls
         if request not in self._backends:
@@ -270,6 +273,11 @@ def planned(device: torch.device) -> Iterator[Counter[Request]]:
         yield _plan.calls
     finally:
         _plan = None
+
+
+def planned_op() -> str:
+    """Return the name of the op that a planned rank requested last; empty outside of `planned`."""
+    return "" if _plan is None else _plan.op
 
 
 def planned_type(device_type: str) -> str:

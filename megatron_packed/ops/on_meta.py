@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_packed.memory_purpose import Purpose, counted_as, purpose_now
+from megatron_packed.memory_purpose import Purpose, counted_as, purpose_now, running
+from megatron_packed.ops.backend_dispatch import planned_op
 from megatron_packed.ops.column_slices import gradient_like, gradient_slot
 
 PROCESSORS = 132
@@ -115,10 +116,12 @@ class _Kernel(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         first = inputs[0]
         assert first is not None
-        workspaces = [each.allocate() for each in memory.forward]
-        results = tuple(first.new_empty(shape, dtype=dtype) for shape in shapes)
-        kept = results if memory.keeps_result else ()
-        ctx.save_for_backward(*saved, *(each.allocate() for each in memory.saved), *kept)
+        ctx.op = planned_op()
+        with running(ctx.op):
+            workspaces = [each.allocate() for each in memory.forward]
+            results = tuple(first.new_empty(shape, dtype=dtype) for shape in shapes)
+            more = [each.allocate() for each in memory.saved]
+        ctx.save_for_backward(*saved, *more, *(results if memory.keeps_result else ()))
         ctx.memory = memory
         purpose = purpose_now()
         # A recomputed call saves activations, and has gradients.
@@ -134,7 +137,7 @@ class _Kernel(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         # Unpack what was saved: recomputation and offload bring it back now.
         saved, memory = ctx.saved_tensors, ctx.memory
-        with counted_as(ctx.purpose):
+        with counted_as(ctx.purpose), running(ctx.op):
             workspaces = [each.allocate() for each in memory.backward]
             early = [each.allocate() for each in memory.early]
             del early

@@ -22,7 +22,7 @@ from megatron_packed.distributed.flat_buffers import flat_layout_of, tail_elemen
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.zero1_layout import Ownership
 from megatron_packed.models.estimate.rank_memory import Estimate, communicators_of, estimate
-from megatron_packed.models.estimate.step_memory import Work
+from megatron_packed.models.estimate.step_memory import KnownUnits, Work
 from megatron_packed.models.flops import FlopCounter
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.torch_private import compiler_not_imported
@@ -58,7 +58,11 @@ class Imagined(NamedTuple):
 
 
 def estimates(
-    config: RunConfig, world_size: int, vocab_size: int, documents: int
+    config: RunConfig,
+    world_size: int,
+    vocab_size: int,
+    documents: int,
+    known: KnownUnits | None = None,
 ) -> dict[str, Estimate]:
     """Return kind of rank -> estimate of its memory.
 
@@ -71,11 +75,14 @@ def estimates(
         world_size: number of processes.
         vocab_size: entries of the vocabulary.
         documents: capacity of a pack in documents.
+        known: layers that estimates of other configurations have measured.
     """
-    return estimates_of(config, Imagined.of(config, world_size, vocab_size), documents)
+    return estimates_of(config, Imagined.of(config, world_size, vocab_size), documents, known)
 
 
-def estimates_of(config: RunConfig, imagined: Imagined, documents: int) -> dict[str, Estimate]:
+def estimates_of(
+    config: RunConfig, imagined: Imagined, documents: int, known: KnownUnits | None = None
+) -> dict[str, Estimate]:
     """Return the `estimates` of a rank of a planned run."""
     # The real modules on the meta device give the sizes, so the estimate follows changes of them.
     model, groups = imagined
@@ -100,6 +107,7 @@ def estimates_of(config: RunConfig, imagined: Imagined, documents: int) -> dict[
             graphs=config.cuda_graph,
             communicators=communicators_of(groups),
             symmetric=symmetric_bytes(config, dtype_of(config)) + exchange_bytes(config),
+            known=known,
         )
         for kind, even in kinds.items()
     }
@@ -136,7 +144,8 @@ def changes(
         documents: capacity of a pack in documents.
         limit: memory of a GPU in bytes.
     """
-    now = usual(estimates(config, world_size, vocab_size, documents)).total
+    known: KnownUnits = {}
+    now = usual(estimates(config, world_size, vocab_size, documents, known)).total
     found: list[Change] = []
     while now > limit and len(found) < _ROUNDS:
         best: tuple[int, str, RunConfig] | None = None
@@ -145,7 +154,7 @@ def changes(
         alike = chain(_other_layouts(config, world_size), _recomputations(config))
         for choices in (alike, _smaller_packs(config)):
             for flag, other in choices:
-                total = usual(estimates(other, world_size, vocab_size, documents)).total
+                total = usual(estimates(other, world_size, vocab_size, documents, known)).total
                 if total < 0.99 * now and (best is None or total < best[0]):
                     best = total, flag, other
             if best is not None:

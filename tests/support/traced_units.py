@@ -23,8 +23,8 @@ class ByPurpose(LiveMemory):
         self.freed_at_end = 0
         """Bytes that the forward pass frees after its last allocation."""
 
-    def note(self, more: Amounts | None = None) -> None:
-        super().note(more)
+    def note(self, more: Amounts | None = None, op: str = "") -> None:
+        super().note(more, op)
         direction = "forward" if current_graph_task_id() == -1 else "backward"
         self.most[direction] |= self.amounts()
         if direction == "forward":

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, UntypedStorage
 
-from megatron_packed.memory_purpose import Purpose, purpose_now
+from megatron_packed.memory_purpose import Purpose, op_now, purpose_now
+from megatron_packed.models.estimate.meta_results import new_results
 from megatron_packed.torch_private import TorchDispatchMode, current_graph_task_id
 
 Amounts = Mapping[Purpose, int]
@@ -31,6 +32,8 @@ class Peak:
 
     where: str
     amounts: Amounts
+    op: str = ""
+    """Op whose kernels need this memory; empty if there is none."""
 
     @property
     def bytes(self) -> int:
@@ -78,7 +81,7 @@ class LiveMemory(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result = new_results(func, args, kwargs or {})
         for tensor in result if isinstance(result, tuple | list) else (result,):
             if isinstance(tensor, Tensor):
                 self._see(tensor.untyped_storage())
@@ -107,11 +110,12 @@ class LiveMemory(TorchDispatchMode):
             live[purpose] += number
             self._bytes[pool] += number
 
-    def note(self, more: Amounts | None = None) -> None:
+    def note(self, more: Amounts | None = None, op: str = "") -> None:
         """Note the live bytes of the place's pool as a peak if they are the most so far.
 
         Args:
             more: bytes that live in addition for a moment.
+            op: op that runs at this moment; by default the op whose kernels run now.
         """
         pool = self.place.pool
         if self._bytes[pool] + sum((more or {}).values()) > self._most[pool]:
@@ -119,7 +123,9 @@ class LiveMemory(TorchDispatchMode):
             amounts.update(more or {})
             direction = "forward" if current_graph_task_id() == -1 else "backward"
             where = f"the {direction} pass of {self.place.name}"
-            self._peaks[pool] = Peak(where=where, amounts=amounts)
+            if op := op or op_now():
+                where = f"{direction} of {op} in {self.place.name}"
+            self._peaks[pool] = Peak(where=where, amounts=amounts, op=op)
             self._most[pool] = amounts.total()
 
     def forget_peaks(self) -> None:

@@ -21,7 +21,7 @@ from megatron_packed.distributed.zero1_layout import FlatLayout
 from megatron_packed.layers.attention import Rotary
 from megatron_packed.memory_purpose import Purpose
 from megatron_packed.models.estimate.live_memory import Peak
-from megatron_packed.models.estimate.step_memory import MetaStep, StepMemory, Work
+from megatron_packed.models.estimate.step_memory import KnownUnits, MetaStep, StepMemory, Work
 from megatron_packed.models.hybrid_model import HybridModel
 
 GIB, MIB = 2**30, 2**20
@@ -97,6 +97,7 @@ def estimate(
     with_optimizer: bool = True,
     communicators: int = 0,
     symmetric: int = 0,
+    known: KnownUnits | None = None,
 ) -> Estimate:
     """Estimate the memory of one rank of a parallel layout.
 
@@ -109,8 +110,9 @@ def estimate(
         with_optimizer: False leaves out master weights and moments.
         communicators: number of NCCL communicators of this rank.
         symmetric: bytes of symmetric memory of this rank.
+        known: layers that estimates of other configurations have measured.
     """
-    peak, pool, step = _peak(model, work, graphs)
+    peak, pool, step = _peak(model, MetaStep(model, work, known), graphs)
     # Fused products and shared experts run on a second stream too, each on one of its own, and
     # cuBLAS has a workspace for each stream.
     beside = any(layer.mixer.overlaps_shared_expert for layer in model.moe_layers)
@@ -189,7 +191,7 @@ def _captured(model: HybridModel, graphs: CudaGraphConfig) -> frozenset[int]:
 
 
 def _peak(
-    model: HybridModel, work: Work, graphs: CudaGraphConfig | None
+    model: HybridModel, on_meta: MetaStep, graphs: CudaGraphConfig | None
 ) -> tuple[Peak, int, StepMemory]:
     """Return the peak, the bytes of it that belong to the graph pool, and the memory of a step.
 
@@ -200,9 +202,9 @@ def _peak(
         _captured(model, graphs) if graphs is not None and graphs.enabled else frozenset[int]()
     )
     if not captured or graphs is None or graphs.captures_steps:
-        step = MetaStep(model, work).run()
+        step = on_meta.run()
         return step.eager, step.eager.bytes if captured else 0, step
-    step = MetaStep(model, work).run(captured)
+    step = on_meta.run(captured)
     inside, outside = step.pool, step.eager
     # Graphs copy the first input and the last gradient to fixed addresses, and eager code gets a
     # copy of the last output. The first input is not offloaded. Graphs of TransformerEngine copy the

@@ -22,11 +22,13 @@ from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.layers.linear import main_grad_of
 from megatron_packed.memory.apply import replace as replace_method
 from megatron_packed.models.estimate.live_memory import LiveMemory, Peak, RunningPart
-from megatron_packed.models.estimate.unit_memory import UnitMemory, measure, replay, signature
+from megatron_packed.models.estimate.unit_memory import UnitMemory, measure, replay, signatures
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.ops.backend_dispatch import planned
 from megatron_packed.packed.micro_batch import MicroBatch
 
+KnownUnits = dict[Any, UnitMemory]
+"""Layers and sizes -> memory of a unit. Configurations that are compared have units in common."""
 POOL = "graphs"
 """Pool of the captured layers."""
 
@@ -67,9 +69,10 @@ class MetaStep:
     Args:
         model: this rank's model on the meta device. It gets gradient buffers.
         work: sizes of the pack.
+        known: units that were measured before; new units are added.
     """
 
-    def __init__(self, model: HybridModel, work: Work) -> None:
+    def __init__(self, model: HybridModel, work: Work, known: KnownUnits | None = None) -> None:
         for layer in model.moe_layers:
             layer.mixer.dispatcher.even_on_meta = work.even
         if model.offload is not None:
@@ -81,6 +84,8 @@ class MetaStep:
         pack = MicroBatch.build([document], work.tokens, capacity=work.documents).to("meta")
         packed = model.prepare(pack.packed)
         self._model = model
+        self._work = work
+        self._known: KnownUnits = {} if known is None else known
         self._pack = replace(pack, packed=packed)
         parameters = list(model.parameters())
         gradients = map(main_grad_of, parameters)
@@ -120,14 +125,17 @@ class MetaStep:
         depths = range(model.config.mtp_depths + 1)
         units = [u for d in depths for u in units_of(model, model.config.layers_of_depth(d))]
         # Describe all layers before the first runs, because modules may count their calls.
-        keys = [signature([model.layers[number] for number in unit]) for unit in units]
-        known: dict[Any, UnitMemory] = {}
+        keys = signatures([model.layers[number] for number in unit] for unit in units)
+        sizes = (shape, model.dtype, self._work, *signatures([packed]))
+        found: dict[int, UnitMemory] = {}
         with planned(torch.device("cuda")):
             for unit, key in zip(units, keys, strict=True):
-                if key not in known:
+                if (memory := self._known.get((key, sizes))) is None:
                     run = partial(model.layers.forward, packed=packed, numbers=unit)
-                    known[key] = measure(run, shape, counter(self._held), model.dtype)
-        return {unit[0]: known[key] for unit, key in zip(units, keys, strict=True)}
+                    memory = measure(run, shape, counter(self._held), model.dtype)
+                    self._known[key, sizes] = memory
+                found[unit[0]] = memory
+        return found
 
 
 def units_of(model: HybridModel, numbers: Sequence[int]) -> Iterator[Sequence[int]]:

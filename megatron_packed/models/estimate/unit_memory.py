@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron_packed.memory_purpose import Purpose, counted_as
-from megatron_packed.models.estimate.live_memory import Amounts, LiveMemory
+from megatron_packed.models.estimate.live_memory import Amounts, LiveMemory, Peak
 from megatron_packed.torch_private import TreeSpec, tree_flatten, tree_unflatten
 
 Run = Callable[[Tensor], tuple[Tensor, list[Any]]]
@@ -33,11 +33,14 @@ class UnitMemory:
 
     forward: Amounts
     """Largest additional memory of the forward pass."""
+    forward_op: str
+    """Op that needs it; empty if there is none."""
     saved: Amounts
     """Memory that the unit leaves for its backward pass, without its input and its results."""
     saves_input: bool
     backward: Amounts
     """Largest additional memory of the backward pass; the gradient of the result lives before it."""
+    backward_op: str
     reports: Sequence[Tensor]
     structure: TreeSpec
     """Tensors of the reports, and their structure."""
@@ -61,7 +64,7 @@ def measure(run: Run, hidden: Sequence[int], live: LiveMemory, dtype: torch.dtyp
         live.forget_peaks()
         y, found = run(x)
         live.keep_received()
-        forward = _difference(live.peak().amounts, before)
+        peak = live.peak()
         del x
         saves_input = reference() is not None
         saved = _difference(live.amounts(), before)
@@ -74,10 +77,12 @@ def measure(run: Run, hidden: Sequence[int], live: LiveMemory, dtype: torch.dtyp
         del y, found, reports
         end.backward()
     return UnitMemory(
-        forward=forward,
+        forward=_difference(peak.amounts, before),
+        forward_op=peak.op,
         saved=saved,
         saves_input=saves_input,
-        backward=_difference(borders.most, borders.entry),
+        backward=_difference(borders.peak.amounts, borders.entry),
+        backward_op=borders.peak.op,
         reports=[shape.requires_grad_(needs) for shape, needs in zip(shapes, needed, strict=True)],
         structure=structure,
     )
@@ -90,12 +95,12 @@ def _difference(amounts: Amounts, before: Amounts) -> Counter[Purpose]:
 
 
 class _Borders:
-    """Live memory at the beginning of a backward pass, and its largest live memory."""
+    """Live memory at the beginning of a backward pass, and the peak of this pass."""
 
     def __init__(self, live: LiveMemory) -> None:
         self.live = live
         self.entry: Amounts = {}
-        self.most: Amounts = {}
+        self.peak = Peak(where="", amounts={})
 
 
 class _Begin(torch.autograd.Function):
@@ -112,7 +117,7 @@ class _Begin(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
-        ctx.borders.most = ctx.borders.live.peak().amounts
+        ctx.borders.peak = ctx.borders.live.peak()
         return None, None, None, None
 
 
@@ -150,7 +155,7 @@ class _ReplayedUnit(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, unit: UnitMemory, live: LiveMemory) -> tuple[Tensor, ...]:
-        live.note(unit.forward)
+        live.note(unit.forward, unit.forward_op)
         live.add(unit.saved, live.place.pool)
         if unit.saves_input:
             ctx.save_for_backward(hidden)
@@ -167,27 +172,34 @@ class _ReplayedUnit(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor, *_: Tensor | None) -> tuple[Tensor, None, None]:
         # Saved tensors are unpacked and freed as in any backward pass.
         saved, live, unit = ctx.saved_tensors, ctx.live, ctx.unit
-        live.note(unit.backward)
+        live.note(unit.backward, unit.backward_op)
         live.add({purpose: -number for purpose, number in unit.saved.items()}, live.place.pool)
         del saved
         return torch.empty_like(gradient), None, None
 
 
-def signature(value: Any, known: dict[int, int] | None = None) -> Any:
+def signatures(values: Iterable[Any]) -> list[Any]:
+    """Return the `signature` of each value; objects that several values share are described once."""
+    shared: dict[int, Any] = {}
+    return [signature(value, {}, shared) for value in values]
+
+
+def signature(value: Any, known: dict[int, int], shared: dict[int, Any]) -> Any:
     """Return a description that is equal for layers that need equal memory.
 
     Modules and other objects of this package are described by their attributes, tensors by their
-    shapes. Every other object is equal to itself only.
+    shapes. Every other object is equal to itself only, so the description holds it.
+
+    Args:
+        value: any object.
+        known: objects of the same layer that were described before, which may refer to each other.
+        shared: descriptions of objects, for example of the configuration.
     """
-    known = {} if known is None else known
     if isinstance(value, str | int | float | bool | None | torch.dtype | torch.device | Enum):
         return value
     if isinstance(value, Tensor):
         return tuple(value.shape), value.stride(), value.dtype
-    if id(value) in known:
-        return "seen", known[id(value)]
-    known[id(value)] = len(known)
-    described = partial(signature, known=known)
+    described = partial(signature, known=known, shared=shared)
     if isinstance(value, dict):
         return tuple((key, described(inner)) for key, inner in value.items())
     if isinstance(value, set | frozenset):
@@ -197,22 +209,43 @@ def signature(value: Any, known: dict[int, int] | None = None) -> Any:
     if isinstance(value, partial):
         return described((value.func, value.args, value.keywords))
     if isinstance(value, nn.Module) or type(value).__module__.startswith("megatron_packed"):
-        return type(value), described(dict(_attributes(value)))
+        if id(value) in shared:
+            return shared[id(value)]
+        if id(value) in known:
+            return "seen", known[id(value)]
+        known[id(value)] = len(known)
+        description = type(value), described(_attributes(value))
+        if not isinstance(value, nn.Module):
+            shared[id(value)] = description
+        return description
     if isinstance(getattr(value, "__self__", None), nn.Module):
         return value.__name__, described(value.__self__)
-    return id(value)
+    return _Itself(value)
 
 
-def _attributes(value: Any) -> list[tuple[str, Any]]:
+class _Itself:
+    """Object that is equal to itself only."""
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and other._value is self._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
     """Return the attributes of an object, also those in slots; seeds choose values, not sizes."""
     slots = getattr(type(value), "__slots__", ())
     found = dict(getattr(value, "__dict__", {}))
     found |= {name: getattr(value, name, None) for name in slots if name != "__weakref__"}
-    return [
-        (name, inner)
+    return {
+        name: inner
         for name, inner in found.items()
         if name not in _OF_EVERY_MODULE and not name.endswith("seed")
-    ]
+    }
 
 
 _OF_EVERY_MODULE = set(vars(nn.Module())) - {"_parameters", "_buffers", "_modules", "training"}

@@ -9,6 +9,7 @@ Networks, arXiv:2412.06464.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,9 +28,11 @@ OP = Op(
     on_meta=Backend("on_meta", "megatron_packed.ops.gated_rms_norm.on_meta"),
 )
 
-BACKWARD_PROGRAMS = 512
+_ELEMENTS_PER_TILE = 1024
+"""Rows x channels that a program of our kernels has in registers at a time."""
+_BACKWARD_PROGRAMS = 512
 """Programs of our backward kernel, over all groups: enough to fill any GPU several times. There are
-about ``BACKWARD_PROGRAMS / groups`` partial sums of the weight's gradient.
+about ``_BACKWARD_PROGRAMS / groups`` partial sums of the weight's gradient.
 """
 
 
@@ -126,3 +129,13 @@ def _check(
         raise ValueError(
             f"gated_rms_norm: {x_TD.shape[1]} channels are not divisible by group_size {group_size}."
         )
+
+
+def rows_of_tile(block: int) -> int:
+    """Return the rows of a tile of our kernels for a block of channels."""
+    return max(1, _ELEMENTS_PER_TILE // block)
+
+
+def tiles_of_program(tokens: int, groups: int, rows: int) -> int:
+    """Return how many tiles of ``rows`` a program of our backward kernel sums up."""
+    return math.ceil(math.ceil(tokens / rows) / max(1, _BACKWARD_PROGRAMS // groups))

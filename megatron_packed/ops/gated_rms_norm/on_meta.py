@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor
 
-from megatron_packed.ops.gated_rms_norm.api import BACKWARD_PROGRAMS
+from megatron_packed.ops.gated_rms_norm.api import rows_of_tile, tiles_of_program
 from megatron_packed.ops.on_meta import Memory, of_shape, workspace
 
 
@@ -16,6 +17,8 @@ def run(
     """Return a tensor of the shape of x; see `api.gated_rms_norm`."""
     tokens, channels = x_TD.shape
     groups = max(channels // group_size, 1)  # ranks may share a group
-    sums = workspace(min(max(1, BACKWARD_PROGRAMS // groups), tokens), channels)
+    rows = rows_of_tile(1 << (min(group_size, channels) - 1).bit_length())
+    programs = math.ceil(tokens / (rows * tiles_of_program(tokens, groups, rows)))
+    sums = workspace(programs, channels)  # of the weight's gradient
     memory = Memory(saved=[workspace(tokens, groups)], backward=[sums])
     return of_shape(x_TD.shape, x_TD, z_TD, weight, memory=memory)

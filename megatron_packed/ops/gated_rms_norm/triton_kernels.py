@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_packed.ops.column_slices import GradientSlot, gradient_like, gradient_slot
-from megatron_packed.ops.gated_rms_norm.api import BACKWARD_PROGRAMS
+from megatron_packed.ops.gated_rms_norm.api import rows_of_tile, tiles_of_program
 from megatron_packed.ops.partial_sums import add_partial_sums
 from megatron_packed.ops.triton_mode import fp32_reasons
 
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from megatron_packed.ops.gated_rms_norm.api import GatedRMSNormInputs
 
 _LARGEST_GROUP = 16384
-# Rows x channels that one program has in registers at a time.
-_ELEMENTS_PER_TILE = 1024
 # Backward loads the next two tiles in advance. Larger tiles have no room in shared memory.
 _LARGEST_PREFETCHED_TILE = 2048
 
@@ -121,9 +119,7 @@ class _GatedNorm(torch.autograd.Function):
         dx_TD = torch.empty(tokens, channels, dtype=x_TD.dtype, device=x_TD.device)
         dz_TD = gradient_like(z_TD, ctx.slot)
         block, rows = _tile(ctx.group_size)
-        tiles_per_program = triton.cdiv(
-            triton.cdiv(tokens, rows), max(1, BACKWARD_PROGRAMS // groups)
-        )
+        tiles_per_program = tiles_of_program(tokens, groups, rows)
         programs = triton.cdiv(tokens, rows * tiles_per_program)
         parts_XD = torch.empty(programs, channels, dtype=torch.float32, device=x_TD.device)
         _backward_kernel[(programs, groups)](
@@ -162,7 +158,7 @@ class _GatedNorm(torch.autograd.Function):
 def _tile(group_size: int) -> tuple[int, int]:
     """Return the channels (a power of two) and rows of one tile."""
     block = triton.next_power_of_2(group_size)
-    return block, max(1, _ELEMENTS_PER_TILE // block)
+    return block, rows_of_tile(block)
 
 
 def _warps(elements: int) -> int:

@@ -271,7 +271,7 @@ def test_room_for_documents_is_counted(capsys, tmp_path):
         found = plan(capsys, *flags, *more)
         # 192 = 1.5 x 2048 / 16
         assert found["documents"] == (192 if more[-1] == file else more[-1])
-        assert found["ranks"]["every rank"]["peak"].startswith("backward of attention")
+        assert found["ranks"]["every rank"]["peak"].startswith("backward of varlen_attention")
         peaks.append(found["ranks"]["every rank"]["bytes"]["peak in torch's allocator"])
     assert peaks[0] == peaks[2] == peaks[1] + 190 * 128 * 4 * (64 + 2) * 4
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_packed.ops.causal_conv1d import triton_kernels
+from megatron_packed.ops.causal_conv1d import api, triton_kernels
 from megatron_packed.ops.causal_conv1d.api import causal_conv1d
 from megatron_packed.ops.column_slices import split_columns
 from support.op_packs import PACKS, boundaries, leaks, relative_error
@@ -14,8 +14,9 @@ C = 5
 @pytest.fixture(autouse=True)
 def small_programs(monkeypatch):
     """Use two blocks of channels, the second not full, and several runs of tokens."""
-    monkeypatch.setattr(triton_kernels, "_BLOCK_CHANNELS", 4)
-    monkeypatch.setattr(triton_kernels, "_SHORTEST_RUN", 12)
+    for module in (api, triton_kernels):
+        monkeypatch.setattr(module, "BLOCK_CHANNELS", 4)
+    monkeypatch.setattr(api, "_SHORTEST_RUN", 12)
 
 
 def normal(*shape, seed=0):
@@ -78,7 +79,7 @@ def test_a_part_of_a_pack_with_its_halo_is_a_slice_of_the_pack(width, tokens, ba
 
 
 def test_long_packs_have_longer_runs(monkeypatch):
-    monkeypatch.setattr(triton_kernels, "_PROGRAMS", 4)
+    monkeypatch.setattr(api, "_PROGRAMS", 4)
     lengths = [5, 13, 9, 7]
     inputs = normal(sum(lengths), C), normal(C, 4, seed=1), normal(C, seed=2)
     (length, _), sizes = triton_kernels._launch(*inputs[:2])
