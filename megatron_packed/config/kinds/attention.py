@@ -372,7 +372,7 @@ def _exchanged(parallel: ParallelConfig) -> Exchanged:
 KIND = LayerKind(
     symbol=SYMBOL,
     name=ATTN,
-    place=3,
+    place=1,
     options={"model": AttentionOptions, "training": AttentionKernels},
     rules=AttentionOptions.attention_rules,
     cross_rules=kernel_rules,

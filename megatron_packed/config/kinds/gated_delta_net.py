@@ -90,7 +90,7 @@ class GatedDeltaNetKernels(ConvolutionKernels, group=KERNELS, only_if=GATED_DELT
 KIND = LayerKind(
     symbol=SYMBOL,
     name=GDN,
-    place=2,
+    place=3,
     options={"model": GatedDeltaNetOptions, "training": GatedDeltaNetKernels},
     backends={"gated_delta_rule": "gated_delta_rule_backend", "causal_conv1d": "conv_backend"},
     carries_order=True,

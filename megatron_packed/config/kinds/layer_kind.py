@@ -149,8 +149,9 @@ class Kinds(Mapping[str, LayerKind]):
         return len(self._records)
 
     def in_words(self) -> str:
-        """Return the symbols with their names, as one text."""
-        return ", ".join(f"{symbol} {kind.name}" for symbol, kind in self.items())
+        """Return the symbols with their names as one text: recurrences, attention, others."""
+        kinds = sorted(self.values(), key=lambda kind: (not kind.mixes_tokens, kind.attends))
+        return ", ".join(f"{kind.symbol} {kind.name}" for kind in kinds)
 
     @cached_property
     def _records(self) -> dict[str, LayerKind]:

@@ -169,7 +169,7 @@ def _exchanged(parallel: ParallelConfig) -> Exchanged:
 KIND = LayerKind(
     symbol=SYMBOL,
     name=SSM,
-    place=1,
+    place=2,
     noun="Mamba",
     options={"model": MambaOptions, "training": MambaKernels, "parallel": MambaCommunication},
     rules=MambaOptions.mamba_rules,

@@ -212,6 +212,6 @@ def test_the_program_ends_at_once_with_code_2(right, tmp_path: Path) -> None:
     )
     assert done.returncode == 2 and done.stdout == "False\n", done.stderr
     assert "Traceback" not in done.stderr
-    for line in ("1. --ssd-backend mamba_ssm", "2. --attention-backend flash_attn_2"):
+    for line in ("1. --attention-backend flash_attn_2", "2. --ssd-backend mamba_ssm"):
         assert line in done.stderr
     assert done.stderr.count("rule: runs only on GPUs, and --device is cpu") == 2

@@ -143,7 +143,7 @@ def test_a_new_kind_is_one_file(answers, text) -> None:
 
 def test_the_help_shows_the_new_kind(answers) -> None:
     found = " ".join(answers["help"].split())
-    assert "E mixture of experts, S short convolution. After each /" in found
+    assert "G gated delta net, S short convolution, * attention" in found
     assert "Model: short convolution --short-conv-width N Width of the convolution" in found
     assert "short are everything after the norm" in found and "short_in_proj" in found
 

@@ -185,7 +185,7 @@ def test_context_parallelism_says_how_and_where_documents_lie():
         "pass states, and all-to-alls reorder the rows of attention"
     )
     parts = said("--cp-comm-overlap-parts", "2")["context parallelism"].reason
-    assert parts == f"{reason}; parts in which heads travel: 1 for each M layer, 2 for each * layer"
+    assert parts == f"{reason}; parts in which heads travel: 2 for each * layer, 1 for each M layer"
     assert "kernel context_parallel_attention" in ring and "kernel varlen_attention" not in ring
     words = [*FLAGS, "--context-parallel-size", "2", "--cp-comm-type", "p2p", "--attention-backend"]
     asked = [
