@@ -7,10 +7,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from support.changed_package import Edit, changed_package, run_tests
+from support.changed_package import (
+    NEW_KIND,
+    TESTS,
+    Edit,
+    changed_package,
+    new_files,
+    run_tests,
+)
 
-TESTS = Path(__file__).parents[1]
-NEW_KIND = TESTS / "data" / "new_kind"
 MOST_NEW_FILES = 3
 MOST_FILES = 4
 OF_PACKS = (
@@ -82,7 +87,7 @@ WITH_STATE = (
 
 
 def test_a_kind_needs_new_files_and_an_option_edits_of_few_files(tmp_path: Path) -> None:
-    new = {str(path.relative_to(NEW_KIND)): path for path in NEW_KIND.rglob("*.py")}
+    new = new_files(NEW_KIND)
     assert 2 <= len(new) <= MOST_NEW_FILES
     for edits in (OF_PACKS, OF_A_KIND, WITH_STATE):
         assert len({edit.file for edit in edits}) <= MOST_FILES

@@ -17,6 +17,9 @@ from typing import NamedTuple
 from support.runs import REPOSITORY
 
 PACKAGE = "megatron_packed"
+TESTS = REPOSITORY / "tests"
+NEW_KIND = TESTS / "data" / "new_kind"
+"""Files of the gated short convolution, in folders as in the package."""
 TIMEOUT = 300.0
 """Seconds after which the tests of a copy count as hanging."""
 
@@ -54,10 +57,20 @@ def changed_package(
     return folder
 
 
-def run_tests(folder: Path, *files: Path) -> None:
-    """Run files of tests with the package in ``folder``; fail with their output if one fails."""
-    path = os.pathsep.join((str(folder), str(REPOSITORY / "tests")))
-    words = ["-P", "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *map(str, files)]
+def new_files(folder: Path) -> dict[str, Path]:
+    """Return path in the package -> file, for all files of ``folder``."""
+    return {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*.py"))}
+
+
+def run_tests(folder: Path, *files: Path, only: str = "") -> None:
+    """Run files of tests with the package in ``folder``; fail with their output if one fails.
+
+    Args:
+        only: part of the names of the tests to run; all when empty.
+    """
+    path = os.pathsep.join((str(folder), str(TESTS)))
+    options = ["-q", "-n", "0", "-p", "no:cacheprovider", "-k", only]
+    words = ["-P", "-m", "pytest", *options, *map(str, files)]
     done = subprocess.run(
         [sys.executable, *words],
         cwd=folder,
