@@ -129,14 +129,19 @@ def kernels_missing_here(
         yield fast_kernels_missing("no GPU is visible on this machine")
 
 
+def requires_fast_kernels(run: RunConfig) -> bool:
+    """Return whether the run refuses plain PyTorch references."""
+    return run.training.require_fast_kernels
+
+
+def not_fast(rule: str, cure: str = "") -> Problem:
+    """Return a problem of a run that requires fast kernels."""
+    return Problem("--require-fast-kernels", "", rule, cure or "leave it out")
+
+
 def fast_kernels_missing(why: str) -> Problem:
-    """Return the problem that --require-fast-kernels is given without a GPU."""
-    return Problem(
-        "--require-fast-kernels",
-        "",
-        f"needs a GPU, but {why}; on a CPU only the plain PyTorch references run",
-        "leave it out",
-    )
+    """Return the problem that a run requires fast kernels without a GPU."""
+    return not_fast(f"needs a GPU, but {why}; on a CPU only the plain PyTorch references run")
 
 
 def may_have_gpu(environ: Mapping[str, str]) -> bool:

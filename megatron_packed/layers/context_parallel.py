@@ -11,7 +11,7 @@ Letters: T tokens of the pack; each of c ranks holds T / c of them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +27,11 @@ from megatron_packed.packed.cp_partition import Partition
 from megatron_packed.packed.later_tokens import prepared, reaches
 from megatron_packed.packed.params import PackedSeqParams
 from megatron_packed.packed.shared_tables import RankOrder
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from megatron_packed.config.sections.parallel import ParallelConfig
 
 A2A, ALL_GATHER, P2P = "a2a", "all_gather", "p2p"
 _ALIASES = {"allgather": ALL_GATHER}
@@ -56,6 +61,21 @@ def cp_comm_type(name: str) -> str:
             f"cp_comm_type is {name!r}; choose a2a, all_gather (also spelt allgather) or p2p."
         )
     return name
+
+
+class Communication(TypedDict, total=False):
+    """Options of a model's communication between ranks; see `HybridModel`."""
+
+    cp_comm_type: str
+    mamba_cp_comm_type: str
+    cp_comm_overlap_parts: int
+    sequence_parallel: bool
+
+
+def communication_of(parallel: ParallelConfig) -> Communication:
+    """Return the options for the model of a run."""
+    names = Communication.__annotations__
+    return cast("Communication", {name: getattr(parallel, name) for name in names})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,21 +110,19 @@ class ContextParallel:
     def of(
         cls,
         groups: ParallelGroups | None,
-        comm_type: str = A2A,
-        mamba_comm_type: str = HEADS,
-        overlap_parts: int = 1,
         *,
         has_states: bool = True,
+        **communication: Unpack[Communication],
     ) -> ContextParallel:
         """Return the context parallelism of this rank, or ``SINGLE`` for one rank.
 
-        ``mamba_comm_type`` has no effect if no layer of the model ``has_states`` to pass.
+        Without layers that ``has_states`` to pass, Mamba's communication type has no effect.
 
         Raises:
             ValueError: a communication type is unknown.
         """
-        comm_type = cp_comm_type(comm_type)
-        mamba_comm_type = mamba_cp_comm_type(mamba_comm_type)
+        comm_type = cp_comm_type(communication.get("cp_comm_type", A2A))
+        mamba_comm_type = mamba_cp_comm_type(communication.get("mamba_cp_comm_type", HEADS))
         if groups is None or groups.cp_size == 1:
             return SINGLE
         return cls(
@@ -113,7 +131,7 @@ class ContextParallel:
             rank=groups.cp_rank,
             comm_type=comm_type,
             mamba_comm_type=mamba_comm_type if has_states else HEADS,
-            overlap_parts=overlap_parts,
+            overlap_parts=communication.get("cp_comm_overlap_parts", 1),
         )
 
     @property

@@ -132,9 +132,9 @@ class HybridModel(ExpertLayers, nn.Module):
         self.tp = TensorParallel.of(groups, sequence_parallel=sequence_parallel, overlap=tp_overlap)
         self.cp = ContextParallel.of(
             groups,
-            cp_comm_type,
-            mamba_cp_comm_type,
-            cp_comm_overlap_parts,
+            cp_comm_type=cp_comm_type,
+            mamba_cp_comm_type=mamba_cp_comm_type,
+            cp_comm_overlap_parts=cp_comm_overlap_parts,
             has_states=any(kind.passes_states for kind in kinds_of(config.layer_types)),
         )
         self.ep = ExpertParallel.of(groups, self.tp)

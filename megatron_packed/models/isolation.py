@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -28,13 +29,16 @@ from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.collectives import all_gather_rows
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.layers.backends import Backends
-from megatron_packed.layers.context_parallel import ContextParallel
+from megatron_packed.layers.context_parallel import Communication, ContextParallel
 from megatron_packed.layers.kinds.mixer_kind import HIDDEN, IsolationCase, RankCounts
 from megatron_packed.layers.kinds.registry import MIXERS, kinds_of
 from megatron_packed.layers.tensor_parallel import TensorParallel
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.ops.backend_dispatch import Request, tune
 from megatron_packed.packed.micro_batch import MicroBatch
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 VOCAB = 64
 BLOCK = 128
@@ -109,11 +113,8 @@ def check_isolation(
     backends: Backends | Mapping[str, str | bool] | None = None,
     *,
     groups: ParallelGroups | None = None,
-    cp_comm_type: str = "a2a",
-    mamba_cp_comm_type: str = "heads",
-    cp_comm_overlap_parts: int = 1,
-    sequence_parallel: bool = False,
     requests: Iterable[Request] = (),
+    **communication: Unpack[Communication],
 ) -> list[IsolationResult]:
     """Check every kind of layer in ``model_config``'s pattern with the kernels that it would run.
 
@@ -124,13 +125,14 @@ def check_isolation(
     Args:
         requests: requests of the model to its ops. Their kernels are tuned first, for the sizes of
             training, because the small packs of this check must not choose the tiles.
+        communication: communication between ranks, as in the model.
     Returns:
         Two or three results for each kind of layer. Attention with a window is a kind of its own.
         Refuse to train unless all of them ``passed``, and print those that did not.
     """
     device, backends = torch.device(device), Backends.of(backends)
     tp = TensorParallel.of(groups)
-    cp = ContextParallel.of(groups, cp_comm_type, mamba_cp_comm_type, cp_comm_overlap_parts)
+    cp = ContextParallel.of(groups, **communication)
     ranks = tp.size * cp.size
     tune(requests, device)
     results = []
@@ -147,10 +149,7 @@ def check_isolation(
             vocab_size=VOCAB,
             max_positions=slots,
             groups=groups,
-            cp_comm_type=cp_comm_type,
-            mamba_cp_comm_type=mamba_cp_comm_type,
-            cp_comm_overlap_parts=cp_comm_overlap_parts,
-            sequence_parallel=sequence_parallel,
+            **communication,
             device=device,
             dtype=dtype,
             backends=backends,

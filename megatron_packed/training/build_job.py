@@ -15,6 +15,7 @@ from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.overlapped_collectives import OverlappedGather
 from megatron_packed.distributed.zero1_layout import BufferPart, Ownership
+from megatron_packed.layers.context_parallel import communication_of
 from megatron_packed.memory.activation_offload import Offload
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
@@ -83,10 +84,7 @@ def build_model(
         vocab_size=vocab_size,
         max_positions=config.max_positions,
         groups=groups,
-        cp_comm_type=config.parallel.cp_comm_type,
-        mamba_cp_comm_type=config.parallel.mamba_cp_comm_type,
-        cp_comm_overlap_parts=config.parallel.cp_comm_overlap_parts,
-        sequence_parallel=config.parallel.sequence_parallel,
+        **communication_of(config.parallel),
         tp_overlap=overlap_of(config),
         device=device,
         dtype=dtype or dtype_of(config),

@@ -7,6 +7,7 @@ from functools import partial
 from megatron_packed.config.run import RunConfig
 from megatron_packed.distributed.collectives import in_turns
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.layers.context_parallel import communication_of
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.isolation import check_isolation, coupled_by_design
 from megatron_packed.training.console import Console
@@ -35,10 +36,7 @@ def self_test(
         model.dtype,
         model.backends,
         groups=groups,
-        cp_comm_type=config.parallel.cp_comm_type,
-        mamba_cp_comm_type=config.parallel.mamba_cp_comm_type,
-        cp_comm_overlap_parts=config.parallel.cp_comm_overlap_parts,
-        sequence_parallel=config.parallel.sequence_parallel,
+        **communication_of(config.parallel),
         requests=op_requests(config, groups.device, documents),
     )
     # The first use compiles and tunes kernels. On GPUs, rank 0 does so first, and other ranks reuse

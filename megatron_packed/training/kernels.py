@@ -18,6 +18,8 @@ from megatron_packed.config.kernel_options import (
     OPTION_OF,
     PLAIN,
     fast_kernels_missing,
+    not_fast,
+    requires_fast_kernels,
 )
 from megatron_packed.config.kinds import KINDS
 from megatron_packed.config.optional_packages import is_installed, package_of_kernel
@@ -202,23 +204,18 @@ def chosen_kernels(
 def check_kernels(
     config: RunConfig, device: torch.device, documents: int | None = None
 ) -> list[Kernel]:
-    """Return the result of `chosen_kernels`, and enforce ``--require-fast-kernels``.
+    """Return the result of `chosen_kernels`, and refuse slow kernels if the run requires fast ones.
 
     Raises:
-        ConfigError: a named kernel cannot be used, or a plain reference would run although
-            ``--require-fast-kernels`` forbids it.
+        ConfigError: a named kernel cannot be used, or a plain reference would run although the run
+            requires fast kernels.
     """
     kernels = chosen_kernels(config, device, documents)
-    if config.training.require_fast_kernels:
+    if requires_fast_kernels(config):
         if device.type != "cuda":
             raise ConfigError([fast_kernels_missing("torch sees none here")])
         problems = [
-            Problem(
-                "--require-fast-kernels",
-                "",
-                slow_sentence(kernel),
-                cure_of(kernel) or "leave it out",
-            )
+            not_fast(slow_sentence(kernel), cure_of(kernel))
             for kernel in kernels
             if kernel.is_plain
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from megatron_packed.config.conditions import EXPERT_LAYERS, Condition, option_given, option_is_not
 from megatron_packed.config.errors import Problem
@@ -325,6 +326,14 @@ class ExpertOptions(StackOptions, group=EXPERTS):
             )
 
 
+LIMITING_GROUPS = ("moe_router_num_groups", "moe_router_group_topk")
+"""Options that limit the experts of a token to some groups."""
+
+
+def _left_out(model: ExpertOptions) -> dict[str, Any]:
+    return {} if model.limiting_expert_groups else dict.fromkeys(LIMITING_GROUPS)
+
+
 KIND = LayerKind(
     symbol="E",
     name=EXPERTS,
@@ -332,6 +341,7 @@ KIND = LayerKind(
     noun="expert",
     options={"model": ExpertOptions},
     rules=ExpertOptions.expert_rules,
+    left_out=_left_out,
     required=("num_experts",),
     refused_elsewhere=("num_experts", "moe_shared_expert_intermediate_size", "moe_latent_size"),
     mixes_tokens=False,

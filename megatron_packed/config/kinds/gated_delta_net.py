@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron_packed.config.conditions import layers
 from megatron_packed.config.kinds.convolution import ConvolutionKernels
 from megatron_packed.config.kinds.layer_kind import EVERYTHING, LayerKind, LayerPart, Shared
@@ -87,11 +89,17 @@ class GatedDeltaNetKernels(ConvolutionKernels, group=KERNELS, only_if=GATED_DELT
     )
 
 
+def _left_out(model: GatedDeltaNetOptions) -> dict[str, Any]:
+    same = model.linear_norm_epsilon == model.norm_epsilon
+    return {"linear_norm_epsilon": None} if same else {}
+
+
 KIND = LayerKind(
     symbol=SYMBOL,
     name=GDN,
     place=3,
     options={"model": GatedDeltaNetOptions, "training": GatedDeltaNetKernels},
+    left_out=_left_out,
     backends={"gated_delta_rule": "gated_delta_rule_backend", "causal_conv1d": "conv_backend"},
     carries_order=True,
     # The number of value heads is a multiple of this number.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from megatron_packed.config.errors import Problem
@@ -69,6 +69,8 @@ class LayerKind:
         options: title of a section -> class with the options that the kind adds to it.
         rules: function of further problems between its options of the model. It is called if the
             pattern has such a layer, or is wrong and an option of the kind is given.
+        left_out: function of options of a model whose values mean the same as leaving them out;
+            it returns the values that they then have.
         cross_rules: function of problems with other sections, for a pattern with such a layer.
         required: options that a pattern with such a layer needs.
         refused_elsewhere: options that a pattern without such a layer excludes.
@@ -98,6 +100,7 @@ class LayerKind:
     noun: str = ""
     options: Mapping[str, type[Section]] = field(default_factory=dict)
     rules: Callable[[ModelConfig, Sound], Iterator[Problem]] | None = None
+    left_out: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
     cross_rules: Callable[[RunConfig, Sound], Iterator[Problem]] | None = None
     required: tuple[str, ...] = ()
     refused_elsewhere: tuple[str, ...] = ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_packed.config.conditions import CONTEXT_PARALLEL, layers
 from megatron_packed.config.errors import Problem
@@ -166,6 +166,11 @@ def _exchanged(parallel: ParallelConfig) -> Exchanged:
     return "states" if parallel.passes_states else "heads"
 
 
+def _left_out(model: MambaOptions) -> dict[str, Any]:
+    same = model.mamba_norm_groups == model.mamba_num_groups
+    return {"mamba_norm_groups": None} if same else {}
+
+
 KIND = LayerKind(
     symbol=SYMBOL,
     name=SSM,
@@ -173,6 +178,7 @@ KIND = LayerKind(
     noun="Mamba",
     options={"model": MambaOptions, "training": MambaKernels, "parallel": MambaCommunication},
     rules=MambaOptions.mamba_rules,
+    left_out=_left_out,
     backends={"ssd": "ssd_backend", "causal_conv1d": "conv_backend"},
     carries_order=True,
     shared=(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_packed.config import flag_names as flags
-from megatron_packed.config.kinds.experts import KIND
+from megatron_packed.config.kinds.experts import KIND, LIMITING_GROUPS
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.decoding.state import NoState
@@ -36,8 +36,7 @@ _LEFT_OUT = (
     "moe_z_loss_coeff",
     "moe_expert_capacity_factor",
     "moe_expert_rank_capacity_factor",
-    "moe_router_num_groups",
-    "moe_router_group_topk",
+    *LIMITING_GROUPS,
 )
 """Options that small models lack. Groups may not divide their experts, and limit tokens one by one."""
 

@@ -113,7 +113,7 @@ class MixerKind:
     layer: type[HybridLayer] = HybridLayer
     """Class of the layer around the mixer."""
     passes_states: bool = False
-    """True if the mixer obeys ``--mamba-cp-comm-type``."""
+    """True if the mixer can pass states between context-parallel ranks."""
     state: Callable[[Any], MixerState]
     """Function that creates the mixer's state for generation."""
     fills: Mapping[str, Fill]

@@ -155,12 +155,8 @@ def plain_model(model: ModelConfig) -> ModelConfig:
     }
     if model.window_size is not None:
         same |= plain_window(model)
-    if model.limiting_expert_groups is None:
-        same |= {"moe_router_num_groups": None, "moe_router_group_topk": None}
-    if model.linear_norm_epsilon == model.norm_epsilon:
-        same["linear_norm_epsilon"] = None
-    if model.mamba_norm_groups == model.mamba_num_groups:
-        same["mamba_norm_groups"] = None
+    for kind in KINDS.values():
+        same |= kind.left_out(model)
     if model.kv_channels is not None and model.softmax_scale == model.kv_channels**-0.5:
         same["softmax_scale"] = None
     if not model.use_rope_scaling:

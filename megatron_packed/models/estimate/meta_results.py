@@ -16,7 +16,7 @@ _REMEMBERED = 20_000
 """Most calls whose results are remembered."""
 
 
-class _Like(NamedTuple):
+class _Result(NamedTuple):
     """Shape, strides and dtype of a tensor."""
 
     shape: torch.Size
@@ -27,7 +27,7 @@ class _Like(NamedTuple):
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
 
 
-_known: dict[Any, tuple[bool, list[_Like]]] = {}
+_known: dict[Any, tuple[bool, list[_Result]]] = {}
 """Call -> whether it returns one tensor, and its results."""
 
 
@@ -51,7 +51,7 @@ def new_results(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             _known.clear()
         _known[call] = (
             isinstance(result, Tensor),
-            [_Like(one.shape, one.stride(), one.dtype) for one in results],
+            [_Result(one.shape, one.stride(), one.dtype) for one in results],
         )
     return result
 
