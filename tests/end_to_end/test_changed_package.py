@@ -1,4 +1,4 @@
-"""What a new kind of layer and a new option need: files and edits, in a copy of the package.
+"""Files that a new kind of layer needs, and edits that a new option needs, in a copy of the package.
 
 The tests of the changes are in ``tests/changed``; they run with the package that has all of them.
 """
