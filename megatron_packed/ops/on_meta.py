@@ -128,7 +128,9 @@ class _Kernel(torch.autograd.Function):
         ctx.purpose = None if purpose is Purpose.ACTIVATIONS else purpose
         ctx.slots = slots
         # Shapes alone: backward reads no input that forward did not save.
-        ctx.shapes = [_like(x, needed) for x, needed in zip(inputs, ctx.needs_input_grad[6:])]
+        ctx.shapes = [
+            _gradient_shape(x, needed) for x, needed in zip(inputs, ctx.needs_input_grad[6:])
+        ]
         del workspaces
         return (*results, first) if passes_on else results
 
@@ -149,7 +151,7 @@ class _Kernel(torch.autograd.Function):
         return (None,) * 6 + tuple(found)
 
 
-class _Like(NamedTuple):
+class _GradientShape(NamedTuple):
     """Shape, dtype and device of a tensor."""
 
     shape: torch.Size
@@ -157,7 +159,7 @@ class _Like(NamedTuple):
     device: torch.device
 
 
-def _like(x: Tensor | None, needed: bool) -> Any:
+def _gradient_shape(x: Tensor | None, needed: bool) -> Any:
     if x is None or not needed or getattr(x, "main_grad", None) is not None:
         return None
-    return _Like(x.shape, x.dtype, x.device)
+    return _GradientShape(x.shape, x.dtype, x.device)

@@ -1,8 +1,11 @@
 """Memory of a step on the meta device: equal units, recomputation, offload, pools of graphs."""
 
 import pytest
+import torch.nn.functional as functional
+from torch import Tensor, nn
 
 from megatron_packed.config.parser.parse import parse
+from megatron_packed.memory_purpose import Purpose
 from megatron_packed.models.estimate import step_memory
 from megatron_packed.models.estimate.step_memory import MetaStep, StepMemory, Work
 from megatron_packed.models.hybrid_model import HybridModel
@@ -59,3 +62,32 @@ def test_repeated_units_need_the_memory_of_a_run(
         assert {k: v for k, v in found.amounts.items() if v} == {
             k: v for k, v in wanted.amounts.items() if v
         }
+
+
+class Gated(nn.Module):
+    """Mixer of plain torch, which no table knows."""
+
+    def forward(self, x_TD: Tensor, packed: object) -> Tensor:
+        return functional.silu(x_TD) * x_TD
+
+
+def test_a_kind_of_plain_torch_needs_no_entry() -> None:
+    model = imagined("--", 1, "")
+    for layer in model.layers:
+        layer.mixer = Gated()
+    step = MetaStep(model, Work(tokens=2048, documents=4))
+    [unit, _] = step.units().values()
+    hidden = 2048 * model.config.hidden_size * 2
+    # The norm's statistics, and the two factors; the input of the norm is that of the layer.
+    assert unit.saves_input and sum(unit.saved.values()) == 4 * 2048 + 2 * hidden
+    assert step.run().eager.bytes > 2 * (4 * 2048 + 3 * hidden)
+
+
+def test_the_worst_routing_is_counted_on_request() -> None:
+    flags = f"--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall {EXPERTS}"
+    model = imagined("E", 2, flags)
+    even, worst = (
+        MetaStep(model, Work(tokens=2048, documents=4, even=even)).run().eager.amounts
+        for even in (True, False)
+    )
+    assert even[Purpose.EXPERTS] < worst[Purpose.EXPERTS]
