@@ -31,7 +31,7 @@ _known: dict[Any, tuple[bool, list[_Result]]] = {}
 """Call -> whether it returns one tensor, and its results."""
 
 
-def new_results(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def new_results(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Call an operation, or return new tensors like the results of an equal call before."""
     if not _allocates(func):
         return func(*args, **kwargs)
@@ -63,7 +63,7 @@ def _allocates(func: Any) -> bool:
     return all(argument.alias_info is None for argument in arguments)
 
 
-def _described(argument: Any) -> Any:
+def _described(argument: Any) -> object:
     """Return what results may depend on.
 
     Raises:

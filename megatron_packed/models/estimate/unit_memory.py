@@ -184,7 +184,7 @@ def signatures(values: Iterable[Any]) -> list[Any]:
     return [signature(value, {}, shared) for value in values]
 
 
-def signature(value: Any, known: dict[int, int], shared: dict[int, Any]) -> Any:
+def signature(value: Any, known: dict[int, int], shared: dict[int, Any]) -> object:
     """Return a description that is equal for layers that need equal memory.
 
     Modules and other objects of this package are described by their attributes, tensors by their
