@@ -25,7 +25,6 @@ def test_the_code_is_that_of_the_example():
 def test_the_files_of_the_page_exist():
     """So do the names that stand beside a file in a table."""
     paths = set(re.findall(r"`((?:[\w.]+/)+\w+(?:\.\w+)?)`", PAGE))
-    paths = {path for path in paths if "NAME" not in path}
     assert len(paths) > 15
     for path in paths:
         assert any((folder / path).exists() for folder in (ROOT, ROOT / "megatron_packed")), path

@@ -2,11 +2,14 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from megatron_packed.models.trace import calls_of_ops, complete_model, uses_in_layers
 from support import hybrid_cases as cases
+
+TESTS = Path(__file__).parents[2]
 
 
 def calls(pattern: str, **changes: object) -> dict[str, int]:
@@ -48,4 +51,4 @@ sys.exit("torch._dynamo" in sys.modules or any(marked) or not marked)
 
 
 def test_a_trace_does_not_import_the_compiler() -> None:
-    assert subprocess.run([sys.executable, "-c", PROGRAM]).returncode == 0
+    assert subprocess.run([sys.executable, "-c", PROGRAM], cwd=TESTS).returncode == 0
