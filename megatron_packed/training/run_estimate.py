@@ -79,7 +79,7 @@ def estimates(
         documents: capacity of a pack in documents.
         known: layers that estimates of other configurations have measured.
     """
-    with no_collection():
+    with no_collection(), compiler_not_imported():
         return estimates_of(config, Imagined.of(config, world_size, vocab_size), documents, known)
 
 

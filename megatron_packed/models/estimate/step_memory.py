@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -73,6 +73,7 @@ class MetaStep:
     """
 
     def __init__(self, model: HybridModel, work: Work, known: KnownUnits | None = None) -> None:
+        import_meta_operations()
         for layer in model.moe_layers:
             layer.mixer.dispatcher.even_on_meta = work.even
         if model.offload is not None:
@@ -136,6 +137,17 @@ class MetaStep:
                     self._known[key, sizes] = memory
                 found[unit[0]] = memory
         return found
+
+
+@cache
+def import_meta_operations() -> None:
+    """Run operations on the meta device, for which PyTorch imports modules at their first call.
+
+    The frames of an import stay in cycles of references. They would keep tensors of a model, which
+    would count as memory.
+    """
+    x = torch.empty(1, device="meta", requires_grad=True)
+    torch.autograd.grad((x + x).sum(), x)
 
 
 def units_of(model: HybridModel, numbers: Sequence[int]) -> Iterator[Sequence[int]]:

@@ -52,3 +52,18 @@ sys.exit("torch._dynamo" in sys.modules or any(marked) or not marked)
 
 def test_a_trace_does_not_import_the_compiler() -> None:
     assert subprocess.run([sys.executable, "-c", PROGRAM], cwd=TESTS).returncode == 0
+
+
+ESTIMATES = """
+from megatron_packed.training.run_estimate import estimates, usual
+from support.kernel_calls import config_of
+
+config = config_of("M*-EG", bf16=True, device="auto")
+first, second = (usual(estimates(config, 1, 256, 2)).allocated for _ in range(2))
+assert first == second, (first, second)
+"""
+
+
+def test_the_first_estimate_of_a_process_is_that_of_later_ones() -> None:
+    """Modules that PyTorch imports at its first operations keep no tensors of the model."""
+    assert subprocess.run([sys.executable, "-c", ESTIMATES], cwd=TESTS).returncode == 0
