@@ -27,7 +27,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megatron_packed.config.kinds.attention import CORE_ATTENTION
 from megatron_packed.config.kinds.experts import EXPERT_ACTIVATION
 from megatron_packed.config.sections.memory import (
     LAYER_NORM,
@@ -37,6 +36,7 @@ from megatron_packed.config.sections.memory import (
     OFFLOADED_IN,
     PARTS,
     RECOMPUTED_IN,
+    RECOMPUTED_PARTS,
     MemoryConfig,
 )
 from megatron_packed.memory.activation_offload import Offload
@@ -140,17 +140,19 @@ def offload_module(module: nn.Module, offload: Offload) -> None:
 
 def recompute_parts(layer: nn.Module, parts: Sequence[str]) -> None:
     """Recompute the named parts of a layer in its backward pass. See [Note: order of wrappers]."""
-    if CORE_ATTENTION in parts:
-        core = attrgetter(PARTS[CORE_ATTENTION].path)(layer)
-        # Attention kernels advance the random generator, although they use no random numbers. If
-        # they run again, dropout elsewhere in the layer would draw other numbers. So rewind the
-        # generator if the layer has dropout.
-        rewind = any(dropout.p > 0 for dropout in dropouts_of(layer))
-        replace(core, "forward", RecomputedCall(method_of(core, "forward"), rewind))
-    if EXPERT_ACTIVATION in parts:
-        first = attrgetter(PARTS[EXPERT_ACTIVATION].path)(layer)
-        second = attrgetter(PARTS["expert_fc2"].path)(layer)
-        recompute_between(first, "forward", second, f"{MODULES} names {EXPERT_ACTIVATION}")
+    for name in parts:
+        if name not in RECOMPUTED_PARTS:
+            continue
+        modules = [attrgetter(PARTS[part].path)(layer) for part in RECOMPUTED_PARTS[name]]
+        if len(modules) > 1:
+            recompute_between(modules[0], "forward", modules[1], f"{MODULES} names {name}")
+        else:
+            # Attention kernels advance the random generator, although they use no random numbers.
+            # If they run again, dropout elsewhere in the layer would draw other numbers. So rewind
+            # the generator if the layer has dropout.
+            rewind = any(dropout.p > 0 for dropout in dropouts_of(layer))
+            call = RecomputedCall(method_of(modules[0], "forward"), rewind)
+            replace(modules[0], "forward", call)
     if any(part in MIXERS for part in parts):
         mixer = attrgetter("mixer")(layer)
         replace(mixer, "forward", RecomputedCall(method_of(mixer, "forward")))

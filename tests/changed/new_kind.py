@@ -15,6 +15,7 @@ import torch
 
 from megatron_packed.cli.main import main
 from megatron_packed.layers.short_convolution import CausalConv1d
+from megatron_packed.models.convert.megatron import export_megatron
 from megatron_packed.models.decoder import Decoder
 from megatron_packed.models.isolation import check_isolation
 from megatron_packed.packed.params import PackedSeqParams
@@ -107,6 +108,10 @@ def test_a_size_that_ranks_cannot_share_is_refused(data: Data, tmp_path: Path) -
     ended = run(options(data, tmp_path, **changes), tmp_path, processes=2)
     assert ended.exit_code == 2, ended.console
     assert "does not divide --short-conv-channels (31)" in ended.console
+
+
+def test_an_export_to_megatron_names_its_options() -> None:
+    assert {"short_conv_channels", "short_conv_width"} <= export_megatron._our_options()
 
 
 def test_it_decodes() -> None:

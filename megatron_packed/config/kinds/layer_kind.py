@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 Exchanged = Literal["heads", "states", "keys and values", ""]
 """Tensors that context-parallel ranks send to each other for a layer; empty for none."""
 INPUT, ACTIVATION, EVERYTHING = "input", "activation", "everything"
+RESERVED = ("|", "/", "D", "+")
+"""Symbols that have another meaning in the pattern, here or in Megatron."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,8 @@ class LayerKind:
         without_heads: flag with which ranks exchange no heads.
         graph_modules: names in ``--cuda-graph-modules``, first that of the whole layer.
         mixer_module: name of the mixer in ``--recompute-modules``.
-        recomputed: other names in ``--recompute-modules`` -> parts inside. Such a part saves other
-            tensors or none if the module is recomputed.
+        recomputed: other names in ``--recompute-modules``, each of a part -> parts that then save
+            other tensors or none: the part itself, and for an activation the part that reads it.
         inside_norm: parts that save other tensors if the output of the norm is recomputed.
         parts: parts for ``--offload-modules``.
         example: flags of a small layer with heads and states as wide as those of large models.
@@ -121,6 +123,21 @@ class LayerKind:
     inside_norm: tuple[str, ...] = ()
     parts: tuple[LayerPart, ...] = ()
     example: str = ""
+
+    def __post_init__(self) -> None:
+        symbol, named = self.symbol, {part.name: part for part in self.parts}
+        if len(symbol) != 1 or symbol in RESERVED or symbol != symbol.upper() or symbol.isspace():
+            raise ValueError(
+                f"the kind {self.name} has the symbol {symbol!r}; choose one character that is no "
+                f"lower-case letter, no blank and none of {' '.join(RESERVED)}"
+            )
+        for name, inside in self.recomputed.items():
+            wanted = 2 if name in named and named[name].saves == ACTIVATION else 1
+            if not {name, *inside} <= named.keys() or len(inside) != wanted or inside[0] != name:
+                raise ValueError(
+                    f"the kind {self.name} has recomputed[{name!r}] = {inside}; name a part of "
+                    "`parts`, then itself, and for an activation the part that reads it"
+                )
 
     @property
     def layer(self) -> str:
@@ -161,10 +178,18 @@ class Kinds(Mapping[str, LayerKind]):
         package = __name__.rpartition(".")[0]
         files = sorted(Path(__file__).parent.glob("[!_]*.py"))
         modules = [import_module(f"{package}.{file.stem}") for file in files]
-        found: list[LayerKind] = [module.KIND for module in modules if hasattr(module, "KIND")]
-        return {
-            kind.symbol: kind for kind in sorted(found, key=lambda kind: (kind.place, kind.symbol))
-        }
+        found: dict[str, LayerKind] = {}
+        for module in modules:
+            kind: LayerKind | None = getattr(module, "KIND", None)
+            if kind is None:
+                continue
+            if kind.symbol in found:
+                raise ValueError(
+                    f"two kinds have the symbol {kind.symbol!r}; see {module.__file__}"
+                )
+            found[kind.symbol] = kind
+        in_order = sorted(found.values(), key=lambda kind: (kind.place, kind.symbol))
+        return {kind.symbol: kind for kind in in_order}
 
 
 KINDS = Kinds()

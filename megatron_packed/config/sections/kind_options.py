@@ -33,6 +33,11 @@ else:
         bases = dict.fromkeys(
             one for one in found if sum(issubclass(other, one) for other in {*found}) == 1
         )
+        owners: dict[str, type] = {}
+        for one in found:
+            for name in vars(one).get("__annotations__", {}):
+                if owners.setdefault(name, one) is not one:
+                    raise ValueError(f"{one.__name__} and {owners[name].__name__} both have {name}")
         # Dataclass fields follow the bases from right to left.
         joined = new_class(section, tuple(reversed(bases)))
         return part_of_sections(frozen=True, kw_only=True)(joined)

@@ -25,6 +25,12 @@ RECOMPUTED_IN = {name: symbol for symbol, kind in KINDS.items() for name in kind
 """Layers (symbols of the pattern) that contain each module of --recompute-modules. A norm is part
 of all layers.
 """
+RECOMPUTED_PARTS = {
+    name: parts for kind in KINDS.values() for name, parts in kind.recomputed.items()
+}
+"""Names of --recompute-modules inside mixers -> the part, and the part that reads its output if the
+output alone is recomputed.
+"""
 LAYER_INPUTS, FINE_GRAINED, OFFLOADED = (
     "--offload-layer-inputs",
     "--fine-grained-activation-offloading",

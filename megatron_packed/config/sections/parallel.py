@@ -281,6 +281,11 @@ def _dense_rules(
     yield from _shared_out(tp_flag, tp, shared)
     of_kinds = (f"parallel.{about.name}" for about in section_fields(KindCommunication))
     comm = sound("parallel.cp_comm_type", *of_kinds)
+    if cp > 1 and sound("model.hybrid_layer_pattern"):
+        for kind in model.kinds:
+            if kind.mixes_tokens and not kind.exchanges(parallel):
+                rule = f"{kind.layer}s ({kind.symbol}) exchange no tokens between ranks"
+                yield Problem(cp_flag, str(cp), rule, "give 1")
     if cp > 1 and all(items.fits(tp) for items in shared) and comm:
         exchanged = [items.of_one(tp) for items in shared if items.exchanged_by(parallel)]
         yield from _shared_out(cp_flag, cp, exchanged, _instead_of_heads(cp, exchanged))

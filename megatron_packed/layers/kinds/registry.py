@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from importlib import import_module
 from pkgutil import iter_modules
 
+from megatron_packed.config.kinds.layer_kind import KINDS
 from megatron_packed.layers import kinds
 from megatron_packed.layers.kinds.mixer_kind import MixerKind
 
@@ -16,6 +17,8 @@ MIXERS: dict[str, MixerKind] = {
     module.MIXER.kind.symbol: module.MIXER for module in _MODULES if hasattr(module, "MIXER")
 }
 """Symbol in the layer pattern -> kind of layer."""
+if incomplete := [kind.name for symbol, kind in KINDS.items() if symbol not in MIXERS]:
+    raise ImportError(f"no file of layers/kinds has a MIXER of the kind {', '.join(incomplete)}")
 
 
 def kinds_of(layer_types: Iterable[str]) -> list[MixerKind]:

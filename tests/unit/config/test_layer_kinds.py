@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 
 import megatron_packed
+from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.kinds import KINDS
+from megatron_packed.config.kinds.layer_kind import RESERVED, LayerKind, LayerPart
+from megatron_packed.config.layer_pattern import DEPTH, REFUSED
+from megatron_packed.config.parser.parse import parse
 from megatron_packed.config.run import every_field
 from megatron_packed.config.sections.cuda_graph import MODULE_LAYERS
 from megatron_packed.config.sections.memory import PARTS
@@ -167,3 +171,35 @@ def test_records_name_options() -> None:
             }
         named = {*kind.required, *kind.refused_elsewhere, *kind.backends.values(), *kind.heads}
         assert named | {shared.option for shared in kind.shared} <= fields.keys()
+
+
+NORM = LayerPart("norm_of_it", "norm")
+
+
+@pytest.mark.parametrize(
+    "record, said",
+    [
+        ({"symbol": "|"}, "'|'; choose one character"),
+        ({"symbol": "s"}, "'s'; choose one character"),
+        ({"symbol": "SS"}, "'SS'; choose one character"),
+        ({"symbol": ""}, "''; choose one character"),
+        ({"recomputed": {"other": ("other",)}, "parts": (NORM,)}, "recomputed['other']"),
+    ],
+)
+def test_a_wrong_record_is_refused(record: dict, said: str) -> None:
+    with pytest.raises(ValueError) as error:
+        LayerKind(**{"symbol": "S", "name": "short convolution", **record})
+    assert said in str(error.value)
+
+
+def test_reserved_symbols_are_those_of_the_pattern() -> None:
+    assert {*RESERVED} == {DEPTH, *REFUSED}
+
+
+def test_layers_that_exchange_no_tokens_refuse_context_parallelism(monkeypatch) -> None:
+    alone = dataclasses.replace(KINDS["G"], exchanges=lambda parallel: "")
+    monkeypatch.setitem(KINDS._records, "G", alone)
+    flags = "--hidden-size 64 --seq-length 16 --lr 1 --train-iters 1 --mock-data --context-parallel-size 2"
+    with pytest.raises(ConfigError, match="exchange no tokens between ranks") as error:
+        parse([*flags.split(), "--hybrid-layer-pattern", "G-"], world_size=2)
+    assert [problem.option for problem in error.value.problems] == ["--context-parallel-size"]

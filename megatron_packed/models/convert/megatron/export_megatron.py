@@ -131,8 +131,7 @@ def _our_options() -> set[str]:
         if one.megatron is not None:
             ours |= set(one.megatron.without)
         elif (options := one.kind.options.get("model")) is not None:
-            group = one.kind.name
-            ours |= {x.name for x in section_fields(options) if x.option.group == group}
+            ours |= set(vars(options).get("__annotations__", {}))
     return ours
 
 

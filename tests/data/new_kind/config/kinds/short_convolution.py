@@ -41,9 +41,6 @@ KIND = LayerKind(
     heads=("short_conv_channels",),
     graph_modules=("short_conv",),
     mixer_module="short_conv",
-    recomputed={
-        "short_conv": ("short_conv_in_proj", "short_conv_scan", "short_conv_out_proj"),
-    },
     inside_norm=("short_conv_norm", "short_conv_in_proj"),
     parts=(
         LayerPart("short_conv_norm", "norm"),
