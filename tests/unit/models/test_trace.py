@@ -55,15 +55,16 @@ def test_a_trace_does_not_import_the_compiler() -> None:
 
 
 ESTIMATES = """
+from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.training.run_estimate import estimates, usual
-from support.kernel_calls import config_of
 
-config = config_of("M*-EG", bf16=True, device="auto")
-first, second = (usual(estimates(config, 1, 256, 2)).allocated for _ in range(2))
+words = ["@examples/recipes/hybrid_1b.pretrain.args"]
+config = parse_or_exit(words, launched=False, world_size=8, here=False)
+first, second = (usual(estimates(config, 8, 32_000, 64)).allocated for _ in range(2))
 assert first == second, (first, second)
 """
 
 
 def test_the_first_estimate_of_a_process_is_that_of_later_ones() -> None:
     """Modules that PyTorch imports at its first operations keep no tensors of the model."""
-    assert subprocess.run([sys.executable, "-c", ESTIMATES], cwd=TESTS).returncode == 0
+    assert subprocess.run([sys.executable, "-c", ESTIMATES], cwd=TESTS.parent).returncode == 0
