@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING
 
 from megatron_packed.cli.errors import EXIT_CHECKPOINT, EXIT_DATA, UsageError
 from megatron_packed.cli.output import show, show_aside
+from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.hub_paths import MODEL, download_cure, is_hub_name
 from megatron_packed.config.parser.did_you_mean import did_you_mean, nearest
 
@@ -179,7 +180,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
         convert = _to_huggingface if original else _export
     try:
         convert(arguments)
-    except CheckpointError as error:
+    except (CheckpointError, ConfigError) as error:  # a stored option may be unknown here
         raise UsageError(f"convert: {error}", EXIT_CHECKPOINT) from None
     except (DataError, BadLine) as error:
         moved = MOVED if arguments.to_hf and not arguments.tokenizer_model else ""

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from megatron_packed.checkpoint.errors import CheckpointError
+from megatron_packed.checkpoint.manifest import MANIFEST
+from megatron_packed.checkpoint.sealed_json import seal, unseal
 from megatron_packed.cli.main import main
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.model import ModelConfig
@@ -298,3 +300,18 @@ def test_files_with_both_tables_of_a_tied_model_are_read_and_written(tmp_path):
         else:
             with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from backbone"):
                 open_model(model, bf16=False)
+
+
+@pytest.mark.parametrize("way", ["--to-hf", "--to-megatron"])
+def test_an_unknown_option_of_the_checkpoint_is_one_sentence(way, data, tmp_path, capsys):
+    """A kind of layer whose files are gone, or a newer version, leaves such options."""
+    folder = trained(tmp_path / "run", data, f"M {MAMBA}", "--train-iters", "1")
+    for path in folder.glob(f"step_*/{MANIFEST}"):
+        fields = unseal(path.read_bytes(), path)
+        fields["metadata"]["config"]["model"]["option_of_others"] = 1
+        path.write_bytes(seal(fields))
+    capsys.readouterr()
+    assert main(["convert", way, str(tmp_path / "out"), "--load", str(folder)]) == 4
+    said = capsys.readouterr().err
+    assert "option_of_others" in said or "option-of-others" in said
+    assert "Traceback" not in said and not (tmp_path / "out").exists()
