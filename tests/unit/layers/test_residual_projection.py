@@ -1,9 +1,10 @@
 """Layers whose last projection adds the residual, with a stand-in for quack (`quack_stand_in`)."""
 
-from dataclasses import replace
+from dataclasses import sys
 from importlib import import_module
 
 import pytest
+import replace
 import torch
 
 from megatron_packed.config.sections.memory import MemoryConfig
@@ -288,12 +289,14 @@ def hidden_states_at_the_end(**changes):
 
 
 def test_the_estimate_counts_no_result_apart_from_the_sum(quack):
+    if "torch._dynamo" in sys.modules:
+        # While torch.compile evaluates frames, a caller holds the arguments of its calls until they
+        # return, and the result before dropout with them. A test before may have left that on.
+        sys.modules["torch._dynamo"].eval_frame.set_eval_frame(None)
     assert hidden_states_at_the_end() == [1, 1, 1, 1, 2]
     assert hidden_states_at_the_end(backend="torch") == [2] * 5
-    # With dropout, modules that PyTorch imports late may keep one more result of a process's first
-    # estimates; an expert layer also holds the result before dropout.
-    with_dropout = hidden_states_at_the_end(hidden_dropout=0.1)
-    assert all(least <= number <= 3 for least, number in zip([2, 2, 2, 2, 3], with_dropout))
+    # An expert layer also holds the result before dropout.
+    assert hidden_states_at_the_end(hidden_dropout=0.1) == [2, 2, 2, 2, 3]
 
 
 @pytest.mark.parametrize(
