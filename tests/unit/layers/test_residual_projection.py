@@ -1,10 +1,10 @@
 """Layers whose last projection adds the residual, with a stand-in for quack (`quack_stand_in`)."""
 
-from dataclasses import sys
+import sys
+from dataclasses import replace
 from importlib import import_module
 
 import pytest
-import replace
 import torch
 
 from megatron_packed.config.sections.memory import MemoryConfig
