@@ -22,7 +22,7 @@ import harness
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.flops import model_flops
 from megatron_packed.models.hybrid_model import HybridModel
-from megatron_packed.training.metrics import peak_flops
+from megatron_packed.models.peak_flops import peak_flops
 from model_step import DOCUMENTS, Ours, Theirs, begin_alone, make_batches, megatron_model, packings
 from model_step import model_config as dense_config
 

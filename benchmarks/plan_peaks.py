@@ -24,9 +24,9 @@ from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.cuda_graphs.capture_and_pool import GraphBackend
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.models.estimate.run_estimate import estimates, usual
 from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs
-from megatron_packed.training.run_estimate import estimates, usual
 from workloads import device_from
 
 CASES: dict[str, dict[str, Any]] = {

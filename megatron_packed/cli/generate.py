@@ -35,12 +35,12 @@ from megatron_packed.config.sections.data_parts.tokenizer import (
     HUGGING_FACE,
     TRAINED_BPE,
 )
-from megatron_packed.training.stored_options import stored_options
+from megatron_packed.resume.stored_options import stored_options
 
 if TYPE_CHECKING:
     from megatron_packed.cli.answers import Answers
+    from megatron_packed.inputs.prompts import GivenPrompt
     from megatron_packed.models.sampling import Sampling
-    from megatron_packed.training.prompts import GivenPrompt
 
 NAME = "generate"
 HELP = "answer prompts with a run's checkpoint"
@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     apply_environment(config.training)  # must precede the import of torch
     from megatron_packed.checkpoint.errors import CheckpointError
     from megatron_packed.data.errors import DataError
-    from megatron_packed.training.prompts import read_prompts, texts
+    from megatron_packed.inputs.prompts import read_prompts, texts
 
     sampling = _sampling(arguments, config.training.seed)
     try:
@@ -166,7 +166,7 @@ def _stored(given: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
 
 def _with_files(config: RunConfig) -> RunConfig:
     """Return the configuration with the paths of the checkpoint's tokenizer and chat template."""
-    from megatron_packed.training.stored_files import stored_files
+    from megatron_packed.inputs.stored_files import stored_files
 
     # The load of the model checks the files again, and reports damaged ones.
     options = config.checkpoint
@@ -210,10 +210,10 @@ def _answer(
 ) -> None:
     """Load the model, print the checkpoint with its ``contents`` in one line, and the answers."""
     from megatron_packed.cli.answers import JsonAnswers, LabelledAnswers, LiveAnswer
+    from megatron_packed.inputs.open_documents import build_tokenizer
+    from megatron_packed.inputs.prompts import encode_prompts
     from megatron_packed.models.generate import generate
-    from megatron_packed.training.load_for_inference import load_model
-    from megatron_packed.training.open_documents import build_tokenizer
-    from megatron_packed.training.prompts import encode_prompts
+    from megatron_packed.resume.load_for_inference import load_model
     from megatron_packed.training.trained_model import (
         inference_device,
         with_layers_of_this_machine,

@@ -17,7 +17,7 @@ from megatron_packed.cli.output import show
 from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.parser.precedence import gather
 from megatron_packed.config.parser.stored_options import uses_checkpoint
-from megatron_packed.training.stored_options import stored_options
+from megatron_packed.resume.stored_options import stored_options
 
 NAME = "packing"
 HELP = "tokenise data and report how it is packed"
@@ -42,10 +42,10 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     from megatron_packed.checkpoint.errors import CheckpointError
     from megatron_packed.data.errors import DataError
     from megatron_packed.data.tokenizers.base import vocabulary
-    from megatron_packed.training.data_messages import packing_sentences
-    from megatron_packed.training.open_documents import open_documents
-    from megatron_packed.training.plan_packs import plan_data
-    from megatron_packed.training.stored_files import with_tokenizer
+    from megatron_packed.inputs.data_messages import packing_sentences
+    from megatron_packed.inputs.open_documents import open_documents
+    from megatron_packed.inputs.plan_packs import plan_data
+    from megatron_packed.inputs.stored_files import with_tokenizer
 
     try:
         config, tokenizer = with_tokenizer(config)

@@ -28,11 +28,11 @@ from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.data_parts.files import TRAINING_DATA
 from megatron_packed.config.sections.packing import PackingConfig
 from megatron_packed.config.sections.parallel import fewest_processes
-from megatron_packed.training.stored_options import stored_options
+from megatron_packed.resume.stored_options import stored_options
 
 if TYPE_CHECKING:
     from megatron_packed.models.estimate.rank_memory import Estimate
-    from megatron_packed.training.run_estimate import Change, Lengths, StepWork
+    from megatron_packed.models.estimate.run_estimate import Change, Lengths, StepWork
 
 NAME = "plan"
 HELP = "estimate the GPU memory of every rank and the FLOPs of a step"
@@ -110,8 +110,12 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
         read_stored=stored_options,
     )
     world_size = arguments.world_size or fewest_processes(config.parallel)
-    from megatron_packed.training.known_data import documents_in_pack
-    from megatron_packed.training.run_estimate import changes, estimates, step_work
+    from megatron_packed.models.estimate.run_estimate import (
+        changes,
+        documents_in_pack,
+        estimates,
+        step_work,
+    )
 
     vocab_size, lengths, source = _data(config, arguments.lengths)
     try:
@@ -170,7 +174,7 @@ def _time(
     Raises:
         UsageError: the peak of ``--gpu`` is not known.
     """
-    from megatron_packed.training.metrics import PEAK_BF16_FLOPS
+    from megatron_packed.models.peak_flops import PEAK_BF16_FLOPS
 
     peaks = {name.lower(): (name, peak) for name, peak in PEAK_BF16_FLOPS.items()}
     gpu, peak = peaks.get(arguments.gpu.lower(), (None, 0.0))
@@ -209,7 +213,7 @@ def _data(config: RunConfig, file: str | None) -> tuple[int, Lengths, str]:
     """Return the vocabulary size, the lengths of documents, and a description of their source."""
     import numpy as np
 
-    from megatron_packed.training.known_data import known_data
+    from megatron_packed.inputs.known_data import known_data
 
     paths = config.data.train_paths
     vocab_size, lengths, reason, _ = known_data(config, given=paths != NO_DATA[1:])
@@ -306,7 +310,7 @@ def _lines(
 
 def _kernel_lines(config: RunConfig) -> list[str]:
     """Return the lines about kernels that need more or less memory than is counted."""
-    from megatron_packed.training.op_requests import lacks_joined_kernels
+    from megatron_packed.explain.op_requests import lacks_joined_kernels
 
     if not config.training.bf16:
         return [
@@ -331,7 +335,7 @@ def _communicators(number: int) -> str:
 
 def _state_lines(config: RunConfig) -> list[str]:
     """Return the line about the bytes of passed states; empty if no layer passes states."""
-    from megatron_packed.training.state_messages import state_messages
+    from megatron_packed.explain.state_messages import state_messages
 
     sent = state_messages(config)
     if sent is None:
@@ -459,7 +463,7 @@ def _as_json(
     limit: int,
     cures: Sequence[Change],
 ) -> dict[str, Any]:
-    from megatron_packed.training.state_messages import state_messages
+    from megatron_packed.explain.state_messages import state_messages
 
     sent = state_messages(config)
     return {

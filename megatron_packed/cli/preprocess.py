@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     from megatron_packed.data.index.preprocess import PreprocessOptions, preprocess, quarantine_of
     from megatron_packed.data.sources.source_files import expand_paths
     from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
-    from megatron_packed.training.open_documents import build_tokenizer
+    from megatron_packed.inputs.open_documents import build_tokenizer
 
     try:
         report, names = preprocess(

@@ -20,10 +20,10 @@ from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
 from megatron_packed.cli.errors import UsageError
-from megatron_packed.cli.slurm_step import SlurmStep
+from megatron_packed.cli.slurm_first_host import SlurmStep
 from megatron_packed.config.kernel_options import count_gpus
-from megatron_packed.training.launch import SHUTDOWN_SECONDS, LaunchOptions, launch
-from megatron_packed.training.launch_refusals import C10D, STATIC, UNKNOWN_NODES
+from megatron_packed.launch.launcher import SHUTDOWN_SECONDS, LaunchOptions, launch
+from megatron_packed.launch.refused_nodes import C10D, STATIC, UNKNOWN_NODES
 
 NAME = "train"
 HELP = "train a model: start one process per GPU, on one or several machines"

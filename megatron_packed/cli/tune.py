@@ -34,7 +34,7 @@ from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.config.sections.data_parts.files import TRAINING_DATA
 from megatron_packed.config.sections.parallel import fewest_processes
-from megatron_packed.training.stored_options import stored_options
+from megatron_packed.resume.stored_options import stored_options
 
 if TYPE_CHECKING:
     import numpy as np
@@ -295,9 +295,9 @@ def _tokenized(config: RunConfig) -> tuple[NDArray[np.int64], NDArray[np.int64],
     """
     from megatron_packed.checkpoint.errors import CheckpointError
     from megatron_packed.data.errors import DataError
-    from megatron_packed.training.open_documents import open_documents
-    from megatron_packed.training.plan_packs import plan_data
-    from megatron_packed.training.stored_files import with_tokenizer
+    from megatron_packed.inputs.open_documents import open_documents
+    from megatron_packed.inputs.plan_packs import plan_data
+    from megatron_packed.inputs.stored_files import with_tokenizer
 
     try:
         config, tokenizer = with_tokenizer(config)

@@ -1,6 +1,6 @@
 """Checks of kernels that options request, and of the GPU, package or layer that they need.
 
-The ops themselves check sizes and dtypes after the start (`training.kernels`).
+The ops themselves check sizes and dtypes after the start (`explain.kernel_reasons`).
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from megatron_packed.models.isolation import IsolationResult as IsolationResult
     from megatron_packed.models.isolation import check_isolation as check_isolation
     from megatron_packed.models.lm_head_and_loss import HybridOutput as HybridOutput
+    from megatron_packed.models.run_model import build_model as build_model
 else:
     __all__, __getattr__, __dir__ = lazy_exports(
         __name__,
@@ -23,5 +24,6 @@ else:
             "hybrid_model": ["HybridModel"],
             "isolation": ["IsolationResult", "check_isolation"],
             "lm_head_and_loss": ["HybridOutput"],
+            "run_model": ["build_model"],
         },
     )

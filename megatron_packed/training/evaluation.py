@@ -9,19 +9,19 @@ from functools import cached_property
 
 import torch
 
+from megatron_packed.checkpoint.run_metadata import RunProgress
 from megatron_packed.config.run import RunConfig
 from megatron_packed.data.packing.evaluation_plan import EvaluationPlan
 from megatron_packed.distributed.collectives import all_gather_json, all_reduce_sum
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.inputs.run_data import RunData, Stream
+from megatron_packed.inputs.run_documents import TEST, VALIDATION
 from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.reporting.closing_lines import metric_text
+from megatron_packed.reporting.console import Console
+from megatron_packed.reporting.sample_answers import SAMPLES, console_lines
 from megatron_packed.training.answers import TrainingAnswers
-from megatron_packed.training.checkpoint_metadata import RunProgress
-from megatron_packed.training.closing_lines import metric_text
-from megatron_packed.training.console import Console
 from megatron_packed.training.garbage_collection import GarbageCollection
-from megatron_packed.training.run_data import RunData, Stream
-from megatron_packed.training.run_documents import TEST, VALIDATION
-from megatron_packed.training.sample_text import SAMPLES, console_lines
 from megatron_packed.training.train_step import TrainStep
 
 

@@ -7,12 +7,12 @@ from functools import partial
 from megatron_packed.config.run import RunConfig
 from megatron_packed.distributed.collectives import in_turns
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.explain.op_requests import op_requests
 from megatron_packed.layers.context_parallel import communication_of
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.isolation import check_isolation, coupled_by_design
-from megatron_packed.training.console import Console
+from megatron_packed.reporting.console import Console
 from megatron_packed.training.failures import IsolationLeak
-from megatron_packed.training.op_requests import op_requests
 
 
 def self_test(

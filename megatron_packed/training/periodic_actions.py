@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_packed.training.exit_codes import ExitCode
+from megatron_packed.config.exit_codes import ExitCode
 
 
 def after_every_step() -> bool:

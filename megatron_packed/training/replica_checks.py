@@ -33,10 +33,7 @@ from torch import Tensor
 from megatron_packed.checkpoint.rank_agreement import Ranks
 from megatron_packed.distributed.collectives import all_reduce_sum
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.zero1_layout import GRAIN_ELEMENTS, ParamSlot
-from megatron_packed.models.hybrid_model import HybridModel
-from megatron_packed.optim.optimizer import Optimizer
-from megatron_packed.training.replica_hashes import (
+from megatron_packed.distributed.replica_hashes import (
     CHUNK,
     against_masters,
     bit_hash,
@@ -44,6 +41,9 @@ from megatron_packed.training.replica_hashes import (
     mismatches,
     on_host,
 )
+from megatron_packed.distributed.zero1_layout import GRAIN_ELEMENTS, ParamSlot
+from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.optim.optimizer import Optimizer
 
 ROW = 512
 """Number of consecutive gradient elements that are summed for a comparison."""

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from megatron_packed.checkpoint.run_metadata import RunProgress
+from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.config.run import RunConfig
 from megatron_packed.cuda_graphs.fallback_reasons import GraphCounters
 from megatron_packed.data.errors import DataError
@@ -15,19 +17,17 @@ from megatron_packed.data.packing.pack_plan import PackPlan
 from megatron_packed.distributed.failure_watch import FailureWatch
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.rng import RngState
+from megatron_packed.inputs.run_data import Stream
 from megatron_packed.memory.offload_figures import OffloadFigures
 from megatron_packed.models.flops import FlopCounter
 from megatron_packed.optim.lr_schedule import Schedule
 from megatron_packed.optim.weight_decay_schedule import WeightDecaySchedule
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.training.checkpoint_metadata import RunProgress
-from megatron_packed.training.console import Console
-from megatron_packed.training.exit_codes import ExitCode
+from megatron_packed.reporting.console import Console
+from megatron_packed.reporting.step_record import GraphFigures, StepFacts, replays_and_fallbacks
 from megatron_packed.training.expert_bounds import ExpertBounds
 from megatron_packed.training.late_metrics import Arrived, LateMetrics
-from megatron_packed.training.metrics import GraphFigures, StepFacts, replays_and_fallbacks
 from megatron_packed.training.replica_checks import StepChecks
-from megatron_packed.training.run_data import Stream
 from megatron_packed.training.train_step import TrainStep
 
 

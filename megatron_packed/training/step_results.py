@@ -6,35 +6,35 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_packed.checkpoint.run_metadata import RunProgress
 from megatron_packed.checkpoint.save import SavedCheckpoint
+from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.config.run import RunConfig
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.models.expert_counts import ASSIGNED, DROPPED, most_rows
+from megatron_packed.models.metrics_layout import StepValues
+from megatron_packed.models.peak_flops import peak_flops
+from megatron_packed.reporting.console import Console
+from megatron_packed.reporting.loss_spikes_and_skipped_steps import (
+    count_incidents,
+    sentences,
+    skip_reason,
+)
+from megatron_packed.reporting.metric_writers import Writer
 from megatron_packed.reporting.run_warnings import (
     rising_validation,
     validation_without_loss,
     zero_loss,
 )
-from megatron_packed.training.checkpoint_metadata import RunProgress
-from megatron_packed.training.console import Console
-from megatron_packed.training.exit_codes import ExitCode
-from megatron_packed.training.expert_counts import ASSIGNED, DROPPED, most_rows
-from megatron_packed.training.late_metrics import Arrived
-from megatron_packed.training.loss_spikes_and_skipped_steps import (
-    count_incidents,
-    sentences,
-    skip_reason,
-)
-from megatron_packed.training.metric_writers import Writer
-from megatron_packed.training.metrics import (
+from megatron_packed.reporting.run_writers import note
+from megatron_packed.reporting.step_record import (
     ExpertFigures,
     MemoryFigures,
     StepFacts,
     StepRecord,
-    peak_flops,
     step_record,
 )
-from megatron_packed.training.metrics_layout import StepValues
-from megatron_packed.training.run_writers import note
+from megatron_packed.training.late_metrics import Arrived
 from megatron_packed.training.train_step import TrainStep
 
 

@@ -27,12 +27,12 @@ from megatron_packed.distributed.collectives import all_reduce_sum
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.overlapped_collectives import OverlappedReduce
+from megatron_packed.models.expert_counts import ASSIGNED, ExpertCounts
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.lm_head_and_loss import HybridOutput
+from megatron_packed.models.metrics_layout import MetricsLayout
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.training.expert_counts import ASSIGNED, ExpertCounts
-from megatron_packed.training.metrics_layout import MetricsLayout
 from megatron_packed.training.replica_checks import UNCHECKED, StepChecks
 
 MICRO_BATCH, LAST_MICRO_BATCH, VALIDATION = "micro-batch", "last micro-batch", "validation"

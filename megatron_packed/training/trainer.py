@@ -10,29 +10,29 @@ from functools import cached_property
 from pathlib import Path
 
 from megatron_packed.checkpoint.save import SavedCheckpoint
+from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.config.run import RunConfig
 from megatron_packed.distributed.failure_watch import FailureWatch
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.hang_detection import HangDetector
+from megatron_packed.inputs.run_data import AnyPlan, RunData, Stream
 from megatron_packed.models.flops import FlopCounter
+from megatron_packed.models.metrics_layout import StepValues
 from megatron_packed.optim.lr_schedule import Schedule
 from megatron_packed.optim.weight_decay_schedule import WeightDecaySchedule
 from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.reporting.console import Console
+from megatron_packed.reporting.metric_writers import Writer
+from megatron_packed.reporting.profiling import StepProfiler
+from megatron_packed.reporting.progress_log import ProgressLog
+from megatron_packed.reporting.step_record import StepFacts
+from megatron_packed.resume.run_and_random_state import RunState
 from megatron_packed.training.build_graphs import audit_first_replay, capture_graphs
-from megatron_packed.training.console import Console
 from megatron_packed.training.evaluation import Evaluations
-from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.garbage_collection import GarbageCollection
 from megatron_packed.training.late_metrics import Arrived
-from megatron_packed.training.metric_writers import Writer
-from megatron_packed.training.metrics import StepFacts
-from megatron_packed.training.metrics_layout import StepValues
 from megatron_packed.training.periodic_actions import PeriodicAction, after_every_step
-from megatron_packed.training.profiling import StepProfiler
-from megatron_packed.training.progress_log import ProgressLog
 from megatron_packed.training.replica_checks import ReplicaCheck, StepChecks
-from megatron_packed.training.run_data import AnyPlan, RunData, Stream
-from megatron_packed.training.run_state import RunState
 from megatron_packed.training.signals import SignalFlag
 from megatron_packed.training.step_queue import StepQueue
 from megatron_packed.training.step_results import StepResults

@@ -27,8 +27,8 @@ from megatron_packed.distributed.tensor_parallel_shards import SplitSegment
 from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_packed.layers.tensor_parallel import TensorParallel
+from megatron_packed.models.tensor_overlap import overlap_line
 from megatron_packed.training.build_job import build_job
-from megatron_packed.training.tensor_overlap import overlap_line
 from support.blockwise_memory import BlockwiseMemory, stand_in_memory
 from support.layouts import VOCAB, Way, config_of, mine
 from support.recorder import Recorder

@@ -12,8 +12,8 @@ from megatron_packed.checkpoint.manifest import read_manifest
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.data.packing.pack_plan import PackPlan
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.inputs.run_data import build_data
 from megatron_packed.reporting.run_report import write_report
-from megatron_packed.training.run_data import build_data
 from support.faults import kill_at, kill_in_save
 from support.phases import STEPS, three_phases
 from support.runs import (

@@ -1,7 +1,7 @@
 """`megatron-packed train` ends with the exit code and the sentence of the run, and nothing else.
 
 Two nodes are tested in `test_slurm.py`, and the launcher without training in
-`tests/unit/training/test_launch.py`.
+`tests/unit/launch/test_launcher.py`.
 """
 
 import json

@@ -21,10 +21,10 @@ from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.layers.moe.expert_room import Load
+from megatron_packed.models.metrics_layout import StepValues
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
 from megatron_packed.training.build_job import build_job
 from megatron_packed.training.expert_bounds import ExpertBounds
-from megatron_packed.training.metrics_layout import StepValues
 from support.gpu_graph_steps import (
     CAPTURE_SIZES,
     DEVICE,

@@ -21,6 +21,7 @@ from megatron_packed.cuda_graphs.whole_step_graphs import FullIterationGraphs
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPool
+from megatron_packed.models.metrics_layout import StepValues
 from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import NO_LABEL, MicroBatch
 from megatron_packed.training.build_graphs import (
@@ -30,7 +31,6 @@ from megatron_packed.training.build_graphs import (
     released,
 )
 from megatron_packed.training.build_job import Job, build_job
-from megatron_packed.training.metrics_layout import StepValues
 from support.gpu_graph_steps import (
     CAPTURE_SIZES,
     DEVICE,

@@ -9,9 +9,9 @@ import torch
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.models.metrics_layout import MetricsLayout
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.optim.spikes import SpikeDetector
-from megatron_packed.training.metrics_layout import MetricsLayout
 from megatron_packed.training.train_step import TrainStep
 from support.gpu_layouts import MODEL, VOCAB, T, host_batches
 from support.host_waits import waiting

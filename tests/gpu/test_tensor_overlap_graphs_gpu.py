@@ -29,9 +29,9 @@ from megatron_packed.distributed.sequence_parallel_products import (
     TensorOverlap,
 )
 from megatron_packed.layers.tensor_parallel import TensorParallel
+from megatron_packed.models import run_model as building
+from megatron_packed.models import tensor_overlap
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.training import build_job as building
-from megatron_packed.training import tensor_overlap
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
 from megatron_packed.training.build_job import build_job
 from support.gpu_graph_steps import (

@@ -24,13 +24,14 @@ from megatron_packed.config.sections.parallel import ParallelConfig
 from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.config.serialise import to_dict
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.models.metrics_layout import StepValues
+from megatron_packed.models.run_model import build_model
 from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.resume.run_and_random_state import RunState
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
-from megatron_packed.training.build_job import Job, build_model, job_of_model
+from megatron_packed.training.build_job import Job, job_of_model
 from megatron_packed.training.expert_bounds import ExpertBounds
-from megatron_packed.training.metrics_layout import StepValues
-from megatron_packed.training.run_state import RunState
 from support.stand_in import RecordingBackend
 from support.whole_state import Shards, everything
 

@@ -15,12 +15,12 @@ from types import ModuleType
 import pytest
 import torch
 
+from megatron_packed.explain.op_requests import traced_requests
 from megatron_packed.ops import quack_tiles
 from megatron_packed.ops.backend_dispatch import Op
 from megatron_packed.ops.dense_mlp import api as dense_mlp
 from megatron_packed.ops.grouped_mlp import api as grouped_mlp
 from megatron_packed.ops.residual_projection import api as residual_projection
-from megatron_packed.training.op_requests import traced_requests
 
 OPS = "megatron_packed.ops."
 BACKENDS = (

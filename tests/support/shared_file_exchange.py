@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_packed.distributed.symmetric_exchange import SLOTS, SymmetricExchange, UsedBytes
-from megatron_packed.training import equal_exchanges
+from megatron_packed.models import equal_exchanges
 
 PIECE_BYTES = 1024
 """Small pieces, so that the messages of a tiny model have more pieces than slots."""

@@ -26,9 +26,13 @@ LEVELS = {
     "optim": 2,
     "checkpoint": 2,
     "models": 3,
+    "resume": 4,
+    "inputs": 4,
     "reporting": 4,
+    "explain": 4,
     "training": 5,
-    "cli": 6,  # entry point that no package imports
+    "launch": 6,
+    "cli": 7,  # entry point that no package imports
 }
 OPTIONAL = {
     "transformer_engine",

@@ -369,3 +369,8 @@ def _view(
     """
     end = at + count * np.dtype(dtype).itemsize
     return raw[at:end].view(dtype), end
+
+
+def names_indexed(path: str) -> bool:
+    """Return True if a data path is the prefix of an indexed data set and is no file itself."""
+    return not Path(path).exists() and is_indexed(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_packed.models.convert.original_facts import IDS
+from megatron_packed.checkpoint.original_facts import IDS
 from megatron_packed.models.convert.trained_config import SpecialIds
 
 ENDS = "eos_token_id"

@@ -20,6 +20,7 @@ from megatron_packed.checkpoint.directory import sync_directory
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.load import newest_checkpoint
 from megatron_packed.checkpoint.manifest import Manifest, read_manifest
+from megatron_packed.checkpoint.original_facts import GENERATION_CONFIG
 from megatron_packed.checkpoint.tensor_shard import DTYPE_NAMES
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.layer_pattern import DEPTH
@@ -47,7 +48,6 @@ from megatron_packed.models.convert.huggingface_files import (
     write_files,
 )
 from megatron_packed.models.convert.import_huggingface import CONFIG, TOKENIZER, OnProgress, silent
-from megatron_packed.models.convert.original_facts import GENERATION_CONFIG
 from megatron_packed.models.convert.trained_config import (
     TrainedOptions,
     config_fields,

@@ -17,6 +17,12 @@ from torch import Tensor
 from megatron_packed.checkpoint.directory_lock import RUN_LOCK, RootLock
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.load import find_checkpoints
+from megatron_packed.checkpoint.original_facts import (
+    GENERATION_CONFIG,
+    ORIGINAL,
+    TOKENIZER_HASH,
+    read_facts,
+)
 from megatron_packed.checkpoint.save import SavedCheckpoint, save_checkpoint
 from megatron_packed.checkpoint.tensor_shard import TensorShard
 from megatron_packed.config import flag_names as flags
@@ -30,12 +36,6 @@ from megatron_packed.data.tokenizers.untrusted_tokenizer import open_tokenizer
 from megatron_packed.models.convert.families.symbols import MAMBA
 from megatron_packed.models.convert.huggingface_config import CHUNK_SIZES, model_of, read_config
 from megatron_packed.models.convert.huggingface_files import ModelFiles, by_prefix, open_weights
-from megatron_packed.models.convert.original_facts import (
-    GENERATION_CONFIG,
-    ORIGINAL,
-    TOKENIZER_HASH,
-    read_facts,
-)
 from megatron_packed.models.convert.weight_rows import Weight
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"

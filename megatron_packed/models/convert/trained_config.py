@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_packed.checkpoint.errors import CheckpointError
+from megatron_packed.checkpoint.original_facts import CONFIG, GENERATION, IDS, MAX_POSITIONS
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.kinds.layer_kind import KINDS, LayerKind
 from megatron_packed.config.options import Field
@@ -23,7 +24,6 @@ from megatron_packed.models.convert.families.decoder import ROPE_SCALING, plain_
 from megatron_packed.models.convert.families.family import Family
 from megatron_packed.models.convert.families.registry import FAMILIES, WRITTEN
 from megatron_packed.models.convert.huggingface_config import chosen
-from megatron_packed.models.convert.original_facts import CONFIG, GENERATION, IDS, MAX_POSITIONS
 
 _MOST_FAMILIES = 3
 """Number of families, the nearest first, that the refusal of a model describes."""

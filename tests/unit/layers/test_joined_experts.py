@@ -2,26 +2,25 @@
 
 from dataclasses import replace
 from importlib import import_module
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_packed.config.sections.memory import MemoryConfig
+from megatron_packed.explain import report, run_description
+from megatron_packed.explain.kernel_reasons import chosen_kernels
+from megatron_packed.explain.op_requests import op_requests, useless_recomputation
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.moe.experts import GroupedExperts
 from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.models.estimate.step_memory import Work
 from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.models.run_model import build_model
 from megatron_packed.ops import quack_tiles
 from megatron_packed.ops.activation import api as activation
 from megatron_packed.ops.backend_dispatch import NoBackendError
 from megatron_packed.ops.grouped_mlp import api, grouped_linear
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.training import explain, run_description
-from megatron_packed.training.build_job import build_model
-from megatron_packed.training.kernels import chosen_kernels
-from megatron_packed.training.op_requests import op_requests, useless_recomputation
 from support.hybrid_cases import VOCAB, tiny_config
 from support.kernel_calls import config_of
 from support.quack_stand_in import quack_stand_in
@@ -304,15 +303,10 @@ def test_a_useless_recomputation_is_reported(joined, device, memory, useless):
     config = config_of("*E", bf16=True, device="auto")
     config = replace(config, memory=replace(config.memory, **memory))
     device, warnings = torch.device(device), []
-    run_description.name_kernels(
-        config,
-        SimpleNamespace(device=device),
-        SimpleNamespace(capture_sizes=None, packing=SimpleNamespace(documents_max=2)),
-        SimpleNamespace(detail=lambda text: None, warn=warnings.append),
-    )
+    run_description.name_kernels(config, device, 2, detail=lambda text: None, warn=warnings.append)
     start = "--recompute-modules moe_act saves no memory: without it the experts run quack_joined"
     assert [text for text in warnings if text.startswith(start)] == warnings[-1:] * useless
-    row = explain._recomputation(config, device)
+    row = report._recomputation(config, device)
     assert (row.state, bool(row.advice)) == (("partial", True) if useless else ("on", False))
     assert ("moe_act saves no memory" in row.reason) == useless
 

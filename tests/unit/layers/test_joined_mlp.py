@@ -8,20 +8,20 @@ import torch
 import torch.nn.functional as functional
 
 from megatron_packed.config.sections.memory import MemoryConfig
+from megatron_packed.explain.op_requests import op_requests
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.linear import JoinedResidual
 from megatron_packed.layers.mlp import MLP
 from megatron_packed.layers.tensor_parallel import TensorParallel
 from megatron_packed.memory.recompute import checkpoint
+from megatron_packed.models.estimate.run_estimate import Imagined
 from megatron_packed.models.estimate.step_memory import Work
 from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.models.run_model import build_model
 from megatron_packed.ops import quack_tiles
 from megatron_packed.ops.backend_dispatch import NoBackendError
 from megatron_packed.ops.dense_mlp import api
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.training.build_job import build_model
-from megatron_packed.training.op_requests import op_requests
-from megatron_packed.training.run_estimate import Imagined
 from support.hybrid_cases import VOCAB, tiny_config
 from support.kernel_calls import config_of
 from support.quack_stand_in import quack_stand_in

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from megatron_packed.config.sections.memory import MemoryConfig
+from megatron_packed.explain import report
+from megatron_packed.explain.op_requests import op_requests
 from megatron_packed.layers import joined as joined_layers
 from megatron_packed.layers.linear import JoinedResidual
 from megatron_packed.memory import apply
@@ -15,14 +17,12 @@ from megatron_packed.memory.recompute import RerunArguments
 from megatron_packed.memory.saved_tensors import SavedByAutograd
 from megatron_packed.models.estimate.step_memory import Work
 from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.models.run_model import build_model
 from megatron_packed.ops import quack_tiles
 from megatron_packed.ops.backend_dispatch import NoBackendError
 from megatron_packed.ops.residual_projection import api
 from megatron_packed.ops.varlen_attention import backends as varlen_attention
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.training import explain
-from megatron_packed.training.build_job import build_model
-from megatron_packed.training.op_requests import op_requests
 from support.hybrid_cases import VOCAB, tiny_config
 from support.kernel_calls import config_of
 from support.quack_stand_in import quack_stand_in
@@ -250,11 +250,11 @@ def test_a_run_lists_what_layers_do(on_cpu, package, monkeypatch, pattern, chang
 
 
 def test_explain_has_one_row_for_layers_with_the_same_kernel_and_reason(quack, monkeypatch):
-    monkeypatch.setattr(explain, "_machine", lambda config, device: iter(()))
+    monkeypatch.setattr(report, "_machine", lambda config, device: iter(()))
     monkeypatch.setattr(varlen_attention, "_capability", lambda device: (9, 0))
     config = config_of("M*-M", device="auto", bf16=True)
     config = replace(config, model=replace(config.model, attention_norm_placement="output"))
-    rows = explain.capabilities(config, torch.device("cuda"))
+    rows = report.capabilities(config, torch.device("cuda"))
     found = [row for row in rows if row.name == "kernel residual_projection"]
     assert len(found) == 2 == len(set(found))
     assert any("is normalised before the addition" in row.reason for row in found)

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from megatron_packed.config.parser.parse import parse
+from megatron_packed.models.estimate.run_estimate import Imagined
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.training.run_estimate import Imagined
 from support.kernel_calls import FLAGS
 
 TP = "--tensor-model-parallel-size 2"

@@ -6,10 +6,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_packed.distributed.flat_buffers import FlatBuffers
+from megatron_packed.models.metrics_layout import MetricsLayout, StepValues
 from megatron_packed.optim.clipping import Counted, nonzeros
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.optim.statistics import ZEROS_UNIT, Statistics
-from megatron_packed.training.metrics_layout import MetricsLayout, StepValues
 
 
 class Tied(nn.Module):

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from megatron_packed.checkpoint.errors import NoCheckpointError
+from megatron_packed.checkpoint.run_metadata import RunProgress
+from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.config.run import RunConfig
-from megatron_packed.training.checkpoint_metadata import RunProgress
 from megatron_packed.training.evaluation import Evaluations
-from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.from_python import train
 from megatron_packed.training.trained_model import TrainedModel
 

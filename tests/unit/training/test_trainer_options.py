@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from megatron_packed.checkpoint.errors import NoCheckpointError
+from megatron_packed.checkpoint.run_metadata import DataHashes
+from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.run import RunConfig
-from megatron_packed.training import restore as restoring
-from megatron_packed.training.checkpoint_metadata import DataHashes
-from megatron_packed.training.exit_codes import ExitCode
+from megatron_packed.reporting.loss_spikes_and_skipped_steps import bad_places
+from megatron_packed.resume import restore as restoring
+from megatron_packed.resume.restore import restore
 from megatron_packed.training.garbage_collection import GarbageCollection
-from megatron_packed.training.loss_spikes_and_skipped_steps import bad_places
-from megatron_packed.training.restore import restore
 from megatron_packed.training.trainer import Trainer
 
 
@@ -129,12 +129,12 @@ def test_a_run_begins_anew_only_in_its_own_directory(flags: str, said: str | Non
         raise NoCheckpointError("none")
 
     lines: list[str] = []
-    state, console = SimpleNamespace(load=load), SimpleNamespace(say=lines.append)
+    state = SimpleNamespace(load=load)
     if said is None:
         with pytest.raises(NoCheckpointError):
-            restore(config_of(flags), state, console)  # type: ignore[arg-type]
+            restore(config_of(flags), state, lines.append, pytest.fail)  # type: ignore[arg-type]
     else:
-        restore(config_of(flags), state, console)  # type: ignore[arg-type]
+        restore(config_of(flags), state, lines.append, pytest.fail)  # type: ignore[arg-type]
         assert lines == [said]
 
 
@@ -154,8 +154,7 @@ def test_finetuning_in_the_folder_of_the_weights_is_a_warning(
     loaded = SimpleNamespace(path="a/step", step=step, missing=[], unused=[], metadata={})
     warnings: list[str] = []
     state = SimpleNamespace(load=lambda options: loaded, hashes=DataHashes())
-    console = SimpleNamespace(say=lambda text: None, warn=warnings.append)
-    restore(config_of(flags), state, console)  # type: ignore[arg-type]
+    restore(config_of(flags), state, lambda text: None, warnings.append)  # type: ignore[arg-type]
     assert ["saves its step 4, it replaces a/step" in text for text in warnings] == [True] * warned
 
 
@@ -171,9 +170,8 @@ def test_random_states_of_ranks_that_a_run_has_not_are_no_warning(
     loaded = SimpleNamespace(path="a", step=0, missing=names, unused=names, metadata={})
     warnings: list[str] = []
     state = SimpleNamespace(load=lambda options: loaded, hashes=DataHashes())
-    console = SimpleNamespace(say=lambda text: None, warn=warnings.append)
     flags = "--load a --finetune --dist-ckpt-strictness log_all"
-    restore(config_of(flags), state, console)  # type: ignore[arg-type]
+    restore(config_of(flags), state, lambda text: None, warnings.append)  # type: ignore[arg-type]
     expected = [
         "missing in the checkpoint, start values are kept: model/x",
         "in the checkpoint but unused: model/x",

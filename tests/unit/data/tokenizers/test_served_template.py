@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from megatron_packed.cli.export_trained import trained_templates
 from megatron_packed.config.sections.data import DataConfig
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.data.tokenizers.chat_format import OWN_TEMPLATES
@@ -14,7 +15,6 @@ from megatron_packed.data.tokenizers.chat_template import (
 )
 from megatron_packed.data.tokenizers.prompt_formats import PROMPT_FORMATS
 from megatron_packed.data.tokenizers.served_template import served_template
-from megatron_packed.training.export_trained import trained_templates
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},
