@@ -26,12 +26,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.environment_variables import STORE_SOCKET
-from megatron_packed.config.parallel_layout import GROUP_AXES, Axis, ParallelLayout
+from megatron_packed.config.parallel_layout import GROUP_AXES, AxisName, ParallelLayout
 from megatron_packed.torch_private import set_timeout
 
 WATCHDOG_AFTER = timedelta(minutes=1)
 """Extra time that NCCL's own watchdog waits after the timeout of a collective."""
-_GRADIENT_AXES: tuple[Axis, ...] = ("dp", "dp_cp", "expert_dp")
+_GRADIENT_AXES: tuple[AxisName, ...] = ("dp", "dp_cp", "expert_dp")
 
 
 class BackendConfig(Protocol):
@@ -206,7 +206,7 @@ def axis_groups(
     timeout: timedelta,
     *,
     under_products: bool = False,
-) -> dict[Axis, dist.ProcessGroup | None]:
+) -> dict[AxisName, dist.ProcessGroup | None]:
     """Create the process group of ``rank`` on every axis; None for an axis of one rank.
 
     This is a collective call.
@@ -220,7 +220,7 @@ def axis_groups(
         under_products: the collectives of the tensor-parallel group run under matrix products.
     """
     # See [Note: who shares a communicator].
-    found: dict[Axis, dist.ProcessGroup | None] = {}
+    found: dict[AxisName, dist.ProcessGroup | None] = {}
     made: dict[object, dist.ProcessGroup | None] = {}
     for axis in GROUP_AXES:
         partition = layout.groups(axis)
@@ -258,8 +258,8 @@ def options_under_products(backend: str | None) -> Any:
 
 def mesh_of(
     layout: ParallelLayout,
-    names: tuple[Axis, ...],
-    groups: Mapping[Axis, dist.ProcessGroup | None],
+    names: tuple[AxisName, ...],
+    groups: Mapping[AxisName, dist.ProcessGroup | None],
     device_type: str,
 ) -> DeviceMesh:
     """Return the device mesh of the axes ``names`` over existing process groups.

@@ -98,12 +98,12 @@ class Ownership:
         Each of the ranks with the same parameters owns an equal share.
         """
         experts = cls(
-            group=groups.expert_dp_group, rank=groups.expert_dp_rank, size=groups.expert_dp_size
+            group=groups.expert_dp.group, rank=groups.expert_dp.rank, size=groups.expert_dp.size
         )
         return cls(
-            group=groups.dp_cp_group,
-            rank=groups.dp_cp_rank,
-            size=groups.dp_cp_size,
+            group=groups.dp_cp.group,
+            rank=groups.dp_cp.rank,
+            size=groups.dp_cp.size,
             experts=experts if experts_apart(groups) else None,
         )
 
@@ -116,7 +116,7 @@ class Ownership:
 def experts_apart(groups: ParallelGroups) -> bool:
     """Return True if the ranks with copies of an expert differ from the ranks with copies of other
     weights."""
-    return groups.ep_size > 1 or groups.expert_tp_size != groups.tp_size
+    return groups.ep.size > 1 or groups.expert_tp.size != groups.tp.size
 
 
 class Described(NamedTuple):

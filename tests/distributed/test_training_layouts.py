@@ -140,7 +140,7 @@ def dropped(groups: ParallelGroups, way: Way) -> tuple[list[float], Tensor]:
     job.model.forward = counted  # type: ignore[method-assign]
     job.step(mine(groups, way, 0, way.dp_size), 1e-2)
     counts = job.step.layout.counts_of(job.step.numbers.tolist())
-    return list(counts["dropped_assignments"]), all_reduce_sum(beyond, groups.dp_cp_group)
+    return list(counts["dropped_assignments"]), all_reduce_sum(beyond, groups.dp_cp.group)
 
 
 @pytest.mark.parametrize(

@@ -60,12 +60,12 @@ class ExpertParallel:
         if groups is None:
             return cls(tp=tp)
         matrices = TensorParallel(
-            group=groups.expert_tp_group, size=groups.expert_tp_size, rank=groups.expert_tp_rank
+            group=groups.expert_tp.group, size=groups.expert_tp.size, rank=groups.expert_tp.rank
         )
         return cls(
-            group=groups.ep_group,
-            size=groups.ep_size,
-            rank=groups.ep_rank,
+            group=groups.ep.group,
+            size=groups.ep.size,
+            rank=groups.ep.rank,
             tp=tp,
             matrices=matrices if matrices.size < tp.size else None,
         )
