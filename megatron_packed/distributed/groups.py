@@ -47,7 +47,7 @@ class Unjoined:
     """
 
     ranks: tuple[int, ...]
-    own: int
+    own_rank: int
     """This process's rank in the group."""
     group_desc = "unjoined"
 
@@ -55,7 +55,7 @@ class Unjoined:
         return len(self.ranks)
 
     def rank(self) -> int:
-        return self.own
+        return self.own_rank
 
 
 def global_ranks(group: dist.ProcessGroup | Unjoined) -> list[int]:
@@ -182,37 +182,37 @@ class ParallelGroups:
                 device, the layout has another world size, or there are too few CUDA devices.
         """
         environment = os.environ if environment is None else environment
-        here = LaunchedProcess.read(environment)
-        layout = layout or ParallelLayout(world_size=here.world_size)
-        if layout.world_size != here.world_size:
+        process = LaunchedProcess.read(environment)
+        layout = layout or ParallelLayout(world_size=process.world_size)
+        if layout.world_size != process.world_size:
             raise ValueError(
-                f"the parallel layout needs {layout.world_size} processes, but WORLD_SIZE is {here.world_size}; "
+                f"the parallel layout needs {layout.world_size} processes, but WORLD_SIZE is {process.world_size}; "
                 "start one process per rank of the layout."
             )
-        device = claim_device(torch.device(device), here.local_rank)
+        device = claim_device(torch.device(device), process.local_rank)
         backend = backend_for(config, device)
-        if here.world_size == 1:
-            return cls(device=device, local_rank=here.local_rank)
+        if process.world_size == 1:
+            return cls(device=device, local_rank=process.local_rank)
         timeout = timedelta(minutes=config.distributed_timeout_minutes)
-        owns = join_world(here, backend, device, environment, timeout)
+        owns = join_world(process, backend, device, environment, timeout)
         on_nccl = device.type == "cuda" and "nccl" in dist.get_backend_config()
         kind, overlap = "nccl" if on_nccl else None, config.tp_comm_overlap
-        axes = axis_groups(layout, here.rank, kind, timeout, under_products=overlap)
+        axes = axis_groups(layout, process.rank, kind, timeout, under_products=overlap)
         if on_nccl:
             delay_watchdog([dist.group.WORLD, *axes.values()], timeout)
         # A gloo group also accepts CUDA tensors, but only a CPU mesh can be built from its groups.
         mesh_device = "cuda" if on_nccl else "cpu"
         return cls(
             device=device,
-            world_size=here.world_size,
-            rank=here.rank,
-            local_rank=here.local_rank,
+            world_size=process.world_size,
+            rank=process.rank,
+            local_rank=process.local_rank,
             world_group=dist.group.WORLD,
             mesh=mesh_of(layout, DENSE_AXES, axes, mesh_device),
             expert_mesh=mesh_of(layout, EXPERT_AXES, axes, mesh_device),
             timeout=timeout,
             owns_process_group=owns,
-            **_axes(layout, here.rank, axes),
+            **_axes(layout, process.rank, axes),
         )
 
     def another_world_group(self) -> dist.ProcessGroup | None:

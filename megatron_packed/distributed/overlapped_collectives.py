@@ -56,10 +56,10 @@ def stages_of_buckets(buffers: FlatBuffers, stages: Sequence[Stage]) -> list[lis
     for number, stage in enumerate(stages):
         for parameter in stage.parameters:
             used.setdefault(id(parameter), set()).add(number)
-    found: list[set[int]] = [set() for _ in buffers.layout.buckets]
+    stages_by_bucket: list[set[int]] = [set() for _ in buffers.layout.buckets]
     for slot in buffers.layout.slots:
-        found[slot.bucket] |= used.get(id(buffers.parameters[slot.name]), {0})
-    return [sorted(numbers) for numbers in found]
+        stages_by_bucket[slot.bucket] |= used.get(id(buffers.parameters[slot.name]), {0})
+    return [sorted(numbers) for numbers in stages_by_bucket]
 
 
 class OverlappedReduce:

@@ -62,7 +62,7 @@ See ``optim/clipping.py``.
 """
 BUCKET_ELEMENTS = 40_000_000
 """Default approximate size of a bucket, in elements; Megatron's default for few ranks."""
-DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
 class BufferPart(NamedTuple):
@@ -73,7 +73,7 @@ class BufferPart(NamedTuple):
     """True if the gradients are reduced over ``expert_dp``. See [Note: weights of experts]."""
 
 
-PARTS = tuple(BufferPart(dtype, expert) for expert in (True, False) for dtype in DTYPES)
+_PARTS = tuple(BufferPart(dtype, expert) for expert in (True, False) for dtype in _DTYPES)
 """All possible buffer parts, in the order of the buffer."""
 
 
@@ -208,7 +208,7 @@ class FlatLayout:
                 "the module has no parameter that requires a gradient; there is nothing to train."
             )
         for name, _, part, _ in parameters:
-            if part.dtype not in DTYPES:
+            if part.dtype not in _DTYPES:
                 raise ValueError(
                     f"parameter {name} has dtype {part.dtype}; train in torch.bfloat16 or torch.float32."
                 )
@@ -216,7 +216,7 @@ class FlatLayout:
         ranges: list[FlatRange] = []
         buckets: list[Bucket] = []
         offset = 0
-        for part in PARTS:
+        for part in _PARTS:
             grain = GRAIN_ELEMENTS * (num_expert_owners if part.expert else num_owners)
             members = [item for item in parameters if item.part == part]
             for group in _buckets_of(members, bucket_elements):
@@ -242,7 +242,7 @@ class FlatLayout:
     @property
     def parts(self) -> list[BufferPart]:
         """Buffer parts that contain parameters, in the order of the buffer."""
-        return [part for part in PARTS if any(item.part == part for item in self.ranges)]
+        return [part for part in _PARTS if any(item.part == part for item in self.ranges)]
 
     @property
     def expert_numel(self) -> int:

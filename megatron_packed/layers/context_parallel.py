@@ -104,7 +104,7 @@ class ContextParallel:
 
     def __post_init__(self) -> None:
         if self.exchange is None:
-            object.__setattr__(self, "exchange", EqualExchange.of(self.group))
+            object.__setattr__(self, "exchange", EqualExchange.over(self.group))
 
     @classmethod
     def of(
@@ -221,7 +221,7 @@ class ContextParallel:
         Raises:
             ValueError: the items of a segment cannot be split evenly over the ranks.
         """
-        return Shard.of(segments, self.rank, self.size, axis="cp_size")
+        return Shard.from_segments(segments, self.rank, self.size, axis="cp_size")
 
     def local_count(self, segment: SplitSegment) -> int:
         """Return this rank's number of items of a segment in the head-parallel layout."""

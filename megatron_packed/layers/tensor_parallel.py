@@ -135,7 +135,7 @@ class TensorParallel:
 
     def shard(self, *segments: SplitSegment, dim: int = 0) -> Shard:
         """Return this rank's shard of consecutive segments along ``dim``."""
-        return Shard.of(segments, self.rank, self.size, dim=dim)
+        return Shard.from_segments(segments, self.rank, self.size, dim=dim)
 
     def local_count(self, segment: SplitSegment) -> int:
         """Return the number of items of a segment that this rank holds."""

@@ -576,7 +576,7 @@ def test_other_documents_do_not_change_by_a_bit(
 def test_pieces_of_segments() -> None:
     B = SplitSegment(noun="groups", count=2, width=16, shareable=True)
     x = SplitSegment(noun="heads", count=8, width=4)
-    shard = Shard.of([x, B], rank=3, size=4)
+    shard = Shard.from_segments([x, B], rank=3, size=4)
     assert shard.pieces == (
         ShardPiece(start=24, length=8),
         ShardPiece(start=32 + 16, length=16, shared_by=2),
@@ -587,7 +587,7 @@ def test_pieces_of_segments() -> None:
 
 
 def test_ranges_along_an_inner_dimension() -> None:
-    shard = Shard.of([SplitSegment(noun="channels", count=6)], rank=1, size=2, dim=1)
+    shard = Shard.from_segments([SplitSegment(noun="channels", count=6)], rank=1, size=2, dim=1)
     assert shard.global_shape((2, 3, 5)) == (2, 6, 5)
     assert torch.equal(
         shard.take(torch.arange(60).view(2, 6, 5)), torch.arange(60).view(2, 6, 5)[:, 3:]

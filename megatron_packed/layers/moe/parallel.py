@@ -53,7 +53,7 @@ class ExpertParallel:
 
     def __post_init__(self) -> None:
         if self.exchange is None:
-            object.__setattr__(self, "exchange", EqualExchange.of(self.group))
+            object.__setattr__(self, "exchange", EqualExchange.over(self.group))
 
     @classmethod
     def of(cls, groups: ParallelGroups | None, tp: TensorParallel = SINGLE) -> ExpertParallel:
@@ -147,7 +147,7 @@ class ExpertParallel:
             ValueError: the experts cannot be split evenly over the expert-parallel ranks, or the
                 segments over the ranks that share matrices.
         """
-        own = Shard.of(
+        own = Shard.from_segments(
             [SplitSegment(noun="experts", count=num_experts)], self.rank, self.size, axis="ep_size"
         )
         if self.split.size == 1:

@@ -126,7 +126,9 @@ def test_more_processes_than_devices_is_a_sentence(monkeypatch: pytest.MonkeyPat
         ParallelGroups.create(Config(), "cuda", {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"})
 
 
-def test_shutdown_gives_up_on_a_library_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shutdown_aborts_after_its_timeout_if_the_library_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import threading
     import time
 
