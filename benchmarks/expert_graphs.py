@@ -38,7 +38,7 @@ from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.all_to_all import NCCL, SYMMETRIC_MEMORY
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.config.sections.training import TrainingConfig
-from megatron_packed.distributed.groups import ParallelGroups, Unjoined
+from megatron_packed.distributed.groups import Axis, ParallelGroups, Unjoined
 from megatron_packed.models.estimate.run_estimate import Imagined, estimates_of, usual
 from megatron_packed.models.metrics_layout import StepValues
 from megatron_packed.packed.capture_sizes import CaptureSizes
@@ -117,14 +117,14 @@ def groups_of(config: RunConfig, device: torch.device) -> ParallelGroups:
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    return dataclasses.replace(groups, ep_group=dist.group.WORLD)
+    return dataclasses.replace(groups, ep=Axis(dist.group.WORLD))
 
 
 def planned_gib(config: RunConfig, groups: ParallelGroups, vocab: int) -> float:
     """Return the estimate of `megatron-packed plan` for a rank of these groups."""
     like = ParallelGroups.unjoined(config.layout(groups.world_size))
     if groups.world_size == 1:
-        like = dataclasses.replace(like, ep_group=Unjoined((0,)))
+        like = dataclasses.replace(like, ep=Axis(Unjoined((0,), 0)))
     imagined = Imagined.in_groups(config, like, vocab)
     return usual(estimates_of(config, imagined, CAPACITY)).allocated / 2**30
 
@@ -134,7 +134,7 @@ def run(
 ) -> dict[str, Any]:
     """Return tokens per second, peaks and repeats of one configuration; all ranks call it together."""
     cuda = groups.device.type == "cuda"
-    mine = [packs[groups.dp_rank :: groups.dp_size] for packs in steps]
+    mine = [packs[groups.dp.rank :: groups.dp.size] for packs in steps]
     job = build_job(config, groups, c["vocab"])
     packs_per_step = config.packs_per_step()
     bounds = ExpertBounds(job.step, groups, packs_per_step=packs_per_step, say=lambda line: None)

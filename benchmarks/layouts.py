@@ -232,7 +232,7 @@ def train(
     job = build_job(config, groups, vocab)
     losses, norms, seconds = [], [], []
     for number, packs in enumerate(steps):
-        mine = packs[groups.dp_rank :: groups.dp_size]
+        mine = packs[groups.dp.rank :: groups.dp.size]
         harness.synchronize()
         start = time.perf_counter()
         metrics = job.step(mine, config.optim.lr * (number + 1) / len(steps))

@@ -56,10 +56,10 @@ def stages_of_buckets(buffers: FlatBuffers, stages: Sequence[Stage]) -> list[lis
     for number, stage in enumerate(stages):
         for parameter in stage.parameters:
             used.setdefault(id(parameter), set()).add(number)
-    found: list[set[int]] = [set() for _ in buffers.layout.buckets]
+    stages_by_bucket: list[set[int]] = [set() for _ in buffers.layout.buckets]
     for slot in buffers.layout.slots:
-        found[slot.bucket] |= used.get(id(buffers.parameters[slot.name]), {0})
-    return [sorted(numbers) for numbers in found]
+        stages_by_bucket[slot.bucket] |= used.get(id(buffers.parameters[slot.name]), {0})
+    return [sorted(numbers) for numbers in stages_by_bucket]
 
 
 class OverlappedReduce:
@@ -138,7 +138,7 @@ class OverlappedReduce:
         self._start(0)
         tail = self.buffers.tail
         if tail.numel():
-            self._under_way.append(start_sum(tail, self.groups.dp_cp_group, own_share=False))
+            self._under_way.append(start_sum(tail, self.groups.dp_cp.group, own_share=False))
         self._wait()
 
     def _wait(self) -> None:
@@ -166,7 +166,7 @@ class OverlappedReduce:
             # Under ZeRO-1 a rank needs only the sum of its own share. A reduce-scatter moves half
             # the bytes of an all-reduce.
             own_share = not self.buffers.owns_all
-            group = self.groups.expert_dp_group if bucket.part.expert else self.groups.dp_cp_group
+            group = self.groups.expert_dp.group if bucket.part.expert else self.groups.dp_cp.group
             with torch.no_grad():
                 self._under_way.append(
                     start_sum(self.buffers.bucket_grads(bucket), group, own_share=own_share)

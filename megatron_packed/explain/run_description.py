@@ -54,7 +54,7 @@ def describe(
     for line in filter(None, (overlap_line(model), exchange_line(model, config))):
         say(line)
     buffer = model.expert_buffer(config.packing.tokens_per_pack)
-    if buffer is not None and groups.ep_size > 1:
+    if buffer is not None and groups.ep.size > 1:
         mib = buffer.rows * buffer.bytes_per_row / 2**20
         # Observed bounds are printed when the routing was observed, after this line.
         holds = (
@@ -75,16 +75,16 @@ def _ramp(config: RunConfig) -> str:
 def _shared(config: RunConfig, groups: ParallelGroups) -> str:
     """Return how the processes share the work; empty with data parallelism only."""
     words = []
-    if groups.tp_cp_size > 1:
-        by_rows = config.parallel.sequence_parallel and groups.tp_size > 1
-        tensor = f"{groups.tp_size} tensor-parallel{', sequence too,' if by_rows else ''}"
-        context = f" x {groups.cp_size} context-parallel by {config.parallel.cp_comm_type}"
+    if groups.tp_cp.size > 1:
+        by_rows = config.parallel.sequence_parallel and groups.tp.size > 1
+        tensor = f"{groups.tp.size} tensor-parallel{', sequence too,' if by_rows else ''}"
+        context = f" x {groups.cp.size} context-parallel by {config.parallel.cp_comm_type}"
         words.append(
-            f"{tensor}{context if groups.cp_size > 1 else ''} x {groups.dp_size} data-parallel"
+            f"{tensor}{context if groups.cp.size > 1 else ''} x {groups.dp.size} data-parallel"
         )
-    if groups.ep_size > 1 or groups.expert_tp_size != groups.tp_size:
-        of_experts = f"{groups.expert_tp_size} tensor-parallel x {groups.ep_size} expert-parallel"
-        words.append(f"experts {of_experts} x {groups.expert_dp_size} data-parallel")
+    if groups.ep.size > 1 or groups.expert_tp.size != groups.tp.size:
+        of_experts = f"{groups.expert_tp.size} tensor-parallel x {groups.ep.size} expert-parallel"
+        words.append(f"experts {of_experts} x {groups.expert_dp.size} data-parallel")
     return f" ({'; '.join(words)})" if words else ""
 
 

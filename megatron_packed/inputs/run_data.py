@@ -186,7 +186,7 @@ def build_data(
     tokenizer_hash = _closed(tokenizer)
     _say_documents(config, documents, say)
     cost = pack_cost(config, vocab_size)  # packs are distributed over ranks by their cost
-    plans = plan_data(config, documents, groups.dp_size, cost, resumed=resumed, show_progress=show)
+    plans = plan_data(config, documents, groups.dp.size, cost, resumed=resumed, show_progress=show)
     _say_packs(config, plans, say, detail)
     streams = {
         name: _stream(config, groups, documents.evaluated[name], one, plans.capture_sizes)
@@ -317,7 +317,7 @@ def _stream(
     loader = Loader(
         dataset,
         plan,
-        dp_rank=groups.dp_rank,
+        dp_rank=groups.dp.rank,
         total_tokens=config.packing.tokens_per_pack,
         capture_sizes=capture_sizes,
         alike=config.shares_captures,

@@ -104,7 +104,7 @@ class ContextParallel:
 
     def __post_init__(self) -> None:
         if self.exchange is None:
-            object.__setattr__(self, "exchange", EqualExchange.of(self.group))
+            object.__setattr__(self, "exchange", EqualExchange.over(self.group))
 
     @classmethod
     def of(
@@ -123,12 +123,12 @@ class ContextParallel:
         """
         comm_type = cp_comm_type(communication.get("cp_comm_type", A2A))
         mamba_comm_type = mamba_cp_comm_type(communication.get("mamba_cp_comm_type", HEADS))
-        if groups is None or groups.cp_size == 1:
+        if groups is None or groups.cp.size == 1:
             return SINGLE
         return cls(
-            group=groups.cp_group,
-            size=groups.cp_size,
-            rank=groups.cp_rank,
+            group=groups.cp.group,
+            size=groups.cp.size,
+            rank=groups.cp.rank,
             comm_type=comm_type,
             mamba_comm_type=mamba_comm_type if has_states else HEADS,
             overlap_parts=communication.get("cp_comm_overlap_parts", 1),
@@ -221,7 +221,7 @@ class ContextParallel:
         Raises:
             ValueError: the items of a segment cannot be split evenly over the ranks.
         """
-        return Shard.of(segments, self.rank, self.size, axis="cp_size")
+        return Shard.from_segments(segments, self.rank, self.size, axis="cp_size")
 
     def local_count(self, segment: SplitSegment) -> int:
         """Return this rank's number of items of a segment in the head-parallel layout."""

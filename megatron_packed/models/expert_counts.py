@@ -29,8 +29,8 @@ class ExpertCounts:
     def __init__(self, buffers: FlatBuffers, groups: ParallelGroups) -> None:
         self._counters = buffers.counters
         # One at this rank's counters, so that the counters of other ranks stay zero here.
-        self._own_R2 = torch.zeros(groups.dp_cp_size, 2, device=buffers.device)
-        self._own_R2[groups.dp_cp_rank] = 1
+        self._own_R2 = torch.zeros(groups.dp_cp.size, 2, device=buffers.device)
+        self._own_R2[groups.dp_cp.rank] = 1
 
     def add(self, output: HybridOutput) -> None:
         """Add the counts of a micro-batch."""

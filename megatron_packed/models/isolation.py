@@ -136,7 +136,7 @@ def check_isolation(
     ranks = tp.size * cp.size
     tune(requests, device)
     results = []
-    ep_size = 1 if groups is None else groups.ep_size
+    ep_size = 1 if groups is None else groups.ep.size
     for symbol, variant in _kinds_of_layers(model_config):
         heads = ranks * cp.overlap_parts
         small = small_config(symbol, model_config, heads, ep_size, variant=variant)

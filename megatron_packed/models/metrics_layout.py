@@ -66,7 +66,7 @@ class MetricsLayout:
         if model.config.moe_expert_capacity_factor is not None:
             counters["dropped_assignments"] = model.num_moe_layers
         if model.bounds_expert_buffers:
-            counters["expert_rows"] = 2 * groups.dp_cp_size
+            counters["expert_rows"] = 2 * groups.dp_cp.size
         return cls(groups.world_size, counters, model.config.mtp_depths)
 
     @cached_property

@@ -94,10 +94,10 @@ def _model(config: RunConfig, vocab_size: int) -> dict[str, Any]:
 def _layout(config: RunConfig, groups: ParallelGroups) -> dict[str, int]:
     return {
         "processes": groups.world_size,
-        "data_parallel": groups.dp_size,
-        "tensor_parallel": groups.tp_size,
-        "context_parallel": groups.cp_size,
-        "expert_parallel": groups.ep_size,
+        "data_parallel": groups.dp.size,
+        "tensor_parallel": groups.tp.size,
+        "context_parallel": groups.cp.size,
+        "expert_parallel": groups.ep.size,
         "tokens_per_pack": config.packing.tokens_per_pack,
         "packs_per_step": config.packs_per_step(),
         "seq_length": config.packing.seq_length,

@@ -259,8 +259,8 @@ class RunState:
         alike = [held.shard for held in owned if held.replicated and not held.expert]
         experts = [held.shard for held in owned if held.replicated and held.expert]
         # Each rank writes a part of the replicated shards, so that a save takes a fraction of the time.
-        shards = share_out(alike, groups.dp_cp_rank, groups.dp_cp_size)
-        shards += share_out(experts, groups.expert_dp_rank, groups.expert_dp_size)
+        shards = share_out(alike, groups.dp_cp.rank, groups.dp_cp.size)
+        shards += share_out(experts, groups.expert_dp.rank, groups.expert_dp.size)
         shards += [held.shard for held in owned if not held.replicated]
         rng = RngState.capture(self._device).tensors if options.save_rng else {}
         return shards + whole_tensors(
@@ -416,7 +416,7 @@ class RunState:
         groups = self.groups
         return {
             "world_size": groups.world_size,
-            "tp_size": groups.tp_size,
-            "cp_size": groups.cp_size,
+            "tp_size": groups.tp.size,
+            "cp_size": groups.cp.size,
             "sequence_parallel": int(self.model.tp.sequence_parallel),
         }

@@ -75,9 +75,9 @@ def ranks_of_norm(
     """
     ownership = buffers.ownership
     if ownership.size == 1 and ownership.experts is None:
-        return groups.tp_group, {}
+        return groups.tp.group, {}
     holders = {
-        part: groups.expert_dp_size if part.expert else groups.dp_cp_size
+        part: groups.expert_dp.size if part.expert else groups.dp_cp.size
         for part in buffers.layout.parts
     }
     return groups.world_group, {
@@ -117,7 +117,7 @@ def job_of_model(model: HybridModel, config: RunConfig, groups: ParallelGroups) 
         params_norm=config.logging.log_params_norm,
         count_zeros_of=elements_of(model) if config.logging.log_num_zeros_in_grad else None,
         spikes=SpikeDetector.from_config(
-            config.training, groups.device, groups.world_group if groups.tp_size > 1 else None
+            config.training, groups.device, groups.world_group if groups.tp.size > 1 else None
         ),
     )
     # The weights of a stage are gathered while the previous stages compute.

@@ -174,7 +174,7 @@ class Evaluations:
         # the hang detector would end the run.
         self.wait_for_device()
         sums_2 = torch.stack([step.validation_loss, step.validation_overflow.double()])
-        sums = all_reduce_sum(sums_2, self.groups.dp_cp_group).tolist()
+        sums = all_reduce_sum(sums_2, self.groups.dp_cp.group).tolist()
         # All ranks take the values of rank 0: they must agree on the best checkpoint and on the end.
         loss, overflow = all_gather_json(sums, self.groups)[0]
         return float(loss), float(overflow), targets

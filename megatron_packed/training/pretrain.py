@@ -275,9 +275,9 @@ def _build_model(launch: Launch, data: RunData) -> tuple[Job, RunState]:
     own_rows = config.parallel.sequence_parallel
     seed_all(
         config.training.seed,
-        groups.dp_rank,
-        cp_rank=groups.cp_rank,
-        tp_rank=groups.tp_rank if own_rows else 0,
+        groups.dp.rank,
+        cp_rank=groups.cp.rank,
+        tp_rank=groups.tp.rank if own_rows else 0,
     )
     job = build_job(config, groups, data.vocab_size)
     state = RunState(

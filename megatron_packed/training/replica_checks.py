@@ -153,8 +153,8 @@ class ReplicaCheck:
         expected = self._sums_of_rows()
         experts = self.buffers.layout.expert_numel // ROW
         if experts:
-            all_reduce_sum(expected[:experts], self.groups.expert_dp_group)
-        all_reduce_sum(expected[experts:], self.groups.dp_cp_group)
+            all_reduce_sum(expected[:experts], self.groups.expert_dp.group)
+        all_reduce_sum(expected[experts:], self.groups.dp_cp.group)
         reduce()
         wrong_rows = self._wrong_rows(expected, self._sums_of_rows())
         summed = {
@@ -287,7 +287,7 @@ class ReplicaCheck:
             torch.zeros_like(found[:, 0], dtype=torch.bool),
         )
         for bucket in self.buffers.layout.buckets:
-            ranks = self.groups.expert_dp_size if bucket.part.expert else self.groups.dp_cp_size
+            ranks = self.groups.expert_dp.size if bucket.part.expert else self.groups.dp_cp.size
             first, last = self.buffers.owned_span(bucket)
             rows = slice(first // ROW, last // ROW)
             (wanted, size), sums = expected[rows].unbind(1), found[rows, 0]
@@ -307,17 +307,17 @@ class ReplicaCheck:
 
     def _replicas(self, expert: bool) -> dist.ProcessGroup | None:
         """Return the group of ranks with the same parameters as this rank; None if there is none."""
-        return self.groups.expert_dp_group if expert else self.groups.dp_cp_group
+        return self.groups.expert_dp.group if expert else self.groups.dp_cp.group
 
     def _called(self, expert: bool, name: str) -> str:
         """Return ``name`` and the expert- and tensor-parallel rank, which tell shards apart."""
         groups, places = self.groups, []
-        if expert and groups.ep_size > 1:
-            places.append(f"expert-parallel rank {groups.ep_rank}")
+        if expert and groups.ep.size > 1:
+            places.append(f"expert-parallel rank {groups.ep.rank}")
         size, rank = (
-            (groups.expert_tp_size, groups.expert_tp_rank)
+            (groups.expert_tp.size, groups.expert_tp.rank)
             if expert
-            else (groups.tp_size, groups.tp_rank)
+            else (groups.tp.size, groups.tp.rank)
         )
         if size > 1:
             places.append(f"tensor-parallel rank {rank}")

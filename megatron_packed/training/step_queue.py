@@ -143,7 +143,7 @@ class StepQueue:
     def _micro_batches(self, number: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of a step."""
         micro_batches = self.load(self.train, number)
-        expected = self._plan.packs_of_step(number) // self.groups.dp_size
+        expected = self._plan.packs_of_step(number) // self.groups.dp.size
         # With fewer packs, this rank would enter a different collective than the other ranks.
         if len(micro_batches) != expected:
             raise DataError(

@@ -82,7 +82,7 @@ class StepResults:
         # Update the counts before the warnings, which include this step in their counts.
         count_incidents(progress, values, training)
         for sentence in sentences(
-            record.iteration, values, progress, training, self._groups.tp_cp_size
+            record.iteration, values, progress, training, self._groups.tp_cp.size
         ):
             self._console.warn(sentence)
         if record.lm_loss == 0 and not record.skipped:

@@ -399,7 +399,7 @@ class TrainStep:
         """Sum gradients and signs over ranks. See [Note: which ranks a sum goes over]."""
         with record_function("tp::reduce"):
             self._shared.sum()
-            all_reduce_sum(self._signs, self.groups.tp_group)
+            all_reduce_sum(self._signs, self.groups.tp.group)
 
     def _reduce_over_replicas(self) -> None:
         with record_function("dp::reduce"):

@@ -93,10 +93,10 @@ def test_steps_are_those_with_collectives(name: str, pools: WorkerPools) -> None
 
 def forward_and_backward(groups: ParallelGroups) -> dict[str, bool]:
     """Exchange messages of all sizes and layouts, forward and backward, both ways."""
-    assert groups.tp_group is not None
-    plain, symmetric = EqualExchange(groups.tp_group), EqualExchange(groups.tp_group)
-    symmetric.memory = SharedFileExchange(groups.tp_group, groups.device, PIECE_BYTES)
-    ranks, equal = groups.tp_size, {}
+    assert groups.tp.group is not None
+    plain, symmetric = EqualExchange(groups.tp.group), EqualExchange(groups.tp.group)
+    symmetric.memory = SharedFileExchange(groups.tp.group, groups.device, PIECE_BYTES)
+    ranks, equal = groups.tp.size, {}
     for number, (rows, dtype) in enumerate(
         [(0, torch.float32), (1, torch.bfloat16), (77, torch.float64), (1500, torch.float32)]
     ):

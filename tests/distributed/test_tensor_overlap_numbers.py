@@ -64,10 +64,10 @@ CASES: dict[str, tuple[TensorOverlap, dict[str, int]]] = {
 
 def tensor_parallel(groups: ParallelGroups, overlap: TensorOverlap, rows: int) -> TensorParallel:
     tp = TensorParallel.of(groups, sequence_parallel=True, overlap=overlap)
-    assert tp.products is not None and groups.tp_group is not None
+    assert tp.products is not None and groups.tp.group is not None
     if overlap.fuses:
         needed = workspace_bytes(rows, WIDTH, torch.float64)
-        tp.products.memory = BlockwiseMemory(groups.tp_group, needed)
+        tp.products.memory = BlockwiseMemory(groups.tp.group, needed)
     return tp
 
 
@@ -94,7 +94,7 @@ def run_layers(
     options: dict[str, Any] = {"bias": bias, "tp": tp, "device": "cpu", "dtype": torch.float64}
     column = ColumnParallelLinear(WIDTH, tp.shard(segment), **options)
     row = RowParallelLinear(tp.shard(segment, dim=1), WIDTH, **options)
-    generator = torch.Generator().manual_seed(groups.tp_rank)
+    generator = torch.Generator().manual_seed(groups.tp.rank)
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
@@ -346,8 +346,8 @@ def test_steps_are_those_without_overlap(way: Way, pools: WorkerPools) -> None:
 
 
 def connected_on_the_cpu(groups: ParallelGroups) -> object:
-    assert groups.tp_group is not None
-    return connect(groups.tp_group, groups, torch.bfloat16, 1024)
+    assert groups.tp.group is not None
+    return connect(groups.tp.group, groups, torch.bfloat16, 1024)
 
 
 def test_a_cpu_has_no_symmetric_memory(pools: WorkerPools) -> None:

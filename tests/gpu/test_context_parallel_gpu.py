@@ -88,7 +88,7 @@ def train(
         **SIZES,
     ).train()
     alignment = 1 if comm_type == "a2a" else 4
-    batch, group = pack(alignment), None if groups is None else groups.cp_group
+    batch, group = pack(alignment), None if groups is None else groups.cp.group
     output = model(batch)
     output.loss.backward()
     found = {"loss": all_reduce_sum(output.loss.detach().clone(), group)}

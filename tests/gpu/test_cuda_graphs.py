@@ -370,7 +370,7 @@ def test_borrowed_memory_is_the_same_bytes(dtype):
         whole[:, :1].expand(6, 10, 14),
     ]
     for view in views:
-        borrowed = backend.borrowed(view)
+        borrowed = backend.without_ownership(view)
         assert (borrowed.dtype, borrowed.shape, borrowed.stride()) == (
             view.dtype,
             view.shape,
@@ -378,7 +378,7 @@ def test_borrowed_memory_is_the_same_bytes(dtype):
         )
         assert view.numel() == 0 or borrowed.data_ptr() == view.data_ptr()
         assert torch.equal(borrowed, view)
-    target = backend.borrowed(whole[2:5, :, 3:9])
+    target = backend.without_ownership(whole[2:5, :, 3:9])
     target.fill_(1)
     assert (whole[2:5, :, 3:9] == 1).all() and not (whole[0] == 1).all()
 
@@ -392,7 +392,7 @@ def test_borrowing_does_not_own():
         blocks = [block for segment in torch.cuda.memory_snapshot() for block in segment["blocks"]]
         return (address, "active_allocated") in [(one["address"], one["state"]) for one in blocks]
 
-    borrowed = new_backend().borrowed(tensor)
+    borrowed = new_backend().without_ownership(tensor)
     assert is_allocated() and borrowed.data_ptr() == address
     del tensor
     assert not is_allocated() and borrowed.shape == (1 << 20,)

@@ -58,9 +58,9 @@ def compare(
     Rows of replayed steps travel by ``backend``, those of eager steps by NCCL.
     """
     configure_determinism()
-    model = MODEL if groups.ep_size > 1 else with_depths(MODEL)
+    model = MODEL if groups.ep.size > 1 else with_depths(MODEL)
     model = dataclasses.replace(model, moe_token_dispatcher_type=dispatcher)
-    layout = {"expert_model_parallel_size": groups.ep_size, "use_distributed_optimizer": True}
+    layout = {"expert_model_parallel_size": groups.ep.size, "use_distributed_optimizer": True}
     eager = build_job(config_of(model, **layout), groups, VOCAB)
     # With two ranks, this is the default of captured experts.
     bounded = dataclasses.replace(model, moe_expert_rank_capacity_factor="auto")
@@ -69,7 +69,7 @@ def compare(
         cuda_graph=CudaGraphConfig(cuda_graph_impl=impl),
     )
     job = build_job(config, groups, VOCAB)
-    assert groups.ep_size == 1 or (job.model.ep.exchange.memory is not None) == (backend != NCCL)
+    assert groups.ep.size == 1 or (job.model.ep.exchange.memory is not None) == (backend != NCCL)
     graphs = build_graphs(config, job, CAPTURE_SIZES, groups, print)
     assert graphs is not None
     bounds = ExpertBounds(job.step, groups, packs_per_step=PACKS, say=print)

@@ -66,7 +66,7 @@ def build(
         vocab_size=VOCAB,
         max_positions=TOKENS,
         groups=groups,
-        sequence_parallel=groups is not None and groups.tp_size > 1,
+        sequence_parallel=groups is not None and groups.tp.size > 1,
         device="cuda",
         dtype=torch.bfloat16,
     ).train()
@@ -86,7 +86,7 @@ def train(groups: ParallelGroups | None, changes: dict[str, Any]) -> dict[str, T
     """Return the loss of this rank's packs, and gradients summed over ranks with the same
     parameters.
     """
-    rank, ranks = (groups.dp_rank, groups.dp_size) if groups else (0, 1)
+    rank, ranks = (groups.dp.rank, groups.dp.size) if groups else (0, 1)
     model = build(groups, changes)
     shared = model.shared_gradients()
     loss, overflow = torch.zeros(2, device="cuda").unbind()
@@ -96,7 +96,7 @@ def train(groups: ParallelGroups | None, changes: dict[str, Any]) -> dict[str, T
         loss, overflow = loss + output.loss.detach(), overflow + output.expert_overflow
     shared.sum()
     found = {
-        "loss": all_reduce_sum(loss, groups.dp_cp_group if groups else None),
+        "loss": all_reduce_sum(loss, groups.dp_cp.group if groups else None),
         "overflow": overflow,
     }
     for name, part in model.sharded_parameters().items():
@@ -104,7 +104,7 @@ def train(groups: ParallelGroups | None, changes: dict[str, Any]) -> dict[str, T
         assert gradient is not None
         if groups is not None:
             gradient = all_reduce_sum(
-                gradient, groups.expert_dp_group if part.is_expert else groups.dp_cp_group
+                gradient, groups.expert_dp.group if part.is_expert else groups.dp_cp.group
             )
         whole = torch.zeros(part.global_shape, device="cuda")
         part.shard.place(gradient.float(), whole)

@@ -371,12 +371,12 @@ def compare(groups: ParallelGroups, options: dict[str, Any]) -> dict[str, Any]:
         differing = different(state_of(job), state_of(eager))
         steady = steps_of(groups, alignment, overflow=False)[:6]
         bad, before = steps_of(groups, alignment, overflow=False)[0], state_of(job)
-        if groups.dp_rank == groups.dp_size - 1:
+        if groups.dp.rank == groups.dp.size - 1:
             bad[1].scales[0] = float("nan")
         values = StepValues.from_list(job.step(bad, 1e-3).tolist())
         changed = different(state_of(job), before)
         spike = steps_of(groups, alignment, overflow=False)[1]
-        if groups.dp_rank == groups.dp_size - 1:
+        if groups.dp.rank == groups.dp.size - 1:
             spike[1].scales[0] *= 1000
         spikes = StepValues.from_list(job.step(spike, 1e-3).tolist()).spikes
         left_out = set(different(state_of(job), before)) <= {"spikes"}

@@ -72,7 +72,7 @@ def compare(groups: ParallelGroups, impl: str, backend: str = NCCL) -> dict[str,
     Heads of replayed steps travel by ``backend``, those of eager steps by NCCL.
     """
     configure_determinism()
-    layout: dict[str, Any] = {"context_parallel_size": groups.cp_size}
+    layout: dict[str, Any] = {"context_parallel_size": groups.cp.size}
     whole = build_job(config_of(LAYERS, **layout), groups, VOCAB)
     config = config_of(LAYERS, cp_comm_overlap_parts=PARTS, **layout)
     eager = build_job(config, groups, VOCAB)
@@ -82,7 +82,7 @@ def compare(groups: ParallelGroups, impl: str, backend: str = NCCL) -> dict[str,
         parallel=dataclasses.replace(config.parallel, all_to_all_backend=backend),
     )
     job = build_job(captured, groups, VOCAB)
-    assert groups.cp_size == 1 or (job.model.cp.exchange.memory is not None) == (backend != NCCL)
+    assert groups.cp.size == 1 or (job.model.cp.exchange.memory is not None) == (backend != NCCL)
     graphs = build_graphs(captured, job, CAPTURE_SIZES, groups, print)
     assert graphs is not None
     steps = steps_of(groups, 1, overflow=False)[:STEPS]

@@ -225,7 +225,7 @@ def train(
         state.load(CheckpointConfig(load=load))
     losses, states = [], []
     batches = [
-        case.micro_batches(step, alignment, groups.dp_size)[groups.dp_rank :: groups.dp_size]
+        case.micro_batches(step, alignment, groups.dp.size)[groups.dp.rank :: groups.dp.size]
         for step in steps
     ]
     with captured(case, job, groups, config, batches[0]) as bounds:

@@ -62,8 +62,8 @@ def steps_of(groups: ParallelGroups, alignment: int, *, overflow: bool) -> list[
         )
         scales = (main, 1 / PACKS, *depths)
         mine = []
-        for first in range(0, PACKS, groups.dp_size):
-            together = packs[first : first + groups.dp_size]
+        for first in range(0, PACKS, groups.dp.size):
+            together = packs[first : first + groups.dp.size]
             most = max(map(len, together))
             capture_size = CAPTURE_SIZES.smallest_for(most, T)
             room = (
@@ -73,7 +73,7 @@ def steps_of(groups: ParallelGroups, alignment: int, *, overflow: bool) -> list[
             )
             mine.append(
                 MicroBatch.build(
-                    together[groups.dp_rank], T, room[0], scales, room[1], alignment
+                    together[groups.dp.rank], T, room[0], scales, room[1], alignment
                 ).pin_memory()
             )
         steps.append(mine)

@@ -144,7 +144,7 @@ def batches(groups: ParallelGroups, alignment: int) -> list[list[MicroBatch]]:
     """Return steps of two pinned micro-batches, with documents padded to ``alignment``."""
     if alignment == 1:
         return host_batches(STEPS)
-    random = np.random.default_rng(groups.dp_rank)
+    random = np.random.default_rng(groups.dp.rank)
     return [
         [
             MicroBatch.build(

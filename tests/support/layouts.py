@@ -154,7 +154,7 @@ def scales_of(packs: list[list[int]]) -> tuple[float, ...]:
 
 
 def mine(groups: ParallelGroups, way: Way, step: int, count: int) -> list[MicroBatch]:
-    return packs_of(way, step, count)[groups.dp_rank :: groups.dp_size]
+    return packs_of(way, step, count)[groups.dp.rank :: groups.dp.size]
 
 
 def run_state(job: Job, groups: ParallelGroups, way: Way) -> RunState:

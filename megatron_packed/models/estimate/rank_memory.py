@@ -172,14 +172,14 @@ def communicators_of(groups: ParallelGroups) -> int:
     with groups that the forward and backward pass wait for.
     """
     passes = (
-        groups.tp_group,
-        groups.cp_group,
-        groups.tp_cp_group,
-        groups.ep_group,
-        groups.expert_tp_group,
-        groups.expert_tp_ep_group,
+        groups.tp.group,
+        groups.cp.group,
+        groups.tp_cp.group,
+        groups.ep.group,
+        groups.expert_tp.group,
+        groups.expert_tp_ep.group,
     )
-    gradients = (groups.dp_group, groups.dp_cp_group, groups.expert_dp_group)
+    gradients = (groups.dp.group, groups.dp_cp.group, groups.expert_dp.group)
     return sum(len({group for group in kind if group is not None}) for kind in (passes, gradients))
 
 

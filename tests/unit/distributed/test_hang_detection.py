@@ -59,7 +59,7 @@ def test_a_device_that_never_comes(asks: bool) -> None:
     assert is_lost_connection(error)
 
 
-def test_a_device_that_stands_still_behind_what_it_has_done() -> None:
+def test_a_device_that_stops_after_completed_events_is_a_hang() -> None:
     hangs, events = Hangs(), iter([Step(), Step(float("inf")), Step(float("inf"))])
     with HangDetector(PATIENCE, hangs, lambda: next(events)) as hang_detector:
         for _ in range(3):
@@ -99,7 +99,7 @@ def test_a_host_that_works() -> None:
     assert not hangs.errors
 
 
-def test_a_host_that_queues_work_while_the_device_is_far_behind() -> None:
+def test_a_host_that_queues_work_long_before_the_device_runs_it() -> None:
     hangs = Hangs()
     with HangDetector(PATIENCE, hangs, lambda: Step(float("inf"))) as hang_detector:
         begun = time.monotonic()
@@ -178,7 +178,7 @@ def test_a_long_queue_is_waited_for_with_signs_of_life() -> None:
     assert not hangs.errors
 
 
-def test_nothing_is_told_behind_the_end() -> None:
+def test_no_hang_is_reported_after_the_detector_is_closed() -> None:
     hangs = Hangs()
     with HangDetector(PATIENCE, hangs, lambda: Step(float("inf"))) as hang_detector:
         hang_detector.beat()

@@ -116,7 +116,7 @@ def operations(**asked) -> list[str]:
     return recorded.names
 
 
-def test_what_is_not_asked_for_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statistics_that_are_off_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     off, on = operations(), operations(params_norm=True, count_zeros_of=923)
     monkeypatch.setattr(Statistics, "before_update", lambda self: None)
     monkeypatch.setattr(Statistics, "after_update", lambda self: None)
