@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_packed.config.kinds import KINDS
+from megatron_packed.config.kinds.layer_kind import KINDS
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.memory import MODULES
 from megatron_packed.distributed.groups import ParallelGroups
