@@ -21,7 +21,7 @@ from megatron_packed.config.kernel_options import (
     not_fast,
     requires_fast_kernels,
 )
-from megatron_packed.config.kinds import KINDS
+from megatron_packed.config.kinds.layer_kind import KINDS
 from megatron_packed.config.optional_packages import is_installed, package_of_kernel
 from megatron_packed.config.run import RunConfig
 from megatron_packed.explain.op_requests import op_requests, served_by

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from megatron_packed.config.kinds import KINDS
+from megatron_packed.config.kinds.layer_kind import KINDS
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.memory import MODULES
 from megatron_packed.distributed.groups import ParallelGroups

@@ -16,7 +16,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from megatron_packed.config.kinds import KINDS
+from megatron_packed.config.kinds.layer_kind import KINDS
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.overlapped_collectives import Stage
 from megatron_packed.layers.build import Build

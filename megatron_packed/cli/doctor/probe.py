@@ -20,8 +20,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from megatron_packed.config.kinds import KINDS
 from megatron_packed.config.kinds.attention import SYMBOL as ATTENTION
+from megatron_packed.config.kinds.layer_kind import KINDS
 
 TOKENS = 512
 FLAGS = shlex.split("""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from megatron_packed.config.conditions import option_is_not
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.kinds import KINDS
+from megatron_packed.config.kinds.layer_kind import KINDS
 from megatron_packed.config.options import Related, option
 from megatron_packed.config.section import Section, Sound, section_fields
 from megatron_packed.config.sections.model import ModelConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import new_class
 from typing import TYPE_CHECKING
 
-from megatron_packed.config.kinds import KINDS
+from megatron_packed.config.kinds.layer_kind import KINDS
 from megatron_packed.config.section import part_of_sections
 
 if TYPE_CHECKING:

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from megatron_packed.config.conditions import Condition, option_given
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.kinds import KINDS
 from megatron_packed.config.kinds.attention import CORE_ATTENTION
-from megatron_packed.config.kinds.layer_kind import ACTIVATION, EVERYTHING, INPUT
+from megatron_packed.config.kinds.layer_kind import ACTIVATION, EVERYTHING, INPUT, KINDS
 from megatron_packed.config.options import Related, option
 from megatron_packed.config.section import Section, Sound
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.kinds import KINDS, LayerKind
+from megatron_packed.config.kinds.layer_kind import KINDS, LayerKind
 from megatron_packed.config.layer_pattern import pattern_problems
 from megatron_packed.config.options import option, required_option
 from megatron_packed.config.section import Sound, section_fields

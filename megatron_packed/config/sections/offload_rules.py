@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.kinds import KINDS
 from megatron_packed.config.kinds.attention import CORE_ATTENTION
+from megatron_packed.config.kinds.layer_kind import KINDS
 from megatron_packed.config.section import Sound
 from megatron_packed.config.sections.cuda_graph import LOCAL, CudaGraphConfig
 from megatron_packed.config.sections.memory import (

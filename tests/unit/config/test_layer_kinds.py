@@ -10,8 +10,7 @@ import pytest
 
 import megatron_packed
 from megatron_packed.config.errors import ConfigError
-from megatron_packed.config.kinds import KINDS
-from megatron_packed.config.kinds.layer_kind import RESERVED, LayerKind, LayerPart
+from megatron_packed.config.kinds.layer_kind import KINDS, RESERVED, LayerKind, LayerPart
 from megatron_packed.config.layer_pattern import DEPTH, REFUSED
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.config.run import every_field
