@@ -197,15 +197,15 @@ def package_of_kernel(op: str, backend: str) -> Package | None:
 
 def _numbers(version: str) -> tuple[int, ...]:
     """Return the leading numbers of a version, for example (2, 11, 0) for ``2.11.0a0+git``."""
-    found = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(map(int, found.group().split("."))) if found else ()
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(map(int, match.group().split("."))) if match else ()
 
 
 def old_package(name: str) -> tuple[str, str] | None:
     """Return a clause about an installed package that is older than its floor, and the command that
     helps; None if it is absent or new enough.
     """
-    package = next(one for one in PACKAGES if one.name == name)
+    package = next(package for package in PACKAGES if package.name == name)
     old = package.too_old()
     return (old, package.command) if old else None
 
@@ -221,11 +221,15 @@ def required_packages(*, any_version: bool = False) -> Iterator[None]:
         ModuleNotFoundError: another module is absent.
         SystemExit: a required package is absent or too old.
     """
-    old = [one for one in PACKAGES if one.required and not any_version and one.too_old()]
+    old = [
+        package
+        for package in PACKAGES
+        if package.required and not any_version and package.too_old()
+    ]
     if old:
-        wanted = " ".join(f"'{one.name}>={one.floor}'" for one in old)
+        wanted = " ".join(f"'{package.name}>={package.floor}'" for package in old)
         print(
-            f"{sys.executable} has {', and '.join(one.too_old() for one in old)}; "
+            f"{sys.executable} has {', and '.join(package.too_old() for package in old)}; "
             f"run pip install {wanted}.",
             file=sys.stderr,
         )
@@ -233,7 +237,10 @@ def required_packages(*, any_version: bool = False) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        package = next((one for one in PACKAGES if one.required and one.module == error.name), None)
+        package = next(
+            (package for package in PACKAGES if package.required and package.module == error.name),
+            None,
+        )
         if package is None:
             raise
         print(
@@ -250,9 +257,9 @@ def is_installed(module: str) -> bool:
     A directory without code, for example the directory in which W&B stores its files, is not a
     package.
     """
-    first, *rest = module.split(".")
+    first, *submodules = module.split(".")
     spec = importlib.util.find_spec(first)
-    for name in rest:
+    for name in submodules:
         if spec is None:
             return False
         spec = PathFinder.find_spec(name, spec.submodule_search_locations)
@@ -282,7 +289,8 @@ class Stranger:
         """
         away = f"pip uninstall -y {self.name}"
         package = next(
-            (one for one in PACKAGES if one.name == self.meant and not self.in_the_way), None
+            (package for package in PACKAGES if package.name == self.meant and not self.in_the_way),
+            None,
         )
         return away if package is None else f"{away} && {package.command}"
 
@@ -328,9 +336,9 @@ def version_of(name: str) -> str | None:
 
 def strangers() -> list[tuple[Stranger, str]]:
     """Return the installed unrelated packages with their versions."""
-    found = [(stranger, version_of(stranger.name)) for stranger in STRANGERS]
+    installed = [(stranger, version_of(stranger.name)) for stranger in STRANGERS]
     return [
-        (one, version)
-        for one, version in found
-        if version is not None and re.match(one.versions, version)
+        (candidate, version)
+        for candidate, version in installed
+        if version is not None and re.match(candidate.versions, version)
     ]

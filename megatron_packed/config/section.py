@@ -42,16 +42,16 @@ def section_fields(section: type[Section]) -> tuple[Field, ...]:
 
 def _read_fields(section: type[Section]) -> tuple[Field, ...]:
     hints = get_type_hints(section, include_extras=True)  # looks for none, which takes less time
-    found = []
-    for declared in fields(section):
-        described: Option = declared.metadata["option"]
-        kind = type_of(hints[declared.name])
-        if described.derived:
+    options = []
+    for dataclass_field in fields(section):
+        option: Option = dataclass_field.metadata["option"]
+        kind = type_of(hints[dataclass_field.name])
+        if option.derived:
             kind = OptionType(base=kind.base, optional=True, many=kind.many)
-        required = declared.default is MISSING
-        default = None if required else declared.default
-        found.append(Field(section.title, declared.name, kind, default, required, described))
-    return tuple(found)
+        required = dataclass_field.default is MISSING
+        default = None if required else dataclass_field.default
+        options.append(Field(section.title, dataclass_field.name, kind, default, required, option))
+    return tuple(options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +81,9 @@ class Section:
     described: ClassVar[tuple[Field, ...]] = ()
 
     def __post_init__(self) -> None:
-        found = problems_of(self)
-        if found:
-            raise ConfigError(found)
+        problems = problems_of(self)
+        if problems:
+            raise ConfigError(problems)
 
     def derive(self, sound: Sound) -> dict[str, Any]:
         """Return values for the derived fields whose source fields are ``sound``."""
@@ -116,8 +116,8 @@ def unchecked(section: type[SectionType], values: Mapping[str, Any]) -> SectionT
     collected.
     """
     made = object.__new__(section)
-    for described in section_fields(section):
-        object.__setattr__(made, described.name, values.get(described.name, described.default))
+    for field in section_fields(section):
+        object.__setattr__(made, field.name, values.get(field.name, field.default))
     return made
 
 
@@ -129,26 +129,26 @@ def problems_of(section: Section, unsound: set[str] | None = None) -> list[Probl
         section: changed in place: derived fields are set and lists become tuples.
         unsound: names of fields that are known to be wrong; wrong fields found now are added.
     """
-    wrong = set() if unsound is None else unsound
-    found = []
-    for described in section_fields(type(section)):
-        if described.name in wrong:
+    wrong_names = set() if unsound is None else unsound
+    all_problems = []
+    for field in section_fields(type(section)):
+        if field.name in wrong_names:
             continue
-        value, problems = check_value(described, getattr(section, described.name))
-        object.__setattr__(section, described.name, value)
+        value, problems = check_value(field, getattr(section, field.name))
+        object.__setattr__(section, field.name, value)
         if problems:
-            wrong.add(described.name)
-            found.extend(problems)
+            wrong_names.add(field.name)
+            all_problems.extend(problems)
 
     def sound(*names: str) -> bool:
-        return not wrong.intersection(names)
+        return not wrong_names.intersection(names)
 
     for name, value in section.derive(sound).items():
         if getattr(section, name) is None:
             object.__setattr__(section, name, value)
     # Rules cannot use a derived field whose value could not be derived.
-    for described in section_fields(type(section)):
-        if described.option.derived and getattr(section, described.name) is None:
-            wrong.add(described.name)
-    found.extend(section.rules(sound))
-    return found
+    for field in section_fields(type(section)):
+        if field.option.derived and getattr(section, field.name) is None:
+            wrong_names.add(field.name)
+    all_problems.extend(section.rules(sound))
+    return all_problems

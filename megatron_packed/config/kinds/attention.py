@@ -341,11 +341,15 @@ def kernel_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
     if not sound("training.attention_backend"):
         return
     training, parallel, width = run.training, run.parallel, run.model.kv_channels
-    known = (
+    uses_transformer_engine = (
         sound("training.transformer_impl", "model.kv_channels")
         and training.uses_transformer_engine_attention
     )
-    if known and width is not None and (width % 8 or width > TRANSFORMER_ENGINE_HEAD_LIMIT):
+    if (
+        uses_transformer_engine
+        and width is not None
+        and (width % 8 or width > TRANSFORMER_ENGINE_HEAD_LIMIT)
+    ):
         yield training.problem(
             "transformer_impl",
             "TransformerEngine's packed attention supports heads of a multiple of 8 up to "

@@ -288,9 +288,9 @@ class ExpertOptions(StackOptions, group=EXPERTS):
                 "has E layers, but experts with biases are not supported",
                 "add --disable-bias-linear",
             )
-        known = self.num_experts is not None and sound("num_experts", "moe_router_topk")
+        counts_sound = self.num_experts is not None and sound("num_experts", "moe_router_topk")
         softmax = self.moe_router_score_function == "softmax" and not self.moe_router_pre_softmax
-        if known and softmax and self.moe_router_topk == 1:
+        if counts_sound and softmax and self.moe_router_topk == 1:
             yield self.problem(
                 "moe_router_topk",
                 "the softmax over a single chosen expert is always 1, so the router would "

@@ -28,8 +28,8 @@ MAMBA_LAYERS = layers(SYMBOL)
 
 
 def _number_of_heads(model: MambaOptions) -> int | None:
-    heads, rest = divmod(2 * model.hidden_size, model.mamba_head_dim)
-    return None if rest else heads
+    heads, remainder = divmod(2 * model.hidden_size, model.mamba_head_dim)
+    return None if remainder else heads
 
 
 @part_of_sections(frozen=True, kw_only=True)

@@ -10,8 +10,8 @@ from megatron_packed.config.run import every_field
 def differences() -> list[tuple[str, str, str, str]]:
     """Return rows of (flag, Megatron-LM's behaviour, this project's behaviour, reason)."""
     rows = []
-    for described in every_field():
-        if described.option.megatron is not None:
-            theirs, why = described.option.megatron
-            rows.append((described.flag, theirs, default_text(described), why))
+    for field in every_field():
+        if field.option.megatron is not None:
+            theirs, why = field.option.megatron
+            rows.append((field.flag, theirs, default_text(field), why))
     return [*rows, *map(tuple, flag_rows("megatron/differences.json"))]

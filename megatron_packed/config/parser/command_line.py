@@ -54,11 +54,11 @@ def read_command_line(argv: Sequence[str], problems: list[Problem]) -> list[Occu
 
     The flags of a file named by ``@`` replace its name.
     """
-    found: list[tuple[Word, list[str]]] = []
+    flags: list[tuple[Word, list[str]]] = []
     for word in _expand(argv, COMMAND_LINE, (), problems, _Files()):
         if word.is_flag:
-            found.append((word, []))
-        elif not found:
+            flags.append((word, []))
+        elif not flags:
             problems.append(
                 Problem(
                     word.text,
@@ -68,8 +68,8 @@ def read_command_line(argv: Sequence[str], problems: list[Problem]) -> list[Occu
                 )
             )
         else:
-            found[-1][1].append(word.text)
-    return [_occurrence(flag, texts) for flag, texts in found]
+            flags[-1][1].append(word.text)
+    return [_occurrence(flag, texts) for flag, texts in flags]
 
 
 def _occurrence(flag: Word, texts: list[str]) -> Occurrence:
@@ -104,13 +104,13 @@ class _Files:
 
 
 def _expand(
-    words: Sequence[str],
+    argv: Sequence[str],
     source: str,
     within: tuple[str, ...],
     problems: list[Problem],
     files: _Files,
 ) -> Iterator[Word]:
-    for text in words:
+    for text in argv:
         if not text.startswith("@") or len(text) == 1:
             yield Word(text, source)
             continue

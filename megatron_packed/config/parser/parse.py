@@ -253,9 +253,9 @@ def _resolve(
     _derive_global_batch_size(run, max(world_size, 1), unsound)
     _derive_iterations(run, unsound)
     for name, section in sections.items():
-        wrong = {key.partition(".")[2] for key in unsound if key.startswith(name + ".")}
-        problems += problems_of(section, wrong)
-        unsound |= {f"{name}.{field}" for field in wrong}
+        wrong_fields = {key.partition(".")[2] for key in unsound if key.startswith(name + ".")}
+        problems += problems_of(section, wrong_fields)
+        unsound |= {f"{name}.{field}" for field in wrong_fields}
 
     def sound(*keys: str) -> bool:
         return not unsound.intersection(keys)
@@ -358,13 +358,13 @@ def _accepted(given: Given) -> dict[str, str]:
 
 
 def _taken_problems(given: Given, run: RunConfig) -> list[Problem]:
-    found = []
+    problems = []
     for flag, (texts, _) in given.taken.items():
         differs = TAKEN[flag].differs
         rule = differs(texts, run) if differs is not None else ""
         if rule:
-            found.append(Problem(flag, " ".join(texts), rule, "correct it, or leave it out"))
-    return found
+            problems.append(Problem(flag, " ".join(texts), rule, "correct it, or leave it out"))
+    return problems
 
 
 def _report(problems: Sequence[Problem], speaks: bool, environ: Mapping[str, str]) -> str:

@@ -132,7 +132,7 @@ def with_stored_cure(given: Given, problems: Sequence[Problem]) -> list[Problem]
     """Return problems in which a missing option that a checkpoint may contain has this cure, too."""
     if not _loads(given) or uses_checkpoint(given):
         return list(problems)
-    stored = {about.flag for about in every_field() if about.key in _expected()}
+    stored = {field.flag for field in every_field() if field.key in _expected()}
     cured = []
     for problem in problems:
         if problem.option in stored and not problem.value and problem.rule.startswith(MISSING):
@@ -157,14 +157,16 @@ def _precision_problem(given: Given, stored: Mapping[str, Mapping[str, Any]]) ->
 
     The load refuses it too, but only after the data was tokenised.
     """
-    then, now = stored["training"]["bf16"], bool(given.values.get(_BF16))
-    if then == now or _BF16 in given.unsound:
+    stored_bf16, run_bf16 = stored["training"]["bf16"], bool(given.values.get(_BF16))
+    if stored_bf16 == run_bf16 or _BF16 in given.unsound:
         return []
-    rule = (
-        f"is {'not ' * then}given, and the checkpoint was made {'with' if then else 'without'} it"
-    )
+    rule = f"is {'not ' * stored_bf16}given, and the checkpoint was made {'with' if stored_bf16 else 'without'} it"
     cure = "give it; a load does not change precisions"
-    return [Problem("--bf16", "", rule, cure if then else cure.replace("give it", "leave it out"))]
+    return [
+        Problem(
+            "--bf16", "", rule, cure if stored_bf16 else cure.replace("give it", "leave it out")
+        )
+    ]
 
 
 def _loads(given: Given) -> bool:
@@ -173,7 +175,7 @@ def _loads(given: Given) -> bool:
 
 def _expected() -> list[str]:
     """Return the keys of options that are not missing if the checkpoint cannot be read."""
-    return [*(about.key for about in section_fields(ModelConfig)), _LENGTH]
+    return [*(field.key for field in section_fields(ModelConfig)), _LENGTH]
 
 
 def _read(given: Given, read: ReadStored) -> Mapping[str, Mapping[str, Any]] | None:
@@ -186,19 +188,28 @@ def _read(given: Given, read: ReadStored) -> Mapping[str, Mapping[str, Any]] | N
         return None
 
 
-def _taken(given: Given, options: Iterator[tuple[Field, Any]], by: str = "") -> str:
+def _taken(given: Given, changes: Iterator[tuple[Field, Any]], by: str = "") -> str:
     """Set the options, and return the line that names those that change a value."""
-    taken = []
-    for about, then in options:
-        is_given, now = about.key in given.values, given.values.get(about.key, about.default)
-        then = tuple(then) if isinstance(then, list) else then
-        given.unsound.discard(about.key)
-        given.values[about.key], given.sources[about.key] = then, STORED
-        if then != now:
-            flag = f"{about.flag} {as_given(about, then)}" if then is None else as_flag(about, then)
-            instead = is_given and about.section == ModelConfig.title
-            taken.append(f"{flag} instead of {as_given(about, now)}" if instead else flag)
-    return f"options of the checkpoint{by}: {'; '.join(taken)}" if taken else ""
+    shown_flags = []
+    for field, stored_value in changes:
+        is_given, previous_value = (
+            field.key in given.values,
+            given.values.get(field.key, field.default),
+        )
+        stored_value = tuple(stored_value) if isinstance(stored_value, list) else stored_value
+        given.unsound.discard(field.key)
+        given.values[field.key], given.sources[field.key] = stored_value, STORED
+        if stored_value != previous_value:
+            flag = (
+                f"{field.flag} {as_given(field, stored_value)}"
+                if stored_value is None
+                else as_flag(field, stored_value)
+            )
+            instead = is_given and field.section == ModelConfig.title
+            shown_flags.append(
+                f"{flag} instead of {as_given(field, previous_value)}" if instead else flag
+            )
+    return f"options of the checkpoint{by}: {'; '.join(shown_flags)}" if shown_flags else ""
 
 
 def _replaced(
@@ -207,23 +218,23 @@ def _replaced(
     """Yield the options that `take_stored` takes from the checkpoint, with their stored values."""
     named = given.values.keys() | given.unsound
     takes_tokenizer = _takes_tokenizer(given, stored)
-    for about in every_field():
-        if about.name not in stored.get(about.section, {}):
+    for field in every_field():
+        if field.name not in stored.get(field.section, {}):
             continue
-        if about.section == ModelConfig.title:
-            takes = not about.option.training_only or about.key not in given.values
-        elif about.key in TOKENIZER_CHOICE:
-            takes = takes_tokenizer and about.key not in named
-        elif about.option.resume == "chat":
+        if field.section == ModelConfig.title:
+            takes = not field.option.training_only or field.key not in given.values
+        elif field.key in TOKENIZER_CHOICE:
+            takes = takes_tokenizer and field.key not in named
+        elif field.option.resume == "chat":
             # Without --sft, texts have no chat template.
-            applies = given.values.get("data.sft") or about.name == "special_tokens_in_text"
-            takes = bool(applies) and about.key not in named and not _other_form(about, named)
-        elif about.section == "training":
-            takes = not trains and about.name in PRECISION and about.key not in named
+            applies = given.values.get("data.sft") or field.name == "special_tokens_in_text"
+            takes = bool(applies) and field.key not in named and not _other_form(field, named)
+        elif field.section == "training":
+            takes = not trains and field.name in PRECISION and field.key not in named
         else:
-            takes = about.key == _LENGTH and about.key not in named
+            takes = field.key == _LENGTH and field.key not in named
         if takes:
-            yield about, stored[about.section][about.name]
+            yield field, stored[field.section][field.name]
 
 
 def _missing(given: Given, stored: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[Field, Any]]:
@@ -232,28 +243,28 @@ def _missing(given: Given, stored: Mapping[str, Mapping[str, Any]]) -> Iterator[
     takes_tokenizer = _takes_tokenizer(given, stored)
     overrides = given.values.get("checkpoint.use_checkpoint_args")
     trained = stored.get("data", {}).get("tokenizer_type") == TRAINED_BPE and takes_tokenizer
-    for about in every_field():
-        if about.name not in stored.get(about.section, {}) or not _infers(about.key):
+    for field in every_field():
+        if field.name not in stored.get(field.section, {}) or not _infers(field.key):
             continue
-        then = stored[about.section][about.name]
-        takes = about.key not in named
-        if about.section == ModelConfig.title:
-            takes |= bool(overrides) and not about.option.training_only
-        elif about.section == "data":
-            if about.key in TOKENIZER_CHOICE:
+        stored_value = stored[field.section][field.name]
+        takes = field.key not in named
+        if field.section == ModelConfig.title:
+            takes |= bool(overrides) and not field.option.training_only
+        elif field.section == "data":
+            if field.key in TOKENIZER_CHOICE:
                 takes &= takes_tokenizer
-            elif about.name in OF_TRAINED_BPE:
+            elif field.name in OF_TRAINED_BPE:
                 takes &= trained and named.isdisjoint(TRAINING_DATA)
-            takes &= not _other_form(about, named)
-        elif about.key == _LENGTH:
+            takes &= not _other_form(field, named)
+        elif field.key == _LENGTH:
             # A document may be longer than a pack has slots for one sample.
-            then = stored["packing"].get("max_document_length") or then
-        elif about.section != "training" or about.name not in (*PRECISION, "seed"):
+            stored_value = stored["packing"].get("max_document_length") or stored_value
+        elif field.section != "training" or field.name not in (*PRECISION, "seed"):
             continue
-        elif about.name == "transformer_impl" and given.values.get("training.device") == "cpu":
+        elif field.name == "transformer_impl" and given.values.get("training.device") == "cpu":
             continue  # TransformerEngine runs on GPUs only, and local layers compute the same
         if takes:
-            yield about, then
+            yield field, stored_value
 
 
 def _takes_tokenizer(given: Given, stored: Mapping[str, Mapping[str, Any]]) -> bool:
@@ -269,8 +280,8 @@ def _takes_tokenizer(given: Given, stored: Mapping[str, Mapping[str, Any]]) -> b
     return all(data.get(name) is not None for name in files)
 
 
-def _other_form(about: Field, named: Mapping[str, Any] | set[str]) -> bool:
+def _other_form(field: Field, named: Mapping[str, Any] | set[str]) -> bool:
     """Return whether the other one of two options that contradict each other is given."""
-    return about.name in _FORMS and any(
-        f"data.{name}" in named for name in _FORMS if name != about.name
+    return field.name in _FORMS and any(
+        f"data.{name}" in named for name in _FORMS if name != field.name
     )

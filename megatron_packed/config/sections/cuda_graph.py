@@ -138,11 +138,11 @@ class CudaGraphConfig(Section, title="cuda_graph"):
     def rules(self, sound: Sound) -> Iterator[Problem]:
         yield from super().rules(sound)
         if sound("cuda_graph_impl") and not self.enabled:
-            for described in section_fields(type(self))[1:]:
-                value = getattr(self, described.name)
-                if sound(described.name) and value != described.default:
+            for field in section_fields(type(self))[1:]:
+                value = getattr(self, field.name)
+                if sound(field.name) and value != field.default:
                     yield self.problem(
-                        described.name,
+                        field.name,
                         "has no effect with --cuda-graph-impl none",
                         "give --cuda-graph-impl local, or leave it out",
                     )

@@ -249,9 +249,9 @@ class OptimizerConfig(Section, title="optim"):
 
     def rules(self, sound: Sound) -> Iterator[Problem]:
         yield from super().rules(sound)
-        known = sound("lr_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
+        lengths_sound = sound("lr_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
         if (
-            known
+            lengths_sound
             and self.lr_decay_style == "WSD"
             and not (self.lr_wsd_decay_iters or self.lr_wsd_decay_samples)
         ):

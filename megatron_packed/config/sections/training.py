@@ -312,8 +312,8 @@ class TrainingConfig(KindKernels, title="training"):
     def backends(self) -> dict[str, str]:
         """Requested backend of each op, and the implementation of the layers."""
         ops = {op: name for kind in KINDS.values() for op, name in kind.backends.items()}
-        asked = {op: getattr(self, name) for op, name in ops.items()}
-        return {"transformer_impl": self.transformer_impl, **asked}
+        requested = {op: getattr(self, name) for op, name in ops.items()}
+        return {"transformer_impl": self.transformer_impl, **requested}
 
     @property
     def uses_transformer_engine_attention(self) -> bool:
