@@ -1,4 +1,3 @@
-# mypy: implicit-reexport
 """Sections: dataclasses that hold options, and the check of a whole section."""
 
 from __future__ import annotations
@@ -6,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from dataclasses import Field as DataclassField
-from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_type_hints
 
@@ -16,14 +14,17 @@ from megatron_packed.config.options import Field, Option, OptionType, type_of
 from megatron_packed.config.relations import Relations
 from megatron_packed.config.value_checks import check_value
 
+if TYPE_CHECKING:
+    from typing_extensions import dataclass_transform
+else:
+
+    def dataclass_transform(**_: bool) -> Callable[[type], type]:
+        return lambda decorated: decorated
+
+
 SectionType = TypeVar("SectionType", bound="Section")
 KERNELS = "kernels"
 """Heading of the options that choose kernels."""
-if TYPE_CHECKING:
-    from dataclasses import dataclass as part_of_sections
-else:
-    # A class that is only a base of sections needs no methods; each costs time at every start.
-    part_of_sections = partial(dataclass, init=False, repr=False, eq=False)
 Sound = Callable[..., bool]
 """Function that tells a rule which fields it may use: ``sound("a", "b")`` is True if no problem was
 found so far with the fields a and b. Rules between sections pass keys such as
@@ -54,20 +55,22 @@ def _read_fields(section: type[Section]) -> tuple[Field, ...]:
     return tuple(options)
 
 
+@dataclass_transform(kw_only_default=True, frozen_default=True)
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """Group of options. Its constructor checks all fields and raises ``ConfigError`` with all
-    problems.
+    """Group of options. Classes that derive from it are dataclasses.
 
+    Their constructor checks all fields and raises ``ConfigError`` with all problems.
     A field with a ``derived`` option may be given as None; it then holds the derived value.
     """
 
     def __init_subclass__(
         cls, *, title: str = "", group: str = "", only_if: Condition | tuple[Condition, ...] = ()
     ) -> None:
-        """Set the title of a section, and what all options that the class declares have in common.
+        """Make the class a dataclass, and set what all options that it declares have in common.
 
         Args:
+            title: name of a complete section; empty for a base of sections.
             group: heading in the help.
             only_if: conditions before those of each option.
         """
@@ -76,6 +79,9 @@ class Section:
             if isinstance(declared, DataclassField):
                 shared = declared.metadata["option"].with_common(group, only_if)
                 declared.metadata = MappingProxyType({"option": shared})
+        # A base of sections needs no methods; each costs time at every start.
+        whole = bool(title)
+        dataclass(frozen=True, kw_only=True, init=whole, repr=whole, eq=whole)(cls)
 
     title: ClassVar[str] = ""
     described: ClassVar[tuple[Field, ...]] = ()

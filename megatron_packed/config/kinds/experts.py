@@ -9,7 +9,7 @@ from megatron_packed.config.conditions import EXPERT_LAYERS, Condition, option_g
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.kinds.layer_kind import ACTIVATION, LayerKind, LayerPart, Shared
 from megatron_packed.config.options import Related, derived_option, option
-from megatron_packed.config.section import Sound, part_of_sections
+from megatron_packed.config.section import Sound
 from megatron_packed.config.sections.model_parts.divisors import divisors
 from megatron_packed.config.sections.model_parts.stack import StackOptions
 
@@ -34,7 +34,6 @@ SAME_TOKENS = Condition(
 )
 
 
-@part_of_sections(frozen=True, kw_only=True)
 class ExpertOptions(StackOptions, group=EXPERTS):
     """Experts, router and dispatcher of ``E`` layers."""
 

@@ -6,7 +6,6 @@ from types import new_class
 from typing import TYPE_CHECKING
 
 from megatron_packed.config.kinds import KINDS
-from megatron_packed.config.section import part_of_sections
 
 if TYPE_CHECKING:
     # The bases for type checkers. Another kind is found without an entry here.
@@ -43,8 +42,7 @@ else:
                         f"{kind_class.__name__} and {owners[name].__name__} both have {name}"
                     )
         # Dataclass fields follow the bases from right to left.
-        joined = new_class(section, tuple(reversed(bases)))
-        return part_of_sections(frozen=True, kw_only=True)(joined)
+        return new_class(section, tuple(reversed(bases)))
 
     KindModelOptions, KindKernels = _joined("model"), _joined("training")
     KindCommunication = _joined("parallel")

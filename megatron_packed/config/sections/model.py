@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Literal
 
 from megatron_packed.config.errors import Problem
@@ -19,7 +18,6 @@ from megatron_packed.config.sections.model_parts.stack import STACK
 OUTPUT = "embedding and output"
 
 
-@dataclass(frozen=True, kw_only=True)
 class ModelConfig(  # dataclass fields follow the bases from right to left
     MultiTokenOptions,
     MultiplierOptions,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_packed.config.conditions import TRAINS, Condition, option_is, option_is_not
@@ -50,7 +49,6 @@ CONSTANT_WEIGHT_DECAY = Condition(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Section, title="optim"):
     """Options of AdamW with fp32 masters and of the learning-rate schedule. Rules that need
     the length of the run are in ``cross_rules.py``.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import gcd, lcm
 from typing import NamedTuple
 
@@ -52,7 +51,6 @@ GATHERS_DURING_STEPS = Condition(
 SEVERAL_PROCESSES = Condition("the run has one process", lambda run, processes: processes != 1)
 
 
-@dataclass(frozen=True, kw_only=True)
 class ParallelConfig(  # dataclass fields follow the bases from right to left
     KindCommunication, TensorOverlapOptions, AllToAllOptions, title="parallel"
 ):

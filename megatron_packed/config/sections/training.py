@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_packed.config.conditions import (
@@ -57,7 +56,6 @@ PARTIAL_EVALUATIONS = Condition(
 VALIDATIONS = Condition("the run has no validations", lambda run, processes: run.validates)
 
 
-@dataclass(frozen=True, kw_only=True)
 class TrainingConfig(KindKernels, title="training"):
     """Options of the training loop, its precision and its kernels."""
 

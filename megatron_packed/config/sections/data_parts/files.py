@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -75,7 +74,6 @@ VALIDATION_STEPS = Condition(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
 class FileOptions(Section, group="files"):
     """Files of training, validation and test documents, and their division."""
 
