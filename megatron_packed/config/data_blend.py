@@ -24,7 +24,7 @@ class BlendedPaths:
     """
 
     @classmethod
-    def of(cls, arguments: tuple[str, ...]) -> BlendedPaths:
+    def from_arguments(cls, arguments: tuple[str, ...]) -> BlendedPaths:
         """Return the paths and weights that the words of a data path give.
 
         If `blend_fault` finds the words wrong, the paths are returned without weights. Weights of

@@ -57,7 +57,7 @@ class DataFields:
     """``(target, path)`` of each target, in the order of `TARGETS`."""
 
     @classmethod
-    def of(cls, pairs: Iterable[tuple[str, str]]) -> DataFields | None:
+    def from_pairs(cls, pairs: Iterable[tuple[str, str]]) -> DataFields | None:
         """Return the fields of pairs without a `pairs_fault`; None for no pair."""
         paths = dict(pairs)
         ordered = tuple((target, paths[target]) for target in TARGETS if target in paths)
@@ -121,7 +121,7 @@ def fields_from(mapping: Mapping[str, str] | None) -> DataFields | None:
         )
     if fault := pairs_fault(list(mapping.items())):
         raise ValueError(f"data_fields {dict(mapping)}: {fault.rule}; {fault.cure}.")
-    return DataFields.of(mapping.items())
+    return DataFields.from_pairs(mapping.items())
 
 
 def pairs_fault(pairs: list[tuple[str, str]]) -> Fault | None:

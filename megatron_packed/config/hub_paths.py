@@ -8,6 +8,7 @@ import shlex
 from typing import NamedTuple
 
 from megatron_packed.config.data_files import is_data_name
+from megatron_packed.config.errors import Fault
 from megatron_packed.config.optional_packages import is_installed
 
 DATASET, MODEL = "dataset", "model"
@@ -71,7 +72,7 @@ def parse_hub_path(path: str) -> HubPath | None:
     return HubPath(kind, match["name"], match["revision"], inside)
 
 
-def hub_problem(path: str, kind: str) -> tuple[str, str] | None:
+def hub_problem(path: str, kind: str) -> Fault | None:
     """Check an ``hf://`` path of the given kind, without network; return (rule, cure) or None."""
     parsed = parse_hub_path(path)
     if parsed is None or parsed.kind != kind:

@@ -37,7 +37,7 @@ def sentence(idle: Mapping[str, str], run: RunConfig) -> str:
     groups: dict[str, list[str]] = {}
     for field in every_field():
         if field.key in idle:
-            value = getattr(getattr(run, field.section), field.name)
+            value = run.value_of(field)
             groups.setdefault(idle[field.key], []).append(shown_flag(field, value))
     clauses = [f"{', '.join(flags)} ({reason})" for reason, flags in groups.items()]
     return f"no effect in this run: {'; '.join(clauses)}" if clauses else ""
@@ -53,7 +53,7 @@ def shown_flag(field: Field, value: Any) -> str:
 def _asked(run: RunConfig, field: Field) -> bool:
     if not run.is_given(field.key):
         return False
-    value, default = getattr(getattr(run, field.section), field.name), field.default
+    value, default = run.value_of(field), field.default
     if value in (None, (), "none", "auto") or (value == 0 and field.option.zero_is_off):
         return False
     if field.kind.base is bool:

@@ -50,7 +50,7 @@ def packs_as_stored(config: RunConfig, stored: Stored) -> tuple[RunConfig, list[
         stored_value = full.get(field.section, {}).get(field.name)
         if field.key in keys and stored_value not in (
             None,
-            getattr(getattr(config, field.section), field.name),
+            config.value_of(field),
         ):
             changes.setdefault(field.section, {})[field.name] = stored_value
             flags.append(as_flag(field, stored_value))

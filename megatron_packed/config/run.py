@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import chain
 from pathlib import PurePath
 from typing import Any
 
@@ -53,9 +54,7 @@ _parse = lazy_function("megatron_packed.config.parser.parse", "parse")
 @cache
 def every_field() -> tuple[Field, ...]:
     """Return all options in the order of the sections."""
-    return tuple(
-        described for section in SECTIONS.values() for described in section_fields(section)
-    )
+    return tuple(chain.from_iterable(map(section_fields, SECTIONS.values())))
 
 
 def keys_deciding(*subjects: Decided) -> tuple[str, ...]:
@@ -130,6 +129,10 @@ class RunConfig:
         """
         origin = "flag" if self.origins is None else self.origins[key]
         return origin != "default" and not origin.startswith("derived: ")
+
+    def value_of(self, field: Field) -> Any:
+        """Return the value of an option."""
+        return getattr(getattr(self, field.section), field.name)
 
     @property
     def max_positions(self) -> int:

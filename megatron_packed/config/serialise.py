@@ -54,9 +54,7 @@ def given_flags(config: RunConfig) -> list[str]:
     """
     if config.origins is None:
         return [flag for name in SECTIONS for flag in as_flags(getattr(config, name))]
-    values = (
-        (field, getattr(getattr(config, field.section), field.name)) for field in every_field()
-    )
+    values = ((field, config.value_of(field)) for field in every_field())
     return [
         as_flag(field, v) for field, v in values if config.is_given(field.key) and v is not None
     ]

@@ -121,7 +121,7 @@ def line_outcome(arguments: Sequence[str], world_size: int | None = None) -> Lin
     occurrences = read_command_line(arguments, problems)
     accepted: dict[str, str] = {}
     try:
-        accepted = dict(parse_with_sources(arguments, world_size, here=False).always)
+        accepted = dict(parse_with_sources(arguments, world_size, on_this_machine=False).always)
     except ConfigError as error:
         problems += error.problems
     by_option: dict[str, Problem] = {}
@@ -135,8 +135,6 @@ def line_outcome(arguments: Sequence[str], world_size: int | None = None) -> Lin
 
 def _use(occurrence: Occurrence, problems: dict[str, Problem], accepted: dict[str, str]) -> Use:
     flag, texts = occurrence.flag, occurrence.texts
-    if occurrence.attached is not None:
-        texts = (occurrence.attached, *texts)
     if flag in META_FLAGS or flag == "-h":
         return Use(flag, texts, FlagOutcome.REFUSED, "is no flag of Megatron-LM; leave it out")
     problem = next((problems[name] for name in _names(flag) if name in problems), None)

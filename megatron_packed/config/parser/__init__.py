@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from megatron_packed.config.parser.flag_registry import spellings as spellings
     from megatron_packed.config.parser.parse import parse_or_exit as parse_or_exit
     from megatron_packed.config.parser.parse import parse_with_sources as parse_with_sources
-    from megatron_packed.config.parser.precedence import Given as Given
+    from megatron_packed.config.parser.precedence import GivenOptions as GivenOptions
     from megatron_packed.config.parser.precedence import gather as gather
     from megatron_packed.config.parser.print_config import config_yaml as config_yaml
 else:
@@ -25,7 +25,7 @@ else:
             "config_file": ["read_config_file"],
             "flag_registry": ["known_flags", "spellings"],
             "parse": ["parse_or_exit", "parse_with_sources"],
-            "precedence": ["Given", "gather"],
+            "precedence": ["GivenOptions", "gather"],
             "print_config": ["config_yaml"],
         },
     )

@@ -37,15 +37,10 @@ class Word:
 
 @dataclass(frozen=True)
 class Occurrence:
-    """Flag with the words that follow it, up to the next flag.
-
-    Args:
-        attached: the text after ``=``; None without ``=``.
-    """
+    """Flag with its values: the text after ``=``, and the words up to the next flag."""
 
     flag: str
     texts: tuple[str, ...]
-    attached: str | None
     source: str
 
 
@@ -74,7 +69,7 @@ def read_command_line(argv: Sequence[str], problems: list[Problem]) -> list[Occu
 
 def _occurrence(flag: Word, texts: list[str]) -> Occurrence:
     name, equals, attached = flag.text.partition("=")
-    return Occurrence(name, tuple(texts), attached if equals else None, flag.source)
+    return Occurrence(name, (attached, *texts) if equals else tuple(texts), flag.source)
 
 
 class _Files:

@@ -34,7 +34,7 @@ def _lines(config: RunConfig, sources: Mapping[str, str], idle: Mapping[str, str
     for name, section in SECTIONS.items():
         yield f"{name}:"
         for field in section_fields(section):
-            value = getattr(getattr(config, name), field.name)
+            value = config.value_of(field)
             origin = _origin(field, sources)
             if value == () and field.option.empty_word:
                 origin += f" ({field.option.empty_word})"

@@ -13,11 +13,11 @@ _WHOLE = re.compile(r"[+-]?[0-9]+")
 
 
 class WrongValueError(Exception):
-    """Error for a text that is not a valid value of the option; holds the problem."""
+    """Error for a text that is not a valid value of the option; see `Problem` for the arguments."""
 
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(str(problem))
-        self.problem = problem
+    def __init__(self, option: str, value: str, rule: str, cure: str) -> None:
+        self.problem = Problem(option, value, rule, cure)
+        super().__init__(str(self.problem))
 
 
 def from_text(field: Field, text: str) -> Any:
@@ -35,7 +35,7 @@ def from_text(field: Field, text: str) -> Any:
             # of bounds.
             return int(text) if len(text) < 4000 else 10**30
         cure = _whole_cure(field, text)
-        raise WrongValueError(Problem(field.flag, repr(text), "must be a whole number", cure))
+        raise WrongValueError(field.flag, repr(text), "must be a whole number", cure)
     if base is float:
         try:
             return float(text)
@@ -44,7 +44,7 @@ def from_text(field: Field, text: str) -> Any:
             example = word or field.default or 0.001
             cure = f"give {field.flag} {placeholder(field)}, for example {example}"
             rule = f"must be a number or {word}" if word else "must be a number"
-            raise WrongValueError(Problem(field.flag, repr(text), rule, cure)) from None
+            raise WrongValueError(field.flag, repr(text), rule, cure) from None
     return text
 
 
@@ -61,7 +61,7 @@ def from_yaml(field: Field, value: Any) -> Any:
         if kind.optional:
             return None
         cure = "remove the key, or give a value"
-        raise WrongValueError(Problem(field.flag, "null", f"must be {kind.word}", cure))
+        raise WrongValueError(field.flag, "null", f"must be {kind.word}", cure)
     if kind.many:
         if value == field.option.empty_word != "":
             return ()
@@ -76,10 +76,10 @@ def _one_from_yaml(field: Field, value: Any) -> Any:
         return from_text(field, value)
     if base is str and not isinstance(value, str):
         rule = f"must be text, but is read as {type(value).__name__}"
-        raise WrongValueError(Problem(field.flag, repr(value), rule, "put it into quotes"))
+        raise WrongValueError(field.flag, repr(value), rule, "put it into quotes")
     if base is bool and not isinstance(value, bool):
         raise WrongValueError(
-            Problem(field.flag, repr(value), "must be true or false", "write true or false")
+            field.flag, repr(value), "must be true or false", "write true or false"
         )
     return value
 
