@@ -270,7 +270,7 @@ def _from_megatron(arguments: argparse.Namespace, run_flags: Sequence[str]) -> N
     assert step != "best"
     if run_flags:
         words = without_data(["--seq-length", "2", *run_flags], uses=("model",))
-        model = parse_or_exit(words, launched=False, here=False).model
+        model = parse_or_exit(words, launched=False, on_this_machine=False).model
     root = Path(arguments.save).absolute()
     with ProgressBar("converting", 1) as bar:
         done = from_megatron(

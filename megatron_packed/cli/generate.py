@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     config = parse_or_exit(
         run_flags,
         launched=False,
-        here=False,
+        on_this_machine=False,
         read_stored=_stored,
         infers=True,
         shows_taken=arguments.verbose,

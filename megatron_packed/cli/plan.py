@@ -106,7 +106,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
         without_data(run_flags, uses=("model",)),
         launched=False,
         world_size=arguments.world_size,
-        here=False,
+        on_this_machine=False,
         read_stored=stored_options,
     )
     world_size = arguments.world_size or fewest_processes(config.parallel)

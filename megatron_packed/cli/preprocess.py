@@ -119,7 +119,7 @@ def _check_fields(words: Sequence[str], keys: Sequence[str] | None) -> None:
         UsageError: the fields are those of prompts and answers, or ``--json-keys`` is given, too.
     """
     pairs = pairs_of(words)
-    fields = None if pairs_fault(pairs) else DataFields.of(pairs)
+    fields = None if pairs_fault(pairs) else DataFields.from_pairs(pairs)
     if fields is not None and (keys or not fields.trains_text):
         raise UsageError(
             f"--data-fields {fields}: preprocess writes text; give --data-fields text=FIELD without --json-keys, or "

@@ -28,7 +28,7 @@ from megatron_packed.cli.tune_costs import costs_of
 from megatron_packed.cli.tune_report import TuneReport
 from megatron_packed.config.environment_variables import apply_environment
 from megatron_packed.config.parser.parse import parse_or_exit
-from megatron_packed.config.parser.precedence import Given, gather
+from megatron_packed.config.parser.precedence import GivenOptions, gather
 from megatron_packed.config.parser.stored_options import uses_checkpoint
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
@@ -153,7 +153,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     return 0
 
 
-def _has_model(given: Given) -> bool:
+def _has_model(given: GivenOptions) -> bool:
     """Return whether flags of the run, or a checkpoint that they name, describe the model."""
     return "model.hybrid_layer_pattern" in given.values or uses_checkpoint(given)
 
@@ -250,15 +250,15 @@ def _packed(
         raise UsageError(
             "--measure needs the flags of the model: --hybrid-layer-pattern and its sizes."
         )
-    here = arguments.lengths is None
-    if not here and not set(TRAINING_DATA) & set(given):
+    on_this_machine = arguments.lengths is None
+    if not on_this_machine and not set(TRAINING_DATA) & set(given):
         flags += NO_DATA
     typed = {} if arguments.data is None else {"--data-path": "--data"}
     config = parse_or_exit(
         with_unused_flags(flags),
         launched=False,
         world_size=arguments.world_size,
-        here=here,
+        on_this_machine=on_this_machine,
         typed=typed,
         read_stored=stored_options,
     )
@@ -267,7 +267,7 @@ def _packed(
     from megatron_packed.data.packing.packer import METHODS, Packer
     from megatron_packed.data.packing.sizing import Packing, packings_of
 
-    if here:
+    if on_this_machine:
         lengths, pieces, cut = _tokenized(config)
     else:
         lengths = read_numbers("--lengths", arguments.lengths)

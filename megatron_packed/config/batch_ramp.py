@@ -70,7 +70,7 @@ class BatchRamp:
             Steps 0 to 2 take 2 packs, steps 3 and 4 take 4, and later steps take 6.
         """
         increments = (self.full - self.start) // self.increment
-        found = []
+        stages = []
         while True:
             grown = (
                 min(samples * increments // self.samples, increments)
@@ -78,9 +78,9 @@ class BatchRamp:
                 else increments
             )
             packs = (self.start + grown * self.increment) // self.micro
-            found.append(BatchStage(step, pack, packs))
+            stages.append(BatchStage(step, pack, packs))
             if grown == increments:
-                return found
+                return stages
             # The stage ends with the first step that reaches the next increment.
             end = -(-(grown + 1) * self.samples // increments)
             steps = -(-(end - samples) // (packs * self.micro))

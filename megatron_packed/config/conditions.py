@@ -37,8 +37,8 @@ def option_given(key: str, value: str = "") -> Condition:
     """
 
     def holds(run: RunConfig, processes: int) -> bool:
-        given = _value(run, key)
-        return given == value if value else given not in (None, False)
+        option_value = _value(run, key)
+        return option_value == value if value else option_value not in (None, False)
 
     return Condition(" ".join(filter(None, (flag_of(key), value, "is not given"))), holds)
 

@@ -55,13 +55,13 @@ def _padding_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
     vocabulary is known after the tokenizer is read.
     """
     model = run.model
-    known = sound(
+    are_sound = sound(
         "data.padded_vocab_size",
         "model.vocab_size",
         "model.make_vocab_size_divisible_by",
         "parallel.tensor_model_parallel_size",
     )
-    if known and model.vocab_size and (problem := run.padding_problem(model.vocab_size)):
+    if are_sound and model.vocab_size and (problem := run.padding_problem(model.vocab_size)):
         yield run.data.problem("padded_vocab_size", *problem)
 
 
@@ -69,12 +69,16 @@ def _document_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
     """Yield problems of the longest document with the model's positions or the kind of data."""
     model, packing, data = run.model, run.packing, run.data
     if sound("model.max_position_embeddings", "packing.seq_length", "packing.max_document_length"):
-        given, longest = model.max_position_embeddings, packing.max_document_length
-        if given is not None and given < longest and model.position_embedding_type == "rope":
+        positions, longest = model.max_position_embeddings, packing.max_document_length
+        if (
+            positions is not None
+            and positions < longest
+            and model.position_embedding_type == "rope"
+        ):
             yield model.problem(
                 "max_position_embeddings",
                 f"is less than the longest document of a pack (--max-document-length {longest})",
-                f"raise it, leave it out, or give --max-document-length {given}",
+                f"raise it, leave it out, or give --max-document-length {positions}",
             )
     if sound("packing.overlong_policy", "data.sft") and run.shorten_to is not None and not data.sft:
         yield Problem(
@@ -158,8 +162,8 @@ def _set_name_rules(run: RunConfig) -> Iterator[Problem]:
     """Yield a problem unless the names of validation sets are distinct, one for each path."""
     names, sets = run.training.validation_set_names, len(run.data.validation_paths)
     given, flag = " ".join(names), "--validation-set-names"
-    wrong = len(names) != sets or len({*names, ""}) <= sets
-    if names and run.training.multiple_validation_sets and run.data.has_validation and wrong:
+    mismatched = len(names) != sets or len({*names, ""}) <= sets
+    if names and run.training.multiple_validation_sets and run.data.has_validation and mismatched:
         yield Problem(
             flag,
             given,

@@ -24,7 +24,7 @@ class BlendedPaths:
     """
 
     @classmethod
-    def of(cls, words: tuple[str, ...]) -> BlendedPaths:
+    def from_arguments(cls, arguments: tuple[str, ...]) -> BlendedPaths:
         """Return the paths and weights that the words of a data path give.
 
         If `blend_fault` finds the words wrong, the paths are returned without weights. Weights of
@@ -34,38 +34,38 @@ class BlendedPaths:
             ``3 a 1 b`` gives a and b with weights 3/4 and 1/4, and so does ``1 a 1 b 2 a``; ``a b``
             has no weights.
         """
-        numbers = [_number(word) for word in words]
+        numbers = [_number(word) for word in arguments]
         weights = [number for number in numbers[::2] if number is not None and number > 0]
-        if len(words) < 2 or not _spells_number(words[0]):
-            return cls(words, None)
-        if blend_fault(words):
-            return cls(tuple(word for word in words if not _spells_number(word)), None)
+        if len(arguments) < 2 or not _spells_number(arguments[0]):
+            return cls(arguments, None)
+        if blend_fault(arguments):
+            return cls(tuple(word for word in arguments if not _spells_number(word)), None)
         total = sum(weights, Fraction(0))
-        shares = dict.fromkeys(words[1::2], Fraction(0))
-        for path, weight in zip(words[1::2], weights):
+        shares = dict.fromkeys(arguments[1::2], Fraction(0))
+        for path, weight in zip(arguments[1::2], weights):
             shares[path] += weight / total
         return cls(tuple(shares), tuple(shares.values()))
 
 
-def blend_fault(words: tuple[str, ...]) -> str:
+def blend_fault(arguments: tuple[str, ...]) -> str:
     """Return the problem of the weights of a data path; empty if they are right."""
-    if len(words) < 2 or not _spells_number(words[0]):
+    if len(arguments) < 2 or not _spells_number(arguments[0]):
         return ""
-    large = [word for word in words[::2] if _spells_number(word) and _number(word) is None]
+    large = [word for word in arguments[::2] if _spells_number(word) and _number(word) is None]
     if large:
         return (
             f"the weight {large[0][:80]} must be a number below {_LARGEST:g} of at most "
             f"{_MOST_CHARACTERS} characters (only the ratios of weights count)"
         )
-    weights = [_number(word) for word in words[::2]]
-    if len(words) % 2 or None in weights:
+    weights = [_number(word) for word in arguments[::2]]
+    if len(arguments) % 2 or None in weights:
         return "either every path or no path must have a weight before it"
-    wrong = [
-        word for word, weight in zip(words[::2], weights) if weight is not None and weight <= 0
+    not_positive = [
+        word for word, weight in zip(arguments[::2], weights) if weight is not None and weight <= 0
     ]
     return (
-        f"the weight {wrong[0]} must be more than 0; leave out paths that are not to be read"
-        if wrong
+        f"the weight {not_positive[0]} must be more than 0; leave out paths that are not to be read"
+        if not_positive
         else ""
     )
 
@@ -101,9 +101,9 @@ def split_shares(text: str) -> tuple[Fraction, Fraction, Fraction] | None:
     Return None unless the text has one to three proportions that are at least 0, the first above 0.
     """
     numbers = [_number(word) for word in text.split(",")]
-    given = [number for number in numbers if number is not None and number >= 0]
-    if len(given) != len(numbers) or len(given) > 3 or not given[0]:
+    proportions = [number for number in numbers if number is not None and number >= 0]
+    if len(proportions) != len(numbers) or len(proportions) > 3 or not proportions[0]:
         return None
-    train, valid, test = (*given, Fraction(0), Fraction(0))[:3]
+    train, valid, test = (*proportions, Fraction(0), Fraction(0))[:3]
     total = train + valid + test
     return train / total, valid / total, test / total

@@ -57,7 +57,7 @@ class DataFields:
     """``(target, path)`` of each target, in the order of `TARGETS`."""
 
     @classmethod
-    def of(cls, pairs: Iterable[tuple[str, str]]) -> DataFields | None:
+    def from_pairs(cls, pairs: Iterable[tuple[str, str]]) -> DataFields | None:
         """Return the fields of pairs without a `pairs_fault`; None for no pair."""
         paths = dict(pairs)
         ordered = tuple((target, paths[target]) for target in TARGETS if target in paths)
@@ -66,8 +66,8 @@ class DataFields:
     @property
     def required(self) -> tuple[str, ...]:
         """Targets without which a line has no schema."""
-        given = {target for target, _ in self.paths}
-        return next(required for required in _GOES_WITH if given >= set(required))
+        targets = {target for target, _ in self.paths}
+        return next(required for required in _GOES_WITH if targets >= set(required))
 
     @property
     def lists(self) -> tuple[str, ...]:
@@ -98,9 +98,9 @@ def without_each(path: str) -> str:
     return path.replace(EACH, "")
 
 
-def pairs_of(words: Iterable[str]) -> list[tuple[str, str]]:
+def pairs_of(arguments: Iterable[str]) -> list[tuple[str, str]]:
     """Return the ``(target, path)`` pairs of words like ``prompt=question,completion=answer``."""
-    parts = [part for word in words for part in word.split(",")]
+    parts = [part for word in arguments for part in word.split(",")]
     return [(target.strip(), path.strip()) for target, _, path in (p.partition("=") for p in parts)]
 
 
@@ -121,7 +121,7 @@ def fields_from(mapping: Mapping[str, str] | None) -> DataFields | None:
         )
     if fault := pairs_fault(list(mapping.items())):
         raise ValueError(f"data_fields {dict(mapping)}: {fault.rule}; {fault.cure}.")
-    return DataFields.of(mapping.items())
+    return DataFields.from_pairs(mapping.items())
 
 
 def pairs_fault(pairs: list[tuple[str, str]]) -> Fault | None:
@@ -131,9 +131,9 @@ def pairs_fault(pairs: list[tuple[str, str]]) -> Fault | None:
         if not target or not path:
             return Fault("every part must be TARGET=FIELD", _EXAMPLE)
         if target not in TARGETS:
-            found = nearest(target, TARGETS)
+            suggestions = nearest(target, TARGETS)
             cure = f"use one of {', '.join(TARGETS)}"
-            return Fault(f"{target} is no target", did_you_mean(found, cure))
+            return Fault(f"{target} is no target", did_you_mean(suggestions, cure))
         if targets.count(target) > 1:
             return Fault(f"{target} is given twice", "give every target once")
         if "" in path.split("."):
@@ -182,10 +182,10 @@ def _schema_fault(targets: list[str]) -> Fault | None:
         )
     for name in targets:
         if name not in required and name not in _GOES_WITH[required]:
-            rest = ", ".join(_GOES_WITH[required]) or "no other target"
+            optional_targets = ", ".join(_GOES_WITH[required]) or "no other target"
             return Fault(
                 f"{name} does not go with {' and '.join(required)}",
-                f"leave it out ({' and '.join(required)} can have {rest})",
+                f"leave it out ({' and '.join(required)} can have {optional_targets})",
             )
     return None
 

@@ -79,21 +79,21 @@ def environment_problems(
     deterministic. Only ``deterministic_mode`` has such problems.
     """
     current = os.environ if environ is None else environ
-    found = []
+    problems = []
     for name, value in DETERMINISTIC.items() if training.deterministic_mode else ():
-        given = current.get(name, "")
+        preset = current.get(name, "")
         accepted = {value, *_ALSO_DETERMINISTIC.get(name, ())}
-        if given and not set(given.split(",") if name == "NCCL_ALGO" else [given]) <= accepted:
-            found.append(
+        if preset and not set(preset.split(",") if name == "NCCL_ALGO" else [preset]) <= accepted:
+            problems.append(
                 Problem(
                     name,
-                    given,
+                    preset,
                     "the environment variable contradicts --deterministic-mode",
                     f"unset it, or set it to {value}",
                     node_dependent=True,
                 )
             )
-    return found
+    return problems
 
 
 def apply_environment(

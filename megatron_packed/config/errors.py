@@ -8,6 +8,8 @@ from typing import Any
 
 MOST_SHOWN = 20
 """Maximum number of problems that a report lists."""
+Fault = tuple[str, str]
+"""Rule and cure of a problem, whose option and value the caller knows; see `Problem`."""
 _LONGEST_VALUE, _LONGEST_SENTENCE = 200, 1000
 
 

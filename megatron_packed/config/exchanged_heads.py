@@ -33,12 +33,12 @@ def parts_of_layers(run: RunConfig) -> dict[LayerKind, int]:
     ranks, tp = parallel.context_parallel_size, parallel.tensor_model_parallel_size
     if ranks == 1:
         return {}
-    found = {}
+    parts = {}
     for kind in model.kinds:
         if kind.exchanges(parallel) == "heads":
-            own = [max(getattr(model, name) // tp, 1) for name in kind.heads]
-            found[kind] = number_of_parts(parallel.cp_comm_overlap_parts, ranks, own)
-    return found
+            rank_counts = [max(getattr(model, name) // tp, 1) for name in kind.heads]
+            parts[kind] = number_of_parts(parallel.cp_comm_overlap_parts, ranks, rank_counts)
+    return parts
 
 
 def reorders_rows(run: RunConfig) -> bool:
@@ -53,12 +53,12 @@ def exchanges_of_run(run: RunConfig) -> dict[str, int]:
     ``cp`` exchanges heads for tokens, and ``ep`` exchanges rows for experts.
     """
     parallel, model = run.parallel, run.model
-    found = {}
+    axis_sizes = {}
     # To reorder rows, attention over a zigzag exchanges heads.
     if parts_of_layers(run) or reorders_rows(run):
-        found["cp"] = parallel.context_parallel_size
+        axis_sizes["cp"] = parallel.context_parallel_size
     shared = parallel.expert_model_parallel_size > 1 and model.has_experts
     sends = model.moe_token_dispatcher_type == "alltoall"  # noqa: S105
     if shared and sends and not run.asks_for_expert_rows:
-        found["ep"] = parallel.expert_model_parallel_size
-    return found
+        axis_sizes["ep"] = parallel.expert_model_parallel_size
+    return axis_sizes

@@ -8,6 +8,7 @@ import shlex
 from typing import NamedTuple
 
 from megatron_packed.config.data_files import is_data_name
+from megatron_packed.config.errors import Fault
 from megatron_packed.config.optional_packages import is_installed
 
 DATASET, MODEL = "dataset", "model"
@@ -63,15 +64,15 @@ def parse_hub_path(path: str) -> HubPath | None:
         ``hf://datasets/org/name@v1/train.jsonl`` is the file ``train.jsonl`` of the revision ``v1``
         of the data set ``org/name``.
     """
-    found = _PATH.fullmatch(path)
-    inside = "" if found is None else (found["inside"] or "").strip("/")
-    if found is None or ".." in inside.split("/"):
+    match = _PATH.fullmatch(path)
+    inside = "" if match is None else (match["inside"] or "").strip("/")
+    if match is None or ".." in inside.split("/"):
         return None
-    kind = DATASET if found["datasets"] else MODEL
-    return HubPath(kind, found["name"], found["revision"], inside)
+    kind = DATASET if match["datasets"] else MODEL
+    return HubPath(kind, match["name"], match["revision"], inside)
 
 
-def hub_problem(path: str, kind: str) -> tuple[str, str] | None:
+def hub_problem(path: str, kind: str) -> Fault | None:
     """Check an ``hf://`` path of the given kind, without network; return (rule, cure) or None."""
     parsed = parse_hub_path(path)
     if parsed is None or parsed.kind != kind:
@@ -99,8 +100,8 @@ def download_cure(name: str, kind: str, flag: str, files: tuple[str, ...] = ()) 
         files: files to download; all files when empty.
     """
     local = f"{'data' if kind == DATASET else 'models'}/{name.partition('/')[2]}"
-    words = ["hf", "download", name, *files, *["--repo-type", kind] * (kind == DATASET)]
-    command = shlex.join([*words, "--local-dir", local])
+    argv = ["hf", "download", name, *files, *["--repo-type", kind] * (kind == DATASET)]
+    command = shlex.join([*argv, "--local-dir", local])
     hub = f"hf://{'datasets/' * (kind == DATASET)}{name}"
     return (
         f"correct the path; for a {kind} of that name on the Hugging Face Hub, run `{command}` and "
@@ -110,12 +111,12 @@ def download_cure(name: str, kind: str, flag: str, files: tuple[str, ...] = ()) 
 
 def address_cure(path: str, flag: str) -> str | None:
     """Return the cure for an address of the web, which is no path; None for other paths."""
-    found = _ADDRESS.match(path)
-    if found is None:
+    match = _ADDRESS.match(path)
+    if match is None:
         return None
-    if found["name"] is None:
+    if match["name"] is None:
         return f"download the file, and give its path to `{flag}`"
-    return f"give `{flag} hf://datasets/{found['name']}`"
+    return f"give `{flag} hf://datasets/{match['name']}`"
 
 
 def convert_cure(name: str, flag: str) -> str:

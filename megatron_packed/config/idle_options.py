@@ -21,12 +21,12 @@ def without_effect(run: RunConfig, processes: int) -> dict[str, str]:
     because the file that ``--print-config`` writes contains all options.
     """
     reasons = {}
-    for described in every_field():
-        conditions = described.option.conditions
-        if conditions and _asked(run, described):
+    for field in every_field():
+        conditions = field.option.conditions
+        if conditions and _asked(run, field):
             missing = (each.reason for each in conditions if not each.holds(run, processes))
             if reason := next(missing, None):
-                reasons[described.key] = reason
+                reasons[field.key] = reason
     return reasons
 
 
@@ -35,41 +35,43 @@ def sentence(idle: Mapping[str, str], run: RunConfig) -> str:
     if there are no options to list.
     """
     groups: dict[str, list[str]] = {}
-    for described in every_field():
-        if described.key in idle:
-            value = getattr(getattr(run, described.section), described.name)
-            groups.setdefault(idle[described.key], []).append(shown_flag(described, value))
-    words = [f"{', '.join(flags)} ({reason})" for reason, flags in groups.items()]
-    return f"no effect in this run: {'; '.join(words)}" if words else ""
+    for field in every_field():
+        if field.key in idle:
+            value = run.value_of(field)
+            groups.setdefault(idle[field.key], []).append(shown_flag(field, value))
+    clauses = [f"{', '.join(flags)} ({reason})" for reason, flags in groups.items()]
+    return f"no effect in this run: {'; '.join(clauses)}" if clauses else ""
 
 
-def shown_flag(described: Field, value: Any) -> str:
+def shown_flag(field: Field, value: Any) -> str:
     """Return the flag that sets a value: ``--no-load-optim`` for a switch that is off."""
-    if described.kind.base is not bool:
-        return described.flag
-    return next(flag for flag, sets in described.switches.items() if sets is value)
+    if field.kind.base is not bool:
+        return field.flag
+    return next(flag for flag, sets in field.switches.items() if sets is value)
 
 
-def _asked(run: RunConfig, described: Field) -> bool:
-    if not run.is_given(described.key):
+def _asked(run: RunConfig, field: Field) -> bool:
+    if not run.is_given(field.key):
         return False
-    value, default = getattr(getattr(run, described.section), described.name), described.default
-    if value in (None, (), "none", "auto") or (value == 0 and described.option.zero_is_off):
+    value, default = run.value_of(field), field.default
+    if value in (None, (), "none", "auto") or (value == 0 and field.option.zero_is_off):
         return False
-    if described.kind.base is bool:
+    if field.kind.base is bool:
         return bool(value != default)
-    typed = run.origins is not None and run.origins[described.key].startswith(("flag", "@"))
-    return typed or value != _derived(run, described)
+    typed = run.origins is not None and run.origins[field.key].startswith(("flag", "@"))
+    return typed or value != _derived(run, field)
 
 
-def _derived(run: RunConfig, described: Field) -> Any:
+def _derived(run: RunConfig, field: Field) -> Any:
     """Return the value that the option has when it is not given."""
-    if not described.option.derived:
-        return described.default
-    section = getattr(run, described.section)
-    others = {one.name: getattr(section, one.name) for one in section_fields(type(section))}
+    if not field.option.derived:
+        return field.default
+    section = getattr(run, field.section)
+    others = {
+        sibling.name: getattr(section, sibling.name) for sibling in section_fields(type(section))
+    }
     return (
-        unchecked(type(section), others | {described.name: None})
+        unchecked(type(section), others | {field.name: None})
         .derive(lambda *names: True)
-        .get(described.name)
+        .get(field.name)
     )

@@ -69,10 +69,10 @@ def launch_problems(run: RunConfig, world_size: int, sound: Sound) -> Iterator[P
 
 def device_problems(run: RunConfig, environ: Mapping[str, str], sound: Sound) -> Iterator[Problem]:
     """Yield a problem if nccl is requested and no GPU is visible."""
-    known = (
+    detects_device = (
         sound("parallel.distributed_backend", "training.device") and run.training.device == "auto"
     )
-    if known and run.parallel.distributed_backend == "nccl" and not may_have_gpu(environ):
+    if detects_device and run.parallel.distributed_backend == "nccl" and not may_have_gpu(environ):
         yield Problem(
             "--distributed-backend",
             "nccl",
@@ -84,13 +84,15 @@ def device_problems(run: RunConfig, environ: Mapping[str, str], sound: Sound) ->
 
 def package_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:
     """Yield missing optional packages that an option needs, so that a run does not fail later."""
-    asked = {
+    requested = {
         "--transformer-impl": sound("training.transformer_impl")
         and run.training.transformer_impl == TRANSFORMER_ENGINE,
         "--cuda-graph-impl": sound("cuda_graph.cuda_graph_impl")
         and run.cuda_graph.uses_transformer_engine,
     }
-    for flag in (flag for flag in asked if asked[flag] and not is_installed(TRANSFORMER_ENGINE)):
+    for flag in (
+        flag for flag in requested if requested[flag] and not is_installed(TRANSFORMER_ENGINE)
+    ):
         yield Problem(
             flag,
             TRANSFORMER_ENGINE,

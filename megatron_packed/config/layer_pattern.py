@@ -31,7 +31,7 @@ def pattern_problems(pattern: str, flag: str = "--hybrid-layer-pattern") -> list
     """Return a problem for each character that is not a layer, once, with its first position
     (counted from 1).
     """
-    found = _depth_problems(pattern, flag)
+    problems = _depth_problems(pattern, flag)
     for symbol in dict.fromkeys(pattern):
         if symbol in KINDS or symbol == DEPTH:
             continue
@@ -41,14 +41,14 @@ def pattern_problems(pattern: str, flag: str = "--hybrid-layer-pattern") -> list
         )
         if symbol in REFUSED:
             reason, cure = REFUSED[symbol]
-            found.append(Problem(flag, repr(pattern), f"{symbol!r} at {where}: {reason}", cure))
+            problems.append(Problem(flag, repr(pattern), f"{symbol!r} at {where}: {reason}", cure))
         else:
-            known = KINDS.in_words()
-            cure = "write it in upper case" if symbol.upper() in KINDS else f"use only {known}"
-            found.append(
+            symbols = KINDS.in_words()
+            cure = "write it in upper case" if symbol.upper() in KINDS else f"use only {symbols}"
+            problems.append(
                 Problem(flag, repr(pattern), f"{symbol!r} at {where} is not a layer symbol", cure)
             )
-    return found
+    return problems
 
 
 def _depth_problems(pattern: str, flag: str) -> list[Problem]:

@@ -23,19 +23,19 @@ def model_flags(model: ModelConfig) -> list[str]:
     """
     values = section_to_dict(model)
     flags = []
-    for about in section_fields(ModelConfig):
-        value = values[about.name]
-        if value is None or value == about.default:
+    for field in section_fields(ModelConfig):
+        value = values[field.name]
+        if value is None or value == field.default:
             continue
-        if about.option.derived and not _has_effect(about, model):
-            without = unchecked(ModelConfig, {**values, about.name: None})
-            if value == without.derive(lambda *names: True).get(about.name):
+        if field.option.derived and not _has_effect(field, model):
+            without = unchecked(ModelConfig, {**values, field.name: None})
+            if value == without.derive(lambda *names: True).get(field.name):
                 continue
-        flags.append(as_flag(about, value))
+        flags.append(as_flag(field, value))
     return flags
 
 
-def _has_effect(about: Field, model: ModelConfig) -> bool:
+def _has_effect(field: Field, model: ModelConfig) -> bool:
     """Return whether an option whose conditions depend on the model alone has an effect."""
     run = cast(RunConfig, SimpleNamespace(model=model))
-    return all(condition.holds(run, 1) for condition in about.option.conditions)
+    return all(condition.holds(run, 1) for condition in field.option.conditions)

@@ -158,11 +158,11 @@ class Option:
         return both
 
 
-def _field_maker(describe: Callable[P, Option], **given: Any) -> Callable[P, Any]:
+def _field_maker(describe: Callable[P, Option], **field_arguments: Any) -> Callable[P, Any]:
     """Return a function that makes a dataclass field from the arguments of `Option`."""
 
     def make(*args: P.args, **attributes: P.kwargs) -> Any:
-        return field(metadata={"option": describe(*args, **attributes)}, **given)
+        return field(metadata={"option": describe(*args, **attributes)}, **field_arguments)
 
     return make
 

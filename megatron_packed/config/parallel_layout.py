@@ -59,7 +59,7 @@ class ParallelLayout:
     """Tensor-parallel size of the experts; ``None`` means ``tp_size``."""
 
     def __post_init__(self) -> None:
-        found = list(
+        problems = list(
             layout_problems(
                 self.world_size,
                 tp_size=self.tp_size,
@@ -68,8 +68,8 @@ class ParallelLayout:
                 expert_tp_size=self.expert_tp_size,
             )
         )
-        if found:
-            raise ConfigError(found)
+        if problems:
+            raise ConfigError(problems)
         if self.expert_tp_size is None:
             object.__setattr__(self, "expert_tp_size", self.tp_size)
 
@@ -138,17 +138,17 @@ def layout_problems(
 
     Each problem lists the sizes that would fit.
     """
-    given = {
+    sizes = {
         "WORLD_SIZE": world_size,
         "--tensor-model-parallel-size": tp_size,
         "--context-parallel-size": cp_size,
         "--expert-model-parallel-size": ep_size,
         "--expert-tensor-parallel-size": 1 if expert_tp_size is None else expert_tp_size,
     }
-    too_small = [name for name, size in given.items() if size < 1]
+    too_small = [name for name, size in sizes.items() if size < 1]
     if too_small:
         for name in too_small:
-            yield Problem(name, str(given[name]), "must be at least 1", "give 1 or more")
+            yield Problem(name, str(sizes[name]), "must be at least 1", "give 1 or more")
         return
     tp, cp, ep = tp_size, cp_size, ep_size
     expert_tp = tp if expert_tp_size is None else expert_tp_size

@@ -6,6 +6,7 @@ import glob
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from megatron_packed.config.data_blend import BlendedPaths
@@ -16,7 +17,7 @@ from megatron_packed.config.data_files import (
     is_data_name,
     reads_zstd,
 )
-from megatron_packed.config.errors import Problem
+from megatron_packed.config.errors import Fault, Problem
 from megatron_packed.config.hub_paths import (
     DATASET,
     MODEL,
@@ -29,6 +30,7 @@ from megatron_packed.config.hub_paths import (
     is_hub_path,
 )
 from megatron_packed.config.optional_packages import is_installed, old_package
+from megatron_packed.config.options import Field
 from megatron_packed.config.run import RunConfig, every_field
 from megatron_packed.config.section import Sound
 from megatron_packed.config.sections.data_parts.files import CACHE_NAME, TRAINING_DATA
@@ -41,32 +43,18 @@ _LOG_BEGINS = b'{"iteration"'
 
 def path_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:
     """Yield problems of paths: input must be readable, and output must have a writable directory."""
-    for described in every_field():
-        use = described.option.path
+    for field in every_field():
+        use = field.option.path
         # Files with data paths ("data_args") are read by the rules of their section.
-        if use in (None, "data_args") or not sound(described.key):
+        if use in (None, "data_args") or not sound(field.key):
             continue
-        value = getattr(getattr(run, described.section), described.name)
+        value = run.value_of(field)
         if use == "input_data":
-            value = BlendedPaths.of(value).paths
-        given = () if value is None else (value,)
-        for path in value if isinstance(value, tuple) else given:
-            if described.key == "checkpoint.load":
-                wrong = _tried(_load_problem, path, run.checkpoint.save)
-            elif use == "input_data":
-                wrong = _tried(_input_data, path, described.flag)
-            elif described.key == "data.tokenizer_model":
-                wrong = _tried(_tokenizer_problem, path, run.data.tokenizer_type)
-            elif described.key == "checkpoint.pretrained_checkpoint" and is_hub_name(path):
-                wrong = f"does not exist{_looked_in()}", convert_cure(path, described.flag)
-            else:
-                wrong = _tried(_CHECKS[use], path)
-            if wrong is not None:
-                yield Problem(described.flag, path, *wrong, node_dependent=True)
+            value = BlendedPaths.from_arguments(value).paths
+        for path in value if isinstance(value, tuple) else filter(None, [value]):
+            yield from _problem(_check_of(field, run), field.flag, path)
     for flag, path in run.data.paths_in_files if sound(*TRAINING_DATA) else ():
-        wrong = _tried(_input_data, path, flag)
-        if wrong is not None:
-            yield Problem(flag, path, *wrong, node_dependent=True)
+        yield from _problem(partial(_input_data, flag), flag, path)
     template = run.data.chat_template
     # A checkpoint contains the template of its training.
     starts = (run.checkpoint.load, run.checkpoint.pretrained_checkpoint)
@@ -76,12 +64,32 @@ def path_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:
         and template not in CHAT_TEMPLATES
         and not any(_has_checkpoint(path) for path in starts if path is not None)
     ):
-        wrong = _tried(_input_file, template)
-        if wrong is not None:
-            rule, cure = wrong
-            cure = f"{cure}, or give {' or '.join(CHAT_TEMPLATES)}"
-            yield Problem("--chat-template", template, rule, cure, node_dependent=True)
+        yield from _problem(_chat_template, "--chat-template", template)
     yield from _cache_problems(run, sound)
+
+
+def _problem(check: Callable[[str], Fault | None], flag: str, path: str) -> Iterator[Problem]:
+    """Yield the problem of a path, if its check finds one.
+
+    Errors of the file system itself, for example for a name that is too long, are problems as well.
+    """
+    try:
+        fault = check(path)
+    except OSError as error:
+        fault = f"cannot be used: {error.strerror}", "correct the path"
+    except ValueError as error:  # the text is not a valid file name on this file system
+        fault = f"cannot be used: {error}", "correct the path"
+    if fault is not None:
+        yield Problem(flag, path, *fault, node_dependent=True)
+
+
+def _check_of(field: Field, run: RunConfig) -> Callable[[str], Fault | None]:
+    """Return the check of the paths of an option."""
+    if field.key in _CHECKS_OF_OPTIONS:
+        return partial(_CHECKS_OF_OPTIONS[field.key], run)
+    if field.option.path == "input_data":
+        return partial(_input_data, field.flag)
+    return _CHECKS[field.option.path or ""]
 
 
 def _has_checkpoint(path: str) -> bool:
@@ -114,22 +122,7 @@ def _cache_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:
             )
 
 
-def _tried(
-    check: Callable[..., tuple[str, str] | None], *arguments: str | None
-) -> tuple[str, str] | None:
-    """Return the (rule, cure) of a check; None if there is no problem.
-
-    Errors of the file system itself, for example for a name that is too long, give a rule as well.
-    """
-    try:
-        return check(*arguments)
-    except OSError as error:
-        return f"cannot be used: {error.strerror}", "correct the path"
-    except ValueError as error:  # the text is not a valid file name on this file system
-        return f"cannot be used: {error}", "correct the path"
-
-
-def _input_file(path: str) -> tuple[str, str] | None:
+def _input_file(path: str) -> Fault | None:
     place = Path(path)
     if not place.exists():
         return _missing(path)
@@ -144,12 +137,12 @@ def _input_file(path: str) -> tuple[str, str] | None:
     return None
 
 
-def _input_data(path: str, flag: str = "--data-path") -> tuple[str, str] | None:
+def _input_data(flag: str, path: str) -> Fault | None:
     """Check a data path that a flag gives; return (rule, cure) or None.
 
     A data path is on the Hugging Face Hub, or it is a file, a directory, a pattern that matches a
-    file, or the prefix of an indexed
-    data set. A directory must contain JSON or Parquet files, or a Hugging Face data set.
+    file, or the prefix of an indexed data set. A directory must contain JSON or Parquet files, or a
+    Hugging Face data set.
     """
     if len(path) > _LONGEST_PATH:
         return (
@@ -192,7 +185,7 @@ def _input_data(path: str, flag: str = "--data-path") -> tuple[str, str] | None:
     return _input_file(path) or _libraries([path])
 
 
-def _libraries(names: Sequence[str]) -> tuple[str, str] | None:
+def _libraries(names: Sequence[str]) -> Fault | None:
     """Check that the libraries that read the files are installed; return (rule, cure) or None."""
     if any(name.endswith(ZSTD_SUFFIX) for name in names) and not reads_zstd():
         return (
@@ -202,7 +195,7 @@ def _libraries(names: Sequence[str]) -> tuple[str, str] | None:
     return _pyarrow() if any(name.endswith(TABLE_SUFFIXES) for name in names) else None
 
 
-def _pyarrow() -> tuple[str, str] | None:
+def _pyarrow() -> Fault | None:
     if is_installed("pyarrow"):
         old = old_package("pyarrow")
         return None if old is None else (f"would be read by {old[0]}", old[1])
@@ -212,13 +205,13 @@ def _pyarrow() -> tuple[str, str] | None:
     )
 
 
-def _indexed(prefix: str) -> tuple[str, str] | None:
+def _indexed(prefix: str) -> Fault | None:
     """Check both files of an indexed data set; return (rule, cure) or None."""
     for suffix in (".idx", ".bin"):
-        wrong = _input_file(prefix + suffix)
-        if wrong is not None and not (suffix == ".bin" and wrong[0] == "is empty"):
+        fault = _input_file(prefix + suffix)
+        if fault is not None and not (suffix == ".bin" and fault[0] == "is empty"):
             return (
-                f"is an indexed data set, but its {suffix} file {wrong[0]}",
+                f"is an indexed data set, but its {suffix} file {fault[0]}",
                 "create or copy both files",
             )
     return None
@@ -239,7 +232,7 @@ def _looked_in() -> str:
     return f" (looked in {Path.cwd()})"
 
 
-def _input_directory(path: str) -> tuple[str, str] | None:
+def _input_directory(path: str) -> Fault | None:
     place = Path(path)
     if not place.exists():
         return "does not exist", "correct the path"
@@ -252,7 +245,7 @@ def _input_directory(path: str) -> tuple[str, str] | None:
     )
 
 
-def _output_directory(path: str) -> tuple[str, str] | None:
+def _output_directory(path: str) -> Fault | None:
     # Raises if links form a loop, for which `Path.exists` returns False.
     with suppress(FileNotFoundError, NotADirectoryError):
         os.stat(path)
@@ -266,7 +259,7 @@ def _output_directory(path: str) -> tuple[str, str] | None:
     return _parent_problem(place)
 
 
-def _output_file(path: str) -> tuple[str, str] | None:
+def _output_file(path: str) -> Fault | None:
     """Check an output file; return (rule, cure) or None. A link at the end of the path is followed."""
     place = resolve_output(path)
     if place.is_dir():
@@ -277,15 +270,15 @@ def _output_file(path: str) -> tuple[str, str] | None:
     return _parent_problem(place)
 
 
-def _log_file(path: str) -> tuple[str, str] | None:
+def _log_file(path: str) -> Fault | None:
     """Check the file of --log-jsonl; return (rule, cure) or None.
 
     A resumed run continues its own log. Other files are refused, because the run would overwrite
     them.
     """
-    wrong = _output_file(path)
-    if wrong is not None or not os.path.exists(path):
-        return wrong
+    fault = _output_file(path)
+    if fault is not None or not os.path.exists(path):
+        return fault
     with open(path, "rb") as file:
         begins = file.read(len(_LOG_BEGINS))
     if _LOG_BEGINS.startswith(
@@ -298,7 +291,7 @@ def _log_file(path: str) -> tuple[str, str] | None:
     )
 
 
-def _parent_problem(place: Path) -> tuple[str, str] | None:
+def _parent_problem(place: Path) -> Fault | None:
     """Check that missing directories can be created; return (rule, cure) or None.
 
     They are created when something is written. The nearest existing parent must be a writable
@@ -315,35 +308,38 @@ def _parent_problem(place: Path) -> tuple[str, str] | None:
     return None
 
 
-def _load_problem(path: str, save: str | None) -> tuple[str, str] | None:
+def _loaded_run(run: RunConfig, path: str) -> Fault | None:
     """Check the --load directory; return (rule, cure) or None.
 
     The first run of a command that resumes itself has nothing to load yet. In such a command --save
     and --load are the same directory, which may be missing.
     """
-    if (
-        not Path(path).exists()
-        and save is not None
-        and os.path.realpath(save) == os.path.realpath(path)
-    ):
+    if Path(path).exists():
+        return _input_directory(path)
+    if run.checkpoint.saves_where_it_loads:
         return None
-    wrong = _input_directory(path)
-    if wrong is not None and not Path(path).exists():
-        return (
-            "does not exist, so there is nothing to load",
-            "correct it, leave it out, or give the same directory to --save",
-        )
-    return wrong
+    return (
+        "does not exist, so there is nothing to load",
+        "correct it, leave it out, or give the same directory to --save",
+    )
 
 
-def _tokenizer_problem(path: str, tokenizer_type: str) -> tuple[str, str] | None:
+def _pretrained(run: RunConfig, path: str) -> Fault | None:
+    if is_hub_name(path):
+        cure = convert_cure(path, run.checkpoint.flag("pretrained_checkpoint"))
+        return f"does not exist{_looked_in()}", cure
+    return _input_directory(path)
+
+
+def _tokenizer(run: RunConfig, path: str) -> Fault | None:
+    reads_json = run.data.tokenizer_type == HUGGING_FACE
     if is_hub_path(path):
         return hub_problem(path, MODEL)
     if is_hub_name(path):
-        files = TOKENIZER_FILES if tokenizer_type == HUGGING_FACE else ()
+        files = TOKENIZER_FILES if reads_json else ()
         cure = download_cure(path, MODEL, "--tokenizer-model", files)
         return f"does not exist{_looked_in()}", cure
-    if tokenizer_type == HUGGING_FACE and Path(path).is_dir():
+    if reads_json and Path(path).is_dir():
         path = str(Path(path) / "tokenizer.json")
         if not Path(path).exists():
             return (
@@ -353,11 +349,22 @@ def _tokenizer_problem(path: str, tokenizer_type: str) -> tuple[str, str] | None
     return _input_file(path)
 
 
-_CHECKS: dict[str, Callable[[str], tuple[str, str] | None]] = {
+def _chat_template(path: str) -> Fault | None:
+    fault = _input_file(path)
+    return fault and (fault[0], f"{fault[1]}, or give {' or '.join(CHAT_TEMPLATES)}")
+
+
+_CHECKS: dict[str, Callable[[str], Fault | None]] = {
     "input_file": _input_file,
-    "input_data": _input_data,
     "input_directory": _input_directory,
     "output_file": _output_file,
     "output_directory": _output_directory,
     "log_file": _log_file,
 }
+"""Check of a path by its use."""
+_CHECKS_OF_OPTIONS: dict[str, Callable[[RunConfig, str], Fault | None]] = {
+    "checkpoint.load": _loaded_run,
+    "checkpoint.pretrained_checkpoint": _pretrained,
+    "data.tokenizer_model": _tokenizer,
+}
+"""Check of the path of an option that depends on other options."""

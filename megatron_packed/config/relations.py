@@ -51,12 +51,12 @@ class Relations:
         missing = [each for each in needed if not self._is_given(each)]
         if missing and self._sound(field.name, *(each.name for each in needed)):
             flags = " and ".join(map(self._flag, needed))
-            words = " ".join(
+            missing_flags = " ".join(
                 self._flag(each) if each.value else self._flag_with_placeholder(each.name)
                 for each in missing
             )
             rule = _with_reason(f"needs {flags}", missing[0])
-            cure = missing[0].cure or f"add {words}, or leave it out"
+            cure = missing[0].cure or f"add {missing_flags}, or leave it out"
             yield self._problem(field, rule, cure)
 
     def _excludes(self, field: Field) -> Iterator[Problem]:

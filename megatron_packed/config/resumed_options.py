@@ -20,10 +20,10 @@ def with_implied(stored: Stored) -> dict[str, dict[str, Any]]:
     it was saved.
     """
     full = {name: dict(section) for name, section in stored.items()}
-    for about in every_field():
-        earlier = about.option.earlier
+    for field in every_field():
+        earlier = field.option.earlier
         if earlier is not None and {"packing", "data"} <= stored.keys():
-            full.setdefault(about.section, {}).setdefault(about.name, earlier(stored))
+            full.setdefault(field.section, {}).setdefault(field.name, earlier(stored))
     return full
 
 
@@ -32,9 +32,9 @@ def implied_keys(config: RunConfig) -> set[str]:
     ``packing.overlong_policy``.
     """
     return {
-        about.key
-        for about in every_field()
-        if about.option.earlier is not None and not config.is_given(about.key)
+        field.key
+        for field in every_field()
+        if field.option.earlier is not None and not config.is_given(field.key)
     }
 
 
@@ -48,14 +48,14 @@ def packs_as_stored(config: RunConfig, stored: Stored) -> tuple[RunConfig, list[
     full, keys = with_implied(stored), implied_keys(config)
     changes: dict[str, dict[str, Any]] = {}
     flags = []
-    for about in every_field():
-        then = full.get(about.section, {}).get(about.name)
-        if about.key in keys and then not in (
+    for field in every_field():
+        stored_value = full.get(field.section, {}).get(field.name)
+        if field.key in keys and stored_value not in (
             None,
-            getattr(getattr(config, about.section), about.name),
+            config.value_of(field),
         ):
-            changes.setdefault(about.section, {})[about.name] = then
-            flags.append(as_flag(about, then))
+            changes.setdefault(field.section, {})[field.name] = stored_value
+            flags.append(as_flag(field, stored_value))
     try:
         sections = {
             name: replace(getattr(config, name), **values) for name, values in changes.items()

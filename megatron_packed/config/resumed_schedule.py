@@ -18,7 +18,7 @@ from megatron_packed.config.sections.optim import (
 from megatron_packed.config.serialise import as_given
 
 _SCHEDULE = tuple(
-    about for about in section_fields(OptimizerConfig) if about.option.group in (RATE, DECAY)
+    field for field in section_fields(OptimizerConfig) if field.option.group in (RATE, DECAY)
 )
 
 
@@ -41,9 +41,9 @@ def stored_schedule(stored: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """
     optim, training = stored["optim"], stored["training"]
     schedule = {
-        about.name: optim.get(about.name, about.default)
-        for about in _SCHEDULE
-        if about.name in optim or about.option.group == DECAY
+        field.name: optim.get(field.name, field.default)
+        for field in _SCHEDULE
+        if field.name in optim or field.option.group == DECAY
     }
     samples = training.get("train_samples")
     for iters in ENDS_WITH_RUN:
@@ -66,10 +66,10 @@ def schedule_as_stored(
         ConfigError: the schedule does not fit the other options.
     """
     schedule, changed = stored_schedule(stored), []
-    for about in _SCHEDULE:
-        now = getattr(config.optim, about.name)
-        then = schedule.get(about.name, now)
-        if then != now:
-            given = f" instead of {as_given(about, now)}" * (now is not None)
-            changed.append(f"{about.flag} {as_given(about, then)}{given}")
+    for field in _SCHEDULE:
+        run_value = getattr(config.optim, field.name)
+        stored_value = schedule.get(field.name, run_value)
+        if stored_value != run_value:
+            replaced = f" instead of {as_given(field, run_value)}" * (run_value is not None)
+            changed.append(f"{field.flag} {as_given(field, stored_value)}{replaced}")
     return replace(config, optim=replace(config.optim, **schedule)), changed

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import chain
 from pathlib import PurePath
 from typing import Any
 
@@ -53,9 +54,7 @@ _parse = lazy_function("megatron_packed.config.parser.parse", "parse")
 @cache
 def every_field() -> tuple[Field, ...]:
     """Return all options in the order of the sections."""
-    return tuple(
-        described for section in SECTIONS.values() for described in section_fields(section)
-    )
+    return tuple(chain.from_iterable(map(section_fields, SECTIONS.values())))
 
 
 def keys_deciding(*subjects: Decided) -> tuple[str, ...]:
@@ -94,9 +93,9 @@ class RunConfig:
         if self.packing.overlong_policy is None:
             policy = default_overlong_policy(self.data.sft)
             object.__setattr__(self, "packing", replace(self.packing, overlong_policy=policy))
-        found = list(cross_rules(self, lambda *keys: True))
-        if found:
-            raise ConfigError(found)
+        problems = list(cross_rules(self, lambda *keys: True))
+        if problems:
+            raise ConfigError(problems)
 
     @classmethod
     def from_args(
@@ -130,6 +129,10 @@ class RunConfig:
         """
         origin = "flag" if self.origins is None else self.origins[key]
         return origin != "default" and not origin.startswith("derived: ")
+
+    def value_of(self, field: Field) -> Any:
+        """Return the value of an option."""
+        return getattr(getattr(self, field.section), field.name)
 
     @property
     def max_positions(self) -> int:
@@ -244,11 +247,11 @@ class RunConfig:
             return ()
         names = [PurePath(path).stem for path in paths]
         numbered = tuple(f"{name}_{number}" for number, name in enumerate(names))
-        found = tuple(
+        set_names = tuple(
             other if names.count(name) > 1 else name for name, other in zip(names, numbered)
         )
         # A file may have the name that a number gives another file.
-        distinct = found if len(set(found)) == len(found) else numbered
+        distinct = set_names if len(set(set_names)) == len(set_names) else numbered
         return training.validation_set_names or distinct
 
     @property
@@ -294,10 +297,10 @@ class RunConfig:
         """Bound of expert buffers: ``--moe-expert-rank-capacity-factor``, or ``auto`` if CUDA
         graphs capture experts that ranks share; None without a bound.
         """
-        given = self.model.moe_expert_rank_capacity_factor
+        factor = self.model.moe_expert_rank_capacity_factor
         shared = self.parallel.expert_model_parallel_size > 1 and self.cuda_graph.captures_experts
         padded = self.model.moe_pad_expert_input_to_capacity
-        return MEASURE if given is None and shared and not padded else given
+        return MEASURE if factor is None and shared and not padded else factor
 
     @property
     def asks_for_expert_rows(self) -> bool:

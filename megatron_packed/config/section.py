@@ -1,4 +1,3 @@
-# mypy: implicit-reexport
 """Sections: dataclasses that hold options, and the check of a whole section."""
 
 from __future__ import annotations
@@ -6,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from dataclasses import Field as DataclassField
-from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_type_hints
 
@@ -16,14 +14,17 @@ from megatron_packed.config.options import Field, Option, OptionType, type_of
 from megatron_packed.config.relations import Relations
 from megatron_packed.config.value_checks import check_value
 
+if TYPE_CHECKING:
+    from typing_extensions import dataclass_transform
+else:
+
+    def dataclass_transform(**_: bool) -> Callable[[type], type]:
+        return lambda decorated: decorated
+
+
 SectionType = TypeVar("SectionType", bound="Section")
 KERNELS = "kernels"
 """Heading of the options that choose kernels."""
-if TYPE_CHECKING:
-    from dataclasses import dataclass as part_of_sections
-else:
-    # A class that is only a base of sections needs no methods; each costs time at every start.
-    part_of_sections = partial(dataclass, init=False, repr=False, eq=False)
 Sound = Callable[..., bool]
 """Function that tells a rule which fields it may use: ``sound("a", "b")`` is True if no problem was
 found so far with the fields a and b. Rules between sections pass keys such as
@@ -42,32 +43,34 @@ def section_fields(section: type[Section]) -> tuple[Field, ...]:
 
 def _read_fields(section: type[Section]) -> tuple[Field, ...]:
     hints = get_type_hints(section, include_extras=True)  # looks for none, which takes less time
-    found = []
-    for declared in fields(section):
-        described: Option = declared.metadata["option"]
-        kind = type_of(hints[declared.name])
-        if described.derived:
+    options = []
+    for dataclass_field in fields(section):
+        option: Option = dataclass_field.metadata["option"]
+        kind = type_of(hints[dataclass_field.name])
+        if option.derived:
             kind = OptionType(base=kind.base, optional=True, many=kind.many)
-        required = declared.default is MISSING
-        default = None if required else declared.default
-        found.append(Field(section.title, declared.name, kind, default, required, described))
-    return tuple(found)
+        required = dataclass_field.default is MISSING
+        default = None if required else dataclass_field.default
+        options.append(Field(section.title, dataclass_field.name, kind, default, required, option))
+    return tuple(options)
 
 
+@dataclass_transform(kw_only_default=True, frozen_default=True)
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """Group of options. Its constructor checks all fields and raises ``ConfigError`` with all
-    problems.
+    """Group of options. Classes that derive from it are dataclasses.
 
+    Their constructor checks all fields and raises ``ConfigError`` with all problems.
     A field with a ``derived`` option may be given as None; it then holds the derived value.
     """
 
     def __init_subclass__(
         cls, *, title: str = "", group: str = "", only_if: Condition | tuple[Condition, ...] = ()
     ) -> None:
-        """Set the title of a section, and what all options that the class declares have in common.
+        """Make the class a dataclass, and set what all options that it declares have in common.
 
         Args:
+            title: name of a complete section; empty for a base of sections.
             group: heading in the help.
             only_if: conditions before those of each option.
         """
@@ -76,14 +79,17 @@ class Section:
             if isinstance(declared, DataclassField):
                 shared = declared.metadata["option"].with_common(group, only_if)
                 declared.metadata = MappingProxyType({"option": shared})
+        # A base of sections needs no methods; each costs time at every start.
+        whole = bool(title)
+        dataclass(frozen=True, kw_only=True, init=whole, repr=whole, eq=whole)(cls)
 
     title: ClassVar[str] = ""
     described: ClassVar[tuple[Field, ...]] = ()
 
     def __post_init__(self) -> None:
-        found = problems_of(self)
-        if found:
-            raise ConfigError(found)
+        problems = problems_of(self)
+        if problems:
+            raise ConfigError(problems)
 
     def derive(self, sound: Sound) -> dict[str, Any]:
         """Return values for the derived fields whose source fields are ``sound``."""
@@ -116,8 +122,8 @@ def unchecked(section: type[SectionType], values: Mapping[str, Any]) -> SectionT
     collected.
     """
     made = object.__new__(section)
-    for described in section_fields(section):
-        object.__setattr__(made, described.name, values.get(described.name, described.default))
+    for field in section_fields(section):
+        object.__setattr__(made, field.name, values.get(field.name, field.default))
     return made
 
 
@@ -129,26 +135,26 @@ def problems_of(section: Section, unsound: set[str] | None = None) -> list[Probl
         section: changed in place: derived fields are set and lists become tuples.
         unsound: names of fields that are known to be wrong; wrong fields found now are added.
     """
-    wrong = set() if unsound is None else unsound
-    found = []
-    for described in section_fields(type(section)):
-        if described.name in wrong:
+    wrong_names = set() if unsound is None else unsound
+    all_problems = []
+    for field in section_fields(type(section)):
+        if field.name in wrong_names:
             continue
-        value, problems = check_value(described, getattr(section, described.name))
-        object.__setattr__(section, described.name, value)
+        value, problems = check_value(field, getattr(section, field.name))
+        object.__setattr__(section, field.name, value)
         if problems:
-            wrong.add(described.name)
-            found.extend(problems)
+            wrong_names.add(field.name)
+            all_problems.extend(problems)
 
     def sound(*names: str) -> bool:
-        return not wrong.intersection(names)
+        return not wrong_names.intersection(names)
 
     for name, value in section.derive(sound).items():
         if getattr(section, name) is None:
             object.__setattr__(section, name, value)
     # Rules cannot use a derived field whose value could not be derived.
-    for described in section_fields(type(section)):
-        if described.option.derived and getattr(section, described.name) is None:
-            wrong.add(described.name)
-    found.extend(section.rules(sound))
-    return found
+    for field in section_fields(type(section)):
+        if field.option.derived and getattr(section, field.name) is None:
+            wrong_names.add(field.name)
+    all_problems.extend(section.rules(sound))
+    return all_problems

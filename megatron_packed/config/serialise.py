@@ -28,10 +28,7 @@ def to_dict(config: RunConfig) -> dict[str, dict[str, Any]]:
 
 def section_to_dict(section: Section) -> dict[str, Any]:
     """Return the fields of one section; tuples become lists."""
-    values = {
-        described.name: getattr(section, described.name)
-        for described in section_fields(type(section))
-    }
+    values = {field.name: getattr(section, field.name) for field in section_fields(type(section))}
     return {
         name: list(value) if isinstance(value, tuple) else value for name, value in values.items()
     }
@@ -43,10 +40,10 @@ def as_flags(section: Section) -> list[str]:
     Each entry sets one option, quoted for a shell or an @file. Defaults are left out.
     """
     flags = []
-    for about in section_fields(type(section)):
-        value = getattr(section, about.name)
-        if value != about.default and value is not None:
-            flags.append(as_flag(about, value))
+    for field in section_fields(type(section)):
+        value = getattr(section, field.name)
+        if value != field.default and value is not None:
+            flags.append(as_flag(field, value))
     return flags
 
 
@@ -57,22 +54,20 @@ def given_flags(config: RunConfig) -> list[str]:
     """
     if config.origins is None:
         return [flag for name in SECTIONS for flag in as_flags(getattr(config, name))]
-    values = (
-        (about, getattr(getattr(config, about.section), about.name)) for about in every_field()
-    )
+    values = ((field, config.value_of(field)) for field in every_field())
     return [
-        as_flag(about, v) for about, v in values if config.is_given(about.key) and v is not None
+        as_flag(field, v) for field, v in values if config.is_given(field.key) and v is not None
     ]
 
 
-def as_flag(about: Field, value: Any) -> str:
+def as_flag(field: Field, value: Any) -> str:
     """Return the flag that sets an option to ``value``, quoted for a shell or an @file. Several
     values may be a list or a tuple.
     """
     if isinstance(value, bool):
-        return next(spelling for spelling, means in about.switches.items() if means is value)
-    words = value if isinstance(value, (tuple, list)) else (value,)
-    return shlex.join([about.flag, *map(str, words)])
+        return next(spelling for spelling, means in field.switches.items() if means is value)
+    arguments = value if isinstance(value, (tuple, list)) else (value,)
+    return shlex.join([field.flag, *map(str, arguments)])
 
 
 def from_dict(data: Mapping[str, Any]) -> RunConfig:
@@ -85,17 +80,15 @@ def from_dict(data: Mapping[str, Any]) -> RunConfig:
     problems = _unknown_keys(data)
     sections: dict[str, Section] = {}
     for name, kind in SECTIONS.items():
-        given = data.get(name, {})
-        known = {described.name for described in section_fields(kind)}
+        section_values = data.get(name, {})
+        names = {field.name for field in section_fields(kind)}
         try:
             values = (
-                {key: value for key, value in given.items() if key in known}
-                if isinstance(given, Mapping)
+                {key: value for key, value in section_values.items() if key in names}
+                if isinstance(section_values, Mapping)
                 else {}
             )
-            required = {
-                described.name: None for described in section_fields(kind) if described.required
-            }
+            required = {field.name: None for field in section_fields(kind) if field.required}
             sections[name] = kind(**{**required, **values})
         except ConfigError as error:
             problems += error.problems
@@ -124,27 +117,29 @@ def model_differences(stored: Mapping[str, Any], model: ModelConfig) -> list[Pro
 
     ``stored`` is the model section of the checkpoint, as in ``to_dict``.
     """
-    described = {f.name: f for f in section_fields(ModelConfig)}
-    kept = unchecked(
-        ModelConfig, {name: value for name, value in stored.items() if name in described}
+    fields = {f.name: f for f in section_fields(ModelConfig)}
+    stored_model = unchecked(
+        ModelConfig, {name: value for name, value in stored.items() if name in fields}
     )
     # A checkpoint that is older than an option lacks the option, so derive its value here.
-    derived = kept.derive(lambda *names: True)
-    found = []
-    for name, about in described.items():
-        before, now = getattr(kept, name), getattr(model, name)
-        before = derived.get(name) if before is None else before
-        if before != now and not about.option.training_only:
-            given = "without it" if before is None else f"with {as_given(about, before)}"
-            found.append(
+    derived = stored_model.derive(lambda *names: True)
+    problems = []
+    for name, field in fields.items():
+        stored_value, model_value = getattr(stored_model, name), getattr(model, name)
+        stored_value = derived.get(name) if stored_value is None else stored_value
+        if stored_value != model_value and not field.option.training_only:
+            stored_setting = (
+                "without it" if stored_value is None else f"with {as_given(field, stored_value)}"
+            )
+            problems.append(
                 Problem(
-                    about.flag,
-                    as_given(about, now),
-                    f"the checkpoint was made {given}",
+                    field.flag,
+                    as_given(field, model_value),
+                    f"the checkpoint was made {stored_setting}",
                     "give the value of the checkpoint, or load another checkpoint",
                 )
             )
-    return found
+    return problems
 
 
 def changed_options(
@@ -158,11 +153,11 @@ def changed_options(
             skipped.
         keys: sections (``optim``) or single options (``training.seed``) to compare.
     """
-    found = []
-    for about, then, now in differing_options(stored, current, keys):
-        before, after = (as_given(about, value) for value in (then, now))
-        found.append(f"{about.flag} {after}, was {before}")
-    return found
+    changes = []
+    for field, stored_value, run_value in differing_options(stored, current, keys):
+        previous, after = (as_given(field, value) for value in (stored_value, run_value))
+        changes.append(f"{field.flag} {after}, was {previous}")
+    return changes
 
 
 def restoring_words(
@@ -172,9 +167,17 @@ def restoring_words(
     out --seed``.
     """
     differing = list(differing_options(stored, current, keys))
-    by_default = [about.flag for about, then, _ in differing if then in (None, [], about.default)]
-    given = [as_flag(about, then) for about, then, _ in differing if about.flag not in by_default]
-    both = (("give", given), ("leave out", by_default))
+    by_default = [
+        field.flag
+        for field, stored_value, _ in differing
+        if stored_value in (None, [], field.default)
+    ]
+    flags_to_give = [
+        as_flag(field, stored_value)
+        for field, stored_value, _ in differing
+        if field.flag not in by_default
+    ]
+    both = (("give", flags_to_give), ("leave out", by_default))
     return " and ".join(f"{verb} {' '.join(flags)}" for verb, flags in both if flags)
 
 
@@ -184,26 +187,28 @@ def differing_options(
     """Yield each option of these sections and keys whose values differ, with the value in the
     checkpoint and the current value.
     """
-    for about in every_field():
-        then, now = (config.get(about.section, {}) for config in (stored, current))
+    for field in every_field():
+        stored_section, run_section = (
+            config.get(field.section, {}) for config in (stored, current)
+        )
         if (
-            {about.section, about.key}.isdisjoint(keys)
-            or about.name not in then
-            or about.name not in now
+            {field.section, field.key}.isdisjoint(keys)
+            or field.name not in stored_section
+            or field.name not in run_section
         ):
             continue
-        if then[about.name] != now[about.name]:
-            yield about, then[about.name], now[about.name]
+        if stored_section[field.name] != run_section[field.name]:
+            yield field, stored_section[field.name], run_section[field.name]
 
 
-def as_given(about: Field, value: object) -> str:
+def as_given(field: Field, value: object) -> str:
     """Return a value as the user gives it with the flag, or ``not given`` for None. A switch is on or
     off; for a negated flag such as ``--disable-bias-linear``, on means that the field is False.
     """
     if value is None:
         return "not given"
     if isinstance(value, bool):
-        return "on" if value != about.option.negated else "off"
+        return "on" if value != field.option.negated else "off"
     return (
         " ".join(map(str, value)) or "not given" if isinstance(value, (list, tuple)) else str(value)
     )
@@ -212,34 +217,36 @@ def as_given(about: Field, value: object) -> str:
 def _identity(model: ModelConfig) -> dict[str, Any]:
     held = section_to_dict(model)
     values = {}
-    for described in section_fields(ModelConfig):
-        name, expected = described.name, described.default
-        if described.option.derived:
+    for field in section_fields(ModelConfig):
+        name, expected = field.name, field.default
+        if field.option.derived:
             expected = (
                 unchecked(ModelConfig, {**held, name: None}).derive(lambda *names: True).get(name)
             )
-        if not described.option.training_only and held[name] != expected:
+        if not field.option.training_only and held[name] != expected:
             values[name] = held[name]
     return values
 
 
 def _unknown_keys(data: Mapping[str, Any]) -> list[Problem]:
-    found = []
+    problems = []
     for name, section in data.items():
         if name not in SECTIONS:
-            found.append(
+            problems.append(
                 Problem(
                     name, "", "is not a section", did_you_mean(nearest(name, SECTIONS), "remove it")
                 )
             )
         elif not isinstance(section, Mapping):
-            found.append(
+            problems.append(
                 Problem(name, repr(section), "must contain fields with values", "give a mapping")
             )
         else:
-            known = [described.name for described in section_fields(SECTIONS[name])]
+            names = [field.name for field in section_fields(SECTIONS[name])]
             for key in section:
-                if key not in known:
-                    cure = did_you_mean(nearest(key, known), "remove it")
-                    found.append(Problem(f"{name}.{key}", "", f"is not an option of {name}", cure))
-    return found
+                if key not in names:
+                    cure = did_you_mean(nearest(key, names), "remove it")
+                    problems.append(
+                        Problem(f"{name}.{key}", "", f"is not an option of {name}", cure)
+                    )
+    return problems

@@ -15,7 +15,7 @@ from megatron_packed.config.section import section_fields
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.value_checks import within
 
-_MODEL = tuple(about.name for about in section_fields(ModelConfig) if about.required)
+_MODEL = tuple(field.name for field in section_fields(ModelConfig) if field.required)
 _SIZES = ("global_batch_size", "micro_batch_size", "seq_length")
 """Derived sizes that a stored configuration must contain and that are never None."""
 
@@ -30,27 +30,27 @@ def stored_problem(value: Any) -> str | None:
         missing = [name for name in required if name not in value.get(section, {})]
         if missing if section in value else section != "packing":
             return f".{'.'.join([section, *missing[:1]])} is missing"
-    for about in every_field():
-        given = value.get(about.section, {})
-        if about.name in given and not _fits(about, given[about.name]):
-            return f".{about.key}{wrong(given[about.name], about.kind.word)}"
+    for field in every_field():
+        section_values = value.get(field.section, {})
+        if field.name in section_values and not _fits(field, section_values[field.name]):
+            return f".{field.key}{wrong(section_values[field.name], field.kind.word)}"
     return None
 
 
-def _fits(about: Field, value: Any) -> bool:
+def _fits(field: Field, value: Any) -> bool:
     """Return whether a stored value has the type and the bounds of its option. Choices are not
     checked, because they differ between versions.
     """
     if value is None:
-        return about.kind.optional and about.name not in _SIZES
-    if about.option.word and value == about.option.word:
+        return field.kind.optional and field.name not in _SIZES
+    if field.option.word and value == field.option.word:
         return True
-    if about.kind.many != isinstance(value, list):
+    if field.kind.many != isinstance(value, list):
         return False
-    for item in value if about.kind.many else [value]:
-        typed = type(item) is about.kind.base or (about.kind.base is float and type(item) is int)
+    for item in value if field.kind.many else [value]:
+        typed = type(item) is field.kind.base or (field.kind.base is float and type(item) is int)
         if not typed or (
-            about.kind.base in (int, float) and not (is_number(item) and within(about.option, item))
+            field.kind.base in (int, float) and not (is_number(item) and within(field.option, item))
         ):
             return False
     return True

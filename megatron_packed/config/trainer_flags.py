@@ -14,7 +14,7 @@ from functools import cache
 
 from megatron_packed.config import trainer_values as values
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.flag_rows import flag_rows
+from megatron_packed.config.table_rows import table_rows
 
 ANOTHER = "is a flag of another trainer"
 FLAG = re.compile(r"--[a-z][a-z0-9-]*[a-z0-9]")
@@ -41,7 +41,7 @@ class TrainerFlags:
 
 TRAINER_FLAGS = tuple(
     TrainerFlags(**{**row, "convert": getattr(values, row["convert"]) if "convert" in row else str})
-    for row in flag_rows("trainer_flags.json")
+    for row in table_rows("trainer_flags.json")
 )
 
 

@@ -39,8 +39,8 @@ def schedule(text: str) -> str:
     """Return the value of ``--lr-decay-style``, or the possible values."""
     names = {"constant_with_warmup": "constant", "warmup_stable_decay": "WSD"}
     shape = names.get(text.lower(), text.lower())
-    known = shape in ("linear", "cosine", "constant", "WSD")
-    return shape if known else "linear, cosine, constant or WSD"
+    is_supported = shape in ("linear", "cosine", "constant", "WSD")
+    return shape if is_supported else "linear, cosine, constant or WSD"
 
 
 def split(text: str) -> str:

@@ -18,19 +18,19 @@ one before a run starts.
 """
 
 
-def check_value(described: Field, value: Any) -> tuple[Any, list[Problem]]:
+def check_value(field: Field, value: Any) -> tuple[Any, list[Problem]]:
     """Check a value; return it in the option's type, and its problems."""
-    kind, flag = described.kind, described.flag
+    kind, flag = field.kind, field.flag
     if value is None:
         if kind.optional:
             return None, []
-        missing = f"{described.option.help[0].lower()}{described.option.help[1:]}".rstrip(".")
+        missing = f"{field.option.help[0].lower()}{field.option.help[1:]}".rstrip(".")
         return None, [
             Problem(
                 flag,
                 "",
                 f"{MISSING}{missing}",
-                f"give {flag} {placeholder(described)}".rstrip(),
+                f"give {flag} {placeholder(field)}".rstrip(),
             )
         ]
     if kind.many:
@@ -41,20 +41,20 @@ def check_value(described: Field, value: Any) -> tuple[Any, list[Problem]]:
         if len(value) > MOST_VALUES:
             rule = f"has {len(value):,} values, but at most {MOST_VALUES:,} are allowed"
             return value, [Problem(flag, f"{value[0]} ...", rule, "give fewer")]
-        checked, wrong = [], []
+        checked, problems = [], []
         for item in value:
-            one, problem = _check_one(described, item)
-            checked.append(one)
-            wrong += [] if problem is None else [problem]
-            if len(wrong) == MOST_SHOWN:
+            checked_value, problem = _check_one(field, item)
+            checked.append(checked_value)
+            problems += [] if problem is None else [problem]
+            if len(problems) == MOST_SHOWN:
                 break
-        return tuple(checked), wrong
-    one, problem = _check_one(described, value)
-    return one, [] if problem is None else [problem]
+        return tuple(checked), problems
+    checked_value, problem = _check_one(field, value)
+    return checked_value, [] if problem is None else [problem]
 
 
-def _check_one(described: Field, value: Any) -> tuple[Any, Problem | None]:
-    kind, limits, flag = described.kind, described.option, described.flag
+def _check_one(field: Field, value: Any) -> tuple[Any, Problem | None]:
+    kind, limits, flag = field.kind, field.option, field.flag
     if limits.word and value == limits.word:
         return value, None
     if kind.base is float and isinstance(value, int) and not isinstance(value, bool):
@@ -65,17 +65,20 @@ def _check_one(described: Field, value: Any) -> tuple[Any, Problem | None]:
     shown = str(value) if kind.base in (int, float) else repr(value)
     if not isinstance(value, kind.base) or (isinstance(value, bool) and kind.base is not bool):
         return value, Problem(
-            flag, repr(value), f"must be {kind.word}", f"give {flag} {placeholder(described)}"
+            flag, repr(value), f"must be {kind.word}", f"give {flag} {placeholder(field)}"
         )
     if isinstance(value, str) and limits.value_aliases:
         value = limits.value_aliases.get(value, value)
     if limits.not_built and value in limits.not_built:
         return value, Problem(flag, shown, "is not supported", limits.not_built[value])
     if limits.choices and value not in limits.choices:
-        words = ", ".join(str(choice) for choice in limits.choices)
-        meant = nearest(value, limits.choices) if isinstance(value, str) else []
+        choices = ", ".join(str(choice) for choice in limits.choices)
+        suggestions = nearest(value, limits.choices) if isinstance(value, str) else []
         return value, Problem(
-            flag, shown, f"must be one of {words}", did_you_mean(meant, "choose one of them")
+            flag,
+            shown,
+            f"must be one of {choices}",
+            did_you_mean(suggestions, "choose one of them"),
         )
     if kind.base is str:
         if not value.strip():
@@ -121,21 +124,21 @@ def bounds(limits: Option) -> str:
     return " and ".join(f"{sign} {limit:.10g}" for sign, limit in stated if limit is not None)
 
 
-def placeholder(described: Field) -> str:
+def placeholder(field: Field) -> str:
     """Return the placeholder of a value in help and cures: ``N``, ``X``, ``PATH`` or ``A|B``; empty
     for a switch.
     """
-    if described.kind.base is bool:
+    if field.kind.base is bool:
         return ""
-    if described.option.choices:
-        word = "|".join(str(choice) for choice in described.option.choices)
+    if field.option.choices:
+        word = "|".join(str(choice) for choice in field.option.choices)
         word = word if len(word) <= 60 else "NAME"
-    elif described.option.path:
+    elif field.option.path:
         word = "PATH"
     else:
-        word = {int: "N", float: "X", str: "TEXT"}[described.kind.base]
-        word = f"{word}|{described.option.word}" if described.option.word else word
-    if not described.kind.many:
+        word = {int: "N", float: "X", str: "TEXT"}[field.kind.base]
+        word = f"{word}|{field.option.word}" if field.option.word else word
+    if not field.kind.many:
         return word
     several = f"{word} [{word} ...]"
-    return f"{several} | {described.option.empty_word}" if described.option.empty_word else several
+    return f"{several} | {field.option.empty_word}" if field.option.empty_word else several

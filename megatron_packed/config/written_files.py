@@ -146,12 +146,12 @@ def _is_device(path: str | os.PathLike[str]) -> bool:
     if any(_is_of_kernel(place) for place in (named, resolved)):
         return True
     try:
-        found = os.stat(resolved)
+        status = os.stat(resolved)
     except OSError:
         return False
-    if stat.S_ISDIR(found.st_mode):
+    if stat.S_ISDIR(status.st_mode):
         return False
-    return not stat.S_ISREG(found.st_mode) or any(_is_stream(found, number) for number in (1, 2))
+    return not stat.S_ISREG(status.st_mode) or any(_is_stream(status, number) for number in (1, 2))
 
 
 def _is_of_kernel(path: str) -> bool:
@@ -161,8 +161,8 @@ def _is_of_kernel(path: str) -> bool:
     )
 
 
-def _is_stream(found: os.stat_result, descriptor: int) -> bool:
+def _is_stream(status: os.stat_result, descriptor: int) -> bool:
     try:
-        return os.path.samestat(found, os.fstat(descriptor))
+        return os.path.samestat(status, os.fstat(descriptor))
     except OSError:  # the stream is closed
         return False

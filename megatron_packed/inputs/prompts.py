@@ -253,10 +253,10 @@ def _of_object(name: str, line: bytes, fields: DataFields | None) -> list[GivenP
         about_answers = (*PREFERENCE_ANSWERS, LISTED_MASK)
         value = {name: part for name, part in value.items() if name not in about_answers}
         return [_of_fields(name, value, None)]
-    without_label = DataFields.of(pair for pair in fields.paths if pair[0] != LABEL)
+    without_label = DataFields.from_pairs(pair for pair in fields.paths if pair[0] != LABEL)
     assert without_label is not None
     return [
-        _of_fields(name, targets, DataFields.of((target, target) for target in targets))
+        _of_fields(name, targets, DataFields.from_pairs((target, target) for target in targets))
         for targets in renamed(value, without_label)
     ]
 

@@ -14,7 +14,7 @@ import torch
 from megatron_packed.checkpoint.errors import NoCheckpointError
 from megatron_packed.checkpoint.load import BEST, Step, newest_metadata
 from megatron_packed.checkpoint.run_metadata import metadata_problem
-from megatron_packed.config.parser.precedence import Given
+from megatron_packed.config.parser.precedence import GivenOptions
 from megatron_packed.config.parser.stored_options import STORED, take_for_inference
 from megatron_packed.config.run import SECTIONS, RunConfig
 from megatron_packed.config.section import section_fields
@@ -205,7 +205,7 @@ def stored_run(
     if step is not None:
         values["checkpoint.ckpt_step"] = step
     # The parser's rules decide which options count, so that `generate` and Python agree.
-    given = Given(values=values)
+    given = GivenOptions(values=values)
     take_for_inference(given, lambda values: stored)
     sections: dict[str, dict[str, Any]] = {
         # Options of a newer version are refused, because they may change what the model computes.

@@ -174,9 +174,9 @@ def _strangers(answers: Answers) -> list[Finding]:
     """
     found = []
     for stranger, version in strangers():
-        meant = next((package for package in PACKAGES if package.name == stranger.meant), None)
+        wanted = next((each for each in PACKAGES if each.name == stranger.wanted_package), None)
         beside = (
-            meant is not None and not stranger.in_the_way and version_of(meant.name) is not None
+            wanted is not None and not stranger.in_the_way and version_of(wanted.name) is not None
         )
         found.append(
             Finding(

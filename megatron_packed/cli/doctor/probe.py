@@ -114,7 +114,7 @@ def _job() -> tuple[Any, Any, dict[str, Any]]:
         str(TOKENS),
         *(["--bf16"] if device.type == "cuda" else []),
     ]
-    config = parse_or_exit(flags, launched=False, here=False)
+    config = parse_or_exit(flags, launched=False, on_this_machine=False)
     ops = {op.name: (op, inputs) for op, _, inputs in op_requests(config, device)}
     return config, device, ops
 

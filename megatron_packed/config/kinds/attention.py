@@ -15,7 +15,7 @@ from megatron_packed.config.kinds.layer_kind import (
     Shared,
 )
 from megatron_packed.config.options import derived_option, option
-from megatron_packed.config.section import KERNELS, Section, Sound, part_of_sections
+from megatron_packed.config.section import KERNELS, Section, Sound
 from megatron_packed.config.sections.model_parts.stack import StackOptions
 from megatron_packed.config.sections.model_parts.window import window_sides, windowed_layers
 
@@ -48,7 +48,6 @@ def _head_width(model: AttentionOptions) -> int | None:
     return model.hidden_size // heads if heads and model.hidden_size % heads == 0 else None
 
 
-@part_of_sections(frozen=True, kw_only=True)
 class AttentionOptions(StackOptions, group=ATTN, only_if=ATTENTION_LAYERS):
     """Heads, position embedding and norms of ``*`` layers."""
 
@@ -314,7 +313,6 @@ class AttentionOptions(StackOptions, group=ATTN, only_if=ATTENTION_LAYERS):
             yield self.problem("window_attn_skip_freq", rule, cure)
 
 
-@part_of_sections(frozen=True, kw_only=True)
 class AttentionKernels(Section, group=KERNELS, only_if=ATTENTION_LAYERS):
     """Option of the attention kernel."""
 
@@ -341,11 +339,15 @@ def kernel_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
     if not sound("training.attention_backend"):
         return
     training, parallel, width = run.training, run.parallel, run.model.kv_channels
-    known = (
+    uses_transformer_engine = (
         sound("training.transformer_impl", "model.kv_channels")
         and training.uses_transformer_engine_attention
     )
-    if known and width is not None and (width % 8 or width > TRANSFORMER_ENGINE_HEAD_LIMIT):
+    if (
+        uses_transformer_engine
+        and width is not None
+        and (width % 8 or width > TRANSFORMER_ENGINE_HEAD_LIMIT)
+    ):
         yield training.problem(
             "transformer_impl",
             "TransformerEngine's packed attention supports heads of a multiple of 8 up to "

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from megatron_packed.config.conditions import layers_where
 from megatron_packed.config.options import option
-from megatron_packed.config.section import KERNELS, Section, part_of_sections
+from megatron_packed.config.section import KERNELS, Section
 
 CONVOLUTIONS = layers_where(
     lambda kind: "conv_backend" in kind.backends.values(), "layer with a convolution"
 )
 
 
-@part_of_sections(frozen=True, kw_only=True)
 class ConvolutionKernels(Section, group=KERNELS, only_if=CONVOLUTIONS):
     """Option of the kernel of the convolution."""
 

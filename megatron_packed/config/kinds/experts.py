@@ -9,7 +9,7 @@ from megatron_packed.config.conditions import EXPERT_LAYERS, Condition, option_g
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.kinds.layer_kind import ACTIVATION, LayerKind, LayerPart, Shared
 from megatron_packed.config.options import Related, derived_option, option
-from megatron_packed.config.section import Sound, part_of_sections
+from megatron_packed.config.section import Sound
 from megatron_packed.config.sections.model_parts.divisors import divisors
 from megatron_packed.config.sections.model_parts.stack import StackOptions
 
@@ -34,7 +34,6 @@ SAME_TOKENS = Condition(
 )
 
 
-@part_of_sections(frozen=True, kw_only=True)
 class ExpertOptions(StackOptions, group=EXPERTS):
     """Experts, router and dispatcher of ``E`` layers."""
 
@@ -288,9 +287,9 @@ class ExpertOptions(StackOptions, group=EXPERTS):
                 "has E layers, but experts with biases are not supported",
                 "add --disable-bias-linear",
             )
-        known = self.num_experts is not None and sound("num_experts", "moe_router_topk")
+        counts_sound = self.num_experts is not None and sound("num_experts", "moe_router_topk")
         softmax = self.moe_router_score_function == "softmax" and not self.moe_router_pre_softmax
-        if known and softmax and self.moe_router_topk == 1:
+        if counts_sound and softmax and self.moe_router_topk == 1:
             yield self.problem(
                 "moe_router_topk",
                 "the softmax over a single chosen expert is always 1, so the router would "

@@ -8,14 +8,13 @@ from megatron_packed.config.conditions import layers
 from megatron_packed.config.kinds.convolution import ConvolutionKernels
 from megatron_packed.config.kinds.layer_kind import EVERYTHING, LayerKind, LayerPart, Shared
 from megatron_packed.config.options import option
-from megatron_packed.config.section import KERNELS, part_of_sections
+from megatron_packed.config.section import KERNELS
 from megatron_packed.config.sections.model_parts.stack import StackOptions
 
 SYMBOL, GDN = "G", "gated delta net"
 GATED_DELTA_NET_LAYERS = layers(SYMBOL)
 
 
-@part_of_sections(frozen=True, kw_only=True)
 class GatedDeltaNetOptions(StackOptions, group=GDN, only_if=GATED_DELTA_NET_LAYERS):
     """Heads and convolution of ``G`` layers."""
 
@@ -77,7 +76,6 @@ class GatedDeltaNetOptions(StackOptions, group=GDN, only_if=GATED_DELTA_NET_LAYE
         return self.linear_num_value_heads * self.linear_value_head_dim
 
 
-@part_of_sections(frozen=True, kw_only=True)
 class GatedDeltaNetKernels(ConvolutionKernels, group=KERNELS, only_if=GATED_DELTA_NET_LAYERS):
     """Option of the kernel of the recurrence."""
 

@@ -178,17 +178,17 @@ class Kinds(Mapping[str, LayerKind]):
         package = __name__.rpartition(".")[0]
         files = sorted(Path(__file__).parent.glob("[!_]*.py"))
         modules = [import_module(f"{package}.{file.stem}") for file in files]
-        found: dict[str, LayerKind] = {}
+        records: dict[str, LayerKind] = {}
         for module in modules:
             kind: LayerKind | None = getattr(module, "KIND", None)
             if kind is None:
                 continue
-            if kind.symbol in found:
+            if kind.symbol in records:
                 raise ValueError(
                     f"two kinds have the symbol {kind.symbol!r}; see {module.__file__}"
                 )
-            found[kind.symbol] = kind
-        in_order = sorted(found.values(), key=lambda kind: (kind.place, kind.symbol))
+            records[kind.symbol] = kind
+        in_order = sorted(records.values(), key=lambda kind: (kind.place, kind.symbol))
         return {kind.symbol: kind for kind in in_order}
 
 

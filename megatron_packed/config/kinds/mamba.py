@@ -16,7 +16,7 @@ from megatron_packed.config.kinds.layer_kind import (
     Shared,
 )
 from megatron_packed.config.options import derived_option, option
-from megatron_packed.config.section import KERNELS, Section, Sound, part_of_sections
+from megatron_packed.config.section import KERNELS, Section, Sound
 from megatron_packed.config.sections.model_parts.divisors import divisors
 from megatron_packed.config.sections.model_parts.stack import StackOptions
 
@@ -28,11 +28,10 @@ MAMBA_LAYERS = layers(SYMBOL)
 
 
 def _number_of_heads(model: MambaOptions) -> int | None:
-    heads, rest = divmod(2 * model.hidden_size, model.mamba_head_dim)
-    return None if rest else heads
+    heads, remainder = divmod(2 * model.hidden_size, model.mamba_head_dim)
+    return None if remainder else heads
 
 
-@part_of_sections(frozen=True, kw_only=True)
 class MambaOptions(StackOptions, group=SSM, only_if=MAMBA_LAYERS):
     """Heads, groups, state and scan of ``M`` layers."""
 
@@ -131,7 +130,6 @@ class MambaOptions(StackOptions, group=SSM, only_if=MAMBA_LAYERS):
             )
 
 
-@part_of_sections(frozen=True, kw_only=True)
 class MambaKernels(ConvolutionKernels, group=KERNELS, only_if=MAMBA_LAYERS):
     """Option of the kernel of the scan."""
 
@@ -142,7 +140,6 @@ class MambaKernels(ConvolutionKernels, group=KERNELS, only_if=MAMBA_LAYERS):
     )
 
 
-@part_of_sections(frozen=True, kw_only=True)
 class MambaCommunication(Section, only_if=(MAMBA_LAYERS, CONTEXT_PARALLEL)):
     """Option of the communication of context-parallel ranks."""
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_packed.config.flag_rows import flag_rows
 from megatron_packed.config.run import RunConfig
+from megatron_packed.config.table_rows import table_rows
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,6 @@ ANY: tuple[str, ...] = ()
 
 ACCEPTED = {
     flag: AcceptedFlag(group["reason"], None if values is None else tuple(values))
-    for group in flag_rows("megatron/accepted_flags.json")
+    for group in table_rows("megatron/accepted_flags.json")
     for flag, values in group["flags"].items()
 }

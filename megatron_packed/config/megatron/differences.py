@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from megatron_packed.config.flag_rows import flag_rows
 from megatron_packed.config.parser.help_text import default_text
 from megatron_packed.config.run import every_field
+from megatron_packed.config.table_rows import table_rows
 
 
 def differences() -> list[tuple[str, str, str, str]]:
     """Return rows of (flag, Megatron-LM's behaviour, this project's behaviour, reason)."""
     rows = []
-    for described in every_field():
-        if described.option.megatron is not None:
-            theirs, why = described.option.megatron
-            rows.append((described.flag, theirs, default_text(described), why))
-    return [*rows, *map(tuple, flag_rows("megatron/differences.json"))]
+    for field in every_field():
+        if field.option.megatron is not None:
+            theirs, why = field.option.megatron
+            rows.append((field.flag, theirs, default_text(field), why))
+    return [*rows, *map(tuple, table_rows("megatron/differences.json"))]

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from megatron_packed.config.flag_rows import flag_rows
 from megatron_packed.config.layer_pattern import STAGE
 from megatron_packed.config.megatron.accepted import ACCEPTED, AcceptedFlag
 from megatron_packed.config.megatron.gpt_layers import gpt_pattern, number_of_layers
 from megatron_packed.config.megatron.refused import REFUSAL_OF as REFUSAL_OF
 from megatron_packed.config.megatron.refused import REFUSED as REFUSED
 from megatron_packed.config.run import RunConfig
+from megatron_packed.config.table_rows import table_rows
 
 _MOST_SHOWN = 64
 """Maximum number of GPT layers whose pattern a message shows."""
@@ -112,7 +112,7 @@ ALWAYS = {
     flag: AcceptedFlag(
         row["reason"], tuple(row["values"]) if "values" in row else None, _DIFFERS.get(flag)
     )
-    for flag, row in flag_rows("megatron/always_flags.json").items()
+    for flag, row in table_rows("megatron/always_flags.json").items()
 }
 TAKEN: dict[str, AcceptedFlag] = ALWAYS | ACCEPTED
 """Flags that are no options and are accepted."""

@@ -28,22 +28,24 @@ def number_of_layers(texts: Sequence[str]) -> int | None:
     return int(texts[0]) if len(texts[0]) < 5 and 1 <= int(texts[0]) <= MOST_LAYERS else None
 
 
-def pattern_of_words(words: Sequence[str]) -> tuple[str, ...]:
+def pattern_of_words(arguments: Sequence[str]) -> tuple[str, ...]:
     """Return the flag and pattern that replace ``--num-layers N`` of a line without a pattern.
 
     The result is empty if the line has no number of layers, or if ``--moe-layer-freq`` decides
     which layers have experts. It is also empty for a hybrid, whose layers are not those of GPT.
     """
-    if NUM_LAYERS not in words or "--moe-layer-freq" in words or _is_hybrid(words):
+    if NUM_LAYERS not in arguments or "--moe-layer-freq" in arguments or _is_hybrid(arguments):
         return ()
-    at = words.index(NUM_LAYERS) + 1
-    layers = number_of_layers(words[at : at + 1])
+    at = arguments.index(NUM_LAYERS) + 1
+    layers = number_of_layers(arguments[at : at + 1])
     if layers is None:
         return ()
-    return ("--hybrid-layer-pattern", gpt_pattern(layers, experts="--num-experts" in words))
+    return ("--hybrid-layer-pattern", gpt_pattern(layers, experts="--num-experts" in arguments))
 
 
-def _is_hybrid(words: Sequence[str]) -> bool:
+def _is_hybrid(arguments: Sequence[str]) -> bool:
     """Return whether a line without a pattern describes a hybrid: by a ratio or by ``--spec``."""
-    spec = words[words.index("--spec") + 1 :][:2] if "--spec" in words else ()
-    return bool({*_HYBRID} & {*words}) or any("mamba" in word or "hybrid" in word for word in spec)
+    spec = arguments[arguments.index("--spec") + 1 :][:2] if "--spec" in arguments else ()
+    return bool({*_HYBRID} & {*arguments}) or any(
+        "mamba" in word or "hybrid" in word for word in spec
+    )

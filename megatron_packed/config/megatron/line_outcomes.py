@@ -87,13 +87,13 @@ def _differing() -> dict[str, str]:
 
 def other_defaults(uses: Iterable[Use]) -> Iterator[tuple[str, str]]:
     """Yield flags of the model that are not given and have another default, with a sentence."""
-    given = {name for use in uses for name in _names(use.flag)}
-    for described in every_field():
-        theirs = described.option.megatron
-        of_model = described.section == ModelConfig.title
-        if theirs is not None and of_model and described.flag not in given:
-            sentence = f"Megatron-LM: {theirs[0]}; here: {default_text(described)}; {theirs[1]}"
-            yield described.flag, sentence
+    given_flags = {name for use in uses for name in _names(use.flag)}
+    for field in every_field():
+        theirs = field.option.megatron
+        of_model = field.section == ModelConfig.title
+        if theirs is not None and of_model and field.flag not in given_flags:
+            sentence = f"Megatron-LM: {theirs[0]}; here: {default_text(field)}; {theirs[1]}"
+            yield field.flag, sentence
 
 
 _SPLIT = ("--split", "969,30,1")
@@ -102,13 +102,13 @@ _VALIDATION = ("--split", "--valid-data-path", "--data-args-path", "--per-split-
 """Flags that decide on the validation data."""
 
 
-def split_of(words: Sequence[str]) -> tuple[str, ...]:
+def split_of(arguments: Sequence[str]) -> tuple[str, ...]:
     """Return Megatron-LM's split if a line validates and does not say on which data."""
-    validates = "--data-path" in words and "--eval-interval" in words
-    return _SPLIT if validates and not any(flag in words for flag in _VALIDATION) else ()
+    validates = "--data-path" in arguments and "--eval-interval" in arguments
+    return _SPLIT if validates and not any(flag in arguments for flag in _VALIDATION) else ()
 
 
-def line_outcome(words: Sequence[str], world_size: int | None = None) -> LineOutcome:
+def line_outcome(arguments: Sequence[str], world_size: int | None = None) -> LineOutcome:
     """Return the outcome of each flag of a line.
 
     Paths and this machine are not checked.
@@ -118,25 +118,23 @@ def line_outcome(words: Sequence[str], world_size: int | None = None) -> LineOut
         world_size: number of processes; by default the smallest number for the layout.
     """
     problems: list[Problem] = []
-    occurrences = read_command_line(words, problems)
+    occurrences = read_command_line(arguments, problems)
     accepted: dict[str, str] = {}
     try:
-        accepted = dict(parse_with_sources(words, world_size, here=False).always)
+        accepted = dict(parse_with_sources(arguments, world_size, on_this_machine=False).always)
     except ConfigError as error:
         problems += error.problems
     by_option: dict[str, Problem] = {}
     for problem in problems:
         by_option.setdefault(problem.option, problem)
     uses = tuple(_use(occurrence, by_option, accepted) for occurrence in occurrences)
-    given = {name for use in uses for name in _names(use.flag)}
-    missing = [problem for problem in by_option.values() if problem.option not in given]
+    given_flags = {name for use in uses for name in _names(use.flag)}
+    missing = [problem for problem in by_option.values() if problem.option not in given_flags]
     return LineOutcome(uses, tuple(missing))
 
 
 def _use(occurrence: Occurrence, problems: dict[str, Problem], accepted: dict[str, str]) -> Use:
     flag, texts = occurrence.flag, occurrence.texts
-    if occurrence.attached is not None:
-        texts = (occurrence.attached, *texts)
     if flag in META_FLAGS or flag == "-h":
         return Use(flag, texts, FlagOutcome.REFUSED, "is no flag of Megatron-LM; leave it out")
     problem = next((problems[name] for name in _names(flag) if name in problems), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_packed.config.flag_rows import flag_rows
+from megatron_packed.config.table_rows import table_rows
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,6 @@ class RefusedFlags:
 
 REFUSED = tuple(
     RefusedFlags(row["reason"], row["nearest"], tuple(row["flags"]))
-    for row in flag_rows("megatron/refused_flags.json")
+    for row in table_rows("megatron/refused_flags.json")
 )
 REFUSAL_OF: dict[str, RefusedFlags] = {flag: group for group in REFUSED for flag in group.flags}

@@ -78,8 +78,8 @@ def read_script(path: str, environ: Mapping[str, str]) -> MegatronLine:
         ValueError: a clause with the reason why the file cannot be used.
     """
     reader = _Script(environ)
-    for line, words in _Commands(read_text_file(path)).commands():
-        reader.read(line, words)
+    for line, command in _Commands(read_text_file(path)).commands():
+        reader.read(line, command)
     if len(reader.lines) != 1:
         count = len(reader.lines) or "no"
         raise ValueError(
@@ -100,64 +100,64 @@ class _Commands:
         """Yield each command with the number of its first line."""
         while self._at < len(self._text):
             line = self._line()
-            words = self._words("\n;|&<>")
+            command = self._words("\n;|&<>")
             if self._text[self._at : self._at + 1] in ("<", ">"):
-                self._skip_redirection(words)
-            if words:
-                yield line, words
+                self._skip_redirection(command)
+            if command:
+                yield line, command
             self._at += 1
 
-    def _skip_redirection(self, words: list[_Word]) -> None:
+    def _skip_redirection(self, command: list[_Word]) -> None:
         """Move to the end of the line, and drop the number of a stream before ``>``."""
         line = self._line()
         end = self._text.find("\n", self._at)
-        rest = self._text[self._at : end if end >= 0 else len(self._text)]
-        if rest.startswith("<<"):
+        line_end = self._text[self._at : end if end >= 0 else len(self._text)]
+        if line_end.startswith("<<"):
             raise ValueError(f"has a text block (<<) in line {line}; {_CURE}")
-        if "--" in rest or rest.endswith("\\"):
-            raise ValueError(f"has flags after {rest[0]} in line {line}; {_CURE}")
-        if words and self._text[self._at - 1].isdigit() and words[-1].head.isdigit():
-            words.pop()
-        self._at += len(rest)
+        if "--" in line_end or line_end.endswith("\\"):
+            raise ValueError(f"has flags after {line_end[0]} in line {line}; {_CURE}")
+        if command and self._text[self._at - 1].isdigit() and command[-1].head.isdigit():
+            command.pop()
+        self._at += len(line_end)
 
     def _line(self) -> int:
         return self._text.count("\n", 0, self._at) + 1
 
     def _words(self, ends: str) -> list[_Word]:
         """Return words up to one of the characters ``ends``."""
-        words: list[_Word] = []
+        word_list: list[_Word] = []
         word: _Word | None = None
-        while self._at < len(self._text) and (now := self._text[self._at]) not in ends:
+        while self._at < len(self._text) and (character := self._text[self._at]) not in ends:
             if self._text.startswith("\\\n", self._at):
                 self._at += 2
-            elif now.isspace():
+            elif character.isspace():
                 word = None
                 self._at += 1
-            elif now == "#" and word is None:
+            elif character == "#" and word is None:
                 end = self._text.find("\n", self._at)
                 self._at = len(self._text) if end < 0 else end
             else:
                 if word is None:
                     word = _Word()
-                    words.append(word)
+                    word_list.append(word)
                     self._count += 1
                     if self._count > MOST_WORDS:
                         raise ValueError(f"has more than {MOST_WORDS:,} words")
                 self._part(word)
-        return words
+        return word_list
 
     def _part(self, word: _Word) -> None:
         """Read the next quoted or unquoted part of a word."""
-        now = self._text[self._at]
-        if now == "'":
+        character = self._text[self._at]
+        if character == "'":
             word.parts.append((self._until("'"), False, False))
-        elif now == '"':
+        elif character == '"':
             word.parts.append((self._double(), True, False))
-        elif now == "\\":
+        elif character == "\\":
             word.parts.append((self._text[self._at + 1 : self._at + 2], False, False))
             self._at += 2
-        elif now in "()":
-            is_list = now == "(" and word.array is None and _ASSIGNMENT.fullmatch(word.head)
+        elif character in "()":
+            is_list = character == "(" and word.array is None and _ASSIGNMENT.fullmatch(word.head)
             if not is_list:
                 raise ValueError(f"has a bracket in line {self._line()} that is no list; {_CURE}")
             line = self._line()
@@ -185,7 +185,7 @@ class _Commands:
         if match is None:
             raise ValueError(f"has an open quotation mark in line {self._line()}")
         self._at = match.end()
-        return re.sub(r'\\(["\\\n])', lambda found: found[1].strip("\n"), match[1])
+        return re.sub(r'\\(["\\\n])', lambda escape: escape[1].strip("\n"), match[1])
 
     def _skip_unquoted(self) -> None:
         """Move to the end of an unquoted part; a substitution belongs to it as a whole."""
@@ -225,13 +225,13 @@ class _Script:
         self._characters = 0
         self.lines: list[MegatronLine] = []
 
-    def read(self, line: int, words: list[_Word]) -> None:
+    def read(self, line: int, command: list[_Word]) -> None:
         """Follow one command."""
-        declares = words[0].head in DECLARATIONS
-        if words[0].head in CONTROL:
-            shown = printable(words[0].head, 40)
+        declares = command[0].head in DECLARATIONS
+        if command[0].head in CONTROL:
+            shown = printable(command[0].head, 40)
             raise ValueError(f"has {shown} in line {line}, which needs a shell; {_CURE}")
-        assignments = words[declares:]
+        assignments = command[declares:]
         while assignments and _ASSIGNMENT.match(assignments[0].head):
             self._assign(assignments.pop(0), exported=declares)
         if declares or not assignments:
@@ -249,8 +249,8 @@ class _Script:
         if files:
             raise ValueError(f"has the value {printable(files[0], 40)}; write a path as ./@NAME")
         launcher = tuple(_processes(expanded[:at]))
-        found = MegatronLine(tuple(expanded[at + 1 :]), dict(self._exported), (), launcher)
-        self.lines.append(found)
+        megatron_line = MegatronLine(tuple(expanded[at + 1 :]), dict(self._exported), (), launcher)
+        self.lines.append(megatron_line)
 
     def _assign(self, word: _Word, exported: bool) -> None:
         match = _ASSIGNMENT.match(word.head)
@@ -340,22 +340,22 @@ class _Script:
         match = _PARAMETER.fullmatch(parameter)
         if match is None:
             raise _Unknown(printable(shown, 40))
-        name, whole, default = match.groups()
+        name, all_items, default = match.groups()
         values = self._values.get(name)
         if values is None or (default is not None and not "".join(values)):
             if default is None:
                 return f"${{{name}}}"
             return default.strip("\"'")
-        return " ".join(values if whole else values[:1])
+        return " ".join(values if all_items else values[:1])
 
 
 def _unsplit(parts: list[tuple[str, bool, bool]]) -> list[tuple[str, bool, bool]]:
     return [(text, replaces, False) for text, replaces, _ in parts]
 
 
-def _processes(words: list[str]) -> Iterator[str]:
+def _processes(arguments: list[str]) -> Iterator[str]:
     """Yield torchrun's numbers of processes and machines."""
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
         name, equals, value = word.partition("=")
         value = value if equals else following
         if _PROCESSES.fullmatch(name) and re.fullmatch("[1-9][0-9]{0,5}", value):

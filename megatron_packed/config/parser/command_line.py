@@ -37,15 +37,10 @@ class Word:
 
 @dataclass(frozen=True)
 class Occurrence:
-    """Flag with the words that follow it, up to the next flag.
-
-    Args:
-        attached: the text after ``=``; None without ``=``.
-    """
+    """Flag with its values: the text after ``=``, and the words up to the next flag."""
 
     flag: str
     texts: tuple[str, ...]
-    attached: str | None
     source: str
 
 
@@ -54,11 +49,11 @@ def read_command_line(argv: Sequence[str], problems: list[Problem]) -> list[Occu
 
     The flags of a file named by ``@`` replace its name.
     """
-    found: list[tuple[Word, list[str]]] = []
+    flags: list[tuple[Word, list[str]]] = []
     for word in _expand(argv, COMMAND_LINE, (), problems, _Files()):
         if word.is_flag:
-            found.append((word, []))
-        elif not found:
+            flags.append((word, []))
+        elif not flags:
             problems.append(
                 Problem(
                     word.text,
@@ -68,13 +63,13 @@ def read_command_line(argv: Sequence[str], problems: list[Problem]) -> list[Occu
                 )
             )
         else:
-            found[-1][1].append(word.text)
-    return [_occurrence(flag, texts) for flag, texts in found]
+            flags[-1][1].append(word.text)
+    return [_occurrence(flag, texts) for flag, texts in flags]
 
 
 def _occurrence(flag: Word, texts: list[str]) -> Occurrence:
     name, equals, attached = flag.text.partition("=")
-    return Occurrence(name, tuple(texts), attached if equals else None, flag.source)
+    return Occurrence(name, (attached, *texts) if equals else tuple(texts), flag.source)
 
 
 class _Files:
@@ -104,13 +99,13 @@ class _Files:
 
 
 def _expand(
-    words: Sequence[str],
+    argv: Sequence[str],
     source: str,
     within: tuple[str, ...],
     problems: list[Problem],
     files: _Files,
 ) -> Iterator[Word]:
-    for text in words:
+    for text in argv:
         if not text.startswith("@") or len(text) == 1:
             yield Word(text, source)
             continue

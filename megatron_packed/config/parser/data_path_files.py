@@ -50,52 +50,54 @@ def read_per_split_data_args(path: str) -> NamedData:
     try:
         # Weights stay text, so that they are exact. A duplicate key is an error, because JSON would
         # silently drop the first value.
-        found = json.loads(text, parse_int=str, parse_float=str, object_pairs_hook=_once)
+        arguments_of_split = json.loads(
+            text, parse_int=str, parse_float=str, object_pairs_hook=_once
+        )
     except (ValueError, RecursionError) as error:
         return NamedData(fault=f"is not valid JSON ({error})")
-    if not isinstance(found, dict):
+    if not isinstance(arguments_of_split, dict):
         return NamedData(fault="does not contain a JSON object")
-    for split, words in found.items():
+    for split, arguments in arguments_of_split.items():
         if split not in SPLITS:
             return NamedData(
                 fault=f"has the key {split!r}, but only train, valid and test are allowed"
             )
-        if isinstance(words, str):
-            found[split] = words.split()
-        elif words is None:
-            found[split] = []
-        elif not isinstance(words, list) or not all(
-            isinstance(word, str) and word for word in words
+        if isinstance(arguments, str):
+            arguments_of_split[split] = arguments.split()
+        elif arguments is None:
+            arguments_of_split[split] = []
+        elif not isinstance(arguments, list) or not all(
+            isinstance(word, str) and word for word in arguments
         ):
             return NamedData(
                 fault=(
                     f"must name the data of {split!r} as a list of words, or as one text of words"
                 )
             )
-        if fault := _number_fault(found[split]):
+        if fault := _number_fault(arguments_of_split[split]):
             return NamedData(fault=fault)
-    if not found.get("train"):
+    if not arguments_of_split.get("train"):
         return NamedData(fault="names no training data")
-    train, valid, test = (tuple(found.get(split, ())) for split in SPLITS)
+    train, valid, test = (tuple(arguments_of_split.get(split, ())) for split in SPLITS)
     return NamedData(train, valid, test)
 
 
-def _number_fault(words: list[str]) -> str:
+def _number_fault(arguments: list[str]) -> str:
     return (
-        f"has {len(words):,} words, but at most {MOST_VALUES:,} are allowed"
-        if len(words) > MOST_VALUES
+        f"has {len(arguments):,} words, but at most {MOST_VALUES:,} are allowed"
+        if len(arguments) > MOST_VALUES
         else ""
     )
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
         keys = [key for key, _ in pairs]
         raise ValueError(
             f"the key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice"
         )
-    return found
+    return mapping
 
 
 def _read(path: str) -> tuple[str, str]:

@@ -19,7 +19,7 @@ def edit_distance(a: str, b: str, limit: int | None = None) -> int:
     surplus = sum(max(0, a.count(x) - b.count(x)) for x in set(a))
     if max(surplus, surplus + len(b) - len(a)) > reach:
         return reach + 1
-    before: list[int] = []
+    second_last: list[int] = []
     previous = list(range(len(b) + 1))
     for i, x in enumerate(a, 1):
         # Cells more than `reach` columns from the diagonal have a distance above the limit.
@@ -29,19 +29,19 @@ def edit_distance(a: str, b: str, limit: int | None = None) -> int:
             y = b[j - 1]
             current[j] = min(previous[j] + 1, current[j - 1] + 1, previous[j - 1] + (x != y))
             if i > 1 and j > 1 and x == b[j - 2] and a[i - 2] == y:
-                current[j] = min(current[j], before[j - 2] + 1)
-        before, previous = previous, current
-        if min(before) > reach and min(previous) > reach:
+                current[j] = min(current[j], second_last[j - 2] + 1)
+        second_last, previous = previous, current
+        if min(second_last) > reach and min(previous) > reach:
             return reach + 1
     return previous[len(b)]
 
 
-def nearest(name: str, known: Iterable[str], limit: int = 3) -> list[str]:
+def nearest(name: str, names: Iterable[str], limit: int = 3) -> list[str]:
     """Return the known names that the user may have meant by ``name``: all names at the smallest
     edit distance, else the names that ``name`` abbreviates.
     """
     wanted = _plain(name)
-    candidates = {candidate: _plain(candidate) for candidate in known}
+    candidates = {candidate: _plain(candidate) for candidate in names}
     same = [candidate for candidate, plain in candidates.items() if plain == wanted]
     if same:
         return same[:limit]
@@ -65,11 +65,11 @@ def nearest(name: str, known: Iterable[str], limit: int = 3) -> list[str]:
     ][:limit]
 
 
-def did_you_mean(found: list[str], otherwise: str) -> str:
+def did_you_mean(suggestions: list[str], otherwise: str) -> str:
     """Return a cure that suggests the names that ``nearest`` found, or ``otherwise`` if it found
     none.
     """
-    return f"did you mean {' or '.join(found)}?" if found else otherwise
+    return f"did you mean {' or '.join(suggestions)}?" if suggestions else otherwise
 
 
 def _plain(name: str) -> str:

@@ -46,17 +46,15 @@ class Spelling:
 @cache
 def spellings() -> Mapping[str, Spelling]:
     """Return every flag that sets an option, with its meaning."""
-    found: dict[str, Spelling] = {}
-    for described in every_field():
-        short = {"--" + name: value for name, value in (described.option.shorthands or {}).items()}
-        old = {*short, *("--" + name for name in described.option.deprecated)}
-        for spelling in described.spellings:
-            assert spelling not in found, f"{spelling} names two options"
-            sets = (
-                described.switches[spelling] if described.kind.base is bool else short.get(spelling)
-            )
-            found[spelling] = Spelling(described, sets, spelling in old)
-    return found
+    by_spelling: dict[str, Spelling] = {}
+    for field in every_field():
+        short = {"--" + name: value for name, value in (field.option.shorthands or {}).items()}
+        old = {*short, *("--" + name for name in field.option.deprecated)}
+        for spelling in field.spellings:
+            assert spelling not in by_spelling, f"{spelling} names two options"
+            sets = field.switches[spelling] if field.kind.base is bool else short.get(spelling)
+            by_spelling[spelling] = Spelling(field, sets, spelling in old)
+    return by_spelling
 
 
 def usable_flags() -> list[str]:

@@ -117,7 +117,7 @@ def _first_run(columns: int) -> Iterator[str]:
     yield _usage(_SHORT_USAGE, columns)
     for title, flags in _FIRST_RUN.items():
         fields = (spellings()[flag].field for flag in flags)
-        yield "\n".join([title, *(_option(described, columns, brief=True) for described in fields)])
+        yield "\n".join([title, *(_option(field, columns, brief=True) for field in fields)])
     asking = ("--print-config", "--explain", "--help-all")
     yield "\n".join(
         ["More information", *(_entry(flag, META_FLAGS[flag], columns) for flag in asking)]
@@ -141,24 +141,22 @@ def _section(title: str, fields: tuple[Field, ...], columns: int) -> Iterator[st
     # Options without a group come first, under the title of the section alone. Parts of a section
     # that are declared elsewhere may have put options with a group before the others, so the last
     # option of a group decides its place.
-    last = {described.option.group: place for place, described in enumerate(fields)} | {"": -1}
-    ordered = sorted(fields, key=lambda described: last[described.option.group])
+    last = {field.option.group: place for place, field in enumerate(fields)} | {"": -1}
+    ordered = sorted(fields, key=lambda field: last[field.option.group])
     group = None
-    for described in ordered:
-        if described.option.group != group:
-            group = described.option.group
+    for field in ordered:
+        if field.option.group != group:
+            group = field.option.group
             heading = f"{title}: {group}" if group else title
-            yield heading if described is ordered[0] else f"\n{heading}"
-        yield _option(described, columns)
+            yield heading if field is ordered[0] else f"\n{heading}"
+        yield _option(field, columns)
 
 
-def _option(described: Field, columns: int, *, brief: bool = False) -> str:
-    value = placeholder(described)
-    if len(described.flag) + len(value) + 3 > columns and described.option.choices:
-        value = "NAME [NAME ...]" if described.kind.many else "NAME"
-    return _entry(
-        f"{described.flag} {value}".rstrip(), _explanation(described, value, brief), columns
-    )
+def _option(field: Field, columns: int, *, brief: bool = False) -> str:
+    value = placeholder(field)
+    if len(field.flag) + len(value) + 3 > columns and field.option.choices:
+        value = "NAME [NAME ...]" if field.kind.many else "NAME"
+    return _entry(f"{field.flag} {value}".rstrip(), _explanation(field, value, brief), columns)
 
 
 def _entry(head: str, text: str, columns: int) -> str:
@@ -171,48 +169,48 @@ def _entry(head: str, text: str, columns: int) -> str:
     return "\n".join([f"  {head}", *body])
 
 
-def _explanation(described: Field, value: str, brief: bool) -> str:
+def _explanation(field: Field, value: str, brief: bool) -> str:
     """Return the help of an option. Brackets at its end list the default, the unit and, unless
     ``brief``, other spellings.
 
     Args:
         value: the placeholder that is shown after the flag.
     """
-    option = described.option
-    known = [default_text(described)]
+    option = field.option
+    notes = [default_text(field)]
     if (
         option.unit
-        and not described.required
+        and not field.required
         and not option.derived
-        and described.default not in (None, ())
+        and field.default not in (None, ())
     ):
-        known[0] += f" {option.unit[:-1] if described.default == 1 else option.unit}"
+        notes[0] += f" {option.unit[:-1] if field.default == 1 else option.unit}"
     elif option.unit:
-        known.append(option.unit)
+        notes.append(option.unit)
     if option.negated:
-        known.append(f"undone by {next(name for name, sets in described.switches.items() if sets)}")
+        notes.append(f"undone by {next(name for name, sets in field.switches.items() if sets)}")
     if not brief:
-        known += [f"also --{name}" for name in option.aliases]
-        known += [
+        notes += [f"also --{name}" for name in option.aliases]
+        notes += [
             f"deprecated: --{name}" for name in (*option.deprecated, *(option.shorthands or ()))
         ]
     choices = f" One of {', '.join(option.choices)}." if value.startswith("NAME") else ""
-    return f"{option.help}{choices} [{'; '.join(known)}]"
+    return f"{option.help}{choices} [{'; '.join(notes)}]"
 
 
-def default_text(described: Field) -> str:
+def default_text(field: Field) -> str:
     """Return the default as text."""
-    default = described.default
-    if described.required:
+    default = field.default
+    if field.required:
         return "required"
-    if described.option.derived:
-        return described.option.derived
-    if described.kind.base is bool:
+    if field.option.derived:
+        return field.option.derived
+    if field.kind.base is bool:
         # "on" if the run behaves as if the flag had been given.
-        given = default is not described.option.negated
-        return "on" if given else "off"
+        is_set = default is not field.option.negated
+        return "on" if is_set else "off"
     if default is None or default == ():
-        return described.option.empty_word or "not set"
+        return field.option.empty_word or "not set"
     if isinstance(default, tuple):
         return " ".join(map(str, default))
     return f"{default:g}" if isinstance(default, float) else str(default)

@@ -26,12 +26,12 @@ def tell_launcher(sentence: str, environ: Mapping[str, str]) -> None:
     """
     path = environ.get("TORCHELASTIC_ERROR_FILE")
     if path is not None:
-        told = {
+        report = {
             "message": sentence,
             "extraInfo": {"py_callstack": sentence, "timestamp": str(int(time.time()))},
         }
         with suppress(OSError), open(path, "w") as file:
-            json.dump({"message": told}, file)
+            json.dump({"message": report}, file)
 
 
 def wait_for_rank_0(environ: Mapping[str, str]) -> None:

@@ -28,7 +28,7 @@ from megatron_packed.config.layer_pattern import STAGE
 from megatron_packed.config.megatron.accepted import ACCEPTED
 from megatron_packed.config.megatron.flags import ALWAYS, TAKEN
 from megatron_packed.config.parser.launcher import tell_launcher, wait_for_rank_0
-from megatron_packed.config.parser.precedence import Given, gather
+from megatron_packed.config.parser.precedence import GivenOptions, gather
 from megatron_packed.config.parser.stored_options import (
     ReadStored,
     take_for_inference,
@@ -105,19 +105,19 @@ def parse_with_sources(
     argv: Sequence[str],
     world_size: int | None = None,
     *,
-    here: bool = True,
+    on_this_machine: bool = True,
     read_stored: ReadStored | None = None,
     keywords: Mapping[str, object] | None = None,
 ) -> Parsed:
     """Return the configuration with the origin of each value; see ``parse``.
 
     Args:
-        here: False for a run on another machine. Paths, packages and the environment are then not
+        on_this_machine: False for a run on another machine. Paths, packages and the environment are then not
             checked, and the default world size is the smallest for the layout.
         read_stored: reads the checkpoint for ``--use-checkpoint-args``.
     """
-    given = gather(argv, keywords)
-    return _resolve(given, world_size, os.environ, here, here, read_stored)
+    options = gather(argv, keywords)
+    return _resolve(options, world_size, os.environ, on_this_machine, on_this_machine, read_stored)
 
 
 def parse_or_exit(
@@ -126,7 +126,7 @@ def parse_or_exit(
     *,
     launched: bool = True,
     world_size: int | None = None,
-    here: bool = True,
+    on_this_machine: bool = True,
     typed: Mapping[str, str] | None = None,
     warns: bool = True,
     read_stored: ReadStored | None = None,
@@ -144,7 +144,7 @@ def parse_or_exit(
         launched: True if this process is a rank of the run. A program that only inspects a run
             passes False: its flags are checked for the fewest processes that form the layout.
         world_size: number of processes, if it is known.
-        here: True if the run is on this machine. For a run on another machine, paths, packages and
+        on_this_machine: True if the run is on this machine. For a run on another machine, paths, packages and
             the environment are not checked.
         typed: maps a flag of a run to the program's own flag, which problems name instead.
         warns: print warnings and options without effect; a launcher leaves them to its processes.
@@ -155,11 +155,13 @@ def parse_or_exit(
         RefusedCommandLine: the command line is wrong.
         SystemExit: code 0 after --help and similar flags.
     """
-    given = gather(sys.argv[1:] if argv is None else argv)
-    speaks = environment_number(os.environ, "RANK", 0, given.problems) == 0
-    _answer_without_checks(given, speaks)
+    options = gather(sys.argv[1:] if argv is None else argv)
+    speaks = environment_number(os.environ, "RANK", 0, options.problems) == 0
+    _answer_without_checks(options, speaks)
     try:
-        parsed = _resolve(given, world_size, os.environ, launched, here, read_stored, infers)
+        parsed = _resolve(
+            options, world_size, os.environ, launched, on_this_machine, read_stored, infers
+        )
     except ConfigError as error:
         _refuse([_as_typed(problem, typed or {}) for problem in error.problems], speaks)
     if speaks and warns:
@@ -175,31 +177,31 @@ def parse_or_exit(
         _write(sys.stderr, "".join(["accepted without effect:\n", *lines] if lines else []))
         if parsed.idle:
             _write(sys.stderr, idle_sentence(parsed.idle, parsed.config) + "\n")
-    _answer_with_options(given, parsed, speaks, explain)
+    _answer_with_options(options, parsed, speaks, explain)
     return parsed.config
 
 
-def _answer_without_checks(given: Given, speaks: bool) -> None:
+def _answer_without_checks(options: GivenOptions, speaks: bool) -> None:
     """Answer --help, --help-all and --version, and end the process if one of them was given."""
-    if given.actions & {"--help", "--help-all"}:
+    if options.actions & {"--help", "--help-all"}:
         from megatron_packed.config.parser.help_text import help_text
 
-        _finish(help_text(everything="--help-all" in given.actions) if speaks else "")
-    if "--version" in given.actions:
+        _finish(help_text(everything="--help-all" in options.actions) if speaks else "")
+    if "--version" in options.actions:
         from megatron_packed import __version__
 
         _finish(f"megatron_packed {__version__}\n" if speaks else "")
 
 
 def _answer_with_options(
-    given: Given, parsed: Parsed, speaks: bool, explain: Callable[[RunConfig], str] | None
+    options: GivenOptions, parsed: Parsed, speaks: bool, explain: Callable[[RunConfig], str] | None
 ) -> None:
     """Answer --print-config and --explain, and end the process if one of them was given."""
-    if "--print-config" in given.actions:
+    if "--print-config" in options.actions:
         from megatron_packed.config.parser.print_config import config_yaml
 
         _finish(config_yaml(parsed) if speaks else "")
-    if "--explain" in given.actions:
+    if "--explain" in options.actions:
         if explain is None:
             sentence = "--explain only works with megatron-packed train and pretrain_hybrid.py; leave it out.\n"
             _write(sys.stderr, sentence if speaks else "")
@@ -226,24 +228,24 @@ def _as_typed(problem: Problem, typed: Mapping[str, str]) -> Problem:
 
 
 def _resolve(
-    given: Given,
+    options: GivenOptions,
     world_size: int | None,
     environ: Mapping[str, str],
     launched: bool = True,
-    here: bool = True,
+    on_this_machine: bool = True,
     read_stored: ReadStored | None = None,
     infers: bool = False,
 ) -> Parsed:
     taken_options = ""
     if infers:
         assert read_stored is not None
-        taken_options = take_for_inference(given, read_stored)
+        taken_options = take_for_inference(options, read_stored)
     # Programs that never read the checkpoint of another machine ignore its options.
-    elif here or read_stored is not None:
-        taken_options = take_stored(given, read_stored, trains=launched)
-    problems = list(given.problems)
-    unsound = set(given.unsound)
-    sections = {name: unchecked(kind, _values_of(name, given)) for name, kind in SECTIONS.items()}
+    elif on_this_machine or read_stored is not None:
+        taken_options = take_stored(options, read_stored, trains=launched)
+    problems = list(options.problems)
+    unsound = set(options.unsound)
+    sections = {name: unchecked(kind, _values_of(name, options)) for name, kind in SECTIONS.items()}
     run = unchecked_run(sections)
     if world_size is None and launched:
         world_size = environment_number(environ, "WORLD_SIZE", 1, problems)
@@ -253,51 +255,51 @@ def _resolve(
     _derive_global_batch_size(run, max(world_size, 1), unsound)
     _derive_iterations(run, unsound)
     for name, section in sections.items():
-        wrong = {key.partition(".")[2] for key in unsound if key.startswith(name + ".")}
-        problems += problems_of(section, wrong)
-        unsound |= {f"{name}.{field}" for field in wrong}
+        wrong_fields = {key.partition(".")[2] for key in unsound if key.startswith(name + ".")}
+        problems += problems_of(section, wrong_fields)
+        unsound |= {f"{name}.{field}" for field in wrong_fields}
 
     def sound(*keys: str) -> bool:
         return not unsound.intersection(keys)
 
-    if not here:
+    if not on_this_machine:
         problems = [problem for problem in problems if not problem.node_dependent]
-    problems += _taken_problems(given, run)
+    problems += _taken_problems(options, run)
     problems += [*cross_rules(run, sound), *launch_problems(run, world_size, sound)]
     if launched:
         problems += saving_rules(run.checkpoint, run.logging, sound)
-    if here:
+    if on_this_machine:
         problems += [*path_problems(run, sound), *package_problems(run, sound)]
         problems += environment_problems(run.training)
         if run.memory.offloads:
             forced_buffers(environ, problems)
-    if here and launched:  # programs that only inspect a run do not run its kernels
+    if on_this_machine and launched:  # programs that only inspect a run do not run its kernels
         problems += [
             *kernels_missing_here(run, environ, sound),
             *device_problems(run, environ, sound),
         ]
     if problems:
         if read_stored is not None:
-            problems = with_stored_cure(given, problems)
+            problems = with_stored_cure(options, problems)
         raise ConfigError(dict.fromkeys(problems))
-    sources = {f.key: given.sources.get(f.key, "default") for f in every_field()}
-    for described in every_field():
-        value = getattr(sections[described.section], described.name)
-        if sources[described.key] == "default" and described.option.derived and value is not None:
-            sources[described.key] = f"derived: {described.option.derived}"
+    sources = {f.key: options.sources.get(f.key, "default") for f in every_field()}
+    for each in every_field():
+        value = getattr(sections[each.section], each.name)
+        if sources[each.key] == "default" and each.option.derived and value is not None:
+            sources[each.key] = f"derived: {each.option.derived}"
     object.__setattr__(run, "origins", sources)
-    always = {flag: ALWAYS[flag].reason for flag in given.taken if flag in ALWAYS}
-    accepted = _accepted(given)
+    always = {flag: ALWAYS[flag].reason for flag in options.megatron_flags if flag in ALWAYS}
+    accepted = _accepted(options)
     if stages:
         accepted["| in --hybrid-layer-pattern"] = "there is one pipeline stage"
     idle = without_effect(run, world_size)
-    return Parsed(run, sources, always, accepted, tuple(given.warnings), idle, taken_options)
+    return Parsed(run, sources, always, accepted, tuple(options.warnings), idle, taken_options)
 
 
-def _values_of(section: str, given: Given) -> dict[str, object]:
+def _values_of(section: str, options: GivenOptions) -> dict[str, object]:
     return {
         key.partition(".")[2]: value
-        for key, value in given.values.items()
+        for key, value in options.values.items()
         if key.partition(".")[0] == section
     }
 
@@ -348,23 +350,23 @@ def _derive_iterations(run: RunConfig, unsound: set[str]) -> None:
             object.__setattr__(run.training, "train_iters", run.last_iteration())
 
 
-def _accepted(given: Given) -> dict[str, str]:
+def _accepted(options: GivenOptions) -> dict[str, str]:
     """Return the given flags that change nothing, with their values; and what is done instead."""
     return {
         " ".join((flag, *texts)): ACCEPTED[flag].reason
-        for flag, (texts, _) in given.taken.items()
+        for flag, (texts, _) in options.megatron_flags.items()
         if flag in ACCEPTED
     }
 
 
-def _taken_problems(given: Given, run: RunConfig) -> list[Problem]:
-    found = []
-    for flag, (texts, _) in given.taken.items():
+def _taken_problems(options: GivenOptions, run: RunConfig) -> list[Problem]:
+    problems = []
+    for flag, (texts, _) in options.megatron_flags.items():
         differs = TAKEN[flag].differs
         rule = differs(texts, run) if differs is not None else ""
         if rule:
-            found.append(Problem(flag, " ".join(texts), rule, "correct it, or leave it out"))
-    return found
+            problems.append(Problem(flag, " ".join(texts), rule, "correct it, or leave it out"))
+    return problems
 
 
 def _report(problems: Sequence[Problem], speaks: bool, environ: Mapping[str, str]) -> str:

@@ -33,19 +33,19 @@ def config_yaml(parsed: Parsed) -> str:
 def _lines(config: RunConfig, sources: Mapping[str, str], idle: Mapping[str, str]) -> Iterator[str]:
     for name, section in SECTIONS.items():
         yield f"{name}:"
-        for described in section_fields(section):
-            value = getattr(getattr(config, name), described.name)
-            origin = _origin(described, sources)
-            if value == () and described.option.empty_word:
-                origin += f" ({described.option.empty_word})"
-            if described.key in idle:
-                origin += f", no effect: {idle[described.key]}"
-            yield f"  {described.name}: {_scalar(value)}".ljust(_COLUMN) + f"  # {origin}"
+        for field in section_fields(section):
+            value = config.value_of(field)
+            origin = _origin(field, sources)
+            if value == () and field.option.empty_word:
+                origin += f" ({field.option.empty_word})"
+            if field.key in idle:
+                origin += f", no effect: {idle[field.key]}"
+            yield f"  {field.name}: {_scalar(value)}".ljust(_COLUMN) + f"  # {origin}"
 
 
-def _origin(described: Field, sources: Mapping[str, str]) -> str:
-    source = sources.get(described.key, "default")
-    return f"flag {described.flag}" if source == "flag" else source
+def _origin(field: Field, sources: Mapping[str, str]) -> str:
+    source = sources.get(field.key, "default")
+    return f"flag {field.flag}" if source == "flag" else source
 
 
 def _flag_lines(which: str, flags: Mapping[str, str]) -> Iterator[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_packed.config.errors import ConfigError, Problem
 from megatron_packed.config.options import Field
-from megatron_packed.config.parser.precedence import Given
+from megatron_packed.config.parser.precedence import GivenOptions
 from megatron_packed.config.run import every_field, keys_deciding
 from megatron_packed.config.section import KERNELS, section_fields
 from megatron_packed.config.sections.data_parts.files import OF_TRAINED_BPE, TRAINING_DATA
@@ -48,7 +48,7 @@ _OF_INFERENCE = {
         *PRECISION,
         "seed",
         "deterministic_mode",
-        *(about.name for about in section_fields(TrainingConfig) if about.option.group == KERNELS),
+        *(field.name for field in section_fields(TrainingConfig) if field.option.group == KERNELS),
     },
     "packing": {"seq_length", "max_document_length"},
     "checkpoint": {"load", "ckpt_step", "use_checkpoint_args"},
@@ -62,7 +62,7 @@ _OF_INFERENCE = {
 """Options that text generation uses, by section, next to those of the model."""
 
 
-def take_stored(given: Given, read: ReadStored | None, *, trains: bool) -> str:
+def take_stored(options: GivenOptions, read: ReadStored | None, *, trains: bool) -> str:
     """Take options of the checkpoint, if ``--use-checkpoint-args`` is given.
 
     The model's options replace given ones, except those that only affect training, such as dropout.
@@ -71,37 +71,37 @@ def take_stored(given: Given, read: ReadStored | None, *, trains: bool) -> str:
     not train takes it from the checkpoint.
 
     Args:
-        given: options of the command line.
+        options: those of the command line.
         read: reads the checkpoint; None if this command cannot.
         trains: the program trains.
     Returns:
         A line with the options of the checkpoint; empty if none is taken.
     """
-    if not uses_checkpoint(given):
+    if not uses_checkpoint(options):
         return ""
     if read is None:
         cure = (
             "give the model's options; pretrain_hybrid.py and megatron-packed train, generate, "
             "packing, plan and tune take this flag"
         )
-        given.problems.append(Problem(_FLAG, "", "this command reads no checkpoint", cure))
-        given.expect(_expected())
+        options.refuse(_FLAG, "", "this command reads no checkpoint", cure)
+        options.expect(_expected())
         return ""
-    stored = _read(given, read)
+    stored = _read(options, read)
     if stored is None:
         return ""
-    if not stored and _PATTERN not in given.values:
-        folders = " or ".join(str(given.values[key]) for key in _STARTS if key in given.values)
+    if not stored and _PATTERN not in options.values:
+        folders = " or ".join(str(options.values[key]) for key in _STARTS if key in options.values)
         cure = "give the flags of the model, or the directory of a run's checkpoints"
-        given.problems.append(Problem(_FLAG, "", f"finds no checkpoint in {folders}", cure))
-        given.expect(_expected())
+        options.refuse(_FLAG, "", f"finds no checkpoint in {folders}", cure)
+        options.expect(_expected())
         return ""
     if stored and trains:
-        given.problems += _precision_problem(given, stored)
-    return _taken(given, _replaced(given, stored, trains), f" ({_FLAG})")
+        options.problems += _precision_problem(options, stored)
+    return _taken(options, _replaced(options, stored, trains), f" ({_FLAG})")
 
 
-def take_for_inference(given: Given, read: ReadStored) -> str:
+def take_for_inference(options: GivenOptions, read: ReadStored) -> str:
     """Take all options of the checkpoint that text generation uses, except those that are given.
 
     With ``--use-checkpoint-args`` the model's options replace given ones, as in `take_stored`.
@@ -111,28 +111,28 @@ def take_for_inference(given: Given, read: ReadStored) -> str:
     Returns:
         A line with the options of the checkpoint; empty if none is taken.
     """
-    for key in [key for key in given.values if not _infers(key)]:
-        del given.values[key]
-        given.sources.pop(key, None)
-    stored = _read(given, read) if _loads(given) else {}
+    for key in [key for key in options.values if not _infers(key)]:
+        del options.values[key]
+        options.sources.pop(key, None)
+    stored = _read(options, read) if _loads(options) else {}
     line = ""
     if stored:
-        line = _taken(given, _missing(given, stored))
-    given.values |= {"optim.lr": 0.0, "training.train_iters": 1}
-    given.values.setdefault(_LENGTH, UNKNOWN_LENGTH)
-    if given.values.get(_TYPE) != TRAINED_BPE:
+        line = _taken(options, _missing(options, stored))
+    options.values |= {"optim.lr": 0.0, "training.train_iters": 1}
+    options.values.setdefault(_LENGTH, UNKNOWN_LENGTH)
+    if options.values.get(_TYPE) != TRAINED_BPE:
         for name in OF_TRAINED_BPE:
-            given.values.pop(f"data.{name}", None)
-    if not any(given.values.get(key) for key in TRAINING_DATA):
-        given.values["data.data_path"] = NO_DATA
+            options.values.pop(f"data.{name}", None)
+    if not any(options.values.get(key) for key in TRAINING_DATA):
+        options.values["data.data_path"] = NO_DATA
     return line
 
 
-def with_stored_cure(given: Given, problems: Sequence[Problem]) -> list[Problem]:
+def with_stored_cure(options: GivenOptions, problems: Sequence[Problem]) -> list[Problem]:
     """Return problems in which a missing option that a checkpoint may contain has this cure, too."""
-    if not _loads(given) or uses_checkpoint(given):
+    if not _loads(options) or uses_checkpoint(options):
         return list(problems)
-    stored = {about.flag for about in every_field() if about.key in _expected()}
+    stored = {field.flag for field in every_field() if field.key in _expected()}
     cured = []
     for problem in problems:
         if problem.option in stored and not problem.value and problem.rule.startswith(MISSING):
@@ -142,9 +142,9 @@ def with_stored_cure(given: Given, problems: Sequence[Problem]) -> list[Problem]
     return cured
 
 
-def uses_checkpoint(given: Given) -> bool:
+def uses_checkpoint(options: GivenOptions) -> bool:
     """Return whether ``--use-checkpoint-args`` is given with the directory of a checkpoint."""
-    return _loads(given) and bool(given.values.get("checkpoint.use_checkpoint_args"))
+    return _loads(options) and bool(options.values.get("checkpoint.use_checkpoint_args"))
 
 
 def _infers(key: str) -> bool:
@@ -152,125 +152,140 @@ def _infers(key: str) -> bool:
     return section == ModelConfig.title or name in _OF_INFERENCE.get(section, ())
 
 
-def _precision_problem(given: Given, stored: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
+def _precision_problem(
+    options: GivenOptions, stored: Mapping[str, Mapping[str, Any]]
+) -> list[Problem]:
     """Return the problem of a training run in another precision than its checkpoint's.
 
     The load refuses it too, but only after the data was tokenised.
     """
-    then, now = stored["training"]["bf16"], bool(given.values.get(_BF16))
-    if then == now or _BF16 in given.unsound:
+    stored_bf16, run_bf16 = stored["training"]["bf16"], bool(options.values.get(_BF16))
+    if stored_bf16 == run_bf16 or _BF16 in options.unsound:
         return []
-    rule = (
-        f"is {'not ' * then}given, and the checkpoint was made {'with' if then else 'without'} it"
-    )
+    rule = f"is {'not ' * stored_bf16}given, and the checkpoint was made {'with' if stored_bf16 else 'without'} it"
     cure = "give it; a load does not change precisions"
-    return [Problem("--bf16", "", rule, cure if then else cure.replace("give it", "leave it out"))]
+    return [
+        Problem(
+            "--bf16", "", rule, cure if stored_bf16 else cure.replace("give it", "leave it out")
+        )
+    ]
 
 
-def _loads(given: Given) -> bool:
-    return not given.values.keys().isdisjoint(_STARTS)
+def _loads(options: GivenOptions) -> bool:
+    return not options.values.keys().isdisjoint(_STARTS)
 
 
 def _expected() -> list[str]:
     """Return the keys of options that are not missing if the checkpoint cannot be read."""
-    return [*(about.key for about in section_fields(ModelConfig)), _LENGTH]
+    return [*(field.key for field in section_fields(ModelConfig)), _LENGTH]
 
 
-def _read(given: Given, read: ReadStored) -> Mapping[str, Mapping[str, Any]] | None:
-    """Return the configuration in the checkpoint; None after a problem was added to ``given``."""
+def _read(options: GivenOptions, read: ReadStored) -> Mapping[str, Mapping[str, Any]] | None:
+    """Return the configuration in the checkpoint; None after a problem was added to ``options``."""
     try:
-        return read(given.values) or {}  # a new run has no checkpoint yet
+        return read(options.values) or {}  # a new run has no checkpoint yet
     except ConfigError as error:
-        given.problems += error.problems
-        given.expect(_expected())
+        options.problems += error.problems
+        options.expect(_expected())
         return None
 
 
-def _taken(given: Given, options: Iterator[tuple[Field, Any]], by: str = "") -> str:
+def _taken(options: GivenOptions, changes: Iterator[tuple[Field, Any]], by: str = "") -> str:
     """Set the options, and return the line that names those that change a value."""
-    taken = []
-    for about, then in options:
-        is_given, now = about.key in given.values, given.values.get(about.key, about.default)
-        then = tuple(then) if isinstance(then, list) else then
-        given.unsound.discard(about.key)
-        given.values[about.key], given.sources[about.key] = then, STORED
-        if then != now:
-            flag = f"{about.flag} {as_given(about, then)}" if then is None else as_flag(about, then)
-            instead = is_given and about.section == ModelConfig.title
-            taken.append(f"{flag} instead of {as_given(about, now)}" if instead else flag)
-    return f"options of the checkpoint{by}: {'; '.join(taken)}" if taken else ""
+    shown_flags = []
+    for field, stored_value in changes:
+        is_given, previous_value = (
+            field.key in options.values,
+            options.values.get(field.key, field.default),
+        )
+        stored_value = tuple(stored_value) if isinstance(stored_value, list) else stored_value
+        options.unsound.discard(field.key)
+        options.values[field.key], options.sources[field.key] = stored_value, STORED
+        if stored_value != previous_value:
+            flag = (
+                f"{field.flag} {as_given(field, stored_value)}"
+                if stored_value is None
+                else as_flag(field, stored_value)
+            )
+            instead = is_given and field.section == ModelConfig.title
+            shown_flags.append(
+                f"{flag} instead of {as_given(field, previous_value)}" if instead else flag
+            )
+    return f"options of the checkpoint{by}: {'; '.join(shown_flags)}" if shown_flags else ""
 
 
 def _replaced(
-    given: Given, stored: Mapping[str, Mapping[str, Any]], trains: bool
+    options: GivenOptions, stored: Mapping[str, Mapping[str, Any]], trains: bool
 ) -> Iterator[tuple[Field, Any]]:
     """Yield the options that `take_stored` takes from the checkpoint, with their stored values."""
-    named = given.values.keys() | given.unsound
-    takes_tokenizer = _takes_tokenizer(given, stored)
-    for about in every_field():
-        if about.name not in stored.get(about.section, {}):
+    named = options.values.keys() | options.unsound
+    takes_tokenizer = _takes_tokenizer(options, stored)
+    for field in every_field():
+        if field.name not in stored.get(field.section, {}):
             continue
-        if about.section == ModelConfig.title:
-            takes = not about.option.training_only or about.key not in given.values
-        elif about.key in TOKENIZER_CHOICE:
-            takes = takes_tokenizer and about.key not in named
-        elif about.option.resume == "chat":
+        if field.section == ModelConfig.title:
+            takes = not field.option.training_only or field.key not in options.values
+        elif field.key in TOKENIZER_CHOICE:
+            takes = takes_tokenizer and field.key not in named
+        elif field.option.resume == "chat":
             # Without --sft, texts have no chat template.
-            applies = given.values.get("data.sft") or about.name == "special_tokens_in_text"
-            takes = bool(applies) and about.key not in named and not _other_form(about, named)
-        elif about.section == "training":
-            takes = not trains and about.name in PRECISION and about.key not in named
+            applies = options.values.get("data.sft") or field.name == "special_tokens_in_text"
+            takes = bool(applies) and field.key not in named and not _other_form(field, named)
+        elif field.section == "training":
+            takes = not trains and field.name in PRECISION and field.key not in named
         else:
-            takes = about.key == _LENGTH and about.key not in named
+            takes = field.key == _LENGTH and field.key not in named
         if takes:
-            yield about, stored[about.section][about.name]
+            yield field, stored[field.section][field.name]
 
 
-def _missing(given: Given, stored: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[Field, Any]]:
+def _missing(
+    options: GivenOptions, stored: Mapping[str, Mapping[str, Any]]
+) -> Iterator[tuple[Field, Any]]:
     """Yield the options that text generation takes from the checkpoint, with their stored values."""
-    named = given.values.keys() | given.unsound
-    takes_tokenizer = _takes_tokenizer(given, stored)
-    overrides = given.values.get("checkpoint.use_checkpoint_args")
+    named = options.values.keys() | options.unsound
+    takes_tokenizer = _takes_tokenizer(options, stored)
+    overrides = options.values.get("checkpoint.use_checkpoint_args")
     trained = stored.get("data", {}).get("tokenizer_type") == TRAINED_BPE and takes_tokenizer
-    for about in every_field():
-        if about.name not in stored.get(about.section, {}) or not _infers(about.key):
+    for field in every_field():
+        if field.name not in stored.get(field.section, {}) or not _infers(field.key):
             continue
-        then = stored[about.section][about.name]
-        takes = about.key not in named
-        if about.section == ModelConfig.title:
-            takes |= bool(overrides) and not about.option.training_only
-        elif about.section == "data":
-            if about.key in TOKENIZER_CHOICE:
+        stored_value = stored[field.section][field.name]
+        takes = field.key not in named
+        if field.section == ModelConfig.title:
+            takes |= bool(overrides) and not field.option.training_only
+        elif field.section == "data":
+            if field.key in TOKENIZER_CHOICE:
                 takes &= takes_tokenizer
-            elif about.name in OF_TRAINED_BPE:
+            elif field.name in OF_TRAINED_BPE:
                 takes &= trained and named.isdisjoint(TRAINING_DATA)
-            takes &= not _other_form(about, named)
-        elif about.key == _LENGTH:
+            takes &= not _other_form(field, named)
+        elif field.key == _LENGTH:
             # A document may be longer than a pack has slots for one sample.
-            then = stored["packing"].get("max_document_length") or then
-        elif about.section != "training" or about.name not in (*PRECISION, "seed"):
+            stored_value = stored["packing"].get("max_document_length") or stored_value
+        elif field.section != "training" or field.name not in (*PRECISION, "seed"):
             continue
-        elif about.name == "transformer_impl" and given.values.get("training.device") == "cpu":
+        elif field.name == "transformer_impl" and options.values.get("training.device") == "cpu":
             continue  # TransformerEngine runs on GPUs only, and local layers compute the same
         if takes:
-            yield about, then
+            yield field, stored_value
 
 
-def _takes_tokenizer(given: Given, stored: Mapping[str, Mapping[str, Any]]) -> bool:
+def _takes_tokenizer(options: GivenOptions, stored: Mapping[str, Mapping[str, Any]]) -> bool:
     """Return whether options of the tokenizer that are not given come from the checkpoint.
 
     They do unless a given option belongs to another type of tokenizer. A tokenizer that was moved
     needs only its new path.
     """
-    data, named = stored.get("data", {}), given.values.keys() | given.unsound
+    data, named = stored.get("data", {}), options.values.keys() | options.unsound
     if _TYPE in named:
-        return bool(given.values.get(_TYPE) == data.get("tokenizer_type"))
+        return bool(options.values.get(_TYPE) == data.get("tokenizer_type"))
     files = [name for name in _TOKENIZER_FILES if f"data.{name}" in named]
     return all(data.get(name) is not None for name in files)
 
 
-def _other_form(about: Field, named: Mapping[str, Any] | set[str]) -> bool:
+def _other_form(field: Field, named: Mapping[str, Any] | set[str]) -> bool:
     """Return whether the other one of two options that contradict each other is given."""
-    return about.name in _FORMS and any(
-        f"data.{name}" in named for name in _FORMS if name != about.name
+    return field.name in _FORMS and any(
+        f"data.{name}" in named for name in _FORMS if name != field.name
     )

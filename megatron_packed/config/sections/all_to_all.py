@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_packed.config.conditions import Condition
 from megatron_packed.config.exchanged_heads import exchanges_of_run
 from megatron_packed.config.options import option
-from megatron_packed.config.section import Section, part_of_sections
+from megatron_packed.config.section import Section
 
 AUTO, NCCL, SYMMETRIC_MEMORY = "auto", "nccl", "symmetric_memory"
 
@@ -16,7 +16,6 @@ EQUAL_PARTS = Condition(
 )
 
 
-@part_of_sections(frozen=True, kw_only=True)
 class AllToAllOptions(Section):
     """Backend of all-to-alls whose parts have equal, static sizes."""
 

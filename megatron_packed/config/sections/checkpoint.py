@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from megatron_packed.config.conditions import TRAINS, Condition, option_given
@@ -36,7 +35,6 @@ LOADS_SCHEDULE = Condition(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Section, title="checkpoint"):
     """Options that decide where checkpoints are written and from which checkpoint a run starts."""
 

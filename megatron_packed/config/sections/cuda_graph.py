@@ -5,7 +5,6 @@ micro-batch that no graph fits.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from megatron_packed.config.conditions import option_is_not
 from megatron_packed.config.errors import Problem
@@ -25,7 +24,6 @@ LOCAL, TRANSFORMER_ENGINE, FULL_ITERATION = "local", "transformer_engine", "full
 CAPTURES = option_is_not("cuda_graph.cuda_graph_impl", "none")
 
 
-@dataclass(frozen=True, kw_only=True)
 class CudaGraphConfig(Section, title="cuda_graph"):
     """Options of CUDA graphs. A graph has static shapes: each pack replays the graph with the
     smallest capacity, in documents, that holds the pack.
@@ -138,11 +136,11 @@ class CudaGraphConfig(Section, title="cuda_graph"):
     def rules(self, sound: Sound) -> Iterator[Problem]:
         yield from super().rules(sound)
         if sound("cuda_graph_impl") and not self.enabled:
-            for described in section_fields(type(self))[1:]:
-                value = getattr(self, described.name)
-                if sound(described.name) and value != described.default:
+            for field in section_fields(type(self))[1:]:
+                value = getattr(self, field.name)
+                if sound(field.name) and value != field.default:
                     yield self.problem(
-                        described.name,
+                        field.name,
                         "has no effect with --cuda-graph-impl none",
                         "give --cuda-graph-impl local, or leave it out",
                     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.section import Sound
@@ -11,7 +10,6 @@ from megatron_packed.config.sections.data_parts.files import FileOptions
 from megatron_packed.config.sections.data_parts.tokenizer import TokenizerOptions
 
 
-@dataclass(frozen=True, kw_only=True)
 class DataConfig(  # dataclass fields follow the bases from right to left
     TokenizerOptions, FileOptions, title="data"
 ):

@@ -6,7 +6,6 @@ from types import new_class
 from typing import TYPE_CHECKING
 
 from megatron_packed.config.kinds.layer_kind import KINDS
-from megatron_packed.config.section import part_of_sections
 
 if TYPE_CHECKING:
     # The bases for type checkers. Another kind is found without an entry here.
@@ -28,19 +27,22 @@ else:
 
     def _joined(section: str) -> type:
         """Return a class with the options that all kinds add to a section, in order of the kinds."""
-        found = [kind.options[section] for kind in KINDS.values() if section in kind.options]
+        added = [kind.options[section] for kind in KINDS.values() if section in kind.options]
         # Kinds may share a class, and a class may be a base of another one.
         bases = dict.fromkeys(
-            one for one in found if sum(issubclass(other, one) for other in {*found}) == 1
+            kind_class
+            for kind_class in added
+            if sum(issubclass(other, kind_class) for other in {*added}) == 1
         )
         owners: dict[str, type] = {}
-        for one in found:
-            for name in vars(one).get("__annotations__", {}):
-                if owners.setdefault(name, one) is not one:
-                    raise ValueError(f"{one.__name__} and {owners[name].__name__} both have {name}")
+        for kind_class in added:
+            for name in vars(kind_class).get("__annotations__", {}):
+                if owners.setdefault(name, kind_class) is not kind_class:
+                    raise ValueError(
+                        f"{kind_class.__name__} and {owners[name].__name__} both have {name}"
+                    )
         # Dataclass fields follow the bases from right to left.
-        joined = new_class(section, tuple(reversed(bases)))
-        return part_of_sections(frozen=True, kw_only=True)(joined)
+        return new_class(section, tuple(reversed(bases)))
 
     KindModelOptions, KindKernels = _joined("model"), _joined("training")
     KindCommunication = _joined("parallel")

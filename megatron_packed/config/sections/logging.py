@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_packed.config.conditions import TRAINS, Condition, option_given
@@ -28,7 +27,6 @@ WANDB = option_given("logging.wandb_project")
 MLFLOW = option_given("logging.mlflow_experiment")
 
 
-@dataclass(frozen=True, kw_only=True)
 class LoggingConfig(Section, title="logging"):
     """Options of the console, log files, reports and tracking services."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from megatron_packed.config.conditions import Condition, option_given
 from megatron_packed.config.errors import Problem
@@ -57,7 +56,6 @@ FULL_RECOMPUTATION = option_given("memory.recompute_granularity", FULL)
 OFFLOADS = Condition("nothing is offloaded", lambda run, processes: run.memory.offloads)
 
 
-@dataclass(frozen=True, kw_only=True)
 class MemoryConfig(Section, title="memory"):
     """Options of the activations between the forward and the backward pass: recompute or offload
     them.

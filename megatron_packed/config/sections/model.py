@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Literal
 
 from megatron_packed.config.errors import Problem
@@ -19,7 +18,6 @@ from megatron_packed.config.sections.model_parts.stack import STACK
 OUTPUT = "embedding and output"
 
 
-@dataclass(frozen=True, kw_only=True)
 class ModelConfig(  # dataclass fields follow the bases from right to left
     MultiTokenOptions,
     MultiplierOptions,
@@ -82,14 +80,14 @@ class ModelConfig(  # dataclass fields follow the bases from right to left
 
     def rules(self, sound: Sound) -> Iterator[Problem]:
         yield from self.related(sound, STACK)
-        known = sound("hybrid_layer_pattern")
-        if known:
+        pattern_sound = sound("hybrid_layer_pattern")
+        if pattern_sound:
             yield from pattern_problems(self.hybrid_layer_pattern)
             yield from self.multi_token_rules(sound, self.mtp_depths)
         for kind in KINDS.values():
-            if known and kind not in self.kinds:
+            if pattern_sound and kind not in self.kinds:
                 yield from self._refused(kind)
-            elif known or self._gives(kind):
+            elif pattern_sound or self._gives(kind):
                 yield from self._kind_rules(kind, sound)
         # The option is refused for models without attention layers too.
         if self.attention_dropout != 0 and sound("attention_dropout"):
@@ -119,7 +117,7 @@ class ModelConfig(  # dataclass fields follow the bases from right to left
     def _gives(self, kind: LayerKind) -> bool:
         """Return whether an option of a kind has another value than its default."""
         return any(
-            getattr(self, about.name) != about.default
-            for about in section_fields(type(self))
-            if about.option.group == kind.name and not about.option.derived
+            getattr(self, field.name) != field.default
+            for field in section_fields(type(self))
+            if field.option.group == kind.name and not field.option.derived
         )

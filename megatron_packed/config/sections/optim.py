@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_packed.config.conditions import TRAINS, Condition, option_is, option_is_not
@@ -50,7 +49,6 @@ CONSTANT_WEIGHT_DECAY = Condition(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Section, title="optim"):
     """Options of AdamW with fp32 masters and of the learning-rate schedule. Rules that need
     the length of the run are in ``cross_rules.py``.
@@ -249,9 +247,9 @@ class OptimizerConfig(Section, title="optim"):
 
     def rules(self, sound: Sound) -> Iterator[Problem]:
         yield from super().rules(sound)
-        known = sound("lr_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
+        lengths_sound = sound("lr_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
         if (
-            known
+            lengths_sound
             and self.lr_decay_style == "WSD"
             and not (self.lr_wsd_decay_iters or self.lr_wsd_decay_samples)
         ):

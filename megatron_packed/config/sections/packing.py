@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from megatron_packed.config.batch_ramp import BatchRamp
 from megatron_packed.config.conditions import option_given
@@ -19,7 +18,6 @@ def _tokens_of_pack(stored: Stored) -> int:
     return slots
 
 
-@dataclass(frozen=True, kw_only=True)
 class PackingConfig(Section, title="packing"):
     """Options of batch sizes and of the packer. One pack holds ``micro_batch_size * seq_length``
     token slots.

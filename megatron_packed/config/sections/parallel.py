@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import gcd, lcm
 from typing import NamedTuple
 
@@ -52,7 +51,6 @@ GATHERS_DURING_STEPS = Condition(
 SEVERAL_PROCESSES = Condition("the run has one process", lambda run, processes: processes != 1)
 
 
-@dataclass(frozen=True, kw_only=True)
 class ParallelConfig(  # dataclass fields follow the bases from right to left
     KindCommunication, TensorOverlapOptions, AllToAllOptions, title="parallel"
 ):
@@ -279,7 +277,7 @@ def _dense_rules(
     tp_flag, cp_flag = "--tensor-model-parallel-size", "--context-parallel-size"
     shared = list(_shared_items(parallel, model, sound))
     yield from _shared_out(tp_flag, tp, shared)
-    of_kinds = (f"parallel.{about.name}" for about in section_fields(KindCommunication))
+    of_kinds = (f"parallel.{field.name}" for field in section_fields(KindCommunication))
     comm = sound("parallel.cp_comm_type", *of_kinds)
     if cp > 1 and sound("model.hybrid_layer_pattern"):
         for kind in model.kinds:
@@ -296,11 +294,11 @@ def _dense_rules(
 def _instead_of_heads(cp: int, exchanged: list[_Shared]) -> str:
     """Return the flags with which ``cp`` ranks fit because they exchange no heads, as a cure."""
     kinds = dict.fromkeys(items.kind for items in exchanged if not items.fits(cp))
-    given = [kind.without_heads for kind in kinds if kind is not None]
-    if not given or not all(given):
+    flags = [kind.without_heads for kind in kinds if kind is not None]
+    if not flags or not all(flags):
         return ""
-    verb = "share" if len(given) > 1 else "shares"
-    return f", or give {' and '.join(given)}, which {verb} no heads"
+    verb = "share" if len(flags) > 1 else "shares"
+    return f", or give {' and '.join(flags)}, which {verb} no heads"
 
 
 def _shared_out(
@@ -358,7 +356,7 @@ def _row_rules(parallel: ParallelConfig, packing: PackingConfig, sound: Sound) -
             if cp > 1
             else f"choose a size from {divisors(tokens)}, or leave it out",
         )
-    chunks, given = parallel.document_alignment, packing.pad_packed_seq_alignment
+    chunks, alignment = parallel.document_alignment, packing.pad_packed_seq_alignment
     if tokens % cp or not sound("parallel.cp_comm_type", "packing.pad_packed_seq_alignment"):
         return
     if tokens % chunks:
@@ -368,12 +366,12 @@ def _row_rules(parallel: ParallelConfig, packing: PackingConfig, sound: Sound) -
             f"divide the {tokens} token slots of a pack",
             f"give a2a, or a --seq-length that is a multiple of {chunks}",
         )
-    elif given is not None and (given % chunks or tokens % given):
+    elif alignment is not None and (alignment % chunks or tokens % alignment):
         fitting = in_words([size for size in every_divisor(tokens) if size % chunks == 0])
         rule = f"must be a multiple of 2 x {cp_flag} ({chunks}) with --cp-comm-type {comm}"
         yield packing.problem(
             "pad_packed_seq_alignment",
-            rule if given % chunks else f"does not divide the {tokens} token slots of a pack",
+            rule if alignment % chunks else f"does not divide the {tokens} token slots of a pack",
             f"choose from {fitting}",
         )
 
@@ -386,8 +384,8 @@ def _shared_items(parallel: ParallelConfig, model: ModelConfig, sound: Sound) ->
     for kind in model.kinds if sound("model.hybrid_layer_pattern") else ():
         counts = []
         for shared in kind.shared:
-            count, known = getattr(model, shared.option), sound(f"model.{shared.option}")
-            if not known or not count or (shared.may_be_fewer and count in counts):
+            count, is_sound = getattr(model, shared.option), sound(f"model.{shared.option}")
+            if not is_sound or not count or (shared.may_be_fewer and count in counts):
                 continue
             if shared.of_experts and parallel.splits_tokens_of_experts:
                 continue  # checked against --expert-tensor-parallel-size, in `expert_rules`

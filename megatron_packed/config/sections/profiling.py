@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from megatron_packed.config.conditions import TRAINS, option_given
 from megatron_packed.config.errors import Problem
@@ -17,7 +16,6 @@ WINDOW, MEMORY = "a window of steps", "memory"
 PROFILES = option_given("profiling.profile")
 
 
-@dataclass(frozen=True, kw_only=True)
 class ProfilingConfig(Section, title="profiling"):
     """Options for traces of kernels and of the memory allocator. Steps outside the profiled window
     have no overhead.

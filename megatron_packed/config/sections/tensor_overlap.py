@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_packed.config.conditions import Condition, option_given, option_is_not
 from megatron_packed.config.options import option
-from megatron_packed.config.section import Section, part_of_sections
+from megatron_packed.config.section import Section
 from megatron_packed.config.sections.cuda_graph import TRANSFORMER_ENGINE
 
 OVERLAP = "tensor-parallel overlap"
@@ -38,7 +38,6 @@ BULK_WGRAD = Condition(
 )
 
 
-@part_of_sections(frozen=True, kw_only=True)
 class TensorOverlapOptions(Section, group=OVERLAP):
     """Collectives of sequence-parallel linear layers that run under matrix products."""
 

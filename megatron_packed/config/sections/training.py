@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_packed.config.conditions import (
@@ -57,7 +56,6 @@ PARTIAL_EVALUATIONS = Condition(
 VALIDATIONS = Condition("the run has no validations", lambda run, processes: run.validates)
 
 
-@dataclass(frozen=True, kw_only=True)
 class TrainingConfig(KindKernels, title="training"):
     """Options of the training loop, its precision and its kernels."""
 
@@ -312,8 +310,8 @@ class TrainingConfig(KindKernels, title="training"):
     def backends(self) -> dict[str, str]:
         """Requested backend of each op, and the implementation of the layers."""
         ops = {op: name for kind in KINDS.values() for op, name in kind.backends.items()}
-        asked = {op: getattr(self, name) for op, name in ops.items()}
-        return {"transformer_impl": self.transformer_impl, **asked}
+        requested = {op: getattr(self, name) for op, name in ops.items()}
+        return {"transformer_impl": self.transformer_impl, **requested}
 
     @property
     def uses_transformer_engine_attention(self) -> bool:

@@ -38,7 +38,7 @@ def test_fields_of_words_and_of_a_mapping_are_equal() -> None:
     """The order of the parts does not matter, because it does not change what is read."""
     words = ["output=a.0 , instruction = q", "system=s.t"]
     assert pairs_fault(pairs_of(words)) is None
-    fields = DataFields.of(pairs_of(words))
+    fields = DataFields.from_pairs(pairs_of(words))
     assert fields == fields_from({"system": "s.t", "instruction": "q", "output": "a.0"})
     assert str(fields) == "system=s.t,instruction=q,output=a.0"
     assert fields.required == ("instruction", "output") and not fields.trains_text
@@ -54,5 +54,5 @@ def test_a_wrong_mapping_is_refused(wrong: object) -> None:
 def test_lists_of_paths() -> None:
     words = ["instruction=a.b[*].q,input=c,output=a.b[*].d[*].e"]
     assert pairs_fault(pairs_of(words)) is None
-    assert DataFields.of(pairs_of(words)).lists == ("a.b", "a.b[*].d")
-    assert DataFields.of(pairs_of(["text=t"])).lists == ()
+    assert DataFields.from_pairs(pairs_of(words)).lists == ("a.b", "a.b[*].d")
+    assert DataFields.from_pairs(pairs_of(["text=t"])).lists == ()

@@ -19,8 +19,6 @@ from megatron_packed.config.sections.memory import PARTS
 
 PACKAGE = Path(megatron_packed.__file__).parent
 KIND = """
-from dataclasses import dataclass
-
 from megatron_packed.config.conditions import layers
 from megatron_packed.config.kinds.convolution import ConvolutionKernels
 from megatron_packed.config.kinds.layer_kind import LayerKind, LayerPart, Shared
@@ -30,7 +28,6 @@ from megatron_packed.config.sections.model_parts.stack import StackOptions
 NAME = "short convolution"
 
 
-@dataclass(frozen=True, kw_only=True)
 class ShortConvolutionOptions(StackOptions, group=NAME, only_if=layers("S")):
     short_conv_width: int = option(4, "Width of the convolution of an S layer.", minimum=2, maximum=4)
     short_conv_groups: int = option(

@@ -28,7 +28,7 @@ def test_a_recipe_fits_as_it_says(
     assert said is not None
     gpus, size, gib = said.groups()
     config = parse_or_exit(
-        [argument], launched=False, world_size=int(gpus), here=False
+        [argument], launched=False, world_size=int(gpus), on_this_machine=False
     )  # parses the complete command line as training does
     assert gather([argument]).warnings == []
     assert (
@@ -85,7 +85,7 @@ def test_a_recipe_for_published_weights_keeps_their_chat_format(
 ) -> None:
     monkeypatch.chdir(ROOT)
     config = parse_or_exit(
-        [f"@{recipe.relative_to(ROOT)}"], launched=False, world_size=32, here=False
+        [f"@{recipe.relative_to(ROOT)}"], launched=False, world_size=32, on_this_machine=False
     )
     name, data = recipe.name.removesuffix(".sft.args"), config.data
     start = config.checkpoint.pretrained_checkpoint

@@ -120,13 +120,13 @@ def test_fields_of_training_data_have_their_names(tmp_path):
     """With --data-fields a line of training data is a prompt, and so is a plain prompt."""
     path = tmp_path / "p.jsonl"
     path.write_text('{"q": {"en": "seven?"}, "a": "7"}\n{"q": {"en": "six?"}}\n{"prompt": "5"}\n')
-    fields = DataFields.of([("prompt", "q.en"), ("completion", "a")])
+    fields = DataFields.from_pairs([("prompt", "q.en"), ("completion", "a")])
     assert [prompt[1:] for prompt in read_prompts(path, fields)] == [
         (Text("seven?"), "7"),
         (Text("six?"), None),
         ("5", None),
     ]
-    fields = DataFields.of([("instruction", "q.en"), ("output", "a")])
+    fields = DataFields.from_pairs([("instruction", "q.en"), ("output", "a")])
     found = read_prompts(path, fields)[0]
     assert found.content == Conversation([USER], None, "alpaca") and found.expected == "7"
 
@@ -147,7 +147,7 @@ def test_answers_of_preference_data_do_not_matter(tmp_path):
         (Conversation([USER]), None),
     ]
     path.write_text('{"q": ["seven?", "six?"], "ok": false}')
-    fields = DataFields.of([("prompt", "q[*]"), ("completion", "a"), ("label", "ok")])
+    fields = DataFields.from_pairs([("prompt", "q[*]"), ("completion", "a"), ("label", "ok")])
     assert [prompt[1:] for prompt in read_prompts(path, fields)] == [
         (Text("seven?"), None),
         (Text("six?"), None),

@@ -59,7 +59,7 @@ from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.models.estimate.run_estimate import estimates, usual
 
 words = ["@examples/recipes/hybrid_1b.pretrain.args"]
-config = parse_or_exit(words, launched=False, world_size=8, here=False)
+config = parse_or_exit(words, launched=False, world_size=8, on_this_machine=False)
 first, second = (usual(estimates(config, 8, 32_000, 64)).allocated for _ in range(2))
 assert first == second, (first, second)
 """

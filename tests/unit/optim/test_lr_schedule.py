@@ -24,7 +24,9 @@ def run_of(*flags: str) -> RunConfig:
         "x.jsonl",
     ]
     return parse_or_exit(
-        [*least, "--lr", str(LR), "--min-lr", str(MIN), *flags], launched=False, here=False
+        [*least, "--lr", str(LR), "--min-lr", str(MIN), *flags],
+        launched=False,
+        on_this_machine=False,
     )
 
 

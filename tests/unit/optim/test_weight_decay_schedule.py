@@ -13,7 +13,7 @@ RISE = "--start-weight-decay 0.01 --end-weight-decay 0.1"
 
 
 def run_of(words: str) -> RunConfig:
-    return parse_or_exit([*MODEL.split(), *words.split()], launched=False, here=False)
+    return parse_or_exit([*MODEL.split(), *words.split()], launched=False, on_this_machine=False)
 
 
 def megatrons(style: str, done: float, length: float, start: float, end: float) -> float:

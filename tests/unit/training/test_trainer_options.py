@@ -21,7 +21,7 @@ from megatron_packed.training.trainer import Trainer
 
 def config_of(flags: str) -> RunConfig:
     least = "--hybrid-layer-pattern - --hidden-size 64 --seq-length 64 --data-path x.jsonl --lr 1 --train-iters 9"
-    return parse_or_exit([*least.split(), *flags.split()], launched=False, here=False)
+    return parse_or_exit([*least.split(), *flags.split()], launched=False, on_this_machine=False)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -75,7 +74,6 @@ VALIDATION_STEPS = Condition(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
 class FileOptions(Section, group="files"):
     """Files of training, validation and test documents, and their division."""
 
@@ -208,12 +206,12 @@ class FileOptions(Section, group="files"):
     @property
     def fields(self) -> DataFields | None:
         """Fields that --data-fields names; None if the lines have the usual fields."""
-        return DataFields.of(pairs_of(self.data_fields))
+        return DataFields.from_pairs(pairs_of(self.data_fields))
 
     @property
     def train_blend(self) -> BlendedPaths:
         """Return the training data from whichever option names it."""
-        return BlendedPaths.of(self.named.train)
+        return BlendedPaths.from_arguments(self.named.train)
 
     @property
     def train_paths(self) -> tuple[str, ...]:
@@ -223,12 +221,12 @@ class FileOptions(Section, group="files"):
     @property
     def valid_blend(self) -> BlendedPaths:
         """Return the data given for validation."""
-        return BlendedPaths.of(self.named.valid)
+        return BlendedPaths.from_arguments(self.named.valid)
 
     @property
     def test_blend(self) -> BlendedPaths:
         """Return the data given for the test."""
-        return BlendedPaths.of(self.named.test)
+        return BlendedPaths.from_arguments(self.named.test)
 
     @property
     def paths_in_files(self) -> list[tuple[str, str]]:

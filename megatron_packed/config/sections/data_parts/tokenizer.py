@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import date
 
 from megatron_packed.config.conditions import Condition, option_is
@@ -90,7 +89,6 @@ def _earlier_data_rules(stored: Stored) -> int:
     return EARLIER_RULES if stored["data"].get("sft", False) else DATA_RULES
 
 
-@dataclass(frozen=True, kw_only=True)
 class TokenizerOptions(Section, group="tokenizer"):
     """Tokenizer, chat template and prompt format."""
 

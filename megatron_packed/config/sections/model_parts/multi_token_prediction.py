@@ -8,7 +8,7 @@ from megatron_packed.config.conditions import Condition, layers
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.layer_pattern import DEPTH
 from megatron_packed.config.options import derived_option, option
-from megatron_packed.config.section import Section, Sound, part_of_sections
+from megatron_packed.config.section import Section, Sound
 
 MULTI_TOKEN = "multi-token prediction"  # noqa: S105
 MOST_DEPTHS = 14
@@ -21,7 +21,6 @@ SEVERAL_DEPTHS = Condition(
 )
 
 
-@part_of_sections(frozen=True, kw_only=True)
 class MultiTokenOptions(Section, group=MULTI_TOKEN):
     """Depths of multi-token prediction. Depth k predicts the token k + 1 tokens ahead."""
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from megatron_packed.config.options import option
-from megatron_packed.config.section import Section, part_of_sections
+from megatron_packed.config.section import Section
 
 MULTIPLIERS = "multipliers"
 
 
-@part_of_sections(frozen=True, kw_only=True)
 class MultiplierOptions(Section, group=MULTIPLIERS):
     """Constant factors of Granite 4.0-H."""
 

@@ -8,7 +8,7 @@ from megatron_packed.config.conditions import Condition, layers_where
 from megatron_packed.config.kinds.layer_kind import KINDS, LayerKind
 from megatron_packed.config.layer_pattern import DEPTH
 from megatron_packed.config.options import Related, derived_option, option, required_option
-from megatron_packed.config.section import Section, part_of_sections
+from megatron_packed.config.section import Section
 
 if TYPE_CHECKING:
     from megatron_packed.config.run import RunConfig
@@ -29,7 +29,6 @@ MLP_WIDTH = Condition(
 )
 
 
-@part_of_sections(frozen=True, kw_only=True)
 class StackOptions(Section, group=STACK):
     """Layers of the model, width of the residual stream, MLPs and norms."""
 

@@ -19,10 +19,10 @@ def window_sides(text: str) -> tuple[int, int]:
     Example:
         ``"4095,0"`` is ``(4095, 0)``.
     """
-    found = re.fullmatch(r"\(?\s*(-?\d+)\s*,\s*(-?\d+)\s*\)?", text.strip())
-    if found is None:
+    match = re.fullmatch(r"\(?\s*(-?\d+)\s*,\s*(-?\d+)\s*\)?", text.strip())
+    if match is None:
         raise ValueError("has another form than left,right")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 @lru_cache(maxsize=64)
@@ -63,12 +63,12 @@ class _List:
         self._words: list[str] = []
         place, text = 0, text.rstrip()
         while place < len(text):
-            found = _TOKENS.match(text, place)
-            if found is None:
-                wrong = len(text) - len(text[place:].lstrip())
-                raise ValueError(f"has {text[wrong]!r} at position {wrong + 1}")
-            self._words.append(found[1])
-            place = found.end()
+            match = _TOKENS.match(text, place)
+            if match is None:
+                position = len(text) - len(text[place:].lstrip())
+                raise ValueError(f"has {text[position]!r} at position {position + 1}")
+            self._words.append(match[1])
+            place = match.end()
 
     def entries(self) -> list[int]:
         """Return the entries of the complete text."""

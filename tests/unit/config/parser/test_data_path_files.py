@@ -126,7 +126,9 @@ def test_what_a_file_names_is_used() -> None:
 
 
 def test_another_machine_may_lack_the_file() -> None:
-    run = parse_or_exit([*LEAST, "--data-args-path", "absent"], launched=False, here=False)
+    run = parse_or_exit(
+        [*LEAST, "--data-args-path", "absent"], launched=False, on_this_machine=False
+    )
     assert run.data.train_paths == () and run.data.named.fault
     with pytest.raises(ConfigError, match="--data-args-path absent"):
         parse([*LEAST, "--data-args-path", "absent"])

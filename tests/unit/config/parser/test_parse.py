@@ -410,7 +410,9 @@ def test_data_may_be_blended_and_divided(right, tmp_path) -> None:
         and data.has_validation
     )
     assert (
-        BlendedPaths.of(("a", "b")).weights is BlendedPaths.of(()).weights is None
+        BlendedPaths.from_arguments(("a", "b")).weights
+        is BlendedPaths.from_arguments(()).weights
+        is None
     )  # as in Megatron, two paths have no weights
 
 

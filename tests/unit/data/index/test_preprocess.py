@@ -134,7 +134,7 @@ def test_each_element_of_a_list_is_a_document(tmp_path: Path, workers: int) -> N
     """Lines are counted apart from documents, and one bad element makes its line bad."""
     pages = [["ab", "c"], ["d"], ["e", " "], ["f", 3]]
     lines = [json.dumps({"pages": [{"t": text} for text in of_line]}).encode() for of_line in pages]
-    fields = DataFields.of([("text", "pages[*].t")])
+    fields = DataFields.from_pairs([("text", "pages[*].t")])
     file = write_lines(tmp_path / "a.jsonl", lines)
     report, [name] = made([file], tmp_path / "out", fields=fields, workers=workers)
     assert documents(name) == [[*b"ab", END], [*b"c", END], [*b"d", END]]

@@ -30,7 +30,7 @@ def no_encoding(monkeypatch):
 
 
 def fields(words):
-    return DataFields.of(pairs_of([words]))
+    return DataFields.from_pairs(pairs_of([words]))
 
 
 def test_usable_lines_are_said_before_anything_is_tokenised(tmp_path, capsys):

@@ -19,7 +19,7 @@ SYSTEM = {"role": "system", "content": "s"}
 
 
 def parsed(line: dict, words: str) -> list:
-    return parse_line(json.dumps(line).encode(), DataFields.of(pairs_of([words])))
+    return parse_line(json.dumps(line).encode(), DataFields.from_pairs(pairs_of([words])))
 
 
 @pytest.mark.parametrize(
@@ -275,14 +275,14 @@ def test_fields_without_a_usual_name_get_no_suggestion() -> None:
 
 
 def test_columns_and_names_of_fields() -> None:
-    fields = DataFields.of(pairs_of(["prompt=qa.question,completion=a.b"]))
+    fields = DataFields.from_pairs(pairs_of(["prompt=qa.question,completion=a.b"]))
     names = ["id", "qa", "a.b", "a", "input"]
     assert columns_of(fields, names, "t.parquet") == {"qa", "a.b"}
     names += ["system", "loss_mask"]  # parse_line notes that they are not read
     assert columns_of(fields, names, "t") == {"qa", "a.b", "system", "loss_mask"}
     with pytest.raises(ValueError, match=r"completion=a\.b: t has no such column; .* id, qa;"):
         columns_of(fields, ["id", "qa"], "t")
-    fields = DataFields.of(pairs_of(["prompt=rows[*].qa[*].q,completion=rows[*].a"]))
+    fields = DataFields.from_pairs(pairs_of(["prompt=rows[*].qa[*].q,completion=rows[*].a"]))
     assert columns_of(fields, ["id", "rows"], "t") == {"rows"}
     assert first_names(fields) >= {"rows"} and not any("[" in name for name in first_names(fields))
     assert has_field({"rows": [{}, {"qa": [{"q": "x"}]}]}, "rows[*].qa[*].q")

@@ -320,19 +320,19 @@ def test_fields_that_are_not_read_are_noted_once_a_line():
     assert noted(line).keys() == {("unread_field", "system"), ("unread_field", "train")}
     line = {"instruction": "i", "context": "c", "output": "o", "tools": "[]", "category": "x"}
     assert noted(line) == {("unread_field", "category"): 1}
-    fields = DataFields.of([("messages", "talk")])
+    fields = DataFields.from_pairs([("messages", "talk")])
     line = {"id": 0, "talk": [USER, {**ASSISTANT, "mood": "calm"}]}
     assert noted(line, fields) == {("unread_field", "messages[].mood"): 1}
 
 
 def test_fields_with_a_meaning_that_no_path_names_are_noted():
     """Other fields that no path names are the choice of the user, and empty ones lose nothing."""
-    fields = DataFields.of([("instruction", "input"), ("output", "a")])
+    fields = DataFields.from_pairs([("instruction", "input"), ("output", "a")])
     meant = ["system", "system_prompt", "tools", "functions", "history", "context", "loss_mask"]
     line = {"id": 1, "label": 1, "text": "t", "input": "q", "a": "a", **dict.fromkeys(meant, "s")}
     assert noted(line, fields) == {("unread_field", name): 1 for name in meant}
     assert not noted({**line, **dict.fromkeys(meant, "")}, fields)
-    fields = DataFields.of([("prompt", "context.q"), ("completion", "rows[*].a")])
+    fields = DataFields.from_pairs([("prompt", "context.q"), ("completion", "rows[*].a")])
     line = {"context": {"q": "q", "id": 1}, "rows": [{"a": "a"}, {"a": "b"}], "input": "i"}
     assert noted(line, fields) == {("unread_field", "input"): 1}
 

@@ -82,7 +82,7 @@ def learned(line, detail):
     """Return the samples with the ``--data-fields`` that a refusal names."""
     words = re.search(r"--data-fields (\S+) trains on", detail)[1]
     assert pairs_fault(pairs_of([words])) is None
-    return parse_line(json.dumps(line).encode(), DataFields.of(pairs_of([words])))
+    return parse_line(json.dumps(line).encode(), DataFields.from_pairs(pairs_of([words])))
 
 
 @pytest.mark.parametrize(("line", "expected"), PAIRS)
@@ -122,7 +122,7 @@ def test_texts_of_turns_are_messages():
     text = (
         "\n\nHuman: one\nHuman: two\n\nAssistant: three \n\nmore\n\nHuman: four\n\nAssistant: five"
     )
-    fields = DataFields.of([("messages", "chosen")])
+    fields = DataFields.from_pairs([("messages", "chosen")])
     line = {"chosen": text, "rejected": text}
     [sample] = parse_line(json.dumps(line).encode(), fields)
     assert [(message["role"], message["content"]) for message in sample.messages] == [

@@ -87,7 +87,7 @@ def test_documents_are_those_of_the_same_lines(pa, tmp_path, kind, rows):
 
 def test_fields_of_a_table_with_other_names(pa, tmp_path):
     """Only the named columns are read, and a null answer is an empty answer."""
-    fields = DataFields.of(pairs_of(["prompt=qa.question,completion=answers.text"]))
+    fields = DataFields.from_pairs(pairs_of(["prompt=qa.question,completion=answers.text"]))
     rows = [
         {"qa": {"question": "q", "id": 1}, "answers": answers, "text": "unused", "n": 1}
         for answers in ({"text": ["a", "b"]}, {"text": []}, {"text": None}, None)
@@ -99,7 +99,7 @@ def test_fields_of_a_table_with_other_names(pa, tmp_path):
         assert bytes(tokens[:-1].tolist()) == b"qa\nb" and targets.tolist() == [0, 1, 1, 1, 1]
         assert dataset.report.empty == {"empty_completion": 3} and len(dataset) == 1
         assert all(b"unused" not in line.data for line in RowReader(path, 2**20, FIELDS, fields))
-        wrong = DataFields.of(pairs_of(["prompt=qa.question,completion=answer"]))
+        wrong = DataFields.from_pairs(pairs_of(["prompt=qa.question,completion=answer"]))
         with pytest.raises(
             DataError, match=r"no such column; .* qa, answers, text, n; did you mean"
         ):
@@ -123,7 +123,7 @@ def test_columns_that_are_not_read_are_listed(pa, tmp_path, kind):
         {"input_ids": [1, 2], "label": True, "labels": [1, 2]}
     ]
     assert reader.unread_columns == ("id",)
-    fields = DataFields.of(pairs_of(["text=id"]))
+    fields = DataFields.from_pairs(pairs_of(["text=id"]))
     chosen = RowReader(write(pa, tmp_path / "chosen", [row], kind), 2**20, FIELDS, fields)
     assert len(list(chosen)) == 1 and chosen.unread_columns == ()
 
@@ -176,7 +176,7 @@ def test_nulls_mean_the_same_in_rows_and_in_lines(pa, tmp_path, rows):
 
 def test_elements_of_a_list_column_make_documents(pa, tmp_path):
     rows = [{"qa": [{"q": "one", "a": "1"}, {"q": "two", "a": "2"}], "id": 1}]
-    fields = DataFields.of(pairs_of(["prompt=qa[*].q,completion=qa[*].a"]))
+    fields = DataFields.from_pairs(pairs_of(["prompt=qa[*].q,completion=qa[*].a"]))
     dataset = opened(write(pa, tmp_path / "a", rows, "parquet"), tmp_path / "cache", fields=fields)
     assert (dataset.report.lines, len(dataset)) == (1, 2)
     assert bytes(dataset.document(1)[0][:-1].tolist()) == b"two2"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from megatron_packed.config.conditions import layers
 from megatron_packed.config.kinds.convolution import ConvolutionKernels
 from megatron_packed.config.kinds.layer_kind import EVERYTHING, LayerKind, LayerPart, Shared
@@ -13,7 +11,6 @@ from megatron_packed.config.sections.model_parts.stack import StackOptions
 SYMBOL, NAME = "S", "gated short convolution"
 
 
-@dataclass(frozen=True, kw_only=True)
 class ShortConvolutionOptions(StackOptions, group=NAME, only_if=layers(SYMBOL)):
     """Sizes of ``S`` layers."""
 

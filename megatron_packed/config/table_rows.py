@@ -1,4 +1,4 @@
-"""Reader of the data files with the flags of Megatron-LM and of other trainers."""
+"""Reader of the tables in JSON files: packages, and flags of Megatron-LM and of other trainers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from pathlib import Path
 from typing import Any
 
 
-def flag_rows(name: str) -> Any:
+def table_rows(name: str) -> Any:
     """Return the rows of a file, such as ``megatron/refused_flags.json``."""
     return json.loads((Path(__file__).parent / name).read_text("utf-8"))
