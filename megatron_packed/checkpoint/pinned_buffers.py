@@ -102,8 +102,8 @@ class ReadBuffers:
         with torch.cuda.device(target.device):
             # A strided copy between host and device would be slow. So copy the contiguous bytes,
             # and select the wanted elements on the device.
-            there = source.to(target.device, non_blocking=True) if rows > 1 else source
-            to.copy_(there.as_strided((rows, length), (pitch or length, 1)), non_blocking=True)
+            staged = source.to(target.device, non_blocking=True) if rows > 1 else source
+            to.copy_(staged.as_strided((rows, length), (pitch or length, 1)), non_blocking=True)
             event = torch.cuda.current_stream().record_event()
         self._copies[self._turn].append(event)
 

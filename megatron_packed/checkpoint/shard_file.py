@@ -170,8 +170,8 @@ class FileSegment:
         while first < after:
             at = self.begin + first * self.pitch
             begin, end = max(at, low), min(at + self.length, high)
-            whole = (high - self.length - self.begin) // step + 1 if self.rows > 1 else 1
-            rows = max(min(whole, after) - first, 1) if begin == at else 1
+            num_whole = (high - self.length - self.begin) // step + 1 if self.rows > 1 else 1
+            rows = max(min(num_whole, after) - first, 1) if begin == at else 1
             if begin < end:
                 yield begin, first * self.target_pitch + begin - at, end - begin, rows
             first += rows
@@ -244,13 +244,13 @@ class ShardReader:
         block = buffer[: min(self.record.block_bytes, self.record.data_bytes - start)]
         position = self.record.header_bytes + start
         self._read_into(block, position)
-        found = crc.to_hex(crc.checksum(self.record.algorithm, block))
-        if found != self.record.block_checksums[index]:
+        checksum = crc.to_hex(crc.checksum(self.record.algorithm, block))
+        if checksum != self.record.block_checksums[index]:
             raise CheckpointError(
                 f"bytes {position} to {position + len(block)} do not match their checksum",
                 path=self.path,
                 expected=f"{self.record.algorithm} {self.record.block_checksums[index]}",
-                found=found,
+                found=checksum,
                 cure=_CURE,
             )
         return block
@@ -278,13 +278,13 @@ class ShardReader:
             )
         data = np.empty(length, dtype=np.uint8)
         self._read_into(data, 0)
-        found = crc.to_hex(crc.checksum(self.record.algorithm, data))
-        if found != self.record.header_checksum:
+        checksum = crc.to_hex(crc.checksum(self.record.algorithm, data))
+        if checksum != self.record.header_checksum:
             raise CheckpointError(
                 "the header does not match its checksum",
                 path=self.path,
                 expected=f"{self.record.algorithm} {self.record.header_checksum}",
-                found=found + _origin(data.tobytes(), size, self.path),
+                found=checksum + _origin(data.tobytes(), size, self.path),
                 cure=_CURE,
             )
         return parse_header(data.tobytes(), size, self.path)
@@ -322,13 +322,13 @@ def _origin(data: bytes, size: int, path: Path) -> str:
         strings = parse_header(data, size, path).metadata
     except CheckpointError:
         return ""
-    told = ", ".join(
+    names = ", ".join(
         f"{key} {strings[key]!r}" for key in ("run_id", "step", "rank") if key in strings
     )
-    return f" (the header of a file of {told})" if told else ""
+    return f" (the header of a file of {names})" if names else ""
 
 
-def check_values(segment: FileSegment, data: Bytes, path: Path, *, finite: bool) -> None:
+def check_tensor_bytes(segment: FileSegment, data: Bytes, path: Path, *, finite: bool) -> None:
     """Check that booleans in ``data`` are 0 or 1 and, with ``finite``, that floats are finite.
 
     ``data`` must consist of complete elements.

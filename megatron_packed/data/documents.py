@@ -187,15 +187,17 @@ class JoinedDocuments:
         counts = np.zeros(len(documents), np.int64)
         of_range = self.range_of(documents)
         for number, piece in enumerate(self._ranges):
-            here = np.flatnonzero(of_range == number)
-            own = documents[here] - self.firsts[number] + piece.first
-            counts[here] = piece.documents.count_targets(own, starts[here], lengths[here])
+            indices = np.flatnonzero(of_range == number)
+            source_documents = documents[indices] - self.firsts[number] + piece.first
+            counts[indices] = piece.documents.count_targets(
+                source_documents, starts[indices], lengths[indices]
+            )
         return counts
 
     def range_of(self, documents: NDArray[np.integer]) -> NDArray[np.int64]:
         """Return the number of the range that contains each document."""
-        found: NDArray[np.int64] = np.searchsorted(self.firsts, documents, side="right") - 1
-        return found
+        ranges: NDArray[np.int64] = np.searchsorted(self.firsts, documents, side="right") - 1
+        return ranges
 
     def sentences(self) -> list[str]:
         return [line for piece in self._ranges for line in piece.documents.sentences()]

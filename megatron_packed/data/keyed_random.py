@@ -24,8 +24,8 @@ class KeyedRandom:
 
     def __init__(self, seed: int, *key: str | int) -> None:
         digest = hashlib.sha256(repr((int(seed), *key)).encode()).digest()
-        words = np.frombuffer(digest, dtype="<u4").tolist()
-        self._bits = np.random.PCG64(np.random.SeedSequence(words))
+        entropy = np.frombuffer(digest, dtype="<u4").tolist()
+        self._bits = np.random.PCG64(np.random.SeedSequence(entropy))
 
     def words(self, size: int) -> NDArray[np.uint64]:
         """Return uniform random words, ``(size,)`` uint64."""

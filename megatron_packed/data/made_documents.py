@@ -78,15 +78,15 @@ class MadeDocuments:
         Raises:
             IndexError: there is no such document or piece.
         """
-        whole = int(self.lengths[index])
-        stop = whole if length is None else start + length
-        if not 0 <= start < stop <= whole:
+        size = int(self.lengths[index])
+        stop = size if length is None else start + length
+        if not 0 <= start < stop <= size:
             raise IndexError(
-                f"made document {index} has {whole} tokens; tokens {start} to {stop} do not exist."
+                f"made document {index} has {size} tokens; tokens {start} to {stop} do not exist."
             )
         places = np.arange(start, stop)
         tokens = (self._first[index] + places) % self._vocab_size
-        tokens[places == whole - 1] = self._eod_id
+        tokens[places == size - 1] = self._eod_id
         return tokens.astype(np.int32), (places >= self._prompts[index]).astype(np.uint8)
 
     def count_targets(

@@ -73,13 +73,13 @@ class SourceBlend:
     def _of_source(self, number: int, epoch: int) -> NDArray[np.int64]:
         pieces, size, quota = self._pieces[number], self.sizes[number], self.quotas[number]
         begin, end = epoch * quota, (epoch + 1) * quota
-        taken = []
+        epoch_pieces = []
         for turn in range(begin // size, -(-end // size)):
             order = pieces[KeyedRandom(self._seed, "blend", number, turn).permutation(len(pieces))]
             lengths = self._lengths[order]
             starts = turn * size + np.cumsum(lengths) - lengths
-            taken.append(order[(starts >= begin) & (starts < end)])
-        return np.concatenate(taken)
+            epoch_pieces.append(order[(starts >= begin) & (starts < end)])
+        return np.concatenate(epoch_pieces)
 
     def sentences(self, names: Sequence[str]) -> list[str]:
         """Return the shares of the sources as lines of text."""

@@ -86,11 +86,11 @@ class IndexedDocuments:
             raise IndexError(
                 f"document {index} does not exist; {self.prefix} has {len(self)} documents, numbered from 0."
             )
-        whole = int(self.lengths[index])
-        stop = whole if length is None else start + length
-        if not 0 <= start < stop <= whole:
+        size = int(self.lengths[index])
+        stop = size if length is None else start + length
+        if not 0 <= start < stop <= size:
             raise IndexError(
-                f"document {index} of {self.prefix} has {whole} tokens; tokens {start} to {stop} do not exist."
+                f"document {index} of {self.prefix} has {size} tokens; tokens {start} to {stop} do not exist."
             )
         first = int(self._starts[index])
         tokens = self._file.tokens(first + start, first + stop)

@@ -146,11 +146,11 @@ class IndexedFile:
             raise IndexError(
                 f"{self.prefix} has sequences 0 to {self.num_sequences - 1}, but no sequence {number}."
             )
-        whole = int(self.lengths[number])
-        stop = whole if length is None else start + length
-        if not 0 <= start <= stop <= whole:
+        size = int(self.lengths[number])
+        stop = size if length is None else start + length
+        if not 0 <= start <= stop <= size:
             raise IndexError(
-                f"sequence {number} of {self.prefix} has {whole} tokens; tokens {start} to {stop} do not exist."
+                f"sequence {number} of {self.prefix} has {size} tokens; tokens {start} to {stop} do not exist."
             )
         first = int(self._starts[number]) // self.dtype.itemsize
         return self.tokens(first + start, first + stop)
@@ -250,19 +250,19 @@ class IndexedFile:
         for at in range(0, self.num_sequences, _AT_ONCE):
             lengths = self.lengths[at : at + _AT_ONCE].astype(np.int64)
             if lengths.min() < 0:
-                wrong = at + int(lengths.argmin())
+                number = at + int(lengths.argmin())
                 raise self._bad(
-                    f"gives sequence {wrong} a length of {self.lengths[wrong]} tokens",
+                    f"gives sequence {number} a length of {self.lengths[number]} tokens",
                     "it is damaged",
                 )
             ends = place + np.cumsum(lengths * item)
             expected = np.concatenate([[place], ends[:-1]])
             different = np.flatnonzero(self._starts[at : at + _AT_ONCE] != expected)
             if different.size:
-                wrong = int(different[0])
+                number = int(different[0])
                 raise self._bad(
-                    f"lets sequence {at + wrong} begin at byte {self._starts[at + wrong]}, but the sequences before it "
-                    f"end at byte {expected[wrong]}",
+                    f"lets sequence {at + number} begin at byte {self._starts[at + number]}, but the sequences before "
+                    f"it end at byte {expected[number]}",
                     "it is damaged",
                 )
             place = int(ends[-1])

@@ -232,10 +232,10 @@ class _Summed:
 
     def write(self, data: bytes) -> None:
         self._block += data
-        whole = len(self._block) // BLOCK_BYTES * BLOCK_BYTES
-        if whole:
-            self._write(bytes(self._block[:whole]))
-            del self._block[:whole]
+        num_bytes = len(self._block) // BLOCK_BYTES * BLOCK_BYTES
+        if num_bytes:
+            self._write(bytes(self._block[:num_bytes]))
+            del self._block[:num_bytes]
 
     def finish(self) -> array[int]:
         """Flush the file to the disk and return the checksums of all blocks."""

@@ -34,13 +34,13 @@ The factor changes the documents that share a pack from epoch to epoch, even if 
 complete data set. `exchange` corrects the less even bins that the factor causes.
 """
 
-ROUNDS = 30
+EXCHANGE_ROUNDS = 30
 """Largest number of rounds of exchange."""
 
 PATIENCE = 8
 """Number of successive rounds without a swap after which exchange stops."""
 
-SLOTS = 64
+EXCHANGE_SLOTS = 64
 """Largest number of documents of a bin that exchange may move. The other documents of a bin with
 more documents stay in the bin.
 """
@@ -48,7 +48,7 @@ more documents stay in the bin.
 EXTRA = 2
 """Number of documents that exchange may add to the largest count of a bin, within the limit."""
 
-WIDTH = 16
+EXCHANGE_WIDTH = 16
 """W, the documents considered per bin in one round of exchange."""
 
 PARTNERS = 64
@@ -102,7 +102,7 @@ def longest_first(
 
 
 class _Bins(NamedTuple):
-    """Table of the documents of each bin, in K slots per bin; K is at most `SLOTS`."""
+    """Table of the documents of each bin, in K slots per bin; K is at most `EXCHANGE_SLOTS`."""
 
     length: NDArray[np.int64]
     """``(B, K)`` length of the document in each slot; 0 for a free slot."""
@@ -114,13 +114,15 @@ class _Bins(NamedTuple):
     """``(B,)`` tokens of all documents of each bin, including documents without a slot."""
 
     @classmethod
-    def of(cls, lengths: Lengths, bin_of: BinOf, num_bins: int, max_documents: int) -> _Bins:
+    def from_assignment(
+        cls, lengths: Lengths, bin_of: BinOf, num_bins: int, max_documents: int
+    ) -> _Bins:
         count = np.bincount(bin_of, minlength=num_bins)
-        num_slots = min(int(count.max()) + EXTRA, max_documents, SLOTS)
+        num_slots = min(int(count.max()) + EXTRA, max_documents, EXCHANGE_SLOTS)
         by_bin = np.argsort(bin_of, kind="stable")
         slot = np.arange(bin_of.size) - np.repeat(np.cumsum(count) - count, count)
-        known = slot < num_slots
-        rows, slot, documents = bin_of[by_bin][known], slot[known], by_bin[known]
+        has_slot = slot < num_slots
+        rows, slot, documents = bin_of[by_bin][has_slot], slot[has_slot], by_bin[has_slot]
         length = np.zeros((num_bins, num_slots), dtype=np.int64)
         document = np.full((num_bins, num_slots), -1, dtype=np.int64)
         length[rows, slot] = lengths[documents]
@@ -136,9 +138,9 @@ class _Bins(NamedTuple):
         """
         num_slots = self.length.shape[1]
         filled = self.filled[bins][..., None]
-        if num_slots <= WIDTH:
+        if num_slots <= EXCHANGE_WIDTH:
             return np.minimum(np.arange(num_slots), filled)
-        return random.below(np.minimum(filled + 1, num_slots), (*bins.shape, WIDTH))
+        return random.below(np.minimum(filled + 1, num_slots), (*bins.shape, EXCHANGE_WIDTH))
 
     def swap(
         self,
@@ -188,9 +190,9 @@ def exchange(
     Returns:
         ``(n,)`` the new bin of each document.
     """
-    bins = _Bins.of(lengths, bin_of, num_bins, max_documents)
+    bins = _Bins.from_assignment(lengths, bin_of, num_bins, max_documents)
     idle = 0
-    for _ in range(ROUNDS):
+    for _ in range(EXCHANGE_ROUNDS):
         overfull = np.flatnonzero(bins.tokens > slots)
         roomy = np.flatnonzero(bins.tokens < slots)
         if overfull.size == 0 or roomy.size == 0 or idle == PATIENCE:

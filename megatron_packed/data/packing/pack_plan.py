@@ -173,7 +173,7 @@ class PackPlan:
         """
         # The shortest decimal that gives the float: 0.1 of 10 packs is 1 pack, not 2.
         exact = Fraction(repr(epochs))
-        whole, last = exact.numerator // exact.denominator, ceil(exact)
+        full_epochs, last = exact.numerator // exact.denominator, ceil(exact)
         with self._lock:
             while len(self._starts) <= last:
                 number = len(self._starts) - 1
@@ -181,8 +181,8 @@ class PackPlan:
                 packs = self._epochs.get(number)
                 packs = self._table.pack(number) if packs is None else packs
                 self._starts.append(self._starts[number] + len(packs))
-            first, end = self._starts[whole], self._starts[last]
-        return first + ceil((exact - whole) * (end - first))
+            first, end = self._starts[full_epochs], self._starts[last]
+        return first + ceil((exact - full_epochs) * (end - first))
 
     def epochs_of(self, first: int, stop: int) -> Iterator[Packs]:
         """Yield the epochs that contain packs ``first`` to ``stop - 1`` of the stream.
@@ -221,7 +221,7 @@ class PackPlan:
         If the epoch has fewer packs than a step, the step is filled up with empty packs.
         """
         packs, table = self.epoch(epoch), self._table
-        costs = table.cost.of(packs.sums(table.pieces.length), packs.sums(table.squares))
+        costs = table.cost.estimate(packs.sums(table.pieces.length), packs.sums(table.squares))
         steps = max(len(costs) // self.packs_per_step, 1)
         costs.resize(
             steps * self.packs_per_step, refcheck=False

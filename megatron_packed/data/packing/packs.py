@@ -44,9 +44,9 @@ def check_lengths(lengths: NDArray[np.int64], slots: int) -> None:
     misfits = np.flatnonzero((lengths < 1) | (lengths > slots))
     if misfits.size:
         named = ", ".join(f"document {n} has {lengths[n]}" for n in misfits[:_MOST_SHOWN])
-        more = ", ..." if misfits.size > _MOST_SHOWN else ""
+        suffix = ", ..." if misfits.size > _MOST_SHOWN else ""
         raise ValueError(
-            f"{misfits.size} of {lengths.size} documents do not fit into a pack of {slots} tokens: {named}{more}. "
+            f"{misfits.size} of {lengths.size} documents do not fit into a pack of {slots} tokens: {named}{suffix}. "
             f"Documents have 1 to {slots} tokens; apply an over-long policy first: split, shorten or leave out the "
             "others."
         )

@@ -194,19 +194,19 @@ class Pieces:
         Args:
             targets: ``(S,)`` targets of each piece.
         """
-        kept = np.asarray(targets) > 0
-        if kept.all():
+        has_target = np.asarray(targets) > 0
+        if has_target.all():
             return self
         counts = replace(
             self.counts,
-            tokens_kept=int(self.length[kept].sum()),
-            tokens_without_targets=int(self.length[~kept].sum()),
-            pieces_without_targets=int(np.count_nonzero(~kept)),
-            documents_of_pieces_without_targets=np.unique(self.document[~kept]).size,
+            tokens_kept=int(self.length[has_target].sum()),
+            tokens_without_targets=int(self.length[~has_target].sum()),
+            pieces_without_targets=int(np.count_nonzero(~has_target)),
+            documents_of_pieces_without_targets=np.unique(self.document[~has_target]).size,
         )
-        start, length = self.start[kept], self.length[kept]
+        start, length = self.start[has_target], self.length[has_target]
         return replace(
-            self, document=self.document[kept], start=start, length=length, counts=counts
+            self, document=self.document[has_target], start=start, length=length, counts=counts
         )
 
 
@@ -235,11 +235,11 @@ def _count(
     sources: NDArray[np.int64],
     lengths: NDArray[np.int64],
     overlong: NDArray[np.bool_],
-    kept: NDArray[np.int64],
+    kept_lengths: NDArray[np.int64],
     policy: str,
 ) -> TokenCounts:
     dropped = overlong & (policy == "drop")
-    tokens_in, tokens_kept = int(sources.sum()), int(kept.sum())
+    tokens_in, tokens_kept = int(sources.sum()), int(kept_lengths.sum())
     tokens_dropped = int(lengths[dropped].sum())
     truncated = (sources > lengths) | (overlong & (policy == "truncate"))
     return TokenCounts(

@@ -36,7 +36,7 @@ class PackCost:
     per_squared_length: float = 0.0
     """Work per squared length; 0 if no layer is quadratic in the length of a document."""
 
-    def of(self, tokens: NDArray[np.int64], squares: NDArray[np.int64]) -> Costs:
+    def estimate(self, tokens: NDArray[np.int64], squares: NDArray[np.int64]) -> Costs:
         """Return the costs of packs.
 
         Args:

@@ -145,7 +145,7 @@ class PieceTable:
         """
         tokens = np.array([self.pieces.length[numbers].sum() for numbers in packs])
         squares = np.array([self.squares[numbers].sum() for numbers in packs])
-        packs_SRB, imbalance_S = spread(self.cost.of(tokens, squares)[None], dp_size)
+        packs_SRB, imbalance_S = spread(self.cost.estimate(tokens, squares)[None], dp_size)
         return StepPlan(
             step=step,
             epoch=epoch,

@@ -49,9 +49,9 @@ class ArrayWriter:
         self._count += len(values)
         self._block += raw
         if len(self._block) >= BLOCK_BYTES:
-            whole = len(self._block) // BLOCK_BYTES * BLOCK_BYTES
-            self._write(bytes(self._block[:whole]))
-            del self._block[:whole]
+            num_bytes = len(self._block) // BLOCK_BYTES * BLOCK_BYTES
+            self._write(bytes(self._block[:num_bytes]))
+            del self._block[:num_bytes]
 
     def _write(self, data: bytes) -> None:
         for start in range(0, len(data), BLOCK_BYTES):
@@ -140,10 +140,10 @@ class CheckedArray:
     @staticmethod
     def _check_size(path: Path, expected: int) -> None:
         try:
-            found = path.stat().st_size
+            size = path.stat().st_size
         except OSError:
             raise DataError(f"{path} is missing; remove {path.parent} to build it again.") from None
-        if found != expected:
+        if size != expected:
             raise DataError(
-                f"{path} has {found} bytes, expected {expected}; remove {path.parent} to build it again."
+                f"{path} has {size} bytes, expected {expected}; remove {path.parent} to build it again."
             )

@@ -32,9 +32,9 @@ from megatron_packed.data.errors import DataError, NotTokenizedError
 from megatron_packed.data.progress_bar import say, warn
 from megatron_packed.data.sources.cache_directory import get_or_build
 from megatron_packed.data.sources.cache_manifest import (
-    FORMAT,
+    CACHE_FORMAT,
     canonical_json,
-    read_manifest,
+    read_cache_manifest,
     write_manifest,
 )
 from megatron_packed.data.sources.checked_arrays import CheckedArray
@@ -42,9 +42,9 @@ from megatron_packed.data.sources.data_report import DataReport
 from megatron_packed.data.sources.jsonl_lines import MAX_LINE_BYTES
 from megatron_packed.data.sources.line_schema import NO_CHAT
 from megatron_packed.data.sources.source_files import (
-    QUARANTINE_SUFFIX,
     expand_paths,
     file_identity,
+    quarantine_of,
 )
 from megatron_packed.data.sources.tokenize_files import BuildOptions, build_arrays, check_kind
 from megatron_packed.data.tokenizers.base import Tokenizer
@@ -74,7 +74,7 @@ class TokenizedDataset:
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
-        self.manifest = read_manifest(self.directory)
+        self.manifest = read_cache_manifest(self.directory)
         entries = self.manifest["arrays"]
         self._tokens = CheckedArray(self.directory, "tokens", "<i4", entries["tokens"])
         self._targets = CheckedArray(self.directory, "targets", "u1", entries["targets"])
@@ -312,7 +312,7 @@ class _Contents:
 
     def _identity(self, shortening: int) -> list[object]:
         identity: list[object] = [
-            FORMAT,
+            CACHE_FORMAT,
             self.identities,
             self.tokenizer.fingerprint,
             self.chat.fingerprint,
@@ -407,7 +407,7 @@ class _Contents:
         write_manifest(
             directory,
             {
-                "format": FORMAT,
+                "format": CACHE_FORMAT,
                 "key": final.name,
                 "vocab_size": self.tokenizer.vocab_size,
                 "tokenizer": self.tokenizer.fingerprint,
@@ -432,11 +432,6 @@ def cache_directory(path: str | Path, files: Sequence[Path], cache_root: str | P
     if cache_root is not None:
         return Path(cache_root)
     return (Path() if is_hub_path(str(path)) else files[0].parent) / DEFAULT_CACHE_NAME
-
-
-def quarantine_of(directory: Path) -> Path:
-    """Return the path of the file that lists the bad lines of a cache directory."""
-    return directory.with_name(f"{directory.name}{QUARANTINE_SUFFIX}")
 
 
 def _is_valid(directory: Path) -> bool:

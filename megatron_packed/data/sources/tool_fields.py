@@ -147,5 +147,5 @@ def _object(where: str, value: Any) -> dict[str, Any]:
 def _parsed(where: str, text: str, kind: str) -> Any:
     try:
         return parse_text(text)
-    except BadLine as bad:
-        raise BadLine("wrong_type", f"{where} is no JSON text of {kind} ({bad})") from None
+    except BadLine as bad_line:
+        raise BadLine("wrong_type", f"{where} is no JSON text of {kind} ({bad_line})") from None

@@ -36,7 +36,7 @@ TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
 PADDING = "<|padding|>"
 OWN_SPECIAL_TOKENS = (END_OF_DOCUMENT, TURN_START, TURN_END, PADDING)
 """Special tokens of the tokenizers that this project builds itself."""
-MOST_BYTES = 256 << 20
+MOST_TOKENIZER_BYTES = 256 << 20
 """Maximum bytes of a file of a tokenizer; tokenizer.json of 260,000 tokens has 35 MB."""
 _COMPARED_TOKENS = 4096
 """Number of tokens whose texts decide `meaning_hash`."""
@@ -145,9 +145,9 @@ def probe_splits(tokenizer: Tokenizer) -> bool:
     pieces = np.concatenate([tokenizer.encode(text) for text in _PROBE])
     if tokenizer.decode(tokenizer.encode("".join(_PROBE))) != tokenizer.decode(pieces):
         return False
-    before, after = tokenizer.encode("a ").tolist(), tokenizer.encode(" b\n").tolist()
+    left, right = tokenizer.encode("a ").tolist(), tokenizer.encode(" b\n").tolist()
     return all(
-        tokenizer.encode(f"a {content} b\n", special=True).tolist() == [*before, number, *after]
+        tokenizer.encode(f"a {content} b\n", special=True).tolist() == [*left, number, *right]
         for content, number in tokenizer.special_tokens.items()
     )
 
@@ -175,7 +175,7 @@ def optional_package(name: str, version: str, needed: str) -> ModuleType:
     return module
 
 
-def read_bytes(file: Path, most_bytes: int = MOST_BYTES) -> bytes:
+def read_bytes(file: Path, most_bytes: int = MOST_TOKENIZER_BYTES) -> bytes:
     """Read a file of a tokenizer as bytes.
 
     Raises:
@@ -195,7 +195,7 @@ def read_bytes(file: Path, most_bytes: int = MOST_BYTES) -> bytes:
     return data
 
 
-def read_text(file: Path, most_bytes: int = MOST_BYTES) -> str:
+def read_text(file: Path, most_bytes: int = MOST_TOKENIZER_BYTES) -> str:
     """Read a text file of a tokenizer.
 
     Raises:
@@ -220,8 +220,8 @@ def answer_text(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
     Tokens outside of the tokenizer's vocabulary have no text. A model can generate them if its
     ``--vocab-size`` is larger.
     """
-    known = [token for token in tokens if token < tokenizer.vocab_size]
-    return tokenizer.decode(known, skip_special=True).strip()
+    ids = [token for token in tokens if token < tokenizer.vocab_size]
+    return tokenizer.decode(ids, skip_special=True).strip()
 
 
 def known_tokens(ids: Sequence[int] | NDArray[np.integer], vocab_size: int) -> list[int]:
@@ -313,8 +313,8 @@ class NullTokenizer(InProcess):
         self.fingerprint = f"numbers-1:{vocab_size}:{self.eod_id}"
 
     def encode(self, text: str, *, special: bool = False) -> TokenIds:
-        words = text.split()
-        for word in words:
+        numbers = text.split()
+        for word in numbers:
             if not (
                 word.isascii()
                 and word.isdecimal()
@@ -325,7 +325,7 @@ class NullTokenizer(InProcess):
                     "not_a_token_number",
                     f"{printable(word, 40)!r} is not a number below {self.vocab_size}",
                 )
-        return np.array(words, np.int32)
+        return np.array(numbers, np.int32)
 
     def encode_batch(self, texts: Sequence[str], *, special: bool = False) -> list[TokenIds]:
         return [self.encode(text) for text in texts]

@@ -36,7 +36,7 @@ from megatron_packed.data.tokenizers.conversation_documents import (
     RenderingRules,
 )
 from megatron_packed.data.tokenizers.limited_process import CPU_SECONDS
-from megatron_packed.data.tokenizers.prompt_formats import PROMPT_FORMATS
+from megatron_packed.data.tokenizers.prompt_formats import FORMATS_BY_NAME
 from megatron_packed.data.tokenizers.template_process import TemplateProcess, template_budget
 from megatron_packed.data.tokenizers.turn_ends import TurnCutter
 from megatron_packed.data.tokenizers.turn_markers import (
@@ -52,7 +52,7 @@ BUILT_IN_TEMPLATES = {"chatml": DEFAULT_TEMPLATE}
 """Values of ``--chat-template`` that name a built-in template instead of a file."""
 OWN_TEMPLATES = {
     *BUILT_IN_TEMPLATES.values(),
-    *(form.template for form in PROMPT_FORMATS.values() if form.template),
+    *(form.template for form in FORMATS_BY_NAME.values() if form.template),
 }
 """Templates of this project, which need no process of their own."""
 
@@ -483,7 +483,7 @@ def chat_format(
     Args:
         chat_template: a file with a jinja2 template, or one of `BUILT_IN_TEMPLATES`; None for the
             tokenizer's own template, or ``chatml`` if the tokenizer has none.
-        prompt_format: a key of `prompt_formats.PROMPT_FORMATS`; ``default`` uses the template.
+        prompt_format: a key of `prompt_formats.FORMATS_BY_NAME`; ``default`` uses the template.
             None uses the template and trains only on the assistant's text.
         answer_end, multi_turn, unprinted_policy, date, kwargs: see `TemplateFormat`; prompt formats
             ignore ``answer_end`` and ``multi_turn``.
@@ -504,7 +504,7 @@ def chat_format(
     of_tools = getattr(tokenizer, "tool_chat_template", None) if chat_template is None else None
     if prompt_format is None:
         return build(source, tool_source=of_tools, answer_end=answer_end, multi_turn=multi_turn)
-    form = PROMPT_FORMATS[prompt_format]
+    form = FORMATS_BY_NAME[prompt_format]
     missing = [token for token in form.special_tokens if token not in tokenizer.special_tokens]
     if missing:
         raise DataError(

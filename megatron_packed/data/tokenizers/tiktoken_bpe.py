@@ -156,8 +156,8 @@ class TikTokenizer(InProcess):
         self, ids: Sequence[int] | NDArray[np.integer], *, skip_special: bool = False
     ) -> str:
         tokens = known_tokens(ids, self.vocab_size)
-        kept = [token for token in tokens if not (skip_special and token < self._num_special)]
-        data: bytes = self._encoding.decode_bytes(kept)
+        shown = [token for token in tokens if not (skip_special and token < self._num_special)]
+        data: bytes = self._encoding.decode_bytes(shown)
         return data.decode("utf-8", errors="replace")
 
 

@@ -150,12 +150,12 @@ class UntrustedTokenizer:
                 with self._lock:
                     self._idle.append(process)
         head, _, data = answer.partition(b"\n")
-        found = json.loads(head)
-        if "failed" in found:
-            raise BadLine("tokenizer_failed", found["failed"])
-        if "wrong" in found:
-            raise DataError(found["wrong"])
-        return found, data
+        fields = json.loads(head)
+        if "failed" in fields:
+            raise BadLine("tokenizer_failed", fields["failed"])
+        if "wrong" in fields:
+            raise DataError(fields["wrong"])
+        return fields, data
 
 
 # -------------------------------------------------------------------------------------------------------
@@ -183,26 +183,26 @@ def _prepare(setup: dict[str, Any]) -> tuple[bytes, Answer]:
 
 
 def _answer(tokenizer: Tokenizer, request: bytes) -> bytes:
-    asked = json.loads(request)
+    message = json.loads(request)
     head: dict[str, Any]
     arrays: list[NDArray[Any]] = []
     try:
-        if asked["method"] == "decode":
-            head = {"text": tokenizer.decode(asked["ids"], skip_special=asked["special"])}
-        elif asked["method"] == "encode_batch":
-            arrays = list(tokenizer.encode_batch(asked["texts"], special=asked["special"]))
+        if message["method"] == "decode":
+            head = {"text": tokenizer.decode(message["ids"], skip_special=message["special"])}
+        elif message["method"] == "encode_batch":
+            arrays = list(tokenizer.encode_batch(message["texts"], special=message["special"]))
             head = {"lengths": [len(ids) for ids in arrays]}
         else:
             offset_tokenizer = cast(OffsetTokenizer, tokenizer)
-            (text,) = asked["texts"]
-            arrays = list(offset_tokenizer.encode_with_offsets(text, special=asked["special"]))
+            (text,) = message["texts"]
+            arrays = list(offset_tokenizer.encode_with_offsets(text, special=message["special"]))
             head = {"lengths": [len(arrays[0])]}
     except MemoryError:
         raise LimitReached("out of memory") from None
     except DataError as error:
         head, arrays = {"wrong": str(error)}, []
-    except BadLine as bad:
-        head, arrays = {"failed": bad.detail}, []
+    except BadLine as bad_line:
+        head, arrays = {"failed": bad_line.detail}, []
     except BaseException as error:  # libraries raise Exception itself, or a Rust panic
         head, arrays = {"failed": _words(error)}, []
     return b"\n".join([json.dumps(head).encode(), b"".join(array.tobytes() for array in arrays)])
