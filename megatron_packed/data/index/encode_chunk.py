@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_packed.config.data_fields import DataFields
 from megatron_packed.config.sections.data_parts.tokenizer import TOKENS
@@ -24,6 +23,7 @@ from megatron_packed.data.tokenizers.encode import (
     encode_pieces,
     with_special_tokens,
 )
+from megatron_packed.packed.array_types import Int32Array, IntegerArray
 
 if TYPE_CHECKING:
     from megatron_packed.data.index.preprocess import PreprocessOptions
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 class Encoded(NamedTuple):
     """Documents of a chunk of lines."""
 
-    tokens: tuple[NDArray[np.integer], ...]
+    tokens: tuple[IntegerArray, ...]
     """For each key, the concatenated documents of all good lines."""
-    lengths: tuple[NDArray[np.int32], ...]
+    lengths: tuple[Int32Array, ...]
     """For each key, the number of tokens of each document, ``(documents,)``. A line makes one
     document, or one for each element that a path with ``[*]`` takes.
     """
@@ -69,7 +69,7 @@ def encode_chunk(
             places.append(place)
         else:
             blank += line.num_lines
-    good: list[list[NDArray[np.int32]]] = []
+    good: list[list[Int32Array]] = []
     notes: list[Notes] = []
     special = options.special_tokens_in_text == TOKENS
     for place, of_line, ids in zip(places, texts, _encoded(texts, tokenizer, special)):
@@ -128,7 +128,7 @@ def _text(value: dict[str, Any], key: str) -> str:
 
 def _encoded(
     texts: list[list[str]], tokenizer: Tokenizer, special: bool
-) -> list[list[NDArray[np.int32]] | BadLine]:
+) -> list[list[Int32Array] | BadLine]:
     """Return the tokens of every key of every line.
 
     All lines are encoded at once. If the tokenizer raises an error, the lines are encoded one by
@@ -148,7 +148,7 @@ def _encoded(
         if len(texts) == 1:
             return [BadLine("tokenizer_failed", printable(f"{type(error).__name__}: {error}", 80))]
         return [outcome for of_line in texts for outcome in _encoded([of_line], tokenizer, special)]
-    outcomes: list[list[NDArray[np.int32]] | BadLine] = []
+    outcomes: list[list[Int32Array] | BadLine] = []
     documents = iter(encoded)
     for of_line in texts:
         line_documents = [next(documents) for _ in of_line]
@@ -162,7 +162,7 @@ def _encoded(
     return outcomes
 
 
-def _check_tokens(ids: NDArray[np.int32], tokenizer: Tokenizer) -> None:
+def _check_tokens(ids: Int32Array, tokenizer: Tokenizer) -> None:
     if ids.size and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
         raise DataError(
             f"the tokenizer made token numbers from {ids.min()} to {ids.max()}, but its vocabulary has "

@@ -20,9 +20,9 @@ from bisect import bisect_left, insort
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_packed.data.keyed_random import KeyedRandom
+from megatron_packed.packed.array_types import Int64Array
 
 LEFT_OVER = -1
 """Value that marks a document as not packed in this window."""
@@ -54,11 +54,11 @@ EXCHANGE_WIDTH = 16
 PARTNERS = 64
 """Largest number of partner bins of one overfull bin in one round."""
 
-Lengths = NDArray[np.int64]
-BinOf = NDArray[np.int64]
+Lengths = Int64Array
+BinOf = Int64Array
 
 
-def long_first_order(lengths: Lengths, random: KeyedRandom) -> NDArray[np.int64]:
+def long_first_order(lengths: Lengths, random: KeyedRandom) -> Int64Array:
     """Return the documents sorted by decreasing length, with random factors (`JITTER`)."""
     factors = 1024 + random.below(int(1024 * JITTER) + 1, (lengths.size,)) - int(512 * JITTER)
     return np.argsort(-lengths * factors, kind="stable")
@@ -104,13 +104,13 @@ def longest_first(
 class _Bins(NamedTuple):
     """Table of the documents of each bin, in K slots per bin; K is at most `EXCHANGE_SLOTS`."""
 
-    length: NDArray[np.int64]
+    length: Int64Array
     """``(B, K)`` length of the document in each slot; 0 for a free slot."""
-    document: NDArray[np.int64]
+    document: Int64Array
     """``(B, K)`` number of the document in each slot; -1 for a free slot."""
-    filled: NDArray[np.int64]
+    filled: Int64Array
     """``(B,)`` number of filled slots of each bin."""
-    tokens: NDArray[np.int64]
+    tokens: Int64Array
     """``(B,)`` tokens of all documents of each bin, including documents without a slot."""
 
     @classmethod
@@ -130,7 +130,7 @@ class _Bins(NamedTuple):
         tokens = np.bincount(bin_of, weights=lengths, minlength=num_bins).astype(np.int64)
         return cls(length, document, np.minimum(count, num_slots), tokens)
 
-    def choose(self, bins: NDArray[np.int64], random: KeyedRandom) -> NDArray[np.int64]:
+    def choose(self, bins: Int64Array, random: KeyedRandom) -> Int64Array:
         """Choose the slots of each bin to consider, ``bins.shape + (W,)``.
 
         The choice is among the filled slots and the first free slot of a bin. If these are more
@@ -144,10 +144,10 @@ class _Bins(NamedTuple):
 
     def swap(
         self,
-        bin_a: NDArray[np.int64],
-        slot_a: NDArray[np.int64],
-        bin_b: NDArray[np.int64],
-        slot_b: NDArray[np.int64],
+        bin_a: Int64Array,
+        slot_a: Int64Array,
+        bin_b: Int64Array,
+        slot_b: Int64Array,
     ) -> None:
         """Swap pairs of documents; no bin may occur twice.
 
@@ -212,8 +212,8 @@ def exchange(
 
 def _exchange_round(
     bins: _Bins,
-    overfull: NDArray[np.int64],
-    partners: NDArray[np.int64],
+    overfull: Int64Array,
+    partners: Int64Array,
     slots: int,
     random: KeyedRandom,
 ) -> bool:

@@ -16,9 +16,6 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from math import ceil
 
-import numpy as np
-from numpy.typing import NDArray
-
 from megatron_packed.config.batch_ramp import BatchRamp, BatchStage, stage_of
 from megatron_packed.data.packing.evaluation_plan import EvaluationPlan
 from megatron_packed.data.packing.packer import Packer, Packs
@@ -31,6 +28,7 @@ from megatron_packed.data.packing.step_plan import (
     check_ranks,
 )
 from megatron_packed.data.source_blend import SourceBlend
+from megatron_packed.packed.array_types import Float64Array, IntegerArray
 
 
 class PackPlan:
@@ -61,7 +59,7 @@ class PackPlan:
     def __init__(
         self,
         pieces: Pieces,
-        targets: NDArray[np.integer],
+        targets: IntegerArray,
         *,
         packer: Packer,
         packs_per_step: int,
@@ -72,7 +70,7 @@ class PackPlan:
         ramp: BatchRamp | None = None,
         epoch_starts: Sequence[int] = (0,),
         show_progress: bool = False,
-        depth_targets: Sequence[NDArray[np.integer]] = (),
+        depth_targets: Sequence[IntegerArray] = (),
     ) -> None:
         check_ranks(packs_per_step, dp_size)
         self._table = PieceTable(
@@ -215,7 +213,7 @@ class PackPlan:
                 at, number = 0, number + 1
         return self._table.step(step, epoch, packs, self.dp_size)
 
-    def dp_imbalance(self, epoch: int = 0) -> NDArray[np.float64]:
+    def dp_imbalance(self, epoch: int = 0) -> Float64Array:
         """Return `StepPlan.dp_imbalance` of every full step of one epoch's packs.
 
         If the epoch has fewer packs than a step, the step is filled up with empty packs.

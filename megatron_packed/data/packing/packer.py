@@ -33,7 +33,6 @@ from numbers import Integral
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_packed.config.sections.packing import PackingConfig
 from megatron_packed.data.keyed_random import KeyedRandom
@@ -46,6 +45,7 @@ from megatron_packed.data.packing.balanced_packer import (
 )
 from megatron_packed.data.packing.packs import Packs as Packs
 from megatron_packed.data.packing.packs import check_lengths
+from megatron_packed.packed.array_types import Int64Array, IntegerArray
 from megatron_packed.packed.capture_sizes import DOCUMENT_COST
 from megatron_packed.packed.cu_seqlens import aligned, as_lengths
 
@@ -115,7 +115,7 @@ class Packer:
         return replace(self, room=room)
 
     def pack_lengths(
-        self, lengths: Iterable[int] | NDArray[np.integer], *, seed: int = 1234, epoch: int = 0
+        self, lengths: Iterable[int] | IntegerArray, *, seed: int = 1234, epoch: int = 0
     ) -> list[list[int]]:
         """Return the numbers of the documents of each pack of one epoch, in training order.
 
@@ -141,7 +141,7 @@ class Packer:
 
     def pack(
         self,
-        lengths: NDArray[np.integer],
+        lengths: IntegerArray,
         seed: int,
         epoch: int = 0,
         on_progress: Callable[[int], None] = lambda done: None,
@@ -179,7 +179,7 @@ class Packer:
 
     def _pack_stream(
         self, lengths: Lengths, random: KeyedRandom, on_progress: Callable[[int], None]
-    ) -> NDArray[np.int64]:
+    ) -> Int64Array:
         """Return the pack of each document of a stream, ``(S,)``, numbered from 0 without gaps."""
         if self.method == "sequential":
             return _sequential(lengths, self.slots, self.max_documents or lengths.size)
@@ -205,7 +205,7 @@ class Packer:
         return pack_of
 
 
-def _sequential(lengths: Lengths, slots: int, max_documents: int) -> NDArray[np.int64]:
+def _sequential(lengths: Lengths, slots: int, max_documents: int) -> Int64Array:
     ends = np.cumsum(lengths)
     starts = [0]
     while (start := starts[-1]) < lengths.size:
@@ -216,7 +216,7 @@ def _sequential(lengths: Lengths, slots: int, max_documents: int) -> NDArray[np.
     return np.repeat(np.arange(len(starts) - 1), np.diff(starts))
 
 
-def _best_fit_decreasing(lengths: Lengths, slots: int, max_documents: int) -> NDArray[np.int64]:
+def _best_fit_decreasing(lengths: Lengths, slots: int, max_documents: int) -> Int64Array:
     order = np.argsort(-lengths, kind="stable")
     bin_of = np.empty(lengths.size, dtype=np.int64)
     bin_of[order] = best_fit(lengths[order], slots, max_documents)
@@ -226,7 +226,7 @@ def _best_fit_decreasing(lengths: Lengths, slots: int, max_documents: int) -> ND
 class _Plan(NamedTuple):
     """Plan of one window: the bin of each document, or `LEFT_OVER` for the next window."""
 
-    bin_of: NDArray[np.int64]
+    bin_of: Int64Array
     num_bins: int
     most: int
     """Largest number of documents in a bin."""
@@ -236,7 +236,7 @@ class _Plan(NamedTuple):
     """Tokens of the documents that are left for the next window."""
 
     @classmethod
-    def from_bins(cls, bin_of: NDArray[np.int64], num_bins: int, lengths: Lengths) -> _Plan:
+    def from_bins(cls, bin_of: Int64Array, num_bins: int, lengths: Lengths) -> _Plan:
         packed = bin_of != LEFT_OVER
         most = int(np.bincount(bin_of[packed], minlength=1).max())
         tokens = int(lengths[packed].sum())
@@ -261,7 +261,7 @@ class _Balancer:
         cannot be filled with these lengths.
         """
 
-    def pack(self, lengths: Lengths, last: bool) -> NDArray[np.int64]:
+    def pack(self, lengths: Lengths, last: bool) -> Int64Array:
         """Return the bin of each document, ``(n,)``, or `LEFT_OVER` for the next window.
 
         The last window leaves no document over.

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_packed.config import flag_names as flags
 from megatron_packed.data.packing.packer import Packer
 from megatron_packed.data.packing.packing_report import CAPACITIES
 from megatron_packed.data.packing.step_cost import StepCosts
+from megatron_packed.packed.array_types import Float64Array, Int64Array
 from megatron_packed.packed.capture_sizes import (
     DOCUMENT_COST,
     choose_capacities,
@@ -28,7 +28,7 @@ Times of repeated runs differ by about 1 %. Among equal packings the packing of 
 which is the first, is recommended, because its packs combine different documents in every epoch.
 """
 
-Counts = NDArray[np.int64]
+Counts = Int64Array
 EAGER = 0
 """Value that stands for the capacity of a pack that fits no graph and runs eagerly."""
 
@@ -44,7 +44,7 @@ class Packing:
     method: str
     documents: Counts
     """``(P,)`` number of documents of each pack."""
-    squares: NDArray[np.float64] | None = None
+    squares: Float64Array | None = None
     """``(P,)`` sum of the squared lengths of each pack's rows, the tail included."""
     fill: float | None = None
     """Share of the token slots that hold tokens of documents."""

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.regular_files import open_regular
 from megatron_packed.config.written_files import resolve_output, write_file
+from megatron_packed.packed.array_types import Float64Array, IntegerArray
 
 _FORMAT = "megatron_packed step costs 1"
 _LARGEST = 1e300
@@ -99,9 +100,7 @@ class StepCosts:
         """True if the table has times of packs that ran eagerly."""
         return any(pack.capacity is None for pack in self.packs)
 
-    def milliseconds(
-        self, capacity: NDArray[np.integer], squares: NDArray[np.number]
-    ) -> NDArray[np.float64]:
+    def milliseconds(self, capacity: IntegerArray, squares: NDArray[np.number]) -> Float64Array:
         """Return the time of forward and backward of each pack, in milliseconds.
 
         Args:
@@ -125,7 +124,7 @@ class StepCosts:
                 raise ValueError("some packs run eagerly, but the table has no eager time.")
             base_eager, slope_eager = _line([pack for pack in self.packs if pack.capacity is None])
             base, slope = np.where(eager, base_eager, base), np.where(eager, slope_eager, slope)
-        times: NDArray[np.float64] = base + slope * np.asarray(squares, dtype=np.float64)
+        times: Float64Array = base + slope * np.asarray(squares, dtype=np.float64)
         return times
 
     def document_cost(self) -> float | None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_packed.data.documents import Documents
 from megatron_packed.data.packing.pieces import Pieces, TargetCounts
+from megatron_packed.packed.array_types import Int64Array, IntegerArray
 
 
 def cut_documents(
     documents: Documents, max_tokens: int, policy: str, *, only_with_targets: bool
-) -> tuple[Pieces, NDArray[np.int64]]:
+) -> tuple[Pieces, Int64Array]:
     """Cut documents that are longer than ``max_tokens``, and count the lost tokens and targets.
 
     Args:
@@ -39,9 +39,9 @@ def cut_documents(
 
 
 def _account(
-    sources: NDArray[np.int64],
-    document_targets: NDArray[np.int64],
-    kept_targets: NDArray[np.int64],
+    sources: Int64Array,
+    document_targets: Int64Array,
+    kept_targets: Int64Array,
     policy: str,
 ) -> TargetCounts:
     """Count the targets that each policy lost.
@@ -76,8 +76,8 @@ def _account(
 
 
 def targets_of_depths(
-    documents: Documents, pieces: Pieces, targets: NDArray[np.integer], depths: int
-) -> list[NDArray[np.int64]]:
+    documents: Documents, pieces: Pieces, targets: IntegerArray, depths: int
+) -> list[Int64Array]:
     """Return the targets of each piece, ``(S,)``, at each depth of multi-token prediction.
 
     At depth k these are the targets of the piece except those among its first k + 1 tokens, as no

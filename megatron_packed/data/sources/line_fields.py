@@ -20,7 +20,7 @@ from megatron_packed.config.parser.did_you_mean import did_you_mean, nearest
 from megatron_packed.data.errors import BadLine, DataError, printable
 from megatron_packed.data.sources.line_messages import has_messages, is_message
 from megatron_packed.data.sources.message_masks import LISTED_MASK
-from megatron_packed.data.sources.strict_json import type_name
+from megatron_packed.data.sources.strict_json import JsonObject, type_name
 
 _NO_TEXTS = frozenset({"messages", "conversations", "tools", "history", LABEL})
 """Targets that keep their value. All other targets are texts, or messages."""
@@ -52,7 +52,7 @@ _MOST_NAME = 60
 _MOST_FLAG = 1000
 
 
-def renamed(line: dict[str, Any], fields: DataFields) -> list[dict[str, Any]]:
+def renamed(line: JsonObject, fields: DataFields) -> list[JsonObject]:
     """Return the targets of each document of a line. Fields that no path names are left out.
 
     A path with ``[*]`` gives one document for each element; other paths give the same value to all
@@ -88,14 +88,14 @@ def _elements(value: Any, steps: Sequence[str]) -> Iterator[tuple[Any, ...]]:
             yield (element, *inner)
 
 
-def _targets(elements: Sequence[Any], fields: DataFields) -> dict[str, Any]:
+def _targets(elements: Sequence[Any], fields: DataFields) -> JsonObject:
     """Return the targets of one document.
 
     Args:
         elements: the line, and the element of each list of `DataFields.lists`.
     """
     required = (*fields.required, LABEL)
-    targets: dict[str, Any] = {}
+    targets: JsonObject = {}
     for target, path in fields.paths:
         *_, inner_path = path.split(EACH)
         names = inner_path.removeprefix(".")
@@ -137,13 +137,13 @@ def first_names(fields: DataFields) -> set[str]:
     }
 
 
-def lost_fields(line: dict[str, Any], fields: DataFields) -> set[str]:
+def lost_fields(line: JsonObject, fields: DataFields) -> set[str]:
     """Return the `OPTIONAL_FIELDS` that a line has with a value and that no path names."""
     present = {name for name in OPTIONAL_FIELDS if line.get(name) not in (None, "", [], {})}
     return present - first_names(fields)
 
 
-def has_field(line: dict[str, Any], path: str) -> bool:
+def has_field(line: JsonObject, path: str) -> bool:
     """Return True if a line has the field of a path with a value that is not null."""
     return _follow(line, without_each(path).split(".")) is not None
 
@@ -167,12 +167,12 @@ def absent(target: str, path: str, where: str, intro: str, names: Sequence[str])
     )
 
 
-def field_names(line: dict[str, Any]) -> list[str]:
+def field_names(line: JsonObject) -> list[str]:
     """Return the paths of the fields of a line, for example ``id`` and ``answers.text``."""
     return list(dict.fromkeys(_paths(line, "", 0)))
 
 
-def suggestion(line: dict[str, Any]) -> str:
+def suggestion(line: JsonObject) -> str:
     """Return the ``--data-fields`` that a line with unknown fields may need; empty if none fits.
 
     They name the optional fields that the line has, too, so that the cure loses none of them. A
@@ -192,7 +192,7 @@ def suggestion(line: dict[str, Any]) -> str:
     return ""
 
 
-def suggestion_for_prompt(line: dict[str, Any]) -> str:
+def suggestion_for_prompt(line: JsonObject) -> str:
     """Return the ``--data-fields`` for a line with a ``prompt`` and another name of its answer.
 
     The targets ``prompt`` and ``completion`` have no optional fields. So a line with such fields is
@@ -222,9 +222,7 @@ def data_fields_flag(pairs: Sequence[tuple[str, str]]) -> str:
     return f"{flags.DATA_FIELDS} {printable(assignments, _MOST_FLAG)}"
 
 
-def with_optional(
-    line: dict[str, Any], required: Sequence[tuple[str, str]]
-) -> list[tuple[str, str]]:
+def with_optional(line: JsonObject, required: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     """Return pairs of targets and paths, with those of the optional fields that a line has.
 
     The fields are found in the line and in the object of the first path. Empty fields count,
@@ -258,7 +256,7 @@ def _is_optional(target: str, value: Any) -> bool:
     return isinstance(value, str | list)
 
 
-def _usual_path(line: dict[str, Any], target: str) -> str:
+def _usual_path(line: JsonObject, target: str) -> str:
     """Return the path of the first field with a usual name of a target; empty without one.
 
     The name of a text counts more than the name of an object around it. A list of objects gives
@@ -292,7 +290,7 @@ def _is_usual(name: str, target: str) -> bool:
     return lower in _USUAL[target] or lower.removesuffix(ending) in _USUAL[target]
 
 
-def _with_elements(line: dict[str, Any], names: Sequence[str]) -> tuple[str, Any]:
+def _with_elements(line: JsonObject, names: Sequence[str]) -> tuple[str, Any]:
     """Return a path with ``[*]`` after each list of objects, and the first value at the path."""
     parts: list[str] = []
     value: Any = line

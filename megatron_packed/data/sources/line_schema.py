@@ -54,7 +54,7 @@ from megatron_packed.data.sources.line_messages import (
 )
 from megatron_packed.data.sources.message_masks import LISTED_MASK, TRAIN
 from megatron_packed.data.sources.preference_lines import PREFERENCE_FIELDS, check_no_preferences
-from megatron_packed.data.sources.strict_json import parse_object, type_name
+from megatron_packed.data.sources.strict_json import JsonObject, parse_object, type_name
 from megatron_packed.data.sources.token_lines import (
     TOKEN_FIELDS,
     TOKEN_ID_FIELDS,
@@ -72,7 +72,7 @@ from megatron_packed.data.sources.tool_fields import (
 class Conversation(NamedTuple):
     """Messages of one document, and the tools that its assistant can call."""
 
-    messages: list[dict[str, Any]]
+    messages: list[JsonObject]
     tools: list[Any] | None = None
     schema: str = "messages"
     instruction: str | None = None
@@ -185,7 +185,7 @@ def parse_line(
     return samples
 
 
-def _with_cure(bad_line: BadLine, value: dict[str, Any], fields: DataFields | None) -> BadLine:
+def _with_cure(bad_line: BadLine, value: JsonObject, fields: DataFields | None) -> BadLine:
     """Return an error with the flag that reads ShareGPT's roles in ``messages``, if it does."""
     if bad_line.reason != "unknown_role" or "messages" not in value:
         return bad_line
@@ -203,7 +203,7 @@ def _with_cure(bad_line: BadLine, value: dict[str, Any], fields: DataFields | No
     )
 
 
-def _accepted(value: dict[str, Any]) -> dict[str, Any]:
+def _accepted(value: JsonObject) -> JsonObject:
     """Return the targets of a line without its label, which must be true."""
     label = value.pop(LABEL, True)
     if not isinstance(label, bool) and label not in (0, 1):
@@ -214,7 +214,7 @@ def _accepted(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-def _without_null_fields(value: dict[str, Any]) -> dict[str, Any]:
+def _without_null_fields(value: JsonObject) -> JsonObject:
     """Return a line without null fields, as a row of a table has them, and without null keys of
     tools. A null answer stays.
     """
@@ -228,7 +228,7 @@ def _without_null_fields(value: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _parse(value: dict[str, Any]) -> _Parsed:
+def _parse(value: JsonObject) -> _Parsed:
     """Parse a line with the fields of a schema."""
     for name in _CHATS:
         if name in value:
@@ -247,12 +247,12 @@ def _parse(value: dict[str, Any]) -> _Parsed:
     raise BadLine("no_known_field", _fields_and_cure(value, suggestion(value)))
 
 
-def _fields_and_cure(value: dict[str, Any], cure: str) -> str:
+def _fields_and_cure(value: JsonObject, cure: str) -> str:
     names = printable(", ".join(value)) or "none"
     return f"fields: {names}{f'; perhaps {cure}' * bool(cure)}"
 
 
-def _chat(name: str, value: dict[str, Any]) -> _Parsed:
+def _chat(name: str, value: JsonObject) -> _Parsed:
     """Parse a line with a list of messages."""
     is_sharegpt = name == "conversations" or has_sharegpt_names(value[name])
     messages = parse_messages(
@@ -262,7 +262,7 @@ def _chat(name: str, value: dict[str, Any]) -> _Parsed:
     return _conversations(value, messages, schema, {name, *_OF_CHAT})
 
 
-def _prompt(value: dict[str, Any]) -> _Parsed:
+def _prompt(value: JsonObject) -> _Parsed:
     """Parse a line with a prompt and a completion: texts, or messages.
 
     A text that completes messages is an answer of the assistant.
@@ -291,7 +291,7 @@ def _prompt(value: dict[str, Any]) -> _Parsed:
     return _Parsed([PromptCompletion(prompt, completion)], {"prompt", "completion"})
 
 
-def _alpaca(value: dict[str, Any]) -> _Parsed:
+def _alpaca(value: JsonObject) -> _Parsed:
     """Parse an Alpaca or Dolly line."""
     name = "response" if value.get("output") is None and "response" in value else "output"
     answer = "" if value[name] is None else _string(value, name)
@@ -315,8 +315,8 @@ def _alpaca(value: dict[str, Any]) -> _Parsed:
 
 
 def _conversations(
-    value: dict[str, Any],
-    messages: list[dict[str, Any]],
+    value: JsonObject,
+    messages: list[JsonObject],
     schema: str,
     read: Iterable[str],
     instruction: str | None = None,
@@ -344,7 +344,7 @@ def _conversations(
     )
 
 
-def _system_message(value: dict[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _system_message(value: JsonObject, messages: list[JsonObject]) -> list[JsonObject]:
     """Return the message of the ``system`` field; no message if the messages begin with it."""
     if not value.get("system"):
         return []
@@ -361,7 +361,7 @@ def _system_message(value: dict[str, Any], messages: list[dict[str, Any]]) -> li
     return []
 
 
-def _string(value: dict[str, Any], field: str) -> str:
+def _string(value: JsonObject, field: str) -> str:
     text = value[field]
     if not isinstance(text, str):
         raise BadLine("wrong_type", f"{field} is a {type_name(text)}, not a string")

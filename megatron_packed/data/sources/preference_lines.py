@@ -11,6 +11,7 @@ from typing import Any
 from megatron_packed.data.errors import BadLine
 from megatron_packed.data.sources.line_fields import data_fields_flag, with_optional
 from megatron_packed.data.sources.line_messages import has_messages, is_dialogue, is_message
+from megatron_packed.data.sources.strict_json import JsonObject
 
 KTO_LABELS = ("label", "kto_tag")
 """Names of the field that is true for an accepted answer: TRL and ms-swift, LLaMA-Factory."""
@@ -31,7 +32,7 @@ _Pairs = list[tuple[str, str]]
 """Targets and paths of ``--data-fields``."""
 
 
-def check_no_preferences(line: dict[str, Any]) -> None:
+def check_no_preferences(line: JsonObject) -> None:
     """Check that a line is no preference pair and no labelled answer.
 
     Raises:
@@ -62,7 +63,7 @@ def check_no_preferences(line: dict[str, Any]) -> None:
         )
 
 
-def _cure(line: dict[str, Any], fields: _Pairs, part: str) -> str:
+def _cure(line: JsonObject, fields: _Pairs, part: str) -> str:
     """Return the flag that trains on a part of the data, and the fields that it leaves out."""
     paths = {path for _, path in fields}
     lost = [name for name in _BESIDE if line.get(name) and name not in paths]
@@ -70,7 +71,7 @@ def _cure(line: dict[str, Any], fields: _Pairs, part: str) -> str:
     return f"{data_fields_flag(fields)} trains on {part}{without}"
 
 
-def _fields_of_chosen(line: dict[str, Any]) -> _Pairs:
+def _fields_of_chosen(line: JsonObject) -> _Pairs:
     """Return the fields that train on the chosen side of a pair; none if there is no question."""
     chosen = line["chosen"]
     asking = next((name for name in _ASKING if line.get(name)), None)
@@ -98,7 +99,7 @@ def _is_alone(chosen: Any) -> bool:
     return is_message(chosen) or len(chosen) == 1
 
 
-def _fields_of_answer(line: dict[str, Any]) -> _Pairs:
+def _fields_of_answer(line: JsonObject) -> _Pairs:
     """Return the fields of a line with an answer; none if the line has none."""
     for name in ("messages", "conversations"):
         if line.get(name):

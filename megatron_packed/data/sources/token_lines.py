@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from megatron_packed.data.errors import BadLine, printable
-from megatron_packed.data.sources.strict_json import type_name
+from megatron_packed.data.sources.strict_json import JsonObject, type_name
 
 TOKEN_ID_FIELDS = ("input_ids", "token_ids")
 """Names of the field of the tokens."""
@@ -31,7 +31,7 @@ class TokenSequence(NamedTuple):
     """1 for each token that is learned, else 0; None if the line has no labels and no mask."""
 
 
-def token_sequence(line: dict[str, Any]) -> TokenSequence:
+def token_sequence(line: JsonObject) -> TokenSequence:
     """Return the document of a line with tokens.
 
     Raises:

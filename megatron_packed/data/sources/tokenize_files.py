@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.data_fields import DataFields
@@ -39,6 +38,7 @@ from megatron_packed.data.sources.line_schema import (
 from megatron_packed.data.sources.table_rows import reader_of
 from megatron_packed.data.tokenizers.chat_format import ChatFormat
 from megatron_packed.data.tokenizers.encode import EncodedDocument, SampleEncoder
+from megatron_packed.packed.array_types import Int64Array
 
 _CHUNK_LINES = 512
 _CHUNK_BYTES = 2**20
@@ -163,7 +163,7 @@ def check_before_building(
 
 def documents_of_lines(
     files: Sequence[Path], encoder: SampleEncoder, options: BuildOptions
-) -> dict[Path, NDArray[np.int64]]:
+) -> dict[Path, Int64Array]:
     """Return for each file the number of documents that each line makes, as ``(lines,)``.
 
     Blank and bad lines make 0 documents.

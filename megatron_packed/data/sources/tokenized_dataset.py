@@ -22,7 +22,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.data_fields import DataFields
@@ -51,6 +50,7 @@ from megatron_packed.data.tokenizers.base import Tokenizer
 from megatron_packed.data.tokenizers.chat_format import ChatFormat
 from megatron_packed.data.tokenizers.encode import SampleEncoder
 from megatron_packed.data.tokenizers.shorten_conversations import ShorteningEncoder
+from megatron_packed.packed.array_types import Int32Array, Int64Array, IntegerArray, UInt8Array
 
 _SHORTENING = 2
 """Version of the shortening. Increase this number when a change of the code shortens the same
@@ -81,18 +81,18 @@ class TokenizedDataset:
         self._offsets = CheckedArray(
             self.directory, "offsets", "<i8", entries["offsets"]
         ).read_all()
-        self.target_counts: NDArray[np.int64] = CheckedArray(
+        self.target_counts: Int64Array = CheckedArray(
             self.directory, "target_counts", "<i8", entries["target_counts"]
         ).read_all()
         """``(D,)`` number of targets of each document."""
-        self.lengths: NDArray[np.int64] = np.diff(self._offsets)
+        self.lengths: Int64Array = np.diff(self._offsets)
         """``(D,)`` number of tokens of each document, end of document included; at least 2."""
         sources = {"source_lengths": self.lengths, "source_targets": self.target_counts}
         for name in sources.keys() & entries.keys():
             sources[name] = CheckedArray(self.directory, name, "<i8", entries[name]).read_all()
-        self.source_lengths: NDArray[np.int64] = sources["source_lengths"]
+        self.source_lengths: Int64Array = sources["source_lengths"]
         """``(D,)`` number of tokens of each document before it was shortened."""
-        self.source_targets: NDArray[np.int64] = sources["source_targets"]
+        self.source_targets: Int64Array = sources["source_targets"]
         """``(D,)`` number of targets of each document before it was shortened."""
         self.report = DataReport(**self.manifest["report"])
         self.vocab_size: int = self.manifest["vocab_size"]
@@ -115,7 +115,7 @@ class TokenizedDataset:
 
     def document(
         self, index: int, start: int = 0, length: int | None = None
-    ) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
+    ) -> tuple[Int32Array, UInt8Array]:
         """Return read-only views of the tokens and target marks of a document or of a piece of it.
 
         ``targets[t]`` is 1 if the model is trained to predict token t from the tokens before it. In
@@ -133,21 +133,21 @@ class TokenizedDataset:
         first, stop = self._place(index, start, length)
         return self._tokens.read(first, stop), self._targets.read(first, stop)
 
-    def target_mask(self, index: int) -> NDArray[np.uint8]:
+    def target_mask(self, index: int) -> UInt8Array:
         """Return the target marks of a complete document."""
         return self._targets.read(*self._place(index, 0, None))
 
     def count_targets(
         self,
-        documents: NDArray[np.integer],
-        starts: NDArray[np.integer],
-        lengths: NDArray[np.integer],
-    ) -> NDArray[np.int64]:
+        documents: IntegerArray,
+        starts: IntegerArray,
+        lengths: IntegerArray,
+    ) -> Int64Array:
         """Return the number of targets of pieces of documents; all arrays are ``(S,)``.
 
         The first token of a piece does not count, because no token of the piece predicts it.
         """
-        counts: NDArray[np.int64] = self.target_counts[documents]
+        counts: Int64Array = self.target_counts[documents]
         for piece in np.flatnonzero(np.asarray(lengths) != self.lengths[documents]):
             first, stop = self._place(
                 int(documents[piece]), int(starts[piece]), int(lengths[piece])

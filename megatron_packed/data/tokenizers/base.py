@@ -19,15 +19,15 @@ from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.regular_files import open_regular
 from megatron_packed.data.errors import BadLine, DataError, printable
 from megatron_packed.data.tokenizers.turn_markers import special_pattern
+from megatron_packed.packed.array_types import Int32Array, Int64Array, IntegerArray
 
-TokenIds = NDArray[np.int32]
-Offsets = NDArray[np.int64]
+TokenIds = Int32Array
+Offsets = Int64Array
 """``(L, 2)``: position of the first character of each token, and of the character after the
 token."""
 
@@ -86,9 +86,7 @@ class Tokenizer(Protocol):
 
     def encode_batch(self, texts: Sequence[str], *, special: bool = False) -> list[TokenIds]: ...
 
-    def decode(
-        self, ids: Sequence[int] | NDArray[np.integer], *, skip_special: bool = False
-    ) -> str: ...
+    def decode(self, ids: Sequence[int] | IntegerArray, *, skip_special: bool = False) -> str: ...
 
     def close(self) -> None:
         """Release processes; the tokenizer stays usable."""
@@ -224,7 +222,7 @@ def answer_text(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
     return tokenizer.decode(ids, skip_special=True).strip()
 
 
-def known_tokens(ids: Sequence[int] | NDArray[np.integer], vocab_size: int) -> list[int]:
+def known_tokens(ids: Sequence[int] | IntegerArray, vocab_size: int) -> list[int]:
     """Return ``ids`` as a list of Python integers.
 
     Raises:
@@ -278,9 +276,7 @@ class ByteTokenizer(InProcess):
     def encode_batch(self, texts: Sequence[str], *, special: bool = False) -> list[TokenIds]:
         return [self.encode(text, special=special) for text in texts]
 
-    def decode(
-        self, ids: Sequence[int] | NDArray[np.integer], *, skip_special: bool = False
-    ) -> str:
+    def decode(self, ids: Sequence[int] | IntegerArray, *, skip_special: bool = False) -> str:
         raw = bytearray()
         for token in known_tokens(ids, self.vocab_size):
             if token < 256:
@@ -330,9 +326,7 @@ class NullTokenizer(InProcess):
     def encode_batch(self, texts: Sequence[str], *, special: bool = False) -> list[TokenIds]:
         return [self.encode(text) for text in texts]
 
-    def decode(
-        self, ids: Sequence[int] | NDArray[np.integer], *, skip_special: bool = False
-    ) -> str:
+    def decode(self, ids: Sequence[int] | IntegerArray, *, skip_special: bool = False) -> str:
         tokens = known_tokens(ids, self.vocab_size)
         return " ".join(
             str(token) for token in tokens if not (skip_special and token == self.eod_id)

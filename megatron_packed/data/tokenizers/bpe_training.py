@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 import tokenizers
-from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megatron_packed.config import flag_names as flags
@@ -42,6 +41,7 @@ from megatron_packed.data.tokenizers.chat_format import ChatFormat
 from megatron_packed.data.tokenizers.encode import SampleEncoder
 from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron_packed.data.tokenizers.huggingface_settings import CONFIG, TOKENIZER_JSON
+from megatron_packed.packed.array_types import BoolArray
 
 MIN_VOCAB_SIZE = 256 + len(OWN_SPECIAL_TOKENS)
 TRAINING_BYTES = 64 * 2**20
@@ -182,13 +182,13 @@ def _key(
 
 def _lines_of(
     share: TrainingShare, paths: Sequence[str | Path], fields: DataFields | None
-) -> dict[Path, NDArray[np.bool_]]:
+) -> dict[Path, BoolArray]:
     """Mark the lines of each file, ``(lines,)``, of which all documents are in the share."""
     encoder = SampleEncoder(tokenizer=Untrained(), chat=share.chat)
     options = BuildOptions(
         sft=share.sft, max_bad_fraction=1.0, max_line_bytes=MAX_LINE_BYTES, fields=fields
     )
-    chosen: dict[Path, NDArray[np.bool_]] = {}
+    chosen: dict[Path, BoolArray] = {}
     for path in paths:
         counts = documents_of_lines(expand_paths([path]), encoder, options)
         documents = sum(int(count.sum()) for count in counts.values())
@@ -240,7 +240,7 @@ def _texts(
     files: Sequence[Path],
     training_bytes: int,
     unusable: list[str],
-    chosen: Mapping[Path, NDArray[np.bool_]] | None,
+    chosen: Mapping[Path, BoolArray] | None,
     fields: DataFields | None,
 ) -> Iterator[str]:
     """Yield the texts to learn from.

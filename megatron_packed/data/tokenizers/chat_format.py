@@ -30,6 +30,7 @@ from megatron_packed.data.tokenizers.chat_template import (
     DEFAULT_TEMPLATE,
     Rendered,
     TemplateError,
+    Tools,
 )
 from megatron_packed.data.tokenizers.conversation_documents import (
     ConversationRenderer,
@@ -132,13 +133,11 @@ class ChatFormat(Protocol):
         """
         ...
 
-    def prompt(
-        self, messages: list[dict[str, Any]], tools: list[Any] | None = None
-    ) -> list[TextPiece]:
+    def prompt(self, messages: Messages, tools: Tools = None) -> list[TextPiece]:
         """Return the text after which the model generates an answer."""
         ...
 
-    def complete_text(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> str:
+    def complete_text(self, messages: Messages, tools: Tools = None) -> str:
         """Return all text of a conversation, also the text after the last answer.
 
         Raises:
@@ -190,12 +189,10 @@ class IdentityFormat:
         ]
         return [piece for piece in pieces if piece.text]
 
-    def prompt(
-        self, messages: list[dict[str, Any]], tools: list[Any] | None = None
-    ) -> list[TextPiece]:
+    def prompt(self, messages: Messages, tools: Tools = None) -> list[TextPiece]:
         return [TextPiece(self.complete_text(messages), False, True)]
 
-    def complete_text(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> str:
+    def complete_text(self, messages: Messages, tools: Tools = None) -> str:
         return "".join(message["content"] for message in messages)
 
     def reads_field(self, name: str) -> bool:
@@ -208,9 +205,7 @@ class IdentityFormat:
         pass
 
 
-def only_learned(
-    messages: Sequence[dict[str, Any]], learned: Collection[int]
-) -> list[dict[str, Any]]:
+def only_learned(messages: Sequence[dict[str, Any]], learned: Collection[int]) -> Messages:
     """Return messages in which only the given assistant messages are learned."""
     return [
         {**message, "train": False}
@@ -365,13 +360,11 @@ class TemplateFormat:
             )
         return divided(*self._cut(rendered))
 
-    def prompt(
-        self, messages: list[dict[str, Any]], tools: list[Any] | None = None
-    ) -> list[TextPiece]:
+    def prompt(self, messages: Messages, tools: Tools = None) -> list[TextPiece]:
         with self._for(tools).renderer() as renderer:
             return [TextPiece(renderer.prompt(messages, tools), False, True)]
 
-    def complete_text(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> str:
+    def complete_text(self, messages: Messages, tools: Tools = None) -> str:
         with self._for(tools).renderer() as renderer:
             return renderer.complete_text(messages, tools)
 
@@ -429,7 +422,7 @@ class TemplateFormat:
     def _cut(self, rendered: Rendered) -> Rendered:
         return self._cutter.cut(rendered) if self.ends_turns else rendered
 
-    def _for(self, tools: list[Any] | None) -> _Renderers:
+    def _for(self, tools: Tools) -> _Renderers:
         return self._with_tools if tools else self._renderers
 
     def close(self) -> None:

@@ -15,10 +15,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import ClassVar, NamedTuple, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_packed.config.sections.data_parts.tokenizer import LETTERS, TOKENS
 from megatron_packed.data.errors import BadLine, DataError
@@ -31,9 +30,10 @@ from megatron_packed.data.sources.line_schema import (
 )
 from megatron_packed.data.tokenizers.base import OffsetTokenizer, TokenIds, Tokenizer
 from megatron_packed.data.tokenizers.chat_format import ChatDocument, ChatFormat, TextPiece
-from megatron_packed.data.tokenizers.chat_template import BROKEN
+from megatron_packed.data.tokenizers.chat_template import BROKEN, Tools
 from megatron_packed.data.tokenizers.seams import with_natural_seams
-from megatron_packed.data.tokenizers.turn_markers import DOCUMENT_ENDS, special_pattern
+from megatron_packed.data.tokenizers.turn_markers import DOCUMENT_ENDS, Messages, special_pattern
+from megatron_packed.packed.array_types import UInt8Array
 
 KnownTokens = dict[bool, dict[str, TokenIds]]
 """Cache of the tokens of texts: ``known[special][text]``, where ``special`` is the encoding mode.
@@ -60,7 +60,7 @@ class EncodedDocument(NamedTuple):
 
     ids: TokenIds
     """``(L,)`` token numbers."""
-    targets: NDArray[np.uint8]
+    targets: UInt8Array
     """``(L,)``, 1 for tokens to train on; always 0 at index 0, because no token precedes it."""
     cut: Cut | None = None
     """Record of the shortening; None if the document was not shortened."""
@@ -380,8 +380,8 @@ def encode_with_borders(
 def prompt_tokens(
     tokenizer: Tokenizer,
     chat: ChatFormat,
-    messages: list[dict[str, Any]],
-    tools: list[Any] | None = None,
+    messages: Messages,
+    tools: Tools = None,
 ) -> list[int]:
     """Return the tokens of a prompt with ``messages``, encoded as in the training data.
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import tokenizers
-from numpy.typing import NDArray
 
 from megatron_packed.config import flag_names as flags
 from megatron_packed.data.errors import DataError, printable
@@ -38,6 +37,7 @@ from megatron_packed.data.tokenizers.huggingface_settings import (
     tool_template,
 )
 from megatron_packed.data.tokenizers.turn_markers import DOCUMENT_ENDS
+from megatron_packed.packed.array_types import IntegerArray
 
 _UNMADE = 100
 """Largest allowed number of entries of a GPT-2 vocabulary that no merge produces: special tokens.
@@ -200,9 +200,7 @@ class HuggingFaceTokenizer(InProcess):
         encoded = self._tokenizer_for(special).encode(text, add_special_tokens=False)
         return np.array(encoded.ids, np.int32), np.array(encoded.offsets, np.int64).reshape(-1, 2)
 
-    def decode(
-        self, ids: Sequence[int] | NDArray[np.integer], *, skip_special: bool = False
-    ) -> str:
+    def decode(self, ids: Sequence[int] | IntegerArray, *, skip_special: bool = False) -> str:
         return str(
             self._with_specials.decode([int(n) for n in ids], skip_special_tokens=skip_special)
         )

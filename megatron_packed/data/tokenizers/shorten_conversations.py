@@ -39,7 +39,6 @@ from itertools import count
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_packed.data.errors import BadLine
 from megatron_packed.data.sources.line_schema import (
@@ -58,6 +57,8 @@ from megatron_packed.data.tokenizers.encode import (
     encode_pieces,
     encode_with_borders,
 )
+from megatron_packed.data.tokenizers.turn_markers import Messages
+from megatron_packed.packed.array_types import Int64Array
 
 _NEAR_MISS = 8
 """Largest error, in tokens, of an estimate that is based on an exact count of other text."""
@@ -275,9 +276,7 @@ class _Shortener:
                 high = at
         return low, fitting
 
-    def _places(
-        self, messages: list[dict[str, Any]], starts: list[int]
-    ) -> tuple[list[float], bool]:
+    def _places(self, messages: Messages, starts: list[int]) -> tuple[list[float], bool]:
         """Estimate the token of the complete document at which each turn begins.
 
         The ends of the answers are exact if the targets have one run of tokens for each trained
@@ -345,7 +344,7 @@ class _Shortener:
         pieces = self._part.pieces if talk == self._part.sample else encoder.chat.pieces(talk)
         answer, prompt_text = self._answer(talk, last, pieces)
 
-        def render(messages: list[dict[str, Any]]) -> str:
+        def render(messages: Messages) -> str:
             if prompt_text is not None:
                 return _text(encoder.chat.prompt(messages[:last], talk.tools))
             return _text(encoder.chat.pieces(talk._replace(messages=messages)))
@@ -511,9 +510,9 @@ def _question_start(text: str) -> int:
 
 def _places_of(
     passages: list[_Passage],
-    messages: list[dict[str, Any]],
+    messages: Messages,
     text: str,
-    render: Callable[[list[dict[str, Any]]], str],
+    render: Callable[[Messages], str],
 ) -> list[tuple[int, int, int]]:
     """Find the passages in a rendered text.
 
@@ -549,7 +548,7 @@ def _places_of(
 
 
 def _between(
-    segments: Sequence[str], passages: list[_Passage], messages: list[dict[str, Any]], text: str
+    segments: Sequence[str], passages: list[_Passage], messages: Messages, text: str
 ) -> list[tuple[int, int, int]]:
     """Find the passages between the segments of a text; return an empty list if they are not there."""
     places: list[tuple[int, int, int]] = []
@@ -580,7 +579,7 @@ def _is_printed(text: str, content: str) -> bool:
     )
 
 
-def _lowered(lengths: NDArray[np.int64], room: int) -> NDArray[np.int64]:
+def _lowered(lengths: Int64Array, room: int) -> Int64Array:
     """Lower the largest lengths to a common one, so that their sum is at most ``room``.
 
     Lengths that are not an exact share are 1 larger from the first on, so that the room is filled.

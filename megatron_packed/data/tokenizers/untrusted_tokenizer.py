@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.hub_paths import MODEL, is_hub_name
@@ -34,6 +33,7 @@ from megatron_packed.data.tokenizers.limited_process import (
 )
 from megatron_packed.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
 from megatron_packed.data.tokenizers.tiktoken_bpe import TikTokenizer
+from megatron_packed.packed.array_types import AnyArray, IntegerArray
 
 LIMITS = Limits(cpu_seconds=30.0, cpu_seconds_per_mib=30.0)
 """Limits of a tokenizer process. Large vocabularies load in seconds, and slow tokenizers take about
@@ -122,9 +122,7 @@ class UntrustedTokenizer:
             data[4 * count :], np.int64
         ).reshape(-1, 2)
 
-    def decode(
-        self, ids: Sequence[int] | NDArray[np.integer], *, skip_special: bool = False
-    ) -> str:
+    def decode(self, ids: Sequence[int] | IntegerArray, *, skip_special: bool = False) -> str:
         head, _ = self._ask("decode", ids=[int(token) for token in ids], special=skip_special)
         return str(head["text"])
 
@@ -185,7 +183,7 @@ def _prepare(setup: dict[str, Any]) -> tuple[bytes, Answer]:
 def _answer(tokenizer: Tokenizer, request: bytes) -> bytes:
     message = json.loads(request)
     head: dict[str, Any]
-    arrays: list[NDArray[Any]] = []
+    arrays: list[AnyArray] = []
     try:
         if message["method"] == "decode":
             head = {"text": tokenizer.decode(message["ids"], skip_special=message["special"])}
