@@ -8,10 +8,8 @@ from __future__ import annotations
 import zlib
 
 import google_crc32c
-import numpy as np
-import numpy.typing as npt
 
-Bytes = npt.NDArray[np.uint8]
+from megatron_packed.packed.array_types import UInt8Array
 
 CRC32C = "crc32c"
 """Algorithm of all files that this version writes."""
@@ -20,7 +18,7 @@ CRC32 = "crc32"
 ALGORITHMS = (CRC32C, CRC32)
 
 
-def extend(algorithm: str, value: int, data: Bytes) -> int:
+def extend(algorithm: str, value: int, data: UInt8Array) -> int:
     """Return the checksum of earlier bytes with the checksum ``value``, followed by ``data``."""
     if algorithm == CRC32:
         return zlib.crc32(data.data, value)
@@ -31,7 +29,7 @@ def extend(algorithm: str, value: int, data: Bytes) -> int:
     )
 
 
-def checksum(algorithm: str, data: Bytes) -> int:
+def checksum(algorithm: str, data: UInt8Array) -> int:
     """Return the checksum of ``data``."""
     return extend(algorithm, 0, data)
 

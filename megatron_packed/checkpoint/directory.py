@@ -94,11 +94,13 @@ def scan(root: Path) -> list[Candidate]:
             cure="check the path and its permissions",
         ) from None
     return sorted(
-        (examine(root / name) for name in names), key=lambda candidate: candidate.age, reverse=True
+        (read_candidate(root / name) for name in names),
+        key=lambda candidate: candidate.age,
+        reverse=True,
     )
 
 
-def examine(path: Path) -> Candidate:
+def read_candidate(path: Path) -> Candidate:
     """Read the manifest of one directory, and compare its step with the directory's name."""
     try:
         if path.is_symlink() or not path.is_dir():
@@ -139,9 +141,9 @@ def check_sizes(directory: Path, manifest: Manifest, *, saves: bool = False) -> 
         path = directory / record.name
         try:
             status = os.stat(path, follow_symlinks=False)
-            found = f"{status.st_size} bytes"
+            size = f"{status.st_size} bytes"
         except OSError as error:
-            status, found = None, error.strerror or str(error)
+            status, size = None, error.strerror or str(error)
         if (
             status is None
             or status.st_size != record.size
@@ -153,7 +155,7 @@ def check_sizes(directory: Path, manifest: Manifest, *, saves: bool = False) -> 
                 f"rank 0 finds {owner} missing or with another size" if saves else _WRONG_SIZE,
                 path=path,
                 expected=f"{record.size} bytes",
-                found=found,
+                found=size,
                 cure=_SHARED if saves else _RESTORE,
             )
 

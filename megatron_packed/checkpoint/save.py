@@ -309,7 +309,7 @@ class CheckpointSave:
             files=tuple(files),
             tensors=merge_tensors([f["tensors"] for f in facts], temporary),
             attached=tuple(
-                AttachedFile.of(name, text.encode()) for name, text in self.attached.items()
+                AttachedFile.from_bytes(name, text.encode()) for name, text in self.attached.items()
             ),
         )
         check_sizes(temporary, manifest, saves=True)

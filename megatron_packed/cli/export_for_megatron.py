@@ -28,7 +28,8 @@ from megatron_packed.config.sections.data_parts.tokenizer import (
 )
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.tokenizers.base import vocabulary
-from megatron_packed.data.tokenizers.exported_files import TOKENIZER, Files
+from megatron_packed.data.tokenizers.exported_files import Files
+from megatron_packed.data.tokenizers.huggingface_settings import TOKENIZER_JSON
 from megatron_packed.inputs.open_documents import build_tokenizer
 from megatron_packed.models.convert.import_huggingface import OnProgress, silent
 from megatron_packed.models.convert.megatron.export_megatron import MegatronTokenizer, to_megatron
@@ -137,10 +138,12 @@ def _path(path: str) -> str | None:
     """
     if is_hub_path(path):
         source = parse_hub_path(path)
-        whole = source is not None and source.revision is None and source.inside in ("", TOKENIZER)
+        whole = (
+            source is not None and source.revision is None and source.inside in ("", TOKENIZER_JSON)
+        )
         return source.name if source is not None and whole else None
     absolute = Path(path).absolute()
-    return str(absolute.parent if absolute.name == TOKENIZER else absolute)
+    return str(absolute.parent if absolute.name == TOKENIZER_JSON else absolute)
 
 
 def _sentence(options: Mapping[str, Any], size: int | None) -> str:

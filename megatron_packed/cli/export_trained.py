@@ -52,7 +52,7 @@ from megatron_packed.data.tokenizers.exported_files import (
     files_of_sentencepiece,
 )
 from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
-from megatron_packed.data.tokenizers.prompt_formats import PROMPT_FORMATS
+from megatron_packed.data.tokenizers.prompt_formats import FORMATS_BY_NAME
 from megatron_packed.data.tokenizers.served_template import served_template
 from megatron_packed.inputs.open_documents import build_tokenizer
 from megatron_packed.inputs.prompts import encode_prompts, texts
@@ -268,7 +268,7 @@ def trained_templates(data: DataConfig, tokenizer: Tokenizer) -> ServedTemplates
     """Return the chat templates of a training; None if no template rendered its conversations."""
     if not data.sft or data.sft_tokenizer_prompt_format == "identity":
         return None
-    form = PROMPT_FORMATS.get(data.sft_tokenizer_prompt_format or "")
+    form = FORMATS_BY_NAME.get(data.sft_tokenizer_prompt_format or "")
     source, for_tools = template_source(tokenizer, data.chat_template), None
     if form is not None and form.template is not None:
         source = form.template

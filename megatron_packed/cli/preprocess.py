@@ -80,8 +80,8 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     typed = {"--data-path": "--input", "--data-cache-path": "--output-prefix"}
     config = parse_or_exit(with_unused_flags(words), launched=False, typed=typed)
     from megatron_packed.data.errors import DataError
-    from megatron_packed.data.index.preprocess import PreprocessOptions, preprocess, quarantine_of
-    from megatron_packed.data.sources.source_files import expand_paths
+    from megatron_packed.data.index.preprocess import PreprocessOptions, preprocess
+    from megatron_packed.data.sources.source_files import expand_paths, quarantine_of
     from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
     from megatron_packed.inputs.open_documents import build_tokenizer
 

@@ -284,7 +284,9 @@ def _packed(
     seed = config.training.seed
 
     def capped(method: str, documents: int) -> Packing:
-        return Packing.of(replace(packer, method=method, max_documents=documents), pieces, seed)
+        return Packing.of_first_epoch(
+            replace(packer, method=method, max_documents=documents), pieces, seed
+        )
 
     return config, cut, lengths, packings_of(packer, pieces, methods, seed), capped
 

@@ -6,10 +6,10 @@ import hashlib
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_packed.config import flag_names as flags
 from megatron_packed.data.keyed_random import KeyedRandom
+from megatron_packed.packed.array_types import Int32Array, Int64Array, IntegerArray, UInt8Array
 
 _COUNTS = {"training": 16_384, "validation": 512, "test": 512}
 _HALVINGS = 6
@@ -51,7 +51,7 @@ class MadeDocuments:
         draw = KeyedRandom(source.seed, "made documents", name)
         most = np.maximum(source.longest >> draw.below(_HALVINGS, count), 2)
         least = np.maximum(most // 2, 2)
-        self.lengths: NDArray[np.int64] = least + draw.below(most - least + 1, count)
+        self.lengths: Int64Array = least + draw.below(most - least + 1, count)
         self._first = draw.below(vocab_size, count)
         self._prompts = np.maximum(self.lengths // 3, 1) if source.sft else np.ones(count, np.int64)
 
@@ -59,11 +59,11 @@ class MadeDocuments:
         return len(self.lengths)
 
     @property
-    def source_lengths(self) -> NDArray[np.int64]:
+    def source_lengths(self) -> Int64Array:
         return self.lengths
 
     @property
-    def source_targets(self) -> NDArray[np.int64]:
+    def source_targets(self) -> Int64Array:
         return self.lengths - self._prompts
 
     @property
@@ -72,32 +72,32 @@ class MadeDocuments:
 
     def document(
         self, index: int, start: int = 0, length: int | None = None
-    ) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
+    ) -> tuple[Int32Array, UInt8Array]:
         """Return tokens and target marks of a document or piece; see `documents.Documents`.
 
         Raises:
             IndexError: there is no such document or piece.
         """
-        whole = int(self.lengths[index])
-        stop = whole if length is None else start + length
-        if not 0 <= start < stop <= whole:
+        size = int(self.lengths[index])
+        stop = size if length is None else start + length
+        if not 0 <= start < stop <= size:
             raise IndexError(
-                f"made document {index} has {whole} tokens; tokens {start} to {stop} do not exist."
+                f"made document {index} has {size} tokens; tokens {start} to {stop} do not exist."
             )
         places = np.arange(start, stop)
         tokens = (self._first[index] + places) % self._vocab_size
-        tokens[places == whole - 1] = self._eod_id
+        tokens[places == size - 1] = self._eod_id
         return tokens.astype(np.int32), (places >= self._prompts[index]).astype(np.uint8)
 
     def count_targets(
         self,
-        documents: NDArray[np.integer],
-        starts: NDArray[np.integer],
-        lengths: NDArray[np.integer],
-    ) -> NDArray[np.int64]:
+        documents: IntegerArray,
+        starts: IntegerArray,
+        lengths: IntegerArray,
+    ) -> Int64Array:
         starts = np.asarray(starts, np.int64)
         first = np.maximum(self._prompts[documents], starts + 1)
-        targets: NDArray[np.int64] = np.maximum(starts + lengths - first, 0)
+        targets: Int64Array = np.maximum(starts + lengths - first, 0)
         return targets
 
     def sentences(self) -> list[str]:

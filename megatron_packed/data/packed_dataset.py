@@ -210,9 +210,9 @@ class PackedDataset(IterableDataset[MicroBatch]):
             # Each worker saves its own position. After a resume, packs are dealt from that
             # position, beginning with worker 0. So the position counts complete rounds over all
             # workers and does not depend on the number of this worker.
-            taken = number - worker + num_workers
+            num_packs = number - worker + num_workers
             if packs is self._packs:  # set_epoch has not selected another epoch meanwhile
-                self._position = min(first + taken * self.world_size, len(packs))
+                self._position = min(first + num_packs * self.world_size, len(packs))
             yield pack
 
     def _pack(self, packs: Packs, number: int) -> MicroBatch:

@@ -38,13 +38,13 @@ from megatron_packed.data.sources.tokenize_files import BuildOptions, check_befo
 from megatron_packed.data.sources.tokenized_dataset import cache_directory, open_dataset
 from megatron_packed.data.tokenizers.base import ByteTokenizer, NullTokenizer, Tokenizer
 from megatron_packed.data.tokenizers.bpe_training import (
-    TOKENIZER,
     TrainingShare,
     Untrained,
     from_stored,
     train_bpe,
 )
 from megatron_packed.data.tokenizers.chat_format import ChatFormat, chat_format
+from megatron_packed.data.tokenizers.huggingface_settings import TOKENIZER_JSON
 from megatron_packed.data.tokenizers.tiktoken_bpe import SPECIAL_TOKENS
 from megatron_packed.data.tokenizers.untrusted_tokenizer import UntrustedTokenizer
 from megatron_packed.inputs.run_documents import RunDocuments, made_documents
@@ -90,7 +90,7 @@ def build_tokenizer(
         assert vocab_size is not None  # checked by the configuration
         return NullTokenizer(vocab_size, options.null_tokenizer_eod_id)
     if trained is not None:
-        return from_stored(trained, Path(TOKENIZER))
+        return from_stored(trained, Path(TOKENIZER_JSON))
     return _trained_tokenizer(options, say, build_missing, check_data, show)
 
 

@@ -165,7 +165,7 @@ def plan_training(
     else:
         resumed = None
     capture_sizes = _capture_sizes(config, plan, first.documents_per_pack, evaluations, resumed)
-    report = PackingReport.of(
+    report = PackingReport.from_packs(
         pieces, first, packer, capture_sizes=capture_sizes, blended=plan.blend is not None
     )
     return plan, capture_sizes, report

@@ -22,8 +22,8 @@ from megatron_packed.data.sources.line_fields import has_field, renamed
 from megatron_packed.data.sources.line_schema import (
     FIELDS,
     Conversation,
+    LineSample,
     PromptCompletion,
-    Sample,
     Text,
     TokenSequence,
     parse_line,
@@ -284,7 +284,7 @@ def _add_answer(value: dict[str, Any]) -> None:
             turns += [{role: "assistant", content: _NO_ANSWER}]
 
 
-def _without_answer(name: str, sample: Sample) -> GivenPrompt:
+def _without_answer(name: str, sample: LineSample) -> GivenPrompt:
     if isinstance(sample, Text):
         return GivenPrompt(name, sample)
     if isinstance(sample, PromptCompletion):

@@ -320,7 +320,7 @@ def _stream(
         dp_rank=groups.dp.rank,
         total_tokens=config.packing.tokens_per_pack,
         capture_sizes=capture_sizes,
-        alike=config.shares_captures,
+        same_on_all_ranks=config.shares_captures,
         prefetch=config.data.num_workers,
         device=groups.device,
     )

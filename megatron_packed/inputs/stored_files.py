@@ -22,9 +22,10 @@ from megatron_packed.config.sections.data_parts.tokenizer import (
     TRAINED_BPE,
 )
 from megatron_packed.data.tokenizers.base import Tokenizer
-from megatron_packed.data.tokenizers.bpe_training import TOKENIZER, tokenizer_files
+from megatron_packed.data.tokenizers.bpe_training import files_of_trained
 from megatron_packed.data.tokenizers.chat_format import template_source
 from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
+from megatron_packed.data.tokenizers.huggingface_settings import TOKENIZER_JSON
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.inputs.open_documents import build_tokenizer
 
@@ -47,7 +48,7 @@ def files_to_attach(options: DataConfig, tokenizer: Tokenizer) -> dict[str, str]
     # paths of such files are stored.
     if options.tokenizer_type == TRAINED_BPE:
         assert isinstance(tokenizer, HuggingFaceTokenizer)
-        texts |= tokenizer_files(tokenizer)
+        texts |= files_of_trained(tokenizer)
     if _is_file(options.chat_template) or _uses_own_template(options, tokenizer):
         source = template_source(tokenizer, options.chat_template)
         assert source is not None
@@ -82,7 +83,7 @@ class StoredFiles(NamedTuple):
         same = options.tokenizer_vocab_size == self.data.get("tokenizer_vocab_size")
         if options.tokenizer_type != TRAINED_BPE or not same:
             return None
-        return self.texts.get(TOKENIZER)
+        return self.texts.get(TOKENIZER_JSON)
 
     def with_template(self, options: DataConfig, *, prefers_stored: bool) -> DataConfig:
         """Return the options with the path of the checkpoint's chat template.

@@ -1010,7 +1010,7 @@ def _attached_template(folder: Path, canary: Canary) -> None:
 
     path = folder / "ck/step_00000002/template.jinja"
     path.write_text(templates(canary)["globals of cycler"])
-    new = AttachedFile.of(path.name, path.read_bytes()).to_json()
+    new = AttachedFile.from_bytes(path.name, path.read_bytes()).to_json()
     _sealed(lambda manifest: manifest["attached"][0].update(new))(folder, canary)
 
 

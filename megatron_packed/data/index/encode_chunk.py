@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_packed.config.data_fields import DataFields
 from megatron_packed.config.sections.data_parts.tokenizer import TOKENS
@@ -24,6 +23,7 @@ from megatron_packed.data.tokenizers.encode import (
     encode_pieces,
     with_special_tokens,
 )
+from megatron_packed.packed.array_types import Int32Array, IntegerArray
 
 if TYPE_CHECKING:
     from megatron_packed.data.index.preprocess import PreprocessOptions
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 class Encoded(NamedTuple):
     """Documents of a chunk of lines."""
 
-    tokens: tuple[NDArray[np.integer], ...]
+    tokens: tuple[IntegerArray, ...]
     """For each key, the concatenated documents of all good lines."""
-    lengths: tuple[NDArray[np.int32], ...]
+    lengths: tuple[Int32Array, ...]
     """For each key, the number of tokens of each document, ``(documents,)``. A line makes one
     document, or one for each element that a path with ``[*]`` takes.
     """
     good: int
     """Lines that became documents."""
     blank: int
-    bad: list[tuple[int, BadLine]]
+    bad_lines: list[tuple[int, BadLine]]
     """Place in the chunk of each bad line, and the reason."""
     notes: list[Notes]
     """Notes of the good lines that have notes."""
@@ -56,25 +56,25 @@ def encode_chunk(
         DataError: the tokenizer makes tokens outside of its vocabulary.
     """
     texts: list[list[str]] = []
-    bad: list[tuple[int, BadLine]] = []
+    bad_lines: list[tuple[int, BadLine]] = []
     places, blank = [], 0
     for place, line in enumerate(lines):
         try:
-            found = texts_of_line(line, options.keys, options.fields)
+            line_texts = texts_of_line(line, options.keys, options.fields)
         except BadLine as error:
-            bad.append((place, error))
+            bad_lines.append((place, error))
             continue
-        if found:
-            texts.append(found)
+        if line_texts:
+            texts.append(line_texts)
             places.append(place)
         else:
             blank += line.num_lines
-    good: list[list[NDArray[np.int32]]] = []
+    good: list[list[Int32Array]] = []
     notes: list[Notes] = []
     special = options.special_tokens_in_text == TOKENS
     for place, of_line, ids in zip(places, texts, _encoded(texts, tokenizer, special)):
         if isinstance(ids, BadLine):
-            bad.append((place, ids))
+            bad_lines.append((place, ids))
         else:
             good.append(ids)
             notes.append(_notes(of_line, None if special else options.text_notes))
@@ -88,15 +88,15 @@ def encode_chunk(
         _check_tokens(joined, tokenizer)
         tokens.append(joined.astype(dtype))
         lengths.append(np.array([len(ids) + len(end) for ids in documents], np.int32))
-    bad.sort(key=lambda item: item[0])
-    return Encoded(tuple(tokens), tuple(lengths), len(good), blank, bad, notes)
+    bad_lines.sort(key=lambda item: item[0])
+    return Encoded(tuple(tokens), tuple(lengths), len(good), blank, bad_lines, notes)
 
 
 def _notes(texts: Sequence[str], search: TextNotes | None) -> Notes:
     """Return the special tokens that the texts of a line spell as letters."""
     if search is None:
         return Counter()
-    return sum((search.of(text) for text in texts), Counter())
+    return sum((search.find(text) for text in texts), Counter())
 
 
 def texts_of_line(line: RawLine, keys: Sequence[str], fields: DataFields | None) -> list[str]:
@@ -128,7 +128,7 @@ def _text(value: dict[str, Any], key: str) -> str:
 
 def _encoded(
     texts: list[list[str]], tokenizer: Tokenizer, special: bool
-) -> list[list[NDArray[np.int32]] | BadLine]:
+) -> list[list[Int32Array] | BadLine]:
     """Return the tokens of every key of every line.
 
     All lines are encoded at once. If the tokenizer raises an error, the lines are encoded one by
@@ -141,26 +141,28 @@ def _encoded(
     if special:
         pieces = [with_special_tokens(tokenizer, of_text) for of_text in pieces]
     try:
-        whole = encode_pieces(tokenizer, pieces)
+        encoded = encode_pieces(tokenizer, pieces)
     except (DataError, KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:  # a panic of a Rust library is not an Exception
         if len(texts) == 1:
             return [BadLine("tokenizer_failed", printable(f"{type(error).__name__}: {error}", 80))]
         return [outcome for of_line in texts for outcome in _encoded([of_line], tokenizer, special)]
-    outcomes: list[list[NDArray[np.int32]] | BadLine] = []
-    documents = iter(whole)
+    outcomes: list[list[Int32Array] | BadLine] = []
+    documents = iter(encoded)
     for of_line in texts:
-        found = [next(documents) for _ in of_line]
-        bad = next((document for document in found if isinstance(document, BadLine)), None)
-        ids = [document.ids for document in found if not isinstance(document, BadLine)]
-        if bad is None and not all(map(len, ids)):
-            bad = BadLine("no_trainable_token")
-        outcomes.append(bad or ids)
+        line_documents = [next(documents) for _ in of_line]
+        bad_line = next(
+            (document for document in line_documents if isinstance(document, BadLine)), None
+        )
+        ids = [document.ids for document in line_documents if not isinstance(document, BadLine)]
+        if bad_line is None and not all(map(len, ids)):
+            bad_line = BadLine("no_trainable_token")
+        outcomes.append(bad_line or ids)
     return outcomes
 
 
-def _check_tokens(ids: NDArray[np.int32], tokenizer: Tokenizer) -> None:
+def _check_tokens(ids: Int32Array, tokenizer: Tokenizer) -> None:
     if ids.size and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
         raise DataError(
             f"the tokenizer made token numbers from {ids.min()} to {ids.max()}, but its vocabulary has "

@@ -36,6 +36,7 @@ from megatron_packed.config.regular_files import open_regular
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.index.tokens_in_file import TokensInFile
 from megatron_packed.data.sources.checked_arrays import BLOCK_BYTES, checksum
+from megatron_packed.packed.array_types import AnyArray, Int32Array, Int64Array, UInt8Array
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -108,9 +109,9 @@ class IndexedFile:
         lengths, at = _view(raw, "<i4", self.num_sequences, at)
         starts, at = _view(raw, "<i8", self.num_sequences, at)
         documents, at = _view(raw, "<i8", entries, at)
-        self.lengths: NDArray[np.int32] = lengths
+        self.lengths: Int32Array = lengths
         """``(S,)`` number of tokens of each sequence."""
-        self.document_index: NDArray[np.int64] = documents
+        self.document_index: Int64Array = documents
         """``(D,)`` first sequence of each document; the last entry is S."""
         self.modes: NDArray[np.int8] | None = (
             None if at == len(raw) else _view(raw, "i1", self.num_sequences, at)[0]
@@ -118,7 +119,7 @@ class IndexedFile:
         """``(S,)`` modes of multimodal data; None for text."""
         self._starts = starts
         mapped = self._map_tokens()
-        self._values: NDArray[Any] | TokensInFile = (
+        self._values: AnyArray | TokensInFile = (
             mapped if map_tokens else TokensInFile(self._tokens, self.dtype)
         )
         self._checksums = self._read_checksums(raw)
@@ -133,7 +134,7 @@ class IndexedFile:
     def num_tokens(self) -> int:
         return len(self._values)
 
-    def sequence(self, number: int, start: int = 0, length: int | None = None) -> NDArray[Any]:
+    def sequence(self, number: int, start: int = 0, length: int | None = None) -> AnyArray:
         """Return the tokens of a sequence, or ``length`` of its tokens from ``start``.
 
         The tokens are read-only and have the type of the file.
@@ -146,25 +147,25 @@ class IndexedFile:
             raise IndexError(
                 f"{self.prefix} has sequences 0 to {self.num_sequences - 1}, but no sequence {number}."
             )
-        whole = int(self.lengths[number])
-        stop = whole if length is None else start + length
-        if not 0 <= start <= stop <= whole:
+        size = int(self.lengths[number])
+        stop = size if length is None else start + length
+        if not 0 <= start <= stop <= size:
             raise IndexError(
-                f"sequence {number} of {self.prefix} has {whole} tokens; tokens {start} to {stop} do not exist."
+                f"sequence {number} of {self.prefix} has {size} tokens; tokens {start} to {stop} do not exist."
             )
         first = int(self._starts[number]) // self.dtype.itemsize
         return self.tokens(first + start, first + stop)
 
-    def document_starts(self) -> NDArray[np.int64]:
+    def document_starts(self) -> Int64Array:
         """Return the place of each document's first token in ``.bin``, ``(D,)``.
 
         The last entry is the number of all tokens.
         """
         ends = np.append(self._starts // self.dtype.itemsize, self.num_tokens)
-        places: NDArray[np.int64] = ends[self.document_index]
+        places: Int64Array = ends[self.document_index]
         return places
 
-    def tokens(self, start: int, stop: int) -> NDArray[Any]:
+    def tokens(self, start: int, stop: int) -> AnyArray:
         """Return the tokens ``start`` to ``stop - 1`` of ``.bin``, read-only.
 
         Raises:
@@ -200,7 +201,7 @@ class IndexedFile:
     # ------------------------------------------------------------------------------------------------------
     # validation
 
-    def _header(self, raw: NDArray[np.uint8]) -> tuple[int, int, int]:
+    def _header(self, raw: UInt8Array) -> tuple[int, int, int]:
         """Return ``(code, S, D)`` of the header, after checking them against the size of the index."""
         if len(raw) < HEADER.size:
             raise self._bad(
@@ -232,7 +233,7 @@ class IndexedFile:
             raise self._bad("has no document entry, but the entry 0 is required", "it is damaged")
         return code, sequences, entries
 
-    def _map_tokens(self) -> NDArray[Any]:
+    def _map_tokens(self) -> AnyArray:
         raw = _map(self._tokens)
         if len(raw) % self.dtype.itemsize:
             raise DataError(
@@ -250,19 +251,19 @@ class IndexedFile:
         for at in range(0, self.num_sequences, _AT_ONCE):
             lengths = self.lengths[at : at + _AT_ONCE].astype(np.int64)
             if lengths.min() < 0:
-                wrong = at + int(lengths.argmin())
+                number = at + int(lengths.argmin())
                 raise self._bad(
-                    f"gives sequence {wrong} a length of {self.lengths[wrong]} tokens",
+                    f"gives sequence {number} a length of {self.lengths[number]} tokens",
                     "it is damaged",
                 )
             ends = place + np.cumsum(lengths * item)
             expected = np.concatenate([[place], ends[:-1]])
             different = np.flatnonzero(self._starts[at : at + _AT_ONCE] != expected)
             if different.size:
-                wrong = int(different[0])
+                number = int(different[0])
                 raise self._bad(
-                    f"lets sequence {at + wrong} begin at byte {self._starts[at + wrong]}, but the sequences before it "
-                    f"end at byte {expected[wrong]}",
+                    f"lets sequence {at + number} begin at byte {self._starts[at + number]}, but the sequences before "
+                    f"it end at byte {expected[number]}",
                     "it is damaged",
                 )
             place = int(ends[-1])
@@ -295,7 +296,7 @@ class IndexedFile:
                     "it is damaged",
                 )
 
-    def _read_checksums(self, raw: NDArray[np.uint8]) -> NDArray[np.uint32] | None:
+    def _read_checksums(self, raw: UInt8Array) -> NDArray[np.uint32] | None:
         """Return the checksums of the blocks of ``.bin``, or None without a file of checksums.
 
         See `indexed_writer` for the layout of the file.
@@ -344,7 +345,7 @@ class IndexedFile:
         return DataError(f"{self._index} {finding}; {meaning}: make or copy the file again.")
 
 
-def _map(path: Path) -> NDArray[np.uint8]:
+def _map(path: Path) -> UInt8Array:
     try:
         if path.stat().st_size == 0:
             return np.zeros(0, np.uint8)
@@ -360,9 +361,7 @@ def _map(path: Path) -> NDArray[np.uint8]:
         ) from None
 
 
-def _view(
-    raw: NDArray[np.uint8], dtype: DTypeLike, count: int, at: int
-) -> tuple[NDArray[Any], int]:
+def _view(raw: UInt8Array, dtype: DTypeLike, count: int, at: int) -> tuple[AnyArray, int]:
     """Return a view of ``count`` items from byte ``at``, and the byte after the items.
 
     The items may be unaligned, because the header has an odd size. numpy can read them.

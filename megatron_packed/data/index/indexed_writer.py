@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.index.indexed_file import (
@@ -38,6 +38,7 @@ from megatron_packed.data.index.indexed_file import (
     tokens_path,
 )
 from megatron_packed.data.sources.checked_arrays import BLOCK_BYTES, checksum
+from megatron_packed.packed.array_types import IntegerArray
 
 _CODE_OF = {dtype: code for code, dtype in CODES.items() if dtype.kind != "f"}
 _SUFFIX = ".part"
@@ -72,9 +73,7 @@ class IndexedWriter:
     def num_documents(self) -> int:
         return len(self._documents) - 1
 
-    def add_document(
-        self, tokens: NDArray[np.integer], lengths: Sequence[int] | None = None
-    ) -> None:
+    def add_document(self, tokens: IntegerArray, lengths: Sequence[int] | None = None) -> None:
         """Append a document.
 
         Args:
@@ -88,7 +87,7 @@ class IndexedWriter:
         self._append(tokens, np.array([len(tokens)] if lengths is None else lengths, np.int64))
         self._documents.append(len(self._lengths))
 
-    def _append(self, tokens: NDArray[np.integer], lengths: NDArray[np.integer]) -> None:
+    def _append(self, tokens: IntegerArray, lengths: IntegerArray) -> None:
         tokens = np.asarray(tokens)
         if int(lengths.sum()) != tokens.size or lengths.min(initial=0) < 0:
             raise ValueError(
@@ -109,7 +108,7 @@ class IndexedWriter:
             raise self._unwritable(error) from error
         self._lengths.frombytes(lengths.astype(np.int32).tobytes())
 
-    def add_documents(self, tokens: NDArray[np.integer], lengths: NDArray[np.integer]) -> None:
+    def add_documents(self, tokens: IntegerArray, lengths: IntegerArray) -> None:
         """Append documents of one sequence each.
 
         Args:
@@ -232,10 +231,10 @@ class _Summed:
 
     def write(self, data: bytes) -> None:
         self._block += data
-        whole = len(self._block) // BLOCK_BYTES * BLOCK_BYTES
-        if whole:
-            self._write(bytes(self._block[:whole]))
-            del self._block[:whole]
+        num_bytes = len(self._block) // BLOCK_BYTES * BLOCK_BYTES
+        if num_bytes:
+            self._write(bytes(self._block[:num_bytes]))
+            del self._block[:num_bytes]
 
     def finish(self) -> array[int]:
         """Flush the file to the disk and return the checksums of all blocks."""

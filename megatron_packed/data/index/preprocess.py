@@ -36,7 +36,7 @@ from megatron_packed.data.progress_bar import ProgressBar
 from megatron_packed.data.sources.data_report import DataReport, LineTally, Quarantine
 from megatron_packed.data.sources.first_lines import check_first_lines
 from megatron_packed.data.sources.jsonl_lines import MAX_LINE_BYTES, RawLine
-from megatron_packed.data.sources.source_files import QUARANTINE_SUFFIX
+from megatron_packed.data.sources.source_files import quarantine_of
 from megatron_packed.data.sources.table_rows import reader_of
 from megatron_packed.data.sources.tokenize_files import Chunk, chunks_of
 from megatron_packed.data.tokenizers.base import Tokenizer
@@ -126,8 +126,8 @@ def preprocess(
         )
         chunks = chunks_of(files, options.max_line_bytes, options.keys, options.fields)
         for chunk, encoded in _in_order(chunks, tokenizer, make_tokenizer, options):
-            for place, bad in encoded.bad:
-                tally.left_out(chunk.file, chunk.lines[place], bad)
+            for place, bad_line in encoded.bad_lines:
+                tally.left_out(chunk.file, chunk.lines[place], bad_line)
             for writer, tokens, lengths in zip(writers, encoded.tokens, encoded.lengths):
                 writer.add_documents(tokens, lengths)
             _account(report, tally, chunk, encoded)
@@ -152,11 +152,6 @@ def _text_notes(tokenizer: Tokenizer) -> TextNotes | None:
         return TextNotes(tokenizer, chat)
     finally:
         chat.close()
-
-
-def quarantine_of(prefix: Path) -> Path:
-    """Return the path of the file that lists the bad lines of a data set."""
-    return prefix.with_name(prefix.name + QUARANTINE_SUFFIX)
 
 
 def _account(report: DataReport, tally: LineTally, chunk: Chunk, encoded: Encoded) -> None:
@@ -252,11 +247,11 @@ class _Workers:
         for chunk, future in waiting:
             if not future.done() or future.exception() is not None:
                 try:
-                    found = self._alone(chunk.lines)
+                    encoded = self._alone(chunk.lines)
                 except BrokenProcessPool:
-                    found = self._line_by_line(chunk.lines)
+                    encoded = self._line_by_line(chunk.lines)
                 future = Future()
-                future.set_result(found)
+                future.set_result(encoded)
             outcomes.append((chunk, future))
         self.close()
         self._pool = self._make(self._options.workers)
@@ -272,20 +267,20 @@ class _Workers:
 
     def _line_by_line(self, lines: Sequence[RawLine]) -> Encoded:
         parts: list[Encoded] = []
-        bad: list[tuple[int, BadLine]] = []
+        bad_lines: list[tuple[int, BadLine]] = []
         for place, line in enumerate(lines):
             try:
                 part = self._alone([line])
             except BrokenProcessPool:
-                bad.append((place, BadLine("killed_worker")))
-                if len(bad) >= _DEATHS and not parts:
+                bad_lines.append((place, BadLine("killed_worker")))
+                if len(bad_lines) >= _DEATHS and not parts:
                     raise DataError(
-                        f"each of the first {len(bad)} lines of a chunk ended its worker process; read the messages of "
-                        f"the workers above, and reduce {flags.WORKERS} if memory is short."
+                        f"each of the first {len(bad_lines)} lines of a chunk ended its worker process; read the "
+                        f"messages of the workers above, and reduce {flags.WORKERS} if memory is short."
                     ) from None
                 continue
             parts.append(part)
-            bad += [(place, error) for _, error in part.bad]
+            bad_lines += [(place, error) for _, error in part.bad_lines]
         parts = parts or [self._nothing]
         keys = range(len(self._options.keys))
         return Encoded(
@@ -293,7 +288,7 @@ class _Workers:
             tuple(np.concatenate([part.lengths[key] for part in parts]) for key in keys),
             sum(part.good for part in parts),
             sum(part.blank for part in parts),
-            bad,
+            bad_lines,
             [notes for part in parts for notes in part.notes],
         )
 

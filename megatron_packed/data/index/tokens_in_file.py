@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_packed.data.errors import DataError
+from megatron_packed.packed.array_types import AnyArray
 
 
 class TokensInFile:
@@ -33,7 +33,7 @@ class TokensInFile:
     def __len__(self) -> int:
         return self._count
 
-    def __getitem__(self, part: slice) -> NDArray[Any]:
+    def __getitem__(self, part: slice) -> AnyArray:
         """Read a slice of the tokens.
 
         Raises:

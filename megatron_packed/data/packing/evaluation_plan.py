@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_packed.data.packing.packer import Packer
 from megatron_packed.data.packing.pieces import Pieces
 from megatron_packed.data.packing.rank_balance import BY_TOKENS, PackCost
 from megatron_packed.data.packing.step_plan import PieceTable, StepPlan, check_ranks
 from megatron_packed.data.source_blend import SourceBlend
+from megatron_packed.packed.array_types import Int64Array, IntegerArray
 
 
 class EvaluationPlan:
@@ -23,7 +23,7 @@ class EvaluationPlan:
     def __init__(
         self,
         pieces: Pieces,
-        targets: NDArray[np.integer],
+        targets: IntegerArray,
         *,
         packer: Packer,
         packs_per_step: int,
@@ -52,7 +52,7 @@ class EvaluationPlan:
         return self._table.packer.alignment
 
     @property
-    def documents_per_pack(self) -> NDArray[np.int64]:
+    def documents_per_pack(self) -> Int64Array:
         """Number of documents of each pack of the steps, without the empty packs at the end."""
         return self._packs.documents_per_pack[: self.num_steps * self.packs_per_step]
 

@@ -16,9 +16,6 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from math import ceil
 
-import numpy as np
-from numpy.typing import NDArray
-
 from megatron_packed.config.batch_ramp import BatchRamp, BatchStage, stage_of
 from megatron_packed.data.packing.evaluation_plan import EvaluationPlan
 from megatron_packed.data.packing.packer import Packer, Packs
@@ -31,6 +28,7 @@ from megatron_packed.data.packing.step_plan import (
     check_ranks,
 )
 from megatron_packed.data.source_blend import SourceBlend
+from megatron_packed.packed.array_types import Float64Array, IntegerArray
 
 
 class PackPlan:
@@ -61,7 +59,7 @@ class PackPlan:
     def __init__(
         self,
         pieces: Pieces,
-        targets: NDArray[np.integer],
+        targets: IntegerArray,
         *,
         packer: Packer,
         packs_per_step: int,
@@ -72,7 +70,7 @@ class PackPlan:
         ramp: BatchRamp | None = None,
         epoch_starts: Sequence[int] = (0,),
         show_progress: bool = False,
-        depth_targets: Sequence[NDArray[np.integer]] = (),
+        depth_targets: Sequence[IntegerArray] = (),
     ) -> None:
         check_ranks(packs_per_step, dp_size)
         self._table = PieceTable(
@@ -173,7 +171,7 @@ class PackPlan:
         """
         # The shortest decimal that gives the float: 0.1 of 10 packs is 1 pack, not 2.
         exact = Fraction(repr(epochs))
-        whole, last = exact.numerator // exact.denominator, ceil(exact)
+        full_epochs, last = exact.numerator // exact.denominator, ceil(exact)
         with self._lock:
             while len(self._starts) <= last:
                 number = len(self._starts) - 1
@@ -181,8 +179,8 @@ class PackPlan:
                 packs = self._epochs.get(number)
                 packs = self._table.pack(number) if packs is None else packs
                 self._starts.append(self._starts[number] + len(packs))
-            first, end = self._starts[whole], self._starts[last]
-        return first + ceil((exact - whole) * (end - first))
+            first, end = self._starts[full_epochs], self._starts[last]
+        return first + ceil((exact - full_epochs) * (end - first))
 
     def epochs_of(self, first: int, stop: int) -> Iterator[Packs]:
         """Yield the epochs that contain packs ``first`` to ``stop - 1`` of the stream.
@@ -215,13 +213,13 @@ class PackPlan:
                 at, number = 0, number + 1
         return self._table.step(step, epoch, packs, self.dp_size)
 
-    def dp_imbalance(self, epoch: int = 0) -> NDArray[np.float64]:
+    def dp_imbalance(self, epoch: int = 0) -> Float64Array:
         """Return `StepPlan.dp_imbalance` of every full step of one epoch's packs.
 
         If the epoch has fewer packs than a step, the step is filled up with empty packs.
         """
         packs, table = self.epoch(epoch), self._table
-        costs = table.cost.of(packs.sums(table.pieces.length), packs.sums(table.squares))
+        costs = table.cost.estimate(packs.sums(table.pieces.length), packs.sums(table.squares))
         steps = max(len(costs) // self.packs_per_step, 1)
         costs.resize(
             steps * self.packs_per_step, refcheck=False

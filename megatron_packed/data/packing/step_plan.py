@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_packed.data.packing.packer import Packer, Packs
 from megatron_packed.data.packing.pieces import Pieces
 from megatron_packed.data.packing.rank_balance import PackCost, spread
 from megatron_packed.data.progress_bar import ProgressBar
 from megatron_packed.data.source_blend import SourceBlend
+from megatron_packed.packed.array_types import Int64Array, IntegerArray
 
-PieceNumbers = NDArray[np.int64]
+PieceNumbers = Int64Array
 """Numbers of the pieces (`Pieces`) of one pack, in the order of the pack; empty for a pack without
 documents.
 """
@@ -71,13 +71,13 @@ class PieceTable:
     def __init__(
         self,
         pieces: Pieces,
-        targets: NDArray[np.integer],
+        targets: IntegerArray,
         packer: Packer,
         seed: int,
         cost: PackCost,
         blend: SourceBlend | None,
         show_progress: bool = False,
-        depth_targets: Sequence[NDArray[np.integer]] = (),
+        depth_targets: Sequence[IntegerArray] = (),
     ) -> None:
         if len(targets) != len(pieces):
             raise ValueError(
@@ -145,7 +145,7 @@ class PieceTable:
         """
         tokens = np.array([self.pieces.length[numbers].sum() for numbers in packs])
         squares = np.array([self.squares[numbers].sum() for numbers in packs])
-        packs_SRB, imbalance_S = spread(self.cost.of(tokens, squares)[None], dp_size)
+        packs_SRB, imbalance_S = spread(self.cost.estimate(tokens, squares)[None], dp_size)
         return StepPlan(
             step=step,
             epoch=epoch,

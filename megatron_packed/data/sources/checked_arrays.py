@@ -12,9 +12,10 @@ from typing import Any
 
 import google_crc32c
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
 from megatron_packed.data.errors import DataError
+from megatron_packed.packed.array_types import AnyArray
 
 BLOCK_BYTES = 2**16
 """Bytes per checksum; a multiple of every item size."""
@@ -44,14 +45,14 @@ class ArrayWriter:
         self._block = bytearray()
         self._count = 0
 
-    def append(self, values: NDArray[Any]) -> None:
+    def append(self, values: AnyArray) -> None:
         raw = np.ascontiguousarray(values, self._dtype).tobytes()
         self._count += len(values)
         self._block += raw
         if len(self._block) >= BLOCK_BYTES:
-            whole = len(self._block) // BLOCK_BYTES * BLOCK_BYTES
-            self._write(bytes(self._block[:whole]))
-            del self._block[:whole]
+            num_bytes = len(self._block) // BLOCK_BYTES * BLOCK_BYTES
+            self._write(bytes(self._block[:num_bytes]))
+            del self._block[:num_bytes]
 
     def _write(self, data: bytes) -> None:
         for start in range(0, len(data), BLOCK_BYTES):
@@ -103,11 +104,11 @@ class CheckedArray:
         self._checked = np.zeros(len(self._checksums), np.bool_)
         self._items_per_block = BLOCK_BYTES // item.itemsize
         empty = np.zeros(0, item)
-        self._values: NDArray[Any] = (
+        self._values: AnyArray = (
             np.asarray(np.memmap(self.path, item, "r")) if self.count else empty
         )
 
-    def read(self, start: int, stop: int) -> NDArray[Any]:
+    def read(self, start: int, stop: int) -> AnyArray:
         """Return a read-only view of the items from ``start`` to ``stop - 1``.
 
         Raises:
@@ -119,7 +120,7 @@ class CheckedArray:
                 self._check_blocks(first, last)
         return self._values[start:stop]
 
-    def read_all(self) -> NDArray[Any]:
+    def read_all(self) -> AnyArray:
         return self.read(0, self.count)
 
     def _check_blocks(self, first: int, last: int) -> None:
@@ -140,10 +141,10 @@ class CheckedArray:
     @staticmethod
     def _check_size(path: Path, expected: int) -> None:
         try:
-            found = path.stat().st_size
+            size = path.stat().st_size
         except OSError:
             raise DataError(f"{path} is missing; remove {path.parent} to build it again.") from None
-        if found != expected:
+        if size != expected:
             raise DataError(
-                f"{path} has {found} bytes, expected {expected}; remove {path.parent} to build it again."
+                f"{path} has {size} bytes, expected {expected}; remove {path.parent} to build it again."
             )

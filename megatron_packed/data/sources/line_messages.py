@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_packed.data.errors import BadLine, printable
 from megatron_packed.data.sources.message_masks import TRAIN, check_listed_mask, unify_masks
-from megatron_packed.data.sources.strict_json import type_name
+from megatron_packed.data.sources.strict_json import JsonObject, type_name
 from megatron_packed.data.sources.tool_fields import (
     calls_of_text,
     parse_tool_calls,
@@ -100,7 +100,7 @@ def is_dialogue(value: Any) -> bool:
 
 def parse_messages(
     name: str, turns: Any, *, sharegpt: bool = False, listed_mask: Any = None
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     """Return the messages of a list, or of a text of turns, in the form that templates get.
 
     Args:
@@ -127,12 +127,12 @@ def parse_messages(
     return messages
 
 
-def unknown_fields(messages: Iterable[dict[str, Any]]) -> set[str]:
+def unknown_fields(messages: Iterable[JsonObject]) -> set[str]:
     """Return the names of the fields of parsed messages that are not in `KNOWN_FIELDS`."""
     return set().union(*(message.keys() - KNOWN_FIELDS for message in messages))
 
 
-def _with_role(where: str, turn: Any, sharegpt: bool) -> dict[str, Any]:
+def _with_role(where: str, turn: Any, sharegpt: bool) -> JsonObject:
     """Return a copy of a message with a valid role, without null values except the content."""
     if not isinstance(turn, dict):
         raise BadLine("wrong_type", f"{where} is a {type_name(turn)}, not an object")
@@ -150,7 +150,7 @@ def _with_role(where: str, turn: Any, sharegpt: bool) -> dict[str, Any]:
     return fields
 
 
-def _from_sharegpt(where: str, turn: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+def _from_sharegpt(where: str, turn: JsonObject, fields: JsonObject) -> JsonObject:
     """Return a turn of ShareGPT as a message.
 
     Args:
@@ -162,7 +162,7 @@ def _from_sharegpt(where: str, turn: dict[str, Any], fields: dict[str, Any]) -> 
         raise BadLine("wrong_type", f"{where}.{key} is a {type_name(role)}, not a string")
     if role not in _SHAREGPT_ROLES:
         raise BadLine("unknown_role", f"{where}.{key} is {printable(role, 40)!r}")
-    message: dict[str, Any] = {"role": _SHAREGPT_ROLES[role]}
+    message: JsonObject = {"role": _SHAREGPT_ROLES[role]}
     name = next((name for name in CONTENTS if name in fields), None)
     if role == _CALL_ROLE:
         if name is None:
@@ -177,7 +177,7 @@ def _from_sharegpt(where: str, turn: dict[str, Any], fields: dict[str, Any]) -> 
     }
 
 
-def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+def _with_reasoning(message: JsonObject) -> JsonObject:
     """Return a message with its thoughts in both fields that templates read.
 
     Source: transformers 5.24, which does the same before it renders a template.
@@ -188,7 +188,7 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     return {"thinking": thoughts, **message, "reasoning_content": thoughts}
 
 
-def _check_calls_and_content(where: str, message: dict[str, Any]) -> None:
+def _check_calls_and_content(where: str, message: JsonObject) -> None:
     """Parse the tool calls of a message in place, and make one string of its content."""
     answers = message["role"] == "assistant"
     if answers and "tool_calls" not in message and isinstance(message.get(_CALL_ROLE), dict):
@@ -206,7 +206,7 @@ def _check_calls_and_content(where: str, message: dict[str, Any]) -> None:
         raise BadLine("empty_assistant", where)
 
 
-def _take_thoughts(where: str, message: dict[str, Any]) -> None:
+def _take_thoughts(where: str, message: JsonObject) -> None:
     """Move the thoughts at the beginning of a content list to ``reasoning_content``, in place.
 
     Several thoughts are joined by an empty line. Empty texts take their places, so that the places
@@ -231,7 +231,7 @@ def _take_thoughts(where: str, message: dict[str, Any]) -> None:
         message["reasoning_content"] = text
 
 
-def _thought(where: str, part: dict[str, Any]) -> str:
+def _thought(where: str, part: JsonObject) -> str:
     """Return the text of a part with thoughts, which may be a list of parts with a text."""
     names = _THOUGHT_PARTS[part["type"]]
     name = next((name for name in names if name in part), names[0])
@@ -245,7 +245,7 @@ def _thought(where: str, part: dict[str, Any]) -> str:
     return "\n\n".join(texts)
 
 
-def _content(where: str, message: dict[str, Any]) -> str:
+def _content(where: str, message: JsonObject) -> str:
     """Return the content of a message as one string."""
     content = message.get("content")
     if isinstance(content, str):

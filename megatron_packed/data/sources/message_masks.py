@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_packed.data.errors import BadLine, printable
-from megatron_packed.data.sources.strict_json import type_name
+from megatron_packed.data.sources.strict_json import JsonObject, type_name
 
 TRAIN = "train"
 LISTED_MASK = "loss_mask"
@@ -55,7 +55,7 @@ def check_listed_mask(values: Any, num_messages: int) -> Sequence[Any]:
     return values
 
 
-def unify_masks(where: str, message: dict[str, Any], listed: tuple[str, Any] = ("", None)) -> None:
+def unify_masks(where: str, message: JsonObject, listed: tuple[str, Any] = ("", None)) -> None:
     """Replace the masks of a message by ``train``; a message without a mask gets none.
 
     Args:

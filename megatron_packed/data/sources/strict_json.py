@@ -14,6 +14,8 @@ from typing import Any
 
 from megatron_packed.data.errors import BadLine, printable
 
+JsonObject = dict[str, Any]
+"""Object of JSON: its keys, and values of any type of JSON."""
 _MAX_NUMBER_CHARS = 4000
 _MAX_DEPTH = 128
 """Deepest allowed nesting of objects and lists. Python's own limit differs between versions."""
@@ -22,7 +24,7 @@ _SUSPECT = re.compile(rb"\\u[dD][89a-fA-F]|\\u[fF][dD][dD][0-2]|\xef\xb7[\x90-\x
 _RESERVED = re.compile("[\ufdd0-\ufdd2]")
 
 
-def parse_object(data: bytes) -> dict[str, Any]:
+def parse_object(data: bytes) -> JsonObject:
     """Parse one line strictly as a JSON object.
 
     Raises:
@@ -103,7 +105,7 @@ def check_characters(value: Any) -> None:
         raise BadLine("reserved_character")
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> JsonObject:
     value = dict(pairs)
     if len(value) != len(pairs):
         counts = Counter(key for key, _ in pairs)

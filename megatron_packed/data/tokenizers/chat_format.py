@@ -30,13 +30,14 @@ from megatron_packed.data.tokenizers.chat_template import (
     DEFAULT_TEMPLATE,
     Rendered,
     TemplateError,
+    Tools,
 )
 from megatron_packed.data.tokenizers.conversation_documents import (
     ConversationRenderer,
     RenderingRules,
 )
 from megatron_packed.data.tokenizers.limited_process import CPU_SECONDS
-from megatron_packed.data.tokenizers.prompt_formats import PROMPT_FORMATS
+from megatron_packed.data.tokenizers.prompt_formats import FORMATS_BY_NAME
 from megatron_packed.data.tokenizers.template_process import TemplateProcess, template_budget
 from megatron_packed.data.tokenizers.turn_ends import TurnCutter
 from megatron_packed.data.tokenizers.turn_markers import (
@@ -52,7 +53,7 @@ BUILT_IN_TEMPLATES = {"chatml": DEFAULT_TEMPLATE}
 """Values of ``--chat-template`` that name a built-in template instead of a file."""
 OWN_TEMPLATES = {
     *BUILT_IN_TEMPLATES.values(),
-    *(form.template for form in PROMPT_FORMATS.values() if form.template),
+    *(form.template for form in FORMATS_BY_NAME.values() if form.template),
 }
 """Templates of this project, which need no process of their own."""
 
@@ -132,13 +133,11 @@ class ChatFormat(Protocol):
         """
         ...
 
-    def prompt(
-        self, messages: list[dict[str, Any]], tools: list[Any] | None = None
-    ) -> list[TextPiece]:
+    def prompt(self, messages: Messages, tools: Tools = None) -> list[TextPiece]:
         """Return the text after which the model generates an answer."""
         ...
 
-    def complete_text(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> str:
+    def complete_text(self, messages: Messages, tools: Tools = None) -> str:
         """Return all text of a conversation, also the text after the last answer.
 
         Raises:
@@ -190,12 +189,10 @@ class IdentityFormat:
         ]
         return [piece for piece in pieces if piece.text]
 
-    def prompt(
-        self, messages: list[dict[str, Any]], tools: list[Any] | None = None
-    ) -> list[TextPiece]:
+    def prompt(self, messages: Messages, tools: Tools = None) -> list[TextPiece]:
         return [TextPiece(self.complete_text(messages), False, True)]
 
-    def complete_text(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> str:
+    def complete_text(self, messages: Messages, tools: Tools = None) -> str:
         return "".join(message["content"] for message in messages)
 
     def reads_field(self, name: str) -> bool:
@@ -208,9 +205,7 @@ class IdentityFormat:
         pass
 
 
-def only_learned(
-    messages: Sequence[dict[str, Any]], learned: Collection[int]
-) -> list[dict[str, Any]]:
+def only_learned(messages: Sequence[dict[str, Any]], learned: Collection[int]) -> Messages:
     """Return messages in which only the given assistant messages are learned."""
     return [
         {**message, "train": False}
@@ -365,13 +360,11 @@ class TemplateFormat:
             )
         return divided(*self._cut(rendered))
 
-    def prompt(
-        self, messages: list[dict[str, Any]], tools: list[Any] | None = None
-    ) -> list[TextPiece]:
+    def prompt(self, messages: Messages, tools: Tools = None) -> list[TextPiece]:
         with self._for(tools).renderer() as renderer:
             return [TextPiece(renderer.prompt(messages, tools), False, True)]
 
-    def complete_text(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> str:
+    def complete_text(self, messages: Messages, tools: Tools = None) -> str:
         with self._for(tools).renderer() as renderer:
             return renderer.complete_text(messages, tools)
 
@@ -429,7 +422,7 @@ class TemplateFormat:
     def _cut(self, rendered: Rendered) -> Rendered:
         return self._cutter.cut(rendered) if self.ends_turns else rendered
 
-    def _for(self, tools: list[Any] | None) -> _Renderers:
+    def _for(self, tools: Tools) -> _Renderers:
         return self._with_tools if tools else self._renderers
 
     def close(self) -> None:
@@ -483,7 +476,7 @@ def chat_format(
     Args:
         chat_template: a file with a jinja2 template, or one of `BUILT_IN_TEMPLATES`; None for the
             tokenizer's own template, or ``chatml`` if the tokenizer has none.
-        prompt_format: a key of `prompt_formats.PROMPT_FORMATS`; ``default`` uses the template.
+        prompt_format: a key of `prompt_formats.FORMATS_BY_NAME`; ``default`` uses the template.
             None uses the template and trains only on the assistant's text.
         answer_end, multi_turn, unprinted_policy, date, kwargs: see `TemplateFormat`; prompt formats
             ignore ``answer_end`` and ``multi_turn``.
@@ -504,7 +497,7 @@ def chat_format(
     of_tools = getattr(tokenizer, "tool_chat_template", None) if chat_template is None else None
     if prompt_format is None:
         return build(source, tool_source=of_tools, answer_end=answer_end, multi_turn=multi_turn)
-    form = PROMPT_FORMATS[prompt_format]
+    form = FORMATS_BY_NAME[prompt_format]
     missing = [token for token in form.special_tokens if token not in tokenizer.special_tokens]
     if missing:
         raise DataError(

@@ -272,16 +272,16 @@ class ConversationRenderer(TemplateRenderer):
                 notes["not_served", "answers before the first message"] += 1
                 continue
             try:
-                before = self.render(messages[:number], tools, prompt=True)
-            except BadLine as bad:
-                refused.append(bad)
+                prompt_text = self.render(messages[:number], tools, prompt=True)
+            except BadLine as bad_line:
+                refused.append(bad_line)
                 notes["not_served", "answers for which the template gives no prompt"] += 1
                 continue
             after = self.render(messages[: number + 1], tools)
-            if after.startswith(before):
-                served[number] = _Served(len(before), after)
+            if after.startswith(prompt_text):
+                served[number] = _Served(len(prompt_text), after)
             else:
-                detail = f"messages[{number}]: {_difference(before, after)}"
+                detail = f"messages[{number}]: {_difference(prompt_text, after)}"
                 refused.append(BadLine("template_prefix", detail))
                 notes["not_served", "answers printed without the generation prompt"] += 1
         if refused and not served:
@@ -325,14 +325,14 @@ class ConversationRenderer(TemplateRenderer):
         for number in answers:
             start, after = served[number]
             if rules.ends_once:
-                whole, after = after, self._without_document_end(after, text)
-                if after != whole and not self._ends_specially(after):
+                served_text, after = after, self._without_document_end(after, text)
+                if after != served_text and not self._ends_specially(after):
                     continue  # the answer would be learned without an end
             if text.startswith(after) and start <= len(after):
                 learned.append(number)
                 spans.append((start, len(after)))
-        kept = [span for span in spans if span[1] > span[0]]
-        return RenderedDocument(end, learned, text, kept, as_served=len(kept) == len(spans))
+        nonempty = [span for span in spans if span[1] > span[0]]
+        return RenderedDocument(end, learned, text, nonempty, as_served=len(nonempty) == len(spans))
 
     def _ends_specially(self, text: str) -> bool:
         """Return True if a special token ends a text, or white space after it."""
@@ -376,35 +376,35 @@ class ConversationRenderer(TemplateRenderer):
         Raises:
             BadLine: a part is not printed, unless `RenderingRules.counts_unprinted`.
         """
-        kept = list(messages)
+        checked = list(messages)
         lost: list[tuple[str, str]] = []
         complete = rules.trains_all or self.has_generation_blocks
         for number, text in texts.items():
             message = messages[number]
-            whole = messages if complete else messages[: number + 1]
+            context = messages if complete else messages[: number + 1]
             gone: list[str] = []
             left: list[str] = []
             for fields in _PARTS:
                 name = next((name for name in fields if message.get(name)), None)
                 if name is not None:
-                    stays = self._stays(text, whole, tools, number, dict.fromkeys(fields))
+                    stays = self._stays(text, context, tools, number, dict.fromkeys(fields))
                     (gone if stays else left).append(name)
             start = served[number].start if number in served else 0
-            thought, said = self._prints_content(text, start, whole, tools, number)
+            thought, said = self._prints_content(text, start, context, tools, number)
             names = [*gone, "content"] if not (thought and said) else gone
             lost += [(f"messages[].{name}", f"messages[{number}].{name}") for name in names]
             if names and not left and not (said and message["content"].strip()):
-                kept[number] = {**message, "train": False}
+                checked[number] = {**message, "train": False}
                 notes["not_served", "answers that are empty as they are printed"] += 1
         if texts:
             last = max(texts)
-            whole = messages if complete else messages[: last + 1]
-            lost += self._unprinted_context(texts[last], whole, tools)
+            context = messages if complete else messages[: last + 1]
+            lost += self._unprinted_context(texts[last], context, tools)
         if lost and not rules.counts_unprinted:
             raise BadLine("not_printed", ", ".join(dict.fromkeys(place for _, place in lost)))
         for name, _ in lost:
             notes["not_printed", name] += 1
-        return kept
+        return checked
 
     def _unprinted_context(
         self, text: str, messages: Messages, tools: Tools
@@ -429,15 +429,15 @@ class ConversationRenderer(TemplateRenderer):
         """
         match = _THOUGHT.fullmatch(messages[number]["content"])
         assert match is not None
-        before, thought, said = match.groups()
+        prefix, thought, said = match.groups()
         printed = []
         for part, changed in (
-            (thought, f"{before}{thought} x{said}"),
-            (said.removeprefix("</think>"), f"{before}{thought}{said} x"),
+            (thought, f"{prefix}{thought} x{said}"),
+            (said.removeprefix("</think>"), f"{prefix}{thought}{said} x"),
         ):
-            here = not part.strip() or part.strip() in text[start:]
+            is_present = not part.strip() or part.strip() in text[start:]
             other = {"content": changed}
-            printed.append(here or not self._stays(text, messages, tools, number, other))
+            printed.append(is_present or not self._stays(text, messages, tools, number, other))
         return printed[0], printed[1]
 
     def _stays(

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_packed.config import flag_names as flags
 from megatron_packed.data.errors import BadLine, DataError, printable
@@ -27,6 +26,7 @@ from megatron_packed.data.tokenizers.base import (
     optional_package,
     read_bytes,
 )
+from megatron_packed.packed.array_types import IntegerArray
 
 UNKNOWN, BEGIN, END, PADDING = "<unk>", "<s>", "</s>", "<pad>"
 SPECIAL_TOKENS = (UNKNOWN, BEGIN, END, "<mask>", PADDING, "<cls>", "<sep>")
@@ -152,12 +152,10 @@ class TikTokenizer(InProcess):
     def encode_batch(self, texts: Sequence[str], *, special: bool = False) -> list[TokenIds]:
         return [self.encode(text, special=special) for text in texts]
 
-    def decode(
-        self, ids: Sequence[int] | NDArray[np.integer], *, skip_special: bool = False
-    ) -> str:
+    def decode(self, ids: Sequence[int] | IntegerArray, *, skip_special: bool = False) -> str:
         tokens = known_tokens(ids, self.vocab_size)
-        kept = [token for token in tokens if not (skip_special and token < self._num_special)]
-        data: bytes = self._encoding.decode_bytes(kept)
+        shown = [token for token in tokens if not (skip_special and token < self._num_special)]
+        data: bytes = self._encoding.decode_bytes(shown)
         return data.decode("utf-8", errors="replace")
 
 

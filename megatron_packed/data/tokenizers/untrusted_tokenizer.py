@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.hub_paths import MODEL, is_hub_name
@@ -34,6 +33,7 @@ from megatron_packed.data.tokenizers.limited_process import (
 )
 from megatron_packed.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
 from megatron_packed.data.tokenizers.tiktoken_bpe import TikTokenizer
+from megatron_packed.packed.array_types import AnyArray, IntegerArray
 
 LIMITS = Limits(cpu_seconds=30.0, cpu_seconds_per_mib=30.0)
 """Limits of a tokenizer process. Large vocabularies load in seconds, and slow tokenizers take about
@@ -122,9 +122,7 @@ class UntrustedTokenizer:
             data[4 * count :], np.int64
         ).reshape(-1, 2)
 
-    def decode(
-        self, ids: Sequence[int] | NDArray[np.integer], *, skip_special: bool = False
-    ) -> str:
+    def decode(self, ids: Sequence[int] | IntegerArray, *, skip_special: bool = False) -> str:
         head, _ = self._ask("decode", ids=[int(token) for token in ids], special=skip_special)
         return str(head["text"])
 
@@ -150,12 +148,12 @@ class UntrustedTokenizer:
                 with self._lock:
                     self._idle.append(process)
         head, _, data = answer.partition(b"\n")
-        found = json.loads(head)
-        if "failed" in found:
-            raise BadLine("tokenizer_failed", found["failed"])
-        if "wrong" in found:
-            raise DataError(found["wrong"])
-        return found, data
+        fields = json.loads(head)
+        if "failed" in fields:
+            raise BadLine("tokenizer_failed", fields["failed"])
+        if "wrong" in fields:
+            raise DataError(fields["wrong"])
+        return fields, data
 
 
 # -------------------------------------------------------------------------------------------------------
@@ -183,26 +181,26 @@ def _prepare(setup: dict[str, Any]) -> tuple[bytes, Answer]:
 
 
 def _answer(tokenizer: Tokenizer, request: bytes) -> bytes:
-    asked = json.loads(request)
+    message = json.loads(request)
     head: dict[str, Any]
-    arrays: list[NDArray[Any]] = []
+    arrays: list[AnyArray] = []
     try:
-        if asked["method"] == "decode":
-            head = {"text": tokenizer.decode(asked["ids"], skip_special=asked["special"])}
-        elif asked["method"] == "encode_batch":
-            arrays = list(tokenizer.encode_batch(asked["texts"], special=asked["special"]))
+        if message["method"] == "decode":
+            head = {"text": tokenizer.decode(message["ids"], skip_special=message["special"])}
+        elif message["method"] == "encode_batch":
+            arrays = list(tokenizer.encode_batch(message["texts"], special=message["special"]))
             head = {"lengths": [len(ids) for ids in arrays]}
         else:
             offset_tokenizer = cast(OffsetTokenizer, tokenizer)
-            (text,) = asked["texts"]
-            arrays = list(offset_tokenizer.encode_with_offsets(text, special=asked["special"]))
+            (text,) = message["texts"]
+            arrays = list(offset_tokenizer.encode_with_offsets(text, special=message["special"]))
             head = {"lengths": [len(arrays[0])]}
     except MemoryError:
         raise LimitReached("out of memory") from None
     except DataError as error:
         head, arrays = {"wrong": str(error)}, []
-    except BadLine as bad:
-        head, arrays = {"failed": bad.detail}, []
+    except BadLine as bad_line:
+        head, arrays = {"failed": bad_line.detail}, []
     except BaseException as error:  # libraries raise Exception itself, or a Rust panic
         head, arrays = {"failed": _words(error)}, []
     return b"\n".join([json.dumps(head).encode(), b"".join(array.tobytes() for array in arrays)])

@@ -437,7 +437,7 @@ def test_a_template_that_is_endless_only_for_some_goes_on_with_the_others():
                 process.conversation(stop)
 
 
-def test_the_time_is_counted_for_each_conversation_anew():
+def test_each_conversation_has_its_own_time_limit():
     source = (
         "{% for a in range(90000) %}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
     )

@@ -13,7 +13,7 @@ from megatron_packed.data.tokenizers.chat_template import (
     TemplateRenderer,
     unmarked,
 )
-from megatron_packed.data.tokenizers.prompt_formats import PROMPT_FORMATS
+from megatron_packed.data.tokenizers.prompt_formats import FORMATS_BY_NAME
 from megatron_packed.data.tokenizers.served_template import served_template
 
 MESSAGES = [
@@ -57,7 +57,7 @@ KWARGS = {
 }
 TEMPLATES = {
     "chatml": DEFAULT_TEMPLATE,
-    **{name: form.template for name, form in PROMPT_FORMATS.items() if form.template},
+    **{name: form.template for name, form in FORMATS_BY_NAME.items() if form.template},
     "spaces": SPACES,
     "sets": SETS,
     "variables": VARIABLES,
