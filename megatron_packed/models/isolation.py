@@ -130,9 +130,9 @@ def check_isolation(
         Two or three results for each kind of layer. Attention with a window is a kind of its own.
         Refuse to train unless all of them ``passed``, and print those that did not.
     """
-    device, backends = torch.device(device), Backends.of(backends)
-    tp = TensorParallel.of(groups)
-    cp = ContextParallel.of(groups, **communication)
+    device, backends = torch.device(device), Backends.from_mapping(backends)
+    tp = TensorParallel.from_groups(groups)
+    cp = ContextParallel.from_groups(groups, **communication)
     ranks = tp.size * cp.size
     tune(requests, device)
     results = []

@@ -92,7 +92,7 @@ class GroupedExperts(nn.Module):
 
     def joins(self, device_type: str) -> bool:
         """Return whether products and activation are one function on a device of this machine."""
-        inputs = grouped_mlp.GroupedMLPInputs.of(
+        inputs = grouped_mlp.GroupedMLPInputs.from_weights(
             self.fc1,
             self.fc2,
             activation=self.kind,
