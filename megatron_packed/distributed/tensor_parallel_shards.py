@@ -355,6 +355,11 @@ def is_expert(parameter: Tensor) -> bool:
     return getattr(parameter, "is_expert", False)
 
 
+def has_shard(parameter: nn.Parameter) -> bool:
+    """Return True for a parameter on which `set_shard` has recorded its shard."""
+    return hasattr(parameter, "tensor_parallel_shard")
+
+
 def shard_of(parameter: nn.Parameter, tp_size: int) -> Shard:
     """Return the shard that `set_shard` has recorded on ``parameter``.
 

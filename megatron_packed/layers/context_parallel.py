@@ -107,7 +107,7 @@ class ContextParallel:
             object.__setattr__(self, "exchange", EqualExchange.over(self.group))
 
     @classmethod
-    def of(
+    def from_groups(
         cls,
         groups: ParallelGroups | None,
         *,
@@ -245,12 +245,12 @@ SINGLE = ContextParallel()
 """No context parallelism: one rank holds all rows."""
 
 
-def take_in_parts(shard: Shard, whole: Tensor, parts: int) -> tuple[Tensor, ...]:
-    """Return a rank's shard of ``whole`` in parts; each has an equal part of every piece.
+def take_in_parts(shard: Shard, parameter: Tensor, parts: int) -> tuple[Tensor, ...]:
+    """Return a rank's shard of a parameter in parts; each has an equal part of every piece.
 
-    One part is ``shard.take(whole)``.
+    One part is ``shard.take(parameter)``.
     """
-    pieces = (whole.narrow(0, piece.start, piece.length) for piece in shard.pieces)
+    pieces = (parameter.narrow(0, piece.start, piece.length) for piece in shard.pieces)
     parted = [torch.unflatten(piece, 0, (parts, -1)) for piece in pieces]
     return torch.cat(parted, dim=1).unbind()
 

@@ -80,12 +80,12 @@ class StatePassing:
 
         Before the pack there are zeros. A part may have fewer rows than the halo.
         """
-        kept = min(self.halo, x_TC.shape[0])
-        last_TC = gather_rows(x_TC[x_TC.shape[0] - kept :], self.cp.group)
-        before = self.cp.rank * kept
+        sent_rows = min(self.halo, x_TC.shape[0])
+        last_TC = gather_rows(x_TC[x_TC.shape[0] - sent_rows :], self.cp.group)
+        start = self.cp.rank * sent_rows
         # Keep the rows of all ranks in the result's graph: every rank must take part in the
         # reduce-scatter of the backward pass.
-        return pad(last_TC, (0, 0, self.halo, 0)).narrow(0, before, self.halo)
+        return pad(last_TC, (0, 0, self.halo, 0)).narrow(0, start, self.halo)
 
     def entering(self, state_NPS: Tensor, log_N: Tensor, packed: PackedSeqParams) -> Tensor:
         """Return the state that enters this rank's part, ``(N, P, S)``.

@@ -52,7 +52,7 @@ class TensorParallel:
             object.__setattr__(self, "products", SequenceParallelProducts(self.group))
 
     @classmethod
-    def of(
+    def from_groups(
         cls,
         groups: ParallelGroups | None,
         *,

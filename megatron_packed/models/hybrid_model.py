@@ -129,20 +129,22 @@ class HybridModel(ExpertLayers, nn.Module):
         self.memory = memory or MemoryConfig()
         self.offload = _offloader(self.memory, offload, device)
         """Offloader of activations, if any; call its `Offload.end_step` after every optimizer step."""
-        self.tp = TensorParallel.of(groups, sequence_parallel=sequence_parallel, overlap=tp_overlap)
-        self.cp = ContextParallel.of(
+        self.tp = TensorParallel.from_groups(
+            groups, sequence_parallel=sequence_parallel, overlap=tp_overlap
+        )
+        self.cp = ContextParallel.from_groups(
             groups,
             cp_comm_type=cp_comm_type,
             mamba_cp_comm_type=mamba_cp_comm_type,
             cp_comm_overlap_parts=cp_comm_overlap_parts,
             has_states=any(kind.passes_states for kind in kinds_of(config.layer_types)),
         )
-        self.ep = ExpertParallel.of(groups, self.tp)
+        self.ep = ExpertParallel.from_groups(groups, self.tp)
         self.config = config
         self.vocab_size = vocab_size
         self.max_positions = max_positions
         self.dtype = dtype
-        self.backends = Backends.of(backends)
+        self.backends = Backends.from_mapping(backends)
         num_rows = config.padded_vocab_size(vocab_size, self.tp.size)
         stored_rows = config.padded_vocab_size(vocab_size)
         build = Build(
@@ -159,7 +161,9 @@ class HybridModel(ExpertLayers, nn.Module):
         )
         # Positions of a document's padding continue after its last token.
         positions = max_positions + -max_positions % self.cp.attention_partition.alignment
-        self.rotary = Rotary.of(config, positions, backend=self.backends.rope, device=device)
+        self.rotary = Rotary.from_config(
+            config, positions, backend=self.backends.rope, device=device
+        )
         self.layers = build_layers(config, build, self.rotary)
         self._main_layers = config.layers_of_depth(0)
         self.final_norm = build_norm(config, build)

@@ -182,10 +182,10 @@ class Op:
             if not reasons:
                 return candidate
             refusals.append(f"{candidate.name}: {'; '.join(reasons)}")
-        asked = (
+        refusal = (
             "no backend supports" if backend == "auto" else f"backend {backend!r} does not support"
         )
-        raise NoBackendError(f"{self.name}: {asked} {inputs}: " + " | ".join(refusals))
+        raise NoBackendError(f"{self.name}: {refusal} {inputs}: " + " | ".join(refusals))
 
 
 def with_device_type(backend: str, inputs: Any, device: torch.device) -> tuple[str, Any]:

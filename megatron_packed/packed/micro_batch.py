@@ -74,7 +74,7 @@ class MicroBatchLayout:
 
 @lru_cache(maxsize=64)
 def _buffer_layout(total_tokens: int, capacity: int) -> BufferLayout:
-    return BufferLayout.of(
+    return BufferLayout.from_fields(
         [
             ("tokens", torch.int32, (total_tokens,)),
             ("labels", torch.int32, (total_tokens,)),

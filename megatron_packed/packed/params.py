@@ -123,7 +123,7 @@ class PackedSeqParams:
             ValueError: the documents do not fit, or ``max_seqlen`` is below the longest row.
         """
         cu_seqlens = cu_seqlens_from_lengths(aligned(lengths, alignment), total_tokens, capacity)
-        layout = BufferLayout.of(packed_fields(total_tokens, cu_seqlens.size - 2))
+        layout = BufferLayout.from_fields(packed_fields(total_tokens, cu_seqlens.size - 2))
         buffer = layout.allocate()
         write_packed(layout.views(buffer), cu_seqlens, as_lengths(lengths))
         return cls.from_views(

@@ -314,7 +314,7 @@ def test_ranks_pass_the_states_of_scans(
 
 def halos(groups: ParallelGroups, width: int) -> tuple[list[float], list[float]]:
     """Return the halo of this rank's two rows, and their gradients from the halos of all ranks."""
-    cp = ContextParallel.of(groups, mamba_cp_comm_type="state")
+    cp = ContextParallel.from_groups(groups, mamba_cp_comm_type="state")
     rows_T1 = (2 * cp.rank + torch.tensor([[1.0], [2.0]])).requires_grad_()
     joined_T1 = torch.cat([StatePassing(cp, width).halo_of(rows_T1), rows_T1])
     joined_T1[: width - 1].sum().backward()
@@ -337,7 +337,7 @@ def rows_from_others(groups: ParallelGroups) -> list[list[list[float]]]:
     """Return the rows that this rank receives forward and back; rank r sends r + 1 and 10 (r + 1)."""
     assert groups.cp.group is not None
     own_12 = torch.tensor([[1.0, 10.0]]) * (
-        ContextParallel.of(groups, mamba_cp_comm_type="state").rank + 1
+        ContextParallel.from_groups(groups, mamba_cp_comm_type="state").rank + 1
     )
     return [
         start_row_from_others(own_12, groups.cp.group, back=back).wait().tolist()
@@ -350,7 +350,9 @@ def place_in_pack(groups: ParallelGroups) -> tuple[int, int, list[int] | None]:
     packed: Any = SimpleNamespace(
         total_tokens=8, seq_idx=torch.tensor([[0, 0, 1, 1, 1, 2, 2, 3]], dtype=torch.int32)
     )
-    part = StatePassing(ContextParallel.of(groups, mamba_cp_comm_type="state"), 4).part(packed)
+    part = StatePassing(ContextParallel.from_groups(groups, mamba_cp_comm_type="state"), 4).part(
+        packed
+    )
     before = part.document_before_1
     return part.number, part.parts, None if before is None else before.tolist()
 

@@ -63,7 +63,7 @@ CASES: dict[str, tuple[TensorOverlap, dict[str, int]]] = {
 
 
 def tensor_parallel(groups: ParallelGroups, overlap: TensorOverlap, rows: int) -> TensorParallel:
-    tp = TensorParallel.of(groups, sequence_parallel=True, overlap=overlap)
+    tp = TensorParallel.from_groups(groups, sequence_parallel=True, overlap=overlap)
     assert tp.products is not None and groups.tp.group is not None
     if overlap.fuses:
         needed = workspace_bytes(rows, WIDTH, torch.float64)

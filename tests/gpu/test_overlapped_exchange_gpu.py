@@ -122,7 +122,7 @@ def check(found: dict[str, Any], parts: list[int]) -> None:
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[ParallelGroups]:
     """Yield groups of one process, whose models exchange heads in a group of this process."""
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    monkeypatch.setattr(ContextParallel, "of", staticmethod(of_this_process))
+    monkeypatch.setattr(ContextParallel, "from_groups", staticmethod(of_this_process))
     yield ParallelGroups.single(DEVICE)
     dist.destroy_process_group()
     torch.use_deterministic_algorithms(False)

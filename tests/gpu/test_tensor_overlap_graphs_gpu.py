@@ -93,7 +93,7 @@ def of_one_rank(group: dist.ProcessGroup, overlap: TensorOverlap) -> Iterator[No
     products = SequenceParallelProducts(group, overlap)
     tp = TensorParallel(group=group, sequence_parallel=True, products=products)
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(TensorParallel, "of", lambda *_, **__: tp))
+        stack.enter_context(mock.patch.object(TensorParallel, "from_groups", lambda *_, **__: tp))
         for module in (building, tensor_overlap):
             stack.enter_context(mock.patch.object(module, "overlap_of", lambda _: overlap))
         yield

@@ -72,7 +72,7 @@ class ExpertRoom:
     """Steps of the run that were repeated after an overflow."""
 
     @classmethod
-    def of(cls, factor: float | str | None) -> ExpertRoom:
+    def from_factor(cls, factor: float | str | None) -> ExpertRoom:
         """Return the room for a value of ``--moe-expert-rank-capacity-factor``."""
         if factor is None:
             return cls(bounds=None, measured=False)

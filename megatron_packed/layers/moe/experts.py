@@ -90,19 +90,6 @@ class GroupedExperts(nn.Module):
         y_RD: Tensor = self.expert_fc2(backend.fc2, hidden_RF, self.fc2, offsets_E)
         return y_RD
 
-    def joins(self, device_type: str) -> bool:
-        """Return whether products and activation are one function on a device of this machine."""
-        inputs = grouped_mlp.GroupedMLPInputs.of(
-            self.fc1,
-            self.fc2,
-            activation=self.kind,
-            dtype=self.fc1.dtype,
-            device_type=device_type,
-            apart=self._reason_apart(device_type),
-        )
-        joined = grouped_mlp.JOINED
-        return self.backend in ("auto", joined.name) and not joined.reasons(inputs)
-
     def _reason_apart(self, device_type: str) -> str:
         """Return the reason why the steps must be separate calls; empty if there is none."""
         if (self.kind, planned_type(device_type)) not in grouped_mlp.WITH_JOINED:

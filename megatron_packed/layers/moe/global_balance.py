@@ -80,7 +80,7 @@ class GlobalBalance(nn.Module):
         self.register_buffer("count_LE", zeros, persistent=False)
 
     @classmethod
-    def of(
+    def from_config(
         cls,
         config: ModelConfig,
         layers: int,

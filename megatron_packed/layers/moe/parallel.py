@@ -56,7 +56,9 @@ class ExpertParallel:
             object.__setattr__(self, "exchange", EqualExchange.over(self.group))
 
     @classmethod
-    def of(cls, groups: ParallelGroups | None, tp: TensorParallel = SINGLE) -> ExpertParallel:
+    def from_groups(
+        cls, groups: ParallelGroups | None, tp: TensorParallel = SINGLE
+    ) -> ExpertParallel:
         if groups is None:
             return cls(tp=tp)
         matrices = TensorParallel(
@@ -147,12 +149,12 @@ class ExpertParallel:
             ValueError: the experts cannot be split evenly over the expert-parallel ranks, or the
                 segments over the ranks that share matrices.
         """
-        own = Shard.from_segments(
+        local_experts = Shard.from_segments(
             [SplitSegment(noun="experts", count=num_experts)], self.rank, self.size, axis="ep_size"
         )
         if self.split.size == 1:
-            return own
-        (piece,) = own.pieces
+            return local_experts
+        (piece,) = local_experts.pieces
         inner = self.split.shard(*segments, dim=dim)
         first = ExpertRange(start=piece.start, length=piece.length, total=num_experts)
         return Shard(dim=dim, length=inner.length, pieces=inner.pieces, first=first)

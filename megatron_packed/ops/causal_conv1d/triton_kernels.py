@@ -55,8 +55,8 @@ _STAGES = 1
 def not_supported_reasons(inputs: CausalConvInputs) -> list[str]:
     """Return the reasons why the kernels do not support these inputs, if any."""
     reasons = fp32_reasons(inputs.device_type, inputs.dtype)
-    wrong = {inputs.weight_dtype, inputs.bias_dtype} - {None, *_FLOATING}
-    if wrong:
+    unsupported_dtypes = {inputs.weight_dtype, inputs.bias_dtype} - {None, *_FLOATING}
+    if unsupported_dtypes:
         reasons.append(
             f"weight ({inputs.weight_dtype}) and bias ({inputs.bias_dtype}) must be bfloat16, float16 or float32"
         )

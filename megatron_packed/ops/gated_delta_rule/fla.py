@@ -44,8 +44,8 @@ def not_supported_reasons(inputs: GatedDeltaRuleInputs) -> list[str]:
     if inputs.device_type != "cuda":
         reasons.append(f"the kernel runs on CUDA devices, not on {inputs.device_type}")
     elif torch.cuda.get_device_capability()[0] == 9:
-        wrong, right = MISCOMPILING_TRITON
-        if wrong <= _version("triton") < right:
+        first_miscompiling, first_correct = MISCOMPILING_TRITON
+        if first_miscompiling <= _version("triton") < first_correct:
             reasons.append(
                 f"Triton {version('triton')} compiles the backward pass wrongly for Hopper; "
                 "it needs Triton 3.7.1 or later"

@@ -47,9 +47,9 @@ def fc2(x_RF: Tensor, w2_EDF: Tensor, offsets_E: Tensor) -> Tensor:
 def _grouped_linear(x_RI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
     rows = x_RI.shape[0]
     # Only the last block is a copy. So recomputation, which frees x_RI early, frees the other blocks.
-    *whole, last = split(x_RI, _BLOCK)
+    *full_blocks, last = split(x_RI, _BLOCK)
     missing = -rows % _BLOCK
-    blocks = [*whole, pad(last, (0, 0, 0, missing)) if missing else last]
+    blocks = [*full_blocks, pad(last, (0, 0, 0, missing)) if missing else last]
     row_R1 = torch.arange(rows, device=x_RI.device)[:, None]
     start = torch.zeros_like(offsets_E[0])
     y_RO = x_RI.new_zeros(rows, weight_EOI.shape[1])

@@ -120,13 +120,13 @@ def _deterministic_choice(deterministic: bool) -> Iterator[None]:
 
     TransformerEngine reads the variable when a module is created.
     """
-    before = os.environ.get(_ALLOW_ATOMICS)
+    previous_value = os.environ.get(_ALLOW_ATOMICS)
     if deterministic:
         os.environ[_ALLOW_ATOMICS] = "0"
     try:
         yield
     finally:
-        if deterministic and before is None:
+        if deterministic and previous_value is None:
             del os.environ[_ALLOW_ATOMICS]
-        elif deterministic and before is not None:
-            os.environ[_ALLOW_ATOMICS] = before
+        elif deterministic and previous_value is not None:
+            os.environ[_ALLOW_ATOMICS] = previous_value

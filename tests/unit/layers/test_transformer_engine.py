@@ -443,7 +443,7 @@ def test_attention_comes_along_unless_another_is_named() -> None:
         chosen.varlen_attention == chosen.context_parallel_attention == "transformer_engine"
         and chosen.rms_norm == "auto"
     )
-    named = Backends.of(
+    named = Backends.from_mapping(
         {"transformer_impl": "transformer_engine", "varlen_attention": "flash_attn_4"}
     )
     assert named.varlen_attention == "flash_attn_4"

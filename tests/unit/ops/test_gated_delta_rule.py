@@ -210,13 +210,13 @@ def test_gradients_that_are_not_finite_stay_in_their_document():
 
 def test_a_removed_boundary_is_caught(monkeypatch):
     """A state that enters all chunks changes the documents after it, and their gradients before."""
-    places = reference.Places.of
+    places = reference.Places.from_tables
 
     def open_places(tables, tokens):
         found = places(tables, tokens)
         return found._replace(starts_Q=torch.zeros_like(found.starts_Q))
 
-    monkeypatch.setattr(reference.Places, "of", open_places)
+    monkeypatch.setattr(reference.Places, "from_tables", open_places)
     assert leaks(*per_token_results(torch.float32)) == {"o", *(f"d{name}" for name in PER_TOKEN)}
 
 

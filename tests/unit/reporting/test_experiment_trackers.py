@@ -289,7 +289,7 @@ def test_every_number_of_a_step_has_a_group() -> None:
     """Services show the part before the slash as a section, and names do not depend on the run."""
     experts = ExpertFigures.of([30.0, 10.0], 1, 7, [8.0])
     assert experts is not None
-    experts = experts.in_room(ExpertRoom.of("auto"), Load(1.1, 1.2))
+    experts = experts.in_room(ExpertRoom.from_factor("auto"), Load(1.1, 1.2))
     graphs = GraphFigures.since((0, 0), GraphCounters())
     offload = OffloadFigures(buffers=2, moved_mib=1.0, loaded_mib=1.0)
     line = replace(

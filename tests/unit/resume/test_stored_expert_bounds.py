@@ -12,7 +12,7 @@ from megatron_packed.resume.stored_expert_bounds import restore_bounds, stored_b
 
 def model_of(dispatcher: str, ep_size: int = 2) -> SimpleNamespace:
     return SimpleNamespace(
-        expert_room=ExpertRoom.of("auto"),
+        expert_room=ExpertRoom.from_factor("auto"),
         ep=SimpleNamespace(size=ep_size),
         config=SimpleNamespace(moe_token_dispatcher_type=dispatcher),
     )
