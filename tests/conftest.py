@@ -27,7 +27,7 @@ torch.set_num_threads(1)
 gc.set_threshold(20_000, 20, 20)  # as in the servers of processes: cycles are few
 
 
-FIRST = ("end_to_end", "distributed", "unit/ops", "unit/benchmarks", "unit/training")
+FIRST = ("end_to_end", "distributed", "unit/ops", "unit/benchmarks", "unit/tools", "unit/training")
 """Folders whose tests run first.
 
 A file of these folders may take a minute. If such a file ran last, the other processors would be
