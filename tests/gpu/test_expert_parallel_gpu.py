@@ -17,6 +17,7 @@ from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import run_distributed
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.packed.micro_batch import MicroBatch
+from support.gpu_capture import capture
 
 VOCAB, TOKENS, HIDDEN = 512, 1024, 256
 LENGTHS = ([1, 3, 130, 257, 2, 300, 64, 90], [700, 5])
@@ -195,15 +196,7 @@ def replay(groups: ParallelGroups, changes: dict[str, Any]) -> float:
         (dx_TD,) = torch.autograd.grad(y_TD, x_TD, dy_TD)
         return y_TD.detach(), dx_TD
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        static = run()
+    graph, static = capture(run, capture_error_mode="thread_local")
     worst = 0.0
     for _ in range(3):  # other tokens go to other experts
         with torch.no_grad():

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.config.sections.parallel import ParallelConfig
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.packed.micro_batch import MicroBatch
 
@@ -128,6 +129,12 @@ def model_of(name: str) -> ModelConfig:
     balancing = "global_aux_loss" if name in GLOBAL_LOADS else "aux_loss"
     model = dataclasses.replace(MODEL, moe_router_load_balancing_type=balancing)
     return with_depths(model) if name in DEPTHS else model
+
+
+def sizes_of(options: dict[str, Any]) -> dict[str, int]:
+    """Return the sizes of the process groups of a layout's options."""
+    sizes = ParallelConfig(**options).layout_sizes.items()
+    return {axis: size for axis, size in sizes if size is not None}
 
 
 def with_depths(model: ModelConfig) -> ModelConfig:

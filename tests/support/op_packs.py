@@ -7,6 +7,8 @@
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from support.gpu_capture import capture
+
 PACKS = {
     "shorter than the convolution": [1, 2, 3, 1, 1, 2],
     "around a chunk of 16": [15, 16, 17, 1, 31, 33],
@@ -85,15 +87,7 @@ def replayed(run, static, changes):
     Returns:
         For each change a dict: name -> (replayed, eager).
     """
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            run(static)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run(static)
+    graph, captured = capture(lambda: run(static))
     outcomes = []
     for change in changes:
         for name, value in change.items():
