@@ -36,6 +36,29 @@ def host_batches(count: int) -> list[list[MicroBatch]]:
     return steps
 
 
+LAYERS: dict[str, Any] = {
+    "hidden_size": 256,
+    "ffn_hidden_size": 512,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "kv_channels": 64,
+    "mamba_num_heads": 16,
+    "mamba_head_dim": 64,
+    "mamba_state_dim": 64,
+    "mamba_num_groups": 2,
+    "mamba_chunk_size": 128,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "num_experts": None,
+    "add_bias_linear": False,
+    "normalization": "RMSNorm",
+    "squared_relu": True,
+    "position_embedding_type": "rope",
+    "untie_embeddings_and_output_weights": False,
+}
+"""Options of models that one micro-batch compares on one and two GPUs."""
 MODEL = ModelConfig(
     hybrid_layer_pattern="M*-EG",
     hidden_size=256,
