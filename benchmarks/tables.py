@@ -358,10 +358,8 @@ TABLES = {
     "packing_tokens": Table(*PACKERS, packing_report.token_rows_of),
     "packing_capacities": Table(*PACKERS, packing_report.capacity_rows_of),
     "preprocess_speed": Table("preprocess_speed.py", "preprocess_speed", preprocess_rows),
-    "same_numbers": Table("../tests/soak/same_numbers.py", "same_numbers", same_numbers_rows),
-    "same_numbers_gpu": Table(
-        "../tests/soak/same_numbers.py", "same_numbers_gpu", same_numbers_rows
-    ),
+    "same_numbers": Table("../tools/same_numbers.py", "same_numbers", same_numbers_rows),
+    "same_numbers_gpu": Table("../tools/same_numbers.py", "same_numbers_gpu", same_numbers_rows),
     "two_checkouts": Table("two_checkouts.py", "two_checkouts", list),
     "tune_prediction": Table("tune_prediction.py", "tune_prediction", tune_prediction.rows_of),
 }

@@ -225,7 +225,7 @@ def docstring_kind(path: str, node: ast.AST) -> str:
         return "attribute"
     if any("property" in ast.unparse(decorator) for decorator in node.decorator_list):
         return "property"
-    return "test" if path.startswith("tests/") else "function"
+    return "test" if path.startswith(("tests/", "tools/")) else "function"
 
 
 def messages(

@@ -83,7 +83,7 @@ def test_three_phases_that_are_killed_equal_undisturbed_ones(
     """Kills of a run with two ranks, before the first save of a phase, in it, and in its last save.
 
     `test_resume.py` kills runs with one rank.
-    `tests/soak/phases.py` kills each phase at random moments.
+    `tools/phases.py` kills each phase at random moments.
     """
     ranks = 2
     phases, expected = undisturbed(ranks)

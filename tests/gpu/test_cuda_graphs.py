@@ -2,8 +2,6 @@
 documents.
 """
 
-import subprocess
-import sys
 import time
 from itertools import combinations, pairwise
 
@@ -14,6 +12,7 @@ from megatron_packed.cuda_graphs.audit import AuditMismatchError
 from megatron_packed.layers.backends import Backends
 from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
+from support.gpu_capture import assert_ends
 from support.graph_jobs import (  # the import sets variables that make libraries deterministic
     CAPTURE_SIZES,
     DEVICE,
@@ -458,8 +457,4 @@ def test_a_closed_runner_lets_the_process_exit(tmp_path):
 
     Graphs that still exist would prevent the destruction of the process group.
     """
-    command = [sys.executable, "-c", EXIT, str(tmp_path / "rendezvous")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and done.stdout.endswith("the end\n"), (
-        done.stdout + done.stderr[-3000:]
-    )
+    assert_ends(EXIT, tmp_path)

@@ -17,31 +17,19 @@ from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import run_distributed
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.packed.micro_batch import MicroBatch
+from support.gpu_capture import capture
+from support.gpu_layouts import LAYERS
 
 VOCAB, TOKENS, HIDDEN = 512, 1024, 256
 LENGTHS = ([1, 3, 130, 257, 2, 300, 64, 90], [700, 5])
 """Lengths of the documents of two packs."""
 CONFIG = {
-    "hidden_size": HIDDEN,
-    "ffn_hidden_size": 512,
-    "num_attention_heads": 4,
-    "num_query_groups": 2,
-    "kv_channels": 64,
-    "mamba_num_heads": 16,
-    "mamba_head_dim": 64,
-    "mamba_state_dim": 64,
-    "mamba_num_groups": 2,
-    "mamba_chunk_size": 128,
+    **LAYERS,
     "num_experts": 8,
     "moe_ffn_hidden_size": 384,
     "moe_router_topk": 2,
     "moe_aux_loss_coeff": 1e-2,
     "moe_shared_expert_intermediate_size": 256,
-    "add_bias_linear": False,
-    "normalization": "RMSNorm",
-    "squared_relu": True,
-    "position_embedding_type": "rope",
-    "untie_embeddings_and_output_weights": False,
 }
 ALLGATHER: dict[str, Any] = {"moe_token_dispatcher_type": "allgather"}
 BOUNDED: dict[str, Any] = {**ALLGATHER, "moe_expert_rank_capacity_factor": 1.5}
@@ -195,15 +183,7 @@ def replay(groups: ParallelGroups, changes: dict[str, Any]) -> float:
         (dx_TD,) = torch.autograd.grad(y_TD, x_TD, dy_TD)
         return y_TD.detach(), dx_TD
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        static = run()
+    graph, static = capture(run, capture_error_mode="thread_local")
     worst = 0.0
     for _ in range(3):  # other tokens go to other experts
         with torch.no_grad():

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ from megatron_packed.distributed.symmetric_exchange import (
 from megatron_packed.distributed.symmetric_memory import OVERLAPPING_DEVICES
 from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.ops.permute.used_rows import used_rows
-from support.fork_server import fork_server
+from support.gpu_capture import capture
 
 pytestmark = pytest.mark.gpu
 
@@ -44,13 +43,6 @@ REPLAYS = 50
 LAYERS, ROWS, WIDTH = 6, 3001, 1024
 SLOW_CYCLES = 5_000_000
 """Cycles, some milliseconds, by which a rank is late."""
-
-
-@pytest.fixture(scope="module")
-def one_gpu() -> Iterator[WorkerPools]:
-    fork_server()
-    with WorkerPools(collective_timeout=120) as made:
-        yield made
 
 
 def connected(groups: ParallelGroups, piece_bytes: int = PIECE_BYTES) -> SymmetricExchange:
@@ -179,16 +171,12 @@ def replayed_layers(groups: ParallelGroups) -> dict[str, Any]:
     shape = (2, ROWS, WIDTH)
     x = torch.zeros(shape, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     dy = torch.zeros_like(x).detach()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        layers.step(x, dy)
-        over_nccl.step(x, dy)
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        captured = layers.step(x, dy)
+    graph, captured = capture(
+        lambda: layers.step(x, dy),
+        lambda: (layers.step(x, dy), over_nccl.step(x, dy)),
+        times=1,
+        capture_error_mode="thread_local",
+    )
     equal = []
     for number in range(REPLAYS):
         generator = torch.Generator("cuda").manual_seed(2 * number + groups.ep.rank)

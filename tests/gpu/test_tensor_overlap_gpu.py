@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,20 +31,13 @@ from megatron_packed.distributed.symmetric_memory import (
 from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_packed.layers.tensor_parallel import TensorParallel
-from support.fork_server import fork_server
+from support.gpu_capture import capture
 
 pytestmark = pytest.mark.gpu
 
 ROWS, WIDTH, INNER = 256, 512, 384
 """Rows of each rank, hidden size, and inner width of each rank."""
 FUSED = TensorOverlap(all_gather=True, reduce_scatter=True, reduce_scatter_dgrad=True)
-
-
-@pytest.fixture(scope="module")
-def one_gpu() -> Iterator[WorkerPools]:
-    fork_server()
-    with WorkerPools(collective_timeout=120) as made:
-        yield made
 
 
 def connected(groups: ParallelGroups) -> tuple[ParallelGroups, SymmetricMemory]:
@@ -141,15 +133,7 @@ def replay_and_compare(groups: ParallelGroups) -> dict[str, Any]:
 
     for layer in (column, row):
         layer.weight.requires_grad_(False)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph, _ = capture(step, times=1)
     captured_grad = x.grad
     same = []
     for number in range(3):
@@ -215,15 +199,13 @@ def both_layers(groups: ParallelGroups, overlap: TensorOverlap) -> dict[str, Any
         # Detached: a living autograd node of another stream would prevent the capture.
         return [y.detach(), x.grad, *(weight.main_grad for weight in weights)]
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        eager = [tensor.clone() for tensor in step()]
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        captured = step()
+    eager: list[Tensor] = []
+    graph, captured = capture(
+        step,
+        lambda: eager.extend(tensor.clone() for tensor in step()),
+        times=1,
+        capture_error_mode="thread_local",
+    )
     graph.replay()
     torch.cuda.synchronize()
     replayed = [tensor.clone() for tensor in captured]

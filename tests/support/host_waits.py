@@ -56,6 +56,11 @@ def waiting(step: TrainStep, steps: Sequence[list[MicroBatch]], lr: float = 1e-4
     return {"values": values, "finite": bool(np.isfinite(values).all()), **seen}
 
 
+def assert_no_wait(found: dict[str, Any]) -> None:
+    """Check that the steps of `waiting` have finite metrics and never wait for the device."""
+    assert found["finite"] and found["waits"] == [] and found["pageable"] == [], found
+
+
 def watched(
     run: Callable[[], object], end: Callable[[], object] = torch.cuda.synchronize
 ) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def modules(read) -> Modules:
 
 
 def test_files_that_are_named_exist(read) -> None:
-    folders = ("megatron_packed", "docs", "tests", "benchmarks", "examples", "te_patches")
+    folders = ("megatron_packed", "docs", "tests", "benchmarks", "examples", "te_patches", "tools")
     there = {f"/{path.name}" for path in ROOT.iterdir()}
     there |= {
         f"/{path.relative_to(ROOT)}" for folder in folders for path in (ROOT / folder).rglob("*")

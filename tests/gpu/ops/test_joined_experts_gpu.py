@@ -11,7 +11,7 @@ from megatron_packed.layers.moe.experts import GroupedExperts
 from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.ops.grouped_mlp.api import JOINED, grouped_mlp
 from support.gpu_memory_modes import requested_bytes
-from support.op_packs import no_sync, replayed
+from support.op_packs import assert_repeats, assert_replays, no_sync, norm_error
 
 pytestmark = [
     pytest.mark.gpu,
@@ -70,10 +70,6 @@ def exact(given):
     return run(wide | {"offsets": given["offsets"]}, "reference")
 
 
-def error(got, want):
-    return ((got.double() - want).norm() / want.norm()).item()
-
-
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
 @pytest.mark.parametrize("size", SIZES)
@@ -107,16 +103,13 @@ def test_micro_batches_are_summed_in_float32():
         y.backward(given["dy"])
     for name, weight in weights.items():
         want = sum(each[name].double() - 1 for each in singly)
-        assert error(weight.main_grad, want) < 1e-5 and weight.grad is None
+        assert norm_error(weight.main_grad, want) < 1e-5 and weight.grad is None
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_every_run_gives_the_same_bits(accumulate):
     given = values(SIZES[0], ENDS["unused experts and rows"])
-    first = run(given, accumulate=accumulate)
-    for _ in range(5):
-        again = run(given, accumulate=accumulate)
-        assert {name for name in first if not torch.equal(first[name], again[name])} == set()
+    assert_repeats(partial(run, given, accumulate=accumulate))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -143,11 +136,7 @@ def test_a_row_keeps_its_bits_wherever_it_and_other_rows_are(size):
 def test_replay_with_other_routings_equals_eager(accumulate):
     static = values(SIZES[1], ENDS["full"])
     changes = [values(SIZES[1], ends, seed) for seed, ends in enumerate(ENDS.values(), start=1)]
-    outcomes = replayed(partial(run, accumulate=accumulate), static, changes)
-    for outcome in outcomes:
-        assert {
-            name for name, (got, want) in outcome.items() if not torch.equal(got, want)
-        } == set()
+    assert_replays(partial(run, accumulate=accumulate), static, changes)
 
 
 def test_a_pack_without_slots():

@@ -1,6 +1,6 @@
 """A checkpoint that megatron-core 0.19.2 wrote with TP 2: its logits, and its next losses.
 
-``tests/soak/megatron_fixture.py`` writes the files of this test.
+``tools/megatron_fixture.py`` writes the files of this test.
 """
 
 import json

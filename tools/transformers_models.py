@@ -13,12 +13,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import _paths  # noqa: F401  helpers of the tests
 import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
+import common  # noqa: F401  paths of helpers
 from megatron_packed.models.convert.import_huggingface import open_model
 from megatron_packed.models.hybrid_model import HybridModel
 from support import hybrid_cases as cases

@@ -1,6 +1,6 @@
 """Process that runs the ``pretrain_hybrid.py`` of one checkout, once for each line of its input.
 
-    PYTHONPATH=CHECKOUT python tests/soak/run_server.py CHECKOUT [module to preload ...]
+    PYTHONPATH=CHECKOUT python tools/run_server.py CHECKOUT [module to preload ...]
 
 It imports nothing from the checkout that contains this file, because the checkout in its argument
 may be older and use other names. An input line is ``{"folder": ..., "arguments": [...],

@@ -1,7 +1,7 @@
 """Compare multi-token prediction and latent experts with megatron-core: losses and every gradient.
 
 megatron-core runs one document at a time on the CPU, with stand-ins for kernels that need a GPU.
-See ``_megatron_core.py``. Its weights, and its gradients in the place of weights, are converted
+See ``common/megatron_core.py``. Its weights, and its gradients in the place of weights, are converted
 like a checkpoint. This project runs all documents in one pack.
 """
 
@@ -17,14 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import _paths  # noqa: F401  helpers of the tests
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from _megatron_core import ARGS, ROWS, OnCpu, layer_specs, stand_ins, their_config
 from torch import Tensor, nn
 
+from common.megatron_core import ARGS, ROWS, OnCpu, layer_specs, stand_ins, their_config
 from megatron_packed.checkpoint.manifest import read_manifest
 from megatron_packed.checkpoint.read_tensors import read_tensor
 from megatron_packed.config.sections.model import ModelConfig

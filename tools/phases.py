@@ -9,8 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import _paths  # noqa: F401  helpers of the tests
-
+import common  # noqa: F401  paths of helpers
 from support.phases import phase_options
 from support.runs import assert_same_state, in_folder, run, start, steps
 

@@ -12,12 +12,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import _megatron_core as core
 import torch
-from _megatron_training import documents_of
+
+import common.megatron_core as core
+from common import TESTS
+from common.megatron_training import documents_of
 from megatron_checkpoints import TOKENS, on_rank, spawn
 
-TARGET = Path(__file__).parents[1] / "unit" / "models" / "convert" / "megatron_core"
+TARGET = TESTS / "unit" / "models" / "convert" / "megatron_core"
 PATTERN = "MG*E-"
 SMALL: dict[str, Any] = {
     "hybrid_layer_pattern": PATTERN,

@@ -10,8 +10,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-import _paths  # noqa: F401  helpers of the tests
-
+import common  # noqa: F401  paths of helpers
 from megatron_packed.checkpoint.save_sites import SAVE_SITES
 from support.faults import kill_in_save
 from support.runs import (

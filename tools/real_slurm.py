@@ -1,7 +1,7 @@
 """Run the SLURM templates on a real SLURM: controller and two nodes on this machine.
 
     apt-get install -y slurm-wlm munge
-    python tests/soak/real_slurm.py
+    python tools/real_slurm.py
 
 It needs root and about five minutes on two cores. Each case runs with and without scontrol in the step,
 and prints a line. The exit code is 1 if a case fails and 77 if a package of SLURM is missing. All daemons
@@ -26,7 +26,8 @@ from pathlib import Path
 
 import psutil
 
-REPOSITORY = Path(__file__).parents[2]
+from common import REPOSITORY
+
 TEMPLATE = "examples/slurm/pretrain.sbatch"
 COMMANDS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol", "squeue")
 SKIPPED = 77

@@ -26,14 +26,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
-import _paths  # noqa: F401  helpers of the tests
 import torch
-from _kernel_errors import compare, parts_of
-from _random_models import Case, draw_case
-from _rounded_attention import rounded_attention
-from _worker_processes import run_in_processes
 from torch import Tensor, nn
 
+from common.kernel_errors import compare, parts_of
+from common.random_models import Case, draw_case
+from common.rounded_attention import rounded_attention
+from common.worker_processes import run_in_processes
 from megatron_packed.config.environment_variables import apply_environment
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.sections.model import ModelConfig

@@ -25,11 +25,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import _paths  # noqa: F401  helpers of the tests
-from _hostile_payloads import READERS, Payload, payloads
-from _hostile_text import SECRET_NAME, Canary, archive, pickles
-from _sound_files import copy_files, make_sound_files
-
+from common.hostile_payloads import READERS, Payload, payloads
+from common.hostile_text import SECRET_NAME, Canary, archive, pickles
+from common.sound_files import copy_files, make_sound_files
 from support.quick_python import quick_python
 
 SECONDS = 60.0

@@ -1,6 +1,6 @@
 """Train models with megatron-core, convert their checkpoints, and continue their runs.
 
-It runs on the CPU, so kernels that need a GPU have stand-ins. See ``_megatron_core.py``.
+It runs on the CPU, so kernels that need a GPU have stand-ins. See ``common/megatron_core.py``.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import _paths  # noqa: F401  helpers of the tests
 import numpy as np
 import torch
 import torch.distributed as dist
-from _megatron_core import (
+from torch import Tensor
+
+from common.megatron_core import (
     ARGS,
     DOCUMENTS,
     GPT_ARGS,
@@ -30,9 +31,7 @@ from _megatron_core import (
     stand_ins,
     their_model,
 )
-from _megatron_training import Trainer, documents_of, logits
-from torch import Tensor
-
+from common.megatron_training import Trainer, documents_of, logits
 from megatron_packed.checkpoint.manifest import read_manifest
 from megatron_packed.checkpoint.read_tensors import read_tensor
 from megatron_packed.models.convert.import_huggingface import Imported

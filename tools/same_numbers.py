@@ -1,7 +1,7 @@
 """Compare the numbers of training runs of this checkout with those of another, bit for bit.
 
     git worktree add ../before COMMIT
-    python tests/soak/same_numbers.py ../before [--device cuda] [--cases NAME ...] [--out FILE]
+    python tools/same_numbers.py ../before [--device cuda] [--cases NAME ...] [--out FILE]
 
 Each case is a short run. Both checkouts train its first half, each with its own package and script.
 Then each continues from the checkpoint of the other checkout. The script compares all numbers of
@@ -29,15 +29,15 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
-import _paths  # noqa: F401  helpers of the tests and the benchmarks
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+import common
 import harness
 from support.runs import TINY_MODEL, TINY_RUN, command_line, steps, write_conversations
 
-HERE = Path(__file__).resolve().parents[2]
+REPOSITORY = common.REPOSITORY
 HALF, LAST = 3, 6
 """Iterations of the first half, and of the complete run."""
 OF_ONE_RUN = ("run_id", "save_id", "header_checksum", "sha256")
@@ -371,7 +371,7 @@ def compare(
     write_data(folder / "data")
     most = torch.cuda.device_count() if device == "cuda" else sys.maxsize
     free: Queue[tuple[Checkout, Checkout]] = Queue()
-    pairs = [(Checkout(HERE), Checkout(other)) for _ in range(jobs)]
+    pairs = [(Checkout(REPOSITORY), Checkout(other)) for _ in range(jobs)]
     for pair in pairs:
         free.put(pair)
 
@@ -423,7 +423,7 @@ def main() -> int:
         other, device = arguments.other.resolve(), arguments.device
         results = compare(other, device, arguments.cases, folder, arguments.jobs)
     if arguments.out:
-        here, before = arguments.commits or (commit_of(HERE), commit_of(other))
+        here, before = arguments.commits or (commit_of(REPOSITORY), commit_of(other))
         document = {"commits": {"here": here, "other": before}, "differences": results}
         harness.save(arguments.out.stem, document, folder=arguments.out.parent)
     ran = [found for found in results.values() if found is not None]

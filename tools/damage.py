@@ -14,15 +14,14 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import _paths
-
+import common
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.load import load_checkpoint
 from megatron_packed.checkpoint.tensor_shard import whole_tensors
 
 PREVIOUS, NEWEST = 10, 20
 _spec = importlib.util.spec_from_file_location(
-    "checkpoint_tools", _paths.TESTS / "unit" / "checkpoint" / "conftest.py"
+    "checkpoint_tools", common.TESTS / "unit" / "checkpoint" / "conftest.py"
 )
 tools = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(tools)

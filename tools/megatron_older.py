@@ -14,14 +14,13 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import _paths  # noqa: F401  helpers of the tests
-import megatron_checkpoints as newer
 import numpy as np
 import torch
 import torch.distributed as dist
-from _megatron_core import GPT_ARGS, OnCpu, Tracker, calls_of_cuda, their_model
-from _megatron_training import Trainer, documents_of
 
+import megatron_checkpoints as newer
+from common.megatron_core import GPT_ARGS, OnCpu, Tracker, calls_of_cuda, their_model
+from common.megatron_training import Trainer, documents_of
 from megatron_packed.models.convert.megatron.import_megatron import from_megatron
 
 SHARDING = "fully_sharded_model_space"

@@ -1,4 +1,4 @@
-"""A few cases of each long check; README.md lists commands for more cases."""
+"""A few cases of each long check; `tools/README.md` lists commands for more cases."""
 
 import json
 import random
@@ -139,8 +139,7 @@ def test_random_layouts(monkeypatch):
 
 
 def test_rounded_attention_is_the_reference_without_rounding(monkeypatch):
-    import _rounded_attention
-
+    from common import rounded_attention
     from megatron_packed.ops.varlen_attention import reference
 
     def attend(queries_per_key):
@@ -155,9 +154,9 @@ def test_rounded_attention_is_the_reference_without_rounding(monkeypatch):
         return [out, *torch.autograd.grad((out * weights).sum(), inputs)]
 
     exact = [attend(number) for number in (1, 3)]
-    with _rounded_attention.rounded_attention():
+    with rounded_attention.rounded_attention():
         rounded = [attend(number) for number in (1, 3)]
-        monkeypatch.setattr(_rounded_attention, "rounded", lambda x: x)
+        monkeypatch.setattr(rounded_attention, "rounded", lambda x: x)
         torch.testing.assert_close([attend(number) for number in (1, 3)], exact)
     errors = [
         float((x - y).detach().norm() / y.detach().norm())
@@ -169,7 +168,7 @@ def test_rounded_attention_is_the_reference_without_rounding(monkeypatch):
 
 
 def test_the_largest_error_of_several_draws_counts():
-    from _kernel_errors import FACTOR, FLOOR, compare
+    from common.kernel_errors import FACTOR, FLOOR, compare
 
     exact = {"loss": torch.full((1, 40), 2.0)}
     near, far = ({"loss": exact["loss"] * (1 + error)} for error in (0.01, 0.1))
@@ -197,8 +196,7 @@ def faint_leak(attend, *tensors, **options):
 )
 def test_random_models_detect_a_fault_of_a_kernel(fault, words, monkeypatch):
     import random_models_gpu
-    from _random_models import draw_case
-
+    from common.random_models import draw_case
     from megatron_packed.layers import attention
 
     def attend(*tensors, **options):
@@ -220,11 +218,12 @@ def test_random_models_detect_a_fault_of_a_kernel(fault, words, monkeypatch):
 
 def test_numbers_of_two_checkouts(tmp_path: Path) -> None:
     """A checkout equals itself, and another loss or another weight is detected."""
-    import same_numbers
     from safetensors.torch import load_file, save_file
 
+    import same_numbers
+
     name = "one process"
-    found = same_numbers.compare(same_numbers.HERE, "cpu", [name], tmp_path / "runs", 1)
+    found = same_numbers.compare(same_numbers.REPOSITORY, "cpu", [name], tmp_path / "runs", 1)
     assert found == {name: []}
     here, other = (tmp_path / "runs" / "one_process" / side for side in ("here", "other"))
     [line] = [x for x in (here / "log.jsonl").read_text().splitlines() if '"iteration": 5' in x]

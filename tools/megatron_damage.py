@@ -7,8 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-import _paths  # noqa: F401  helpers of the tests
-
+import common  # noqa: F401  paths of helpers
 from support.damaged_megatron import damaged_copies, one_reader
 
 

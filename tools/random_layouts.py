@@ -14,11 +14,10 @@ import sys
 import tempfile
 from typing import NamedTuple
 
-import _paths  # noqa: F401  helpers of the tests
 import torch
-from _layout_cases import STEPS, Found, LayoutCase, draw_case, draw_other_layout, train
 from torch import Tensor
 
+from common.layout_cases import STEPS, Found, LayoutCase, draw_case, draw_other_layout, train
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.rng import seed_all

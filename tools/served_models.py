@@ -12,9 +12,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import _paths  # noqa: F401  helpers of the tests
 import transformers
 
+import common  # noqa: F401  paths of helpers
 from support.served_models import MODELS, TEMPLATES, check
 
 NEAR_TIE = 2.0**-6

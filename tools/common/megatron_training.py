@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from _megatron_core import DOCUMENTS, LENGTH, ROWS
 from torch import Tensor, nn
+
+from common.megatron_core import DOCUMENTS, LENGTH, ROWS
 
 RATE, LOWEST, WARMUP, DECAY = 1e-2, 1e-3, 4, 40
 """Learning rates, and lengths of the schedule in samples."""

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from _hostile_text import (
+from common.hostile_text import (
     BOMBS,
     DEEP,
     ESCAPE,
@@ -25,8 +25,7 @@ from _hostile_text import (
     safetensors_file,
     templates,
 )
-from _sound_files import MODEL, TOKENIZER
-
+from common.sound_files import MODEL, TOKENIZER
 from support import damaged_megatron
 
 Make = Callable[[Path, Canary], object]

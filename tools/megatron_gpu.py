@@ -18,17 +18,16 @@ from typing import Any
 
 os.environ.update(NVIDIA_TF32_OVERRIDE="0", TRITON_F32_DEFAULT="ieee")  # no TF32 on either side
 
-import _megatron_core as core
-import _megatron_training as training
-import _paths  # noqa: F401  helpers of the tests
-import megatron_checkpoints as newer
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from _megatron_core import ARGS, GPT_ARGS, LENGTH, ROWS
 from torch import Tensor, nn
 
+import common.megatron_core as core
+import common.megatron_training as training
+import megatron_checkpoints as newer
+from common.megatron_core import ARGS, GPT_ARGS, LENGTH, ROWS
 from megatron_packed.models.convert.import_huggingface import Imported
 from megatron_packed.models.convert.megatron.import_megatron import from_megatron
 from megatron_packed.models.hybrid_model import HybridModel

@@ -19,10 +19,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import _paths  # noqa: F401  helpers of the tests
 import torch
 import transformers
 
+import common  # noqa: F401  paths of helpers
 from support import foreign_conversion as foreign
 from support.altered_models import alter, old_form
 from support.huggingface_models import FAMILIES
