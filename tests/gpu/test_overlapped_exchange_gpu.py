@@ -80,7 +80,7 @@ def compare(groups: ParallelGroups, impl: str, backend: str = NCCL) -> dict[str,
     equal, apart = [], []
     with captured(config, groups) as (job, graphs):
         exchange = job.model.cp.exchange
-        assert groups.cp_size == 1 or (exchange.memory is not None) == (backend != NCCL)
+        assert groups.cp.size == 1 or (exchange.memory is not None) == (backend != NCCL)
         for micro_batches in steps:
             plain, wanted, found = (
                 one.step(micro_batches, 1e-3).clone() for one in (whole, eager, job)
