@@ -67,7 +67,6 @@ _ALSO_DETERMINISTIC: dict[str, frozenset[str]] = {
 
 
 def environment(training: TrainingConfig) -> dict[str, str]:
-    """Return the environment variables of a run."""
     mode = DETERMINISTIC if training.deterministic_mode else FASTEST
     return ALWAYS | assembler_variables() | mode
 

@@ -84,7 +84,6 @@ class ConversationOptions:
         return None if given is None else json.dumps(given, sort_keys=True)
 
     def chat_format(self, tokenizer: Tokenizer) -> ChatFormat:
-        """Build the chat format of the options."""
         template = None if self.chat_template is None else os.fspath(self.chat_template)
         return chat_format(
             tokenizer,

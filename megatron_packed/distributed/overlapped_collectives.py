@@ -199,7 +199,6 @@ class OverlappedGather:
             )
 
     def start(self) -> None:
-        """Start the all-gather of all parameters."""
         # Start the buckets in the order of their first use. The first layer of the next step then
         # waits only for the first bucket.
         for number in self._order:

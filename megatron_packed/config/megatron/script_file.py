@@ -226,7 +226,6 @@ class _Script:
         self.lines: list[MegatronLine] = []
 
     def read(self, line: int, words: list[_Word]) -> None:
-        """Follow one command."""
         declares = words[0].head in DECLARATIONS
         if words[0].head in CONTROL:
             shown = printable(words[0].head, 40)

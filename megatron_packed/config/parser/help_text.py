@@ -201,7 +201,6 @@ def _explanation(described: Field, value: str, brief: bool) -> str:
 
 
 def default_text(described: Field) -> str:
-    """Return the default as text."""
     default = described.default
     if described.required:
         return "required"

@@ -222,12 +222,10 @@ class FileOptions(Section, group="files"):
 
     @property
     def valid_blend(self) -> BlendedPaths:
-        """Return the data given for validation."""
         return BlendedPaths.of(self.named.valid)
 
     @property
     def test_blend(self) -> BlendedPaths:
-        """Return the data given for the test."""
         return BlendedPaths.of(self.named.test)
 
     @property
@@ -285,7 +283,6 @@ class FileOptions(Section, group="files"):
         return bool(self.named.test) or bool(self.shares[2])
 
     def file_rules(self, sound: Sound) -> Iterator[Problem]:
-        """Yield problems of the files and of their division."""
         if sound(*_NAMES_TRAINING):
             yield from self._source_rules()
         for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
