@@ -154,7 +154,6 @@ def holds_only_weights(metadata: Mapping[str, Any]) -> bool:
 
 
 def progress_of(metadata: Mapping[str, Any]) -> RunProgress:
-    """Return the progress of the run that saved this metadata."""
     saved = metadata["progress"]
     # Older checkpoints do not count packs; all steps of their runs had the same number of packs.
     return RunProgress(

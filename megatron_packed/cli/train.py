@@ -216,7 +216,6 @@ def _nodes(text: str) -> tuple[int, int]:
 
 
 def _processes(text: str | None, flags: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Return the number of processes on this machine."""
     if text not in (None, "gpu", "cpu", "auto"):
         if not str(text).isdecimal() or int(text) < 1:
             raise UsageError(f"--nproc-per-node {text}: give a number from 1, gpu, cpu or auto.")
@@ -292,7 +291,6 @@ def _backend(arguments: argparse.Namespace) -> str | None:
 
 
 def _node_rank(text: str | None, step: SlurmStep | None, nodes: int) -> int | None:
-    """Return the number of this machine."""
     if text is None and step is not None:
         return step.node_rank
     try:
@@ -314,7 +312,6 @@ def _node_rank(text: str | None, step: SlurmStep | None, nodes: int) -> int | No
 
 
 def _first_machine(arguments: argparse.Namespace, step: SlurmStep | None, checks: _Checks) -> str:
-    """Return HOST:PORT of the first machine."""
     host = arguments.master_addr or (None if step is None else step.first_host)
     if host is None:
         raise UsageError("--master-addr is missing: give the address of the first machine.")

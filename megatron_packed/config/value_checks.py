@@ -104,7 +104,6 @@ def _check_one(field: Field, value: Any) -> tuple[Any, Problem | None]:
 
 
 def within(limits: Option, value: float) -> bool:
-    """Return whether a number is within the bounds of an option."""
     return not (
         (limits.minimum is not None and value < limits.minimum)
         or (limits.above is not None and value <= limits.above)

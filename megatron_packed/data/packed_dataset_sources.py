@@ -89,7 +89,6 @@ class ConversationOptions:
         return None if variables is None else json.dumps(variables, sort_keys=True)
 
     def chat_format(self, tokenizer: Tokenizer) -> ChatFormat:
-        """Build the chat format of the options."""
         template = None if self.chat_template is None else os.fspath(self.chat_template)
         return chat_format(
             tokenizer,

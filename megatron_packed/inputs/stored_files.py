@@ -218,5 +218,4 @@ def with_tokenizer(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
 
 
 def _is_file(chat_template: str | None) -> bool:
-    """Return whether a value of ``--chat-template`` names a file."""
     return chat_template is not None and chat_template not in CHAT_TEMPLATES

@@ -251,7 +251,6 @@ class RunState:
         return None if self._background is None else self._background.take(wait=wait)
 
     def _owned_shards(self, options: CheckpointConfig) -> list[TensorShard]:
-        """Return the shards that this rank writes."""
         groups = self.groups
         self.optimizer.buffers.wait_params()
         saved = held_state(self.model, self.optimizer if options.save_optim else None)

@@ -9,7 +9,6 @@ from megatron_packed.config.exit_codes import ExitCode
 
 
 def after_every_step() -> bool:
-    """Return True: the action is always due."""
     return True
 
 

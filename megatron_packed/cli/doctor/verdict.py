@@ -12,7 +12,6 @@ _REQUIRED = {package.name for package in PACKAGES if package.required}
 
 
 def problems_of(sections: Sections) -> list[Finding]:
-    """Return the findings that count as problems."""
     return [one for section in sections.values() for one in section if one.state.problem]
 
 

@@ -156,7 +156,6 @@ class MemoryConfig(Section, title="memory"):
 
     @property
     def recomputes_layers(self) -> bool:
-        """Return whether whole layers are recomputed."""
         return self.recompute_granularity == FULL
 
     @property

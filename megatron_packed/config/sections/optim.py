@@ -242,7 +242,6 @@ class OptimizerConfig(Section, title="optim"):
 
     @property
     def weight_decay_changes(self) -> bool:
-        """Return whether the weight decay depends on the step."""
         return self.weight_decay_incr_style != "constant"
 
     def rules(self, sound: Sound) -> Iterator[Problem]:

@@ -115,7 +115,6 @@ def texts_of_line(line: RawLine, keys: Sequence[str], fields: DataFields | None)
 
 
 def _text(value: dict[str, Any], key: str) -> str:
-    """Return the text of a key of a document."""
     if key not in value:
         raise BadLine("missing_key", printable(key, 40))
     text = value[key]

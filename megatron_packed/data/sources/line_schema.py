@@ -126,7 +126,6 @@ class _Parsed(NamedTuple):
 
 
 def schema_name(sample: LineSample) -> str:
-    """Return the name of the schema of a sample, for reports."""
     if isinstance(sample, Conversation):
         return sample.schema
     if isinstance(sample, PromptCompletion):

@@ -97,7 +97,6 @@ def unify_masks(where: str, message: JsonObject, listed: tuple[str, Any] = ("", 
 
 
 def _learned(place: str, name: str, value: Any) -> bool:
-    """Return True if a mask learns its message."""
     is_number = isinstance(value, int | float) and name != TRAIN and value in (0, 1)
     if not isinstance(value, bool) and not is_number:
         raise BadLine("bad_train_flag", f"{place} is {printable(json.dumps(value), 40)}")

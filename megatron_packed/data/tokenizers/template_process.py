@@ -133,7 +133,6 @@ class TemplateProcess:
         return documents, Counter({(kind, name): count for kind, name, count in answer["notes"]})
 
     def close(self) -> None:
-        """End the child."""
         self.process.close()
 
     def __enter__(self) -> TemplateProcess:

@@ -2,7 +2,9 @@
 
 [Note: bounds of expert buffers]
 Only the device knows how many rows the experts of a rank need. A CUDA graph needs buffers of a fixed
-size, so the sizes are bounds that the host chooses before a capture:
+size, so the sizes are bounds that the host chooses before a capture. On two H200, steps with whole
+layers in graphs run 2.44 times as fast as eager ones with packs of 4,096 tokens, and 1.25 times with
+8,192 (`alltoall`, 2026-11-28). The bounds:
 
 * rows of a rank: all rows that the experts of one rank process.
 * rows of a peer (`alltoall`): the rows that one rank sends to the experts of one other rank.

@@ -198,7 +198,6 @@ class MoE(nn.Module):
         return projection
 
     def _build_shared_expert(self, inner_size: int, build: Build) -> None:
-        """Build the shared expert and its gate."""
         # Experts that are split by inner channels share one `enter` and `leave` with the shared
         # expert, so the shared expert then has no group of its own.
         tp = self.tp if self.ep.splits_tokens else self.tp.inside()

@@ -196,7 +196,6 @@ def obstacles(family: Family, model: ModelConfig) -> list[str]:
 
 
 def _depth_obstacles(family: Family, model: ModelConfig) -> Iterator[str]:
-    """Yield the obstacles of multi-token prediction."""
     if family.depths is None:
         yield f"{model.flag('mtp_num_layers')} {model.mtp_depths} (the family has none)"
     else:

@@ -88,7 +88,6 @@ class LiveMemory(TorchDispatchMode):
         return result
 
     def peak(self, pool: str = "") -> Peak:
-        """Return the peak of a pool."""
         return self._peaks.get(pool, Peak(where="", amounts={}))
 
     def amounts(self, pool: str = "") -> Counter[Purpose]:

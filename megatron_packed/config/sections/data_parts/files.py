@@ -220,12 +220,10 @@ class FileOptions(Section, group="files"):
 
     @property
     def valid_blend(self) -> BlendedPaths:
-        """Return the data given for validation."""
         return BlendedPaths.from_arguments(self.named.valid)
 
     @property
     def test_blend(self) -> BlendedPaths:
-        """Return the data given for the test."""
         return BlendedPaths.from_arguments(self.named.test)
 
     @property
@@ -283,7 +281,6 @@ class FileOptions(Section, group="files"):
         return bool(self.named.test) or bool(self.shares[2])
 
     def file_rules(self, sound: Sound) -> Iterator[Problem]:
-        """Yield problems of the files and of their division."""
         if sound(*_NAMES_TRAINING):
             yield from self._source_rules()
         for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
