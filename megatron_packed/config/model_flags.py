@@ -7,9 +7,9 @@ from typing import cast
 
 from megatron_packed.config.options import Field
 from megatron_packed.config.run import RunConfig
-from megatron_packed.config.section import section_fields, unchecked
+from megatron_packed.config.section import section_fields, value_when_not_given
 from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.config.serialise import as_flag, section_to_dict
+from megatron_packed.config.serialise import as_flag
 
 
 def model_flags(model: ModelConfig) -> list[str]:
@@ -21,17 +21,14 @@ def model_flags(model: ModelConfig) -> list[str]:
     Example:
         ``["--hybrid-layer-pattern '*-*-'", "--hidden-size 64", ...]``
     """
-    values = section_to_dict(model)
     flags = []
     for field in section_fields(ModelConfig):
-        value = values[field.name]
-        if value is None or value == field.default:
-            continue
-        if field.option.derived and not _has_effect(field, model):
-            without = unchecked(ModelConfig, {**values, field.name: None})
-            if value == without.derive(lambda *names: True).get(field.name):
-                continue
-        flags.append(as_flag(field, value))
+        value = getattr(model, field.name)
+        idle = field.option.derived and not _has_effect(field, model)
+        if value not in (None, field.default) and not (
+            idle and value == value_when_not_given(model, field)
+        ):
+            flags.append(as_flag(field, value))
     return flags
 
 

@@ -188,7 +188,7 @@ def _explanation(field: Field, value: str, brief: bool) -> str:
     elif option.unit:
         notes.append(option.unit)
     if option.negated:
-        notes.append(f"undone by {next(name for name, sets in field.switches.items() if sets)}")
+        notes.append(f"undone by {field.flag_for(True)}")
     if not brief:
         notes += [f"also --{name}" for name in option.aliases]
         notes += [
