@@ -57,10 +57,8 @@ FULL_RECOMPUTATION = option_given("memory.recompute_granularity", FULL)
 OFFLOADS = Condition("nothing is offloaded", lambda run, processes: run.memory.offloads)
 
 
-class MemoryConfig(Section, title="memory"):
-    """Options of the activations between the forward and the backward pass: recompute or offload
-    them.
-    """
+class RecomputeOptions(Section):
+    """Options of the recomputation in the backward pass."""
 
     recompute_granularity: str | None = option(
         None,
@@ -100,11 +98,16 @@ class MemoryConfig(Section, title="memory"):
         only_if=option_given("memory.recompute_granularity", SELECTIVE),
     )
 
+
+class MemoryConfig(RecomputeOptions, title="memory", group="offload"):
+    """Options of the activations between the forward and the backward pass: recompute or offload
+    them.
+    """
+
     offload_layer_inputs: bool = option(
         False,
         "Offload the inputs of recomputed layers to pinned host memory. An input is copied back "
         "while the following layer runs its backward pass.",
-        group="offload",
         needs=Related(
             "recompute_granularity",
             "only this saves the tensors to offload",
@@ -116,7 +119,6 @@ class MemoryConfig(Section, title="memory"):
         False,
         "Offload the tensors that the modules in --offload-modules save for the backward pass "
         "to pinned host memory.",
-        group="offload",
     )
     offload_modules: tuple[str, ...] = option(
         (),
@@ -125,7 +127,6 @@ class MemoryConfig(Section, title="memory"):
         f"{', '.join(_saving(ACTIVATION))}. The modules {_words(_saving(EVERYTHING))} offload all "
         "tensors saved between the projections.",
         choices=tuple(OFFLOADED_IN),
-        group="offload",
         only_if=option_given("memory.fine_grained_activation_offloading"),
         required_with=Related("fine_grained_activation_offloading"),
     )
@@ -134,7 +135,6 @@ class MemoryConfig(Section, title="memory"):
         "Minimum size of an offloaded tensor; smaller tensors stay on the device.",
         unit="elements",
         minimum=1,
-        group="offload",
         only_if=OFFLOADS,
     )
     offload_buffers: int = option(
@@ -143,7 +143,6 @@ class MemoryConfig(Section, title="memory"):
         "buffer and more are added while memory allows. With 1 buffer no tensor is prefetched.",
         minimum=1,
         maximum=64,
-        group="offload",
         only_if=OFFLOADS,
     )
     offload_headroom_mib: int = option(
@@ -151,7 +150,6 @@ class MemoryConfig(Section, title="memory"):
         "Device memory that must stay free when another buffer is added.",
         unit="MiB",
         minimum=0,
-        group="offload",
         only_if=OFFLOADS,
     )
 
