@@ -6,7 +6,8 @@ import hashlib
 import json
 import shlex
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 from megatron_packed.config.cross_rules import cross_rules
 from megatron_packed.config.errors import ConfigError, Problem
@@ -80,6 +81,32 @@ def as_flag(field: Field, value: Any) -> str:
         return next(spelling for spelling, means in field.switches.items() if means is value)
     arguments = value if isinstance(value, (tuple, list)) else (value,)
     return shlex.join([field.flag, *map(str, arguments)])
+
+
+def model_flags(model: ModelConfig) -> list[str]:
+    """Return the flags that set the options of a model, without derived ones that have no effect.
+
+    A model without Mamba layers has a number of Mamba heads all the same, because the number is
+    derived from the hidden size. Without the flag, it is derived again.
+
+    Example:
+        ``["--hybrid-layer-pattern '*-*-'", "--hidden-size 64", ...]``
+    """
+    flags = []
+    for field in section_fields(ModelConfig):
+        value = getattr(model, field.name)
+        idle = field.option.derived and not _has_effect(field, model)
+        if value not in (None, field.default) and not (
+            idle and value == value_when_not_given(model, field)
+        ):
+            flags.append(as_flag(field, value))
+    return flags
+
+
+def _has_effect(field: Field, model: ModelConfig) -> bool:
+    """Return whether an option whose conditions depend on the model alone has an effect."""
+    run = cast(RunConfig, SimpleNamespace(model=model))
+    return all(condition.holds(run, 1) for condition in field.option.conditions)
 
 
 def from_dict(data: Mapping[str, Any]) -> RunConfig:

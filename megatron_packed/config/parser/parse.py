@@ -25,8 +25,7 @@ from megatron_packed.config.launch_checks import (
     package_problems,
 )
 from megatron_packed.config.layer_pattern import STAGE
-from megatron_packed.config.megatron.accepted import ACCEPTED
-from megatron_packed.config.megatron.flags import ALWAYS, TAKEN
+from megatron_packed.config.megatron.flags import ACCEPTED, ALWAYS, TAKEN
 from megatron_packed.config.options import Field
 from megatron_packed.config.parser.launcher import tell_launcher, wait_for_rank_0
 from megatron_packed.config.parser.precedence import GivenOptions, gather

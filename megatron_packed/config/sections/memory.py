@@ -8,7 +8,7 @@ from megatron_packed.config.conditions import Condition, option_given
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.kinds import KINDS
 from megatron_packed.config.kinds.attention import CORE_ATTENTION
-from megatron_packed.config.kinds.layer_kind import ACTIVATION, EVERYTHING, INPUT
+from megatron_packed.config.kinds.layer_kind import ACTIVATION, EVERYTHING, INPUT, LAYER_NORM
 from megatron_packed.config.options import Related, option
 from megatron_packed.config.section import Section, Sound
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
@@ -18,7 +18,6 @@ FULL, SELECTIVE = "full", "selective"
 UNIFORM, BLOCK = "uniform", "block"
 GRANULARITY, METHOD = "--recompute-granularity", "--recompute-method"
 NUM_LAYERS, MODULES = "--recompute-num-layers", "--recompute-modules"
-LAYER_NORM = "layernorm"
 MIXERS = {kind.mixer_module: symbol for symbol, kind in KINDS.items() if kind.mixer_module}
 RECOMPUTED_IN = {name: symbol for symbol, kind in KINDS.items() for name in kind.recompute_modules}
 """Layers (symbols of the pattern) that contain each module of --recompute-modules. A norm is part
@@ -183,6 +182,11 @@ class MemoryConfig(RecomputeOptions, title="memory", group="offload"):
     def offloads(self) -> bool:
         """Return whether any tensor is offloaded to host memory."""
         return self.offload_layer_inputs or self.fine_grained_activation_offloading
+
+    @property
+    def offload_flag(self) -> str:
+        """Flag that requests the offload."""
+        return LAYER_INPUTS if self.offload_layer_inputs else FINE_GRAINED
 
     @property
     def offloaded_modules(self) -> tuple[str, ...]:

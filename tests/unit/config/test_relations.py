@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 
 from megatron_packed.config.errors import ConfigError
@@ -13,7 +11,6 @@ from megatron_packed.config.section import Section
 from megatron_packed.config.sections.optim import OptimizerConfig
 
 
-@dataclass(frozen=True, kw_only=True)
 class Sample(Section, title="sample"):
     """Options with each relation."""
 

@@ -5,11 +5,6 @@ from typing import TYPE_CHECKING
 from megatron_packed.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from megatron_packed.config.sections.model_parts.multipliers import (
-        MultiplierOptions as MultiplierOptions,
-    )
     from megatron_packed.config.sections.model_parts.stack import StackOptions as StackOptions
 else:
-    __all__, __getattr__, __dir__ = lazy_exports(
-        __name__, {"multipliers": ["MultiplierOptions"], "stack": ["StackOptions"]}
-    )
+    __all__, __getattr__, __dir__ = lazy_exports(__name__, {"stack": ["StackOptions"]})
