@@ -17,7 +17,6 @@ from megatron_packed.config.sections.offload_rules import offload_rules
 from megatron_packed.config.sections.optim import SAMPLE_UNITS, OptimizerConfig
 from megatron_packed.config.sections.parallel import parallel_rules
 from megatron_packed.config.sections.profiling import profiling_rules
-from megatron_packed.config.sections.shared_expert_rules import shared_expert_rules
 from megatron_packed.config.value_checks import INT32_MAX
 
 if TYPE_CHECKING:
@@ -47,7 +46,6 @@ def cross_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
     yield from profiling_rules(run.profiling, run.training, sound)
     yield from recompute_rules(run.memory, model, graphs, sound)
     yield from offload_rules(run.memory, model, graphs, sound)
-    yield from shared_expert_rules(run.memory, model, run.parallel, sound)
 
 
 def _padding_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:

@@ -241,6 +241,11 @@ class Field:
         spelled.setdefault("--no-" + plain, False)
         return spelled
 
+    def flag_for(self, value: object) -> str:
+        """Return the flag that sets a value: ``--no-load-optim`` for a switch that is off."""
+        switches = self.switches if self.kind.base is bool else {}
+        return next((flag for flag, sets in switches.items() if sets is value), self.flag)
+
     @property
     def spellings(self) -> tuple[str, ...]:
         if self.kind.base is bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain
@@ -12,7 +12,7 @@ from typing import Any
 from megatron_packed.config.cross_rules import cross_rules
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.kinds.experts import MEASURE
-from megatron_packed.config.options import Decided, Field
+from megatron_packed.config.options import Decided, Field, Stored
 from megatron_packed.config.parallel_layout import ParallelLayout
 from megatron_packed.config.section import Section, section_fields
 from megatron_packed.config.sections.checkpoint import CheckpointConfig
@@ -55,6 +55,14 @@ _parse = lazy_function("megatron_packed.config.parser.parse", "parse")
 def every_field() -> tuple[Field, ...]:
     """Return all options in the order of the sections."""
     return tuple(chain.from_iterable(map(section_fields, SECTIONS.values())))
+
+
+def stored_values(stored: Stored) -> Iterator[tuple[Field, Any]]:
+    """Yield the options that the configuration in a checkpoint contains, with their values."""
+    for each in every_field():
+        section = stored.get(each.section, {})
+        if each.name in section:
+            yield each, section[each.name]
 
 
 def keys_deciding(*subjects: Decided) -> tuple[str, ...]:

@@ -127,6 +127,14 @@ def unchecked(section: type[SectionType], values: Mapping[str, Any]) -> SectionT
     return made
 
 
+def value_when_not_given(section: Section, field: Field) -> Any:
+    """Return the value that an option of a section has when it is not given."""
+    if not field.option.derived:
+        return field.default
+    without = unchecked(type(section), {**vars(section), field.name: None})
+    return without.derive(lambda *names: True).get(field.name)
+
+
 def problems_of(section: Section, unsound: set[str] | None = None) -> list[Problem]:
     """Check one section: types, choices and bounds of each field, then derived values, then the
     section's own rules.

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 Exchanged = Literal["heads", "states", "keys and values", ""]
 """Tensors that context-parallel ranks send to each other for a layer; empty for none."""
 INPUT, ACTIVATION, EVERYTHING = "input", "activation", "everything"
+LAYER_NORM = "layernorm"
+"""Name in ``--recompute-modules`` of the norms of all layers."""
 RESERVED = ("|", "/", "D", "+")
 """Symbols that have another meaning in the pattern, here or in Megatron."""
 

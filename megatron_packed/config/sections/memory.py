@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from megatron_packed.config.conditions import Condition, option_given
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.kinds.attention import CORE_ATTENTION
-from megatron_packed.config.kinds.layer_kind import ACTIVATION, EVERYTHING, INPUT, KINDS
+from megatron_packed.config.kinds.layer_kind import ACTIVATION, EVERYTHING, INPUT, KINDS, LAYER_NORM
 from megatron_packed.config.options import Related, option
 from megatron_packed.config.section import Section, Sound
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
@@ -17,7 +17,6 @@ FULL, SELECTIVE = "full", "selective"
 UNIFORM, BLOCK = "uniform", "block"
 GRANULARITY, METHOD = "--recompute-granularity", "--recompute-method"
 NUM_LAYERS, MODULES = "--recompute-num-layers", "--recompute-modules"
-LAYER_NORM = "layernorm"
 MIXERS = {kind.mixer_module: symbol for symbol, kind in KINDS.items() if kind.mixer_module}
 RECOMPUTED_IN = {name: symbol for symbol, kind in KINDS.items() for name in kind.recompute_modules}
 """Layers (symbols of the pattern) that contain each module of --recompute-modules. A norm is part
@@ -56,10 +55,8 @@ FULL_RECOMPUTATION = option_given("memory.recompute_granularity", FULL)
 OFFLOADS = Condition("nothing is offloaded", lambda run, processes: run.memory.offloads)
 
 
-class MemoryConfig(Section, title="memory"):
-    """Options of the activations between the forward and the backward pass: recompute or offload
-    them.
-    """
+class RecomputeOptions(Section):
+    """Options of the recomputation in the backward pass."""
 
     recompute_granularity: str | None = option(
         None,
@@ -99,11 +96,16 @@ class MemoryConfig(Section, title="memory"):
         only_if=option_given("memory.recompute_granularity", SELECTIVE),
     )
 
+
+class MemoryConfig(RecomputeOptions, title="memory", group="offload"):
+    """Options of the activations between the forward and the backward pass: recompute or offload
+    them.
+    """
+
     offload_layer_inputs: bool = option(
         False,
         "Offload the inputs of recomputed layers to pinned host memory. An input is copied back "
         "while the following layer runs its backward pass.",
-        group="offload",
         needs=Related(
             "recompute_granularity",
             "only this saves the tensors to offload",
@@ -115,7 +117,6 @@ class MemoryConfig(Section, title="memory"):
         False,
         "Offload the tensors that the modules in --offload-modules save for the backward pass "
         "to pinned host memory.",
-        group="offload",
     )
     offload_modules: tuple[str, ...] = option(
         (),
@@ -124,7 +125,6 @@ class MemoryConfig(Section, title="memory"):
         f"{', '.join(_saving(ACTIVATION))}. The modules {_words(_saving(EVERYTHING))} offload all "
         "tensors saved between the projections.",
         choices=tuple(OFFLOADED_IN),
-        group="offload",
         only_if=option_given("memory.fine_grained_activation_offloading"),
         required_with=Related("fine_grained_activation_offloading"),
     )
@@ -133,7 +133,6 @@ class MemoryConfig(Section, title="memory"):
         "Minimum size of an offloaded tensor; smaller tensors stay on the device.",
         unit="elements",
         minimum=1,
-        group="offload",
         only_if=OFFLOADS,
     )
     offload_buffers: int = option(
@@ -142,7 +141,6 @@ class MemoryConfig(Section, title="memory"):
         "buffer and more are added while memory allows. With 1 buffer no tensor is prefetched.",
         minimum=1,
         maximum=64,
-        group="offload",
         only_if=OFFLOADS,
     )
     offload_headroom_mib: int = option(
@@ -150,7 +148,6 @@ class MemoryConfig(Section, title="memory"):
         "Device memory that must stay free when another buffer is added.",
         unit="MiB",
         minimum=0,
-        group="offload",
         only_if=OFFLOADS,
     )
 
@@ -183,6 +180,11 @@ class MemoryConfig(Section, title="memory"):
     def offloads(self) -> bool:
         """Return whether any tensor is offloaded to host memory."""
         return self.offload_layer_inputs or self.fine_grained_activation_offloading
+
+    @property
+    def offload_flag(self) -> str:
+        """Flag that requests the offload."""
+        return LAYER_INPUTS if self.offload_layer_inputs else FINE_GRAINED
 
     @property
     def offloaded_modules(self) -> tuple[str, ...]:

@@ -6,13 +6,11 @@ from collections.abc import Iterator, Mapping
 
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.kinds.attention import CORE_ATTENTION
-from megatron_packed.config.kinds.layer_kind import KINDS
+from megatron_packed.config.kinds.layer_kind import KINDS, LAYER_NORM
 from megatron_packed.config.section import Sound
 from megatron_packed.config.sections.cuda_graph import LOCAL, CudaGraphConfig
 from megatron_packed.config.sections.memory import (
-    FINE_GRAINED,
     LAYER_INPUTS,
-    LAYER_NORM,
     MODULES,
     OFFLOADED,
     OFFLOADED_IN,
@@ -65,11 +63,10 @@ def offload_rules(
         or not memory.offloads
     ):
         return
-    flag = LAYER_INPUTS if memory.offload_layer_inputs else FINE_GRAINED
     if sound("cuda_graph.cuda_graph_impl") and graphs.uses_transformer_engine:
         yield graphs.problem(
             "cuda_graph_impl",
-            f"cannot be used with {flag}: TransformerEngine's graphs keep their saved tensors in "
+            f"cannot be used with {memory.offload_flag}: TransformerEngine's graphs keep their saved tensors in "
             "their own memory",
             f"give --cuda-graph-impl {LOCAL} or full_iteration",
         )

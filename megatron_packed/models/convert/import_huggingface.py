@@ -26,9 +26,8 @@ from megatron_packed.checkpoint.original_facts import (
 from megatron_packed.checkpoint.save import SavedCheckpoint, save_checkpoint
 from megatron_packed.checkpoint.tensor_shard import TensorShard
 from megatron_packed.config import flag_names as flags
-from megatron_packed.config.model_flags import model_flags
 from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.config.serialise import model_hash, section_to_dict
+from megatron_packed.config.serialise import model_flags, model_hash, section_to_dict
 from megatron_packed.config.written_files import write_file
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.tokenizers.base import meaning_hash, vocabulary
