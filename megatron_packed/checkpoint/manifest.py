@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 
 from megatron_packed.checkpoint.attached_files import MAX_ATTACHED_BYTES, AttachedFile
-from megatron_packed.checkpoint.checksum import ALGORITHMS
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.safetensors_header import MAX_HEADER_BYTES, is_sizes
 from megatron_packed.checkpoint.sealed_json import Json, read_small_file, seal, unseal
@@ -26,6 +25,8 @@ from megatron_packed.checkpoint.tensor_extent import Extent, first_not_once
 from megatron_packed.checkpoint.tensor_shard import DTYPE_NAMES, NAMED_DTYPES, TENSOR_NAME
 
 MANIFEST = "manifest.json"
+CRC32C = "crc32c"
+"""Algorithm of the checksums; no other is read."""
 _FORMAT = "megatron_packed checkpoint 1"
 MAX_MANIFEST_BYTES = 256 << 20
 """Size limit of a manifest, which bounds the memory of reading one.
@@ -364,7 +365,7 @@ def _file_record(value: Json, path: Path) -> FileRecord:
     )
     low, high = _BLOCK_BYTES_RANGE
     sound = (
-        record.algorithm in ALGORITHMS
+        record.algorithm == CRC32C
         and low <= record.block_bytes <= high
         and record.block_bytes % 8 == 0
         and 8 <= record.header_bytes <= min(record.size, MAX_HEADER_BYTES + 8)
@@ -378,7 +379,7 @@ def _file_record(value: Json, path: Path) -> FileRecord:
         raise CheckpointError(
             f"the record of file {name} is inconsistent",
             path=path,
-            expected=f"algorithm in {ALGORITHMS}, blocks of {low} to {high} bytes, one checksum per block",
+            expected=f"algorithm {CRC32C}, blocks of {low} to {high} bytes, one checksum per block",
             found=f"algorithm {record.algorithm}, {record.size} bytes, header of {record.header_bytes} bytes, "
             f"blocks of {record.block_bytes} bytes, {len(checksums)} checksums",
             cure=_CURE,

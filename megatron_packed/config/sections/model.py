@@ -7,7 +7,6 @@ from typing import Literal
 
 from megatron_packed.config.conditions import Condition, layers
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.kinds import KINDS, LayerKind
 from megatron_packed.config.kinds.layer_kind import KINDS, LayerKind
 from megatron_packed.config.layer_pattern import DEPTH, pattern_problems
 from megatron_packed.config.options import derived_option, option, required_option

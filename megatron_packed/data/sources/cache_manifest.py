@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megatron_packed.config.checksums import crc32c
 from megatron_packed.data.errors import DataError, printable
-from megatron_packed.data.sources.checked_arrays import checksum
 
 CACHE_FORMAT = 4
 """Version of the cache. Increase this number when a change of the code stores the same sources
@@ -33,7 +33,7 @@ def read_cache_manifest(directory: Path) -> dict[str, Any]:
         raise DataError(
             f"{path} is damaged ({printable(str(error), 80)}); remove {directory} to build it again."
         ) from None
-    if checksum(canonical_json(value)) != stored:
+    if crc32c(canonical_json(value)) != stored:
         raise DataError(
             f"{path} is damaged (CRC32C differs); remove {directory} to build it again."
         )
@@ -46,7 +46,7 @@ def read_cache_manifest(directory: Path) -> dict[str, Any]:
 
 def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
     """Write ``manifest`` and its checksum to ``manifest.json`` of a cache directory."""
-    manifest = {**manifest, "crc32c": checksum(canonical_json(manifest))}
+    manifest = {**manifest, "crc32c": crc32c(canonical_json(manifest))}
     (directory / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
 
 

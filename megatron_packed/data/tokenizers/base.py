@@ -94,7 +94,18 @@ class Tokenizer(Protocol):
 
 
 class InProcess:
-    """Base class of tokenizers that run in this process."""
+    """Base class of tokenizers that run in this process, with the usual attributes."""
+
+    prefix_ids: tuple[int, ...] = ()
+    splits_cleanly = True
+    chat_template: str | None = None
+    tool_chat_template: str | None = None
+
+    def encode(self, text: str, *, special: bool = False) -> TokenIds:
+        raise NotImplementedError
+
+    def encode_batch(self, texts: Sequence[str], *, special: bool = False) -> list[TokenIds]:
+        return [self.encode(text, special=special) for text in texts]
 
     def close(self) -> None:
         """Do nothing, because there is no child process to end."""
@@ -248,13 +259,9 @@ class ByteTokenizer(InProcess):
     vocab_size = 256 + len(OWN_SPECIAL_TOKENS)
     eod_id = 256
     pad_id = 256 + OWN_SPECIAL_TOKENS.index(PADDING)
-    prefix_ids: tuple[int, ...] = ()
     special_tokens: Mapping[str, int] = {
         token: 256 + n for n, token in enumerate(OWN_SPECIAL_TOKENS)
     }
-    splits_cleanly = True
-    chat_template: str | None = None
-    tool_chat_template: str | None = None
     template_variables: Mapping[str, str] = {
         "eos_token": END_OF_DOCUMENT,
         "bos_token": "",
@@ -272,9 +279,6 @@ class ByteTokenizer(InProcess):
         if is_special:
             return np.array([self.special_tokens[piece]], np.int32)
         return np.frombuffer(piece.encode("utf-8"), np.uint8).astype(np.int32)
-
-    def encode_batch(self, texts: Sequence[str], *, special: bool = False) -> list[TokenIds]:
-        return [self.encode(text, special=special) for text in texts]
 
     def decode(self, ids: Sequence[int] | IntegerArray, *, skip_special: bool = False) -> str:
         raw = bytearray()
@@ -296,11 +300,7 @@ class NullTokenizer(InProcess):
         eod_id: number of the end-of-document token; by default the last number.
     """
 
-    prefix_ids: tuple[int, ...] = ()
     special_tokens: Mapping[str, int] = {}
-    splits_cleanly = True
-    chat_template: str | None = None
-    tool_chat_template: str | None = None
     template_variables: Mapping[str, str] = {}
 
     def __init__(self, vocab_size: int, eod_id: int | None = None) -> None:
@@ -322,9 +322,6 @@ class NullTokenizer(InProcess):
                     f"{printable(word, 40)!r} is not a number below {self.vocab_size}",
                 )
         return np.array(numbers, np.int32)
-
-    def encode_batch(self, texts: Sequence[str], *, special: bool = False) -> list[TokenIds]:
-        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int] | IntegerArray, *, skip_special: bool = False) -> str:
         tokens = known_tokens(ids, self.vocab_size)

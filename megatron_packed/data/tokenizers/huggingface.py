@@ -58,9 +58,6 @@ class HuggingFaceTokenizer(InProcess):
             names the token that ends a document.
     """
 
-    chat_template: str | None = None
-    tool_chat_template: str | None = None
-
     def __init__(self, path: str | Path) -> None:
         file = _tokenizer_file(Path(path))
         text, content = _without_dropout(read_text(file))
@@ -191,9 +188,8 @@ class HuggingFaceTokenizer(InProcess):
         )
 
     def encode_batch(self, texts: Sequence[str], *, special: bool = False) -> list[TokenIds]:
-        encoded = self._tokenizer_for(special).encode_batch_fast(
-            list(texts), add_special_tokens=False
-        )
+        tokenizer = self._tokenizer_for(special)
+        encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(item.ids, np.int32) for item in encoded]
 
     def encode_with_offsets(self, text: str, *, special: bool = False) -> tuple[TokenIds, Offsets]:

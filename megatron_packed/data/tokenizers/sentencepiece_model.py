@@ -60,10 +60,6 @@ class SentencePieceTokenizer(InProcess):
             sentence.
     """
 
-    prefix_ids: tuple[int, ...] = ()
-    chat_template: str | None = None
-    tool_chat_template: str | None = None
-
     def __init__(self, path: str | Path, special_tokens: Sequence[str] = ()) -> None:
         file = Path(path)
         model = read_bytes(file)

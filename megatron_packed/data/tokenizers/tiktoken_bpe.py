@@ -80,11 +80,6 @@ class TikTokenizer(InProcess):
         DataError: the package is missing, or the file is damaged or too short.
     """
 
-    prefix_ids: tuple[int, ...] = ()
-    splits_cleanly = True
-    chat_template: str | None = None
-    tool_chat_template: str | None = None
-
     def __init__(
         self,
         path: str | Path,
@@ -148,9 +143,6 @@ class TikTokenizer(InProcess):
                 raise
             raise BadLine("tokenizer_failed", printable(str(error), 80)) from None
         return ids.astype(np.int32)
-
-    def encode_batch(self, texts: Sequence[str], *, special: bool = False) -> list[TokenIds]:
-        return [self.encode(text, special=special) for text in texts]
 
     def decode(self, ids: Sequence[int] | IntegerArray, *, skip_special: bool = False) -> str:
         tokens = known_tokens(ids, self.vocab_size)

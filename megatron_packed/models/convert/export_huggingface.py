@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_packed.checkpoint.directory import sync_directory
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.load import newest_checkpoint
 from megatron_packed.checkpoint.manifest import Manifest, read_manifest
@@ -30,6 +29,7 @@ from megatron_packed.config.serialise import (
     model_differences,
 )
 from megatron_packed.config.stored_config import stored_problem
+from megatron_packed.config.written_files import sync_path
 from megatron_packed.data.tokenizers.huggingface_settings import (
     ADDED_TOKENS,
     PROCESSOR_TEMPLATE,
@@ -285,12 +285,12 @@ def _write_model(
         try:
             write_files(temporary, exported.listed(), exported.value, max_file_bytes)
             beside(temporary)
-            sync_directory(temporary)
+            sync_path(temporary)
             os.rename(temporary, directory)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-    sync_directory(directory.parent)
+    sync_path(directory.parent)
 
 
 @contextmanager

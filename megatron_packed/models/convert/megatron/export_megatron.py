@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from megatron_packed.checkpoint.directory import sync_directory
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.load import Step, newest_checkpoint
 from megatron_packed.checkpoint.manifest import Manifest, read_manifest
@@ -27,6 +26,7 @@ from megatron_packed.checkpoint.read_tensors import read_tensor
 from megatron_packed.config.section import section_fields
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.stored_config import stored_problem
+from megatron_packed.config.written_files import sync_path
 from megatron_packed.layers.kinds.registry import MIXERS
 from megatron_packed.models.convert.export_huggingface import write_texts
 from megatron_packed.models.convert.families.family import TABLE
@@ -92,12 +92,12 @@ def to_megatron(
         _write(folder, tensors, _arguments(model, named))
         write_texts(temporary, named.files)
         (temporary / TRACKER).write_text(FOLDER)
-        sync_directory(temporary)
+        sync_path(temporary)
         os.rename(temporary, directory)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    sync_directory(directory.parent)
+    sync_path(directory.parent)
     return directory / FOLDER
 
 
@@ -197,4 +197,4 @@ def _write(
         )
     backend = {"sharded_backend": FORMAT, "sharded_backend_version": 1}
     (folder / BACKEND_FILE).write_text(json.dumps(backend))
-    sync_directory(folder)
+    sync_path(folder)
