@@ -27,7 +27,8 @@ from torch import Tensor
 
 import harness
 from megatron_packed.ops.backend_dispatch import Backend
-from megatron_packed.ops.varlen_attention.backends import OP, attention_inputs
+from megatron_packed.ops.varlen_attention.backends import OP, AttentionCall, attention_inputs
+from megatron_packed.ops.varlen_attention.tables import build_tables
 from megatron_packed.packed.params import PackedSeqParams
 from workloads import device_from
 
@@ -76,16 +77,15 @@ class Case:
 
     def forward(self, backend: Backend, leaves: list[Tensor]) -> Tensor:
         """Run a backend without the check of its bounds, as a captured graph would call it."""
-        out_TNH: Tensor = backend.load().run(
-            *leaves,
-            self.packed.cu_seqlens,
-            self.size.tokens,
-            seq_idx_1T=self.packed.seq_idx,
+        call = AttentionCall(
+            cu_seqlens=self.packed.cu_seqlens,
+            max_seqlen=self.size.tokens,
             softmax_scale=self.size.head_dim**-0.5,
             window_size=self.size.window,
             deterministic=self.size.deterministic,
-            tables=None,
+            tables=build_tables(backend.name, self.packed.seq_idx, self.size.window),
         )
+        out_TNH: Tensor = backend.load().run(*leaves, call)
         return out_TNH
 
     def results(

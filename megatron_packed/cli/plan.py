@@ -266,7 +266,7 @@ def _lines(
     cures: Sequence[Change],
 ) -> list[str]:
     from megatron_packed.config.kinds.experts import MEASURE
-    from megatron_packed.layers.moe.expert_room import PLANNED
+    from megatron_packed.layers.moe.expert_room import PLANNED_FACTOR
     from megatron_packed.models.estimate.parameter_count import count_parameters
 
     layout, packing = config.layout(world_size), config.packing
@@ -295,7 +295,7 @@ def _lines(
     )
     if config.model.num_experts and config.expert_rank_capacity_factor == MEASURE:
         lines.append(
-            f"Rows of experts are counted with {PLANNED} even shares; a run bounds them by its "
+            f"Rows of experts are counted with {PLANNED_FACTOR} even shares; a run bounds them by its "
             "routing (--moe-expert-rank-capacity-factor auto)."
         )
     lines += _state_lines(config)

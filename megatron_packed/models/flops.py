@@ -182,9 +182,9 @@ def visible_pairs(length: NDArray[np.float64], window: int | None) -> float:
 
 def pairs_in_chunks(length: NDArray[np.float64], chunk: int) -> float:
     """Return the pairs of tokens in equal chunks: ``q^2 / 2`` for q tokens, of ``chunk`` or fewer."""
-    whole = np.floor(length / chunk)
-    rest = length - whole * chunk
-    return float((whole * chunk**2 + np.square(rest)).sum()) / 2
+    full_chunks = np.floor(length / chunk)
+    remainder = length - full_chunks * chunk
+    return float((full_chunks * chunk**2 + np.square(remainder)).sum()) / 2
 
 
 def model_flops(

@@ -57,12 +57,12 @@ from megatron_packed.packed.shared_tables import NO_TABLES
 
 
 def _offloader(
-    memory: MemoryConfig, given: Offload | None, device: torch.device | str
+    memory: MemoryConfig, offload: Offload | None, device: torch.device | str
 ) -> Offload | None:
     """Return the given offloader of activations or a new one; None if nothing is offloaded."""
     if not memory.offloads:
         return None
-    return given or Offload.from_config(memory, device)
+    return offload or Offload.from_config(memory, device)
 
 
 class HybridModel(ExpertLayers, nn.Module):
@@ -155,9 +155,7 @@ class HybridModel(ExpertLayers, nn.Module):
             config.hidden_size,
             stored_rows=stored_rows,
             multiplier=config.embedding_multiplier,
-            tp=self.tp,
-            device=device,
-            dtype=dtype,
+            build=build,
         )
         # Positions of a document's padding continue after its last token.
         positions = max_positions + -max_positions % self.cp.attention_partition.alignment
@@ -170,14 +168,7 @@ class HybridModel(ExpertLayers, nn.Module):
         self.mtp = MultiTokenPrediction(config, build, self.layers)
         self.output: Output | None = None
         if config.untie_embeddings_and_output_weights:
-            self.output = Output(
-                num_rows,
-                config.hidden_size,
-                stored_rows=stored_rows,
-                tp=self.tp,
-                device=device,
-                dtype=dtype,
-            )
+            self.output = Output(num_rows, config.hidden_size, stored_rows=stored_rows, build=build)
         self.pack_tables = PackTables(
             config, build, rotary=self.rotary, max_positions=max_positions
         )
@@ -299,20 +290,20 @@ class HybridModel(ExpertLayers, nn.Module):
             depth_grad_scales: the same for ``depth_loss_sums``.
         """
         packed = self.prepare(micro_batch.packed)
-        whole = (micro_batch.tokens, micro_batch.labels, micro_batch.loss_mask)
-        tokens_T, labels_T, loss_mask_T = whole
+        rows_of_pack = (micro_batch.tokens, micro_batch.labels, micro_batch.loss_mask)
+        tokens_T, labels_T, loss_mask_T = rows_of_pack
         if self.cp.size > 1:
-            tokens_T, labels_T, loss_mask_T = (self.cp.own(x_T, packed) for x_T in whole)
+            tokens_T, labels_T, loss_mask_T = (self.cp.own(x_T, packed) for x_T in rows_of_pack)
         hidden_TD, reports = self.hidden_states(tokens_T, packed)
         inputs = (self.tp.enter(hidden_TD), self.output_weight, labels_T, loss_mask_T)
         loss_sum, per_token_loss_T = self._cross_entropy(*inputs, grad_scale=grad_scale)
         loss_scale, aux_scale = micro_batch.scales.unbind()
         loss, depth_losses = loss_sum * loss_scale, self._no_counts.view(-1)
         if self.mtp and self.training:
-            depth_losses, found = self.mtp.losses(
-                hidden_TD, whole, packed, self.embedding, self._loss_sum, depth_grad_scales
+            depth_losses, depth_reports = self.mtp.losses(
+                hidden_TD, rows_of_pack, packed, self.embedding, self._loss_sum, depth_grad_scales
             )
-            reports += found
+            reports += depth_reports
             loss = loss + (depth_losses * self.mtp.scales(micro_batch)).sum()
         totals = self.totals_of(reports) if reports else self._no_totals
         if reports and self.training:

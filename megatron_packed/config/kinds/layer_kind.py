@@ -217,10 +217,10 @@ class Kinds(Mapping[str, LayerKind]):
         return {kind.symbol: kind for kind in in_order}
 
 
-Record = TypeVar("Record")
+_Record = TypeVar("_Record")
 
 
-def record_of(module: ModuleType, name: str, record: type[Record]) -> Record | None:
+def record_of(module: ModuleType, name: str, record: type[_Record]) -> _Record | None:
     """Return the record ``name`` of a module in a folder of kinds; None for a module of helpers.
 
     Raises:

@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from megatron_packed.config.kinds.experts import MEASURE
 
-PLANNED = 1.5
+PLANNED_FACTOR = 1.5
 """Factor of both bounds before any routing is observed."""
 HEAD_ROOM = 1.2
 """Factor between observed rows and a new bound."""
@@ -79,7 +79,7 @@ class ExpertRoom:
         if factor is None:
             return cls(bounds=None, measured=False)
         if factor == MEASURE:
-            return cls(bounds=Load(PLANNED, PLANNED), measured=True)
+            return cls(bounds=Load(PLANNED_FACTOR, PLANNED_FACTOR), measured=True)
         return cls(bounds=Load(float(factor), float(factor)), measured=False)
 
     @property

@@ -135,7 +135,7 @@ def from_huggingface(
         original[TOKENIZER_HASH] = tokenizer_hash
     flags = _flags(model, directory, bf16)
     check, write = halves(on_progress)
-    check_values(directory, files.read, weights, on_progress=check)
+    check_weight_values(directory, files.read, weights, on_progress=check)
     root.mkdir(parents=True, exist_ok=True)
     with closing(RootLock(root, RUN_LOCK)):
         check_empty(root)  # another process may have saved there before the lock
@@ -166,14 +166,14 @@ def _tokenizer(directory: Path, model: ModelConfig) -> tuple[str, list[str]]:
     """
     if not (directory / TOKENIZER).is_file():
         return "", []
-    found = ""
+    tokenizer_hash = ""
     try:
         with closing(open_tokenizer(directory)) as tokenizer:
-            found = meaning_hash(tokenizer)
+            tokenizer_hash = meaning_hash(tokenizer)
             vocabulary(tokenizer, model.vocab_size)
     except DataError as error:
-        return found, [f"No run can use this tokenizer with these weights: {error}"]
-    return found, []
+        return tokenizer_hash, [f"No run can use this tokenizer with these weights: {error}"]
+    return tokenizer_hash, []
 
 
 def _notes(
@@ -250,11 +250,11 @@ def save_weights(
         if shard.name not in sources:
             return shard.tensor
         weight, read_part = sources[shard.name]
-        whole = weight.join(read_part).view(-1)
-        _check_values(shard.name, whole, directory)
-        done += whole.nbytes
+        parameter = weight.join(read_part).view(-1)
+        _check_values(shard.name, parameter, directory)
+        done += parameter.nbytes
         on_progress(done, total)
-        return whole
+        return parameter
 
     # There is no run yet, so data positions, random states and hashes are empty.
     config: dict[str, Any] = {"model": section_to_dict(model), "training": {"bf16": bf16}}
@@ -310,7 +310,7 @@ def halves(on_progress: OnProgress) -> tuple[OnProgress, OnProgress]:
     )
 
 
-def check_values(
+def check_weight_values(
     directory: Path,
     read: Callable[[str], Tensor],
     weights: Mapping[str, Weight],
@@ -328,9 +328,9 @@ def check_values(
     sources = _sources(read, weights, trained)
     total, done = _total_bytes(sources), 0
     for name, (weight, read_part) in sources.items():
-        whole = weight.join(read_part).view(-1)
-        _check_values(name, whole, directory)
-        done += whole.nbytes
+        parameter = weight.join(read_part).view(-1)
+        _check_values(name, parameter, directory)
+        done += parameter.nbytes
         on_progress(done, total)
 
 
@@ -338,9 +338,9 @@ def _check_values(name: str, values: Tensor, directory: Path) -> None:
     """Check that values are finite, and that those of Adam's second moment are not negative."""
     low, high = (float(extreme) for extreme in torch.aminmax(values))
     if not (math.isfinite(low) and math.isfinite(high)):
-        found = f"{low} to {high}"
+        value_range = f"{low} to {high}"
         raise CheckpointError(
-            f"{name} is not finite", path=directory, expected="finite values", found=found
+            f"{name} is not finite", path=directory, expected="finite values", found=value_range
         )
     if low < 0 and name.startswith("optimizer/exp_avg_sq/"):
         raise CheckpointError(f"{name} is negative", path=directory, expected="squares", found=low)

@@ -53,24 +53,24 @@ class Weight:
 
         Reads one Hugging Face tensor at a time, so memory holds the model tensor and one other.
         """
-        whole = torch.empty(self.shape, dtype=self.dtype)
-        matrix = self._matrix(whole)
+        parameter = torch.empty(self.shape, dtype=self.dtype)
+        matrix = self._matrix(parameter)
         for part in self.parts:
             theirs = self._matrix(read(part.name).contiguous())
             for move in part.moves:
                 move.ours.view(matrix).copy_(move.theirs.view(theirs))
         matrix[self._rows :].zero_()
-        return whole
+        return parameter
 
-    def split(self, whole: Tensor) -> dict[str, Tensor]:
+    def split(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return the contiguous Hugging Face tensors of ``whole`` by name; inverts `join`."""
-        matrix, found = self._matrix(whole.contiguous()), {}
+        matrix, tensors = self._matrix(parameter.contiguous()), {}
         for part in self.parts:
-            tensor = torch.empty(part.shape, dtype=whole.dtype)
+            tensor = torch.empty(part.shape, dtype=parameter.dtype)
             for move in part.moves:
                 move.theirs.view(self._matrix(tensor)).copy_(move.ours.view(matrix))
-            found[part.name] = tensor
-        return found
+            tensors[part.name] = tensor
+        return tensors
 
     @property
     def _rows(self) -> int:
@@ -110,8 +110,10 @@ def weights_of(
         config, vocab_size=config.vocab_size, max_positions=2, device="meta", dtype=dtype
     )
     table = family.outside[TABLE]
-    found = [one for one in family.prefixes if table.replace("{model}", one) in files]
-    prefix = (found or family.prefixes)[0]
+    prefixes = [
+        candidate for candidate in family.prefixes if table.replace("{model}", candidate) in files
+    ]
+    prefix = (prefixes or family.prefixes)[0]
     weights = {}
     for name, tensor in stored_tensors(model).items():
         where, entry = _entry(name, family, config)

@@ -11,6 +11,7 @@ from megatron_packed.explain import report, run_description
 from megatron_packed.explain.kernel_reasons import chosen_kernels
 from megatron_packed.explain.op_requests import op_requests, useless_recomputation
 from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.build import Build
 from megatron_packed.layers.moe.experts import GroupedExperts
 from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.models.estimate.step_memory import Work
@@ -80,10 +81,8 @@ def experts(backend="auto", kind="squared_relu", dtype=BF16):
         D,
         F,
         kind=kind,
-        backends=Backends(grouped_mlp=backend),
         ep=ExpertParallel(),
-        device="cpu",
-        dtype=dtype,
+        build=Build(backends=Backends(grouped_mlp=backend), device="cpu", dtype=dtype),
     )
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

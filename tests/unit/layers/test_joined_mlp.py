@@ -10,6 +10,7 @@ import torch.nn.functional as functional
 from megatron_packed.config.sections.memory import MemoryConfig
 from megatron_packed.explain.op_requests import op_requests
 from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.build import Build
 from megatron_packed.layers.linear import JoinedResidual
 from megatron_packed.layers.mlp import MLP
 from megatron_packed.layers.tensor_parallel import TensorParallel
@@ -59,9 +60,9 @@ def on_cpu(quack, monkeypatch):
 
 
 def mlp(backend="auto", kind="squared_relu", dtype=BF16, **options):
-    options = {"bias": False, "tp": TensorParallel(), **options}
-    backends = Backends(dense_mlp=backend)
-    layer = MLP(D, F, kind=kind, backends=backends, device="cpu", dtype=dtype, **options)
+    bias = options.pop("bias", False)
+    build = Build(backends=Backends(dense_mlp=backend), device="cpu", dtype=dtype, **options)
+    layer = MLP(D, F, kind=kind, bias=bias, build=build)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for weight in layer.parameters():

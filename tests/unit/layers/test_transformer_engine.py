@@ -20,6 +20,7 @@ from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.tensor_parallel_shards import SplitSegment
 from megatron_packed.layers import transformer_impl as implementation_module
 from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.build import Build
 from megatron_packed.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_packed.layers.norm import Norm
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
@@ -330,7 +331,8 @@ def parallel(**changes) -> TensorParallel:
 
 
 def linears(engine, tp: TensorParallel, *, bias: bool):
-    options = {"bias": bias, "tp": tp, "device": "cpu", "dtype": torch.float32}
+    build = Build(backends=Backends(), tp=tp, device="cpu", dtype=torch.float32)
+    options = {"bias": bias, "build": build}
     rows = SplitSegment(noun="rows", count=6)
     shared = SplitSegment(noun="groups", count=1, width=3, shareable=True)
     return (
@@ -490,7 +492,8 @@ def test_its_layers_are_made_and_called_as_the_local_ones(engine) -> None:
 
 
 def test_the_norms_residual_is_the_input_itself(engine) -> None:
-    norm = engine.norm(8, kind="RMSNorm", eps=1e-3, device="cpu", dtype=torch.float32)
+    build = Build(backends=Backends(), device="cpu", dtype=torch.float32)
+    norm = engine.norm(8, kind="RMSNorm", eps=1e-3, build=build)
     assert norm.te_module.eps == 1e-3
     with torch.no_grad():
         norm.weight.normal_()
