@@ -254,7 +254,7 @@ def _damage(groups: ParallelGroups, root: str) -> dict:
     return results
 
 
-def test_both_ranks_decide_alike(tmp_path):
+def test_both_ranks_decide_the_same(tmp_path):
     for step in (10, 20):
         run = ParallelGroups.single()
         shards = split_replicated(make_state(step), 0, 1) + whole_tensors(rng_state(0, step))

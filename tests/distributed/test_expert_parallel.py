@@ -482,7 +482,7 @@ def test_a_buffer_that_is_too_small_is_known_to_all_who_share_it(
     check(pools, world_size, layout, repeated)
 
 
-def test_the_size_of_the_buffer_is_told(pools: WorkerPools) -> None:
+def test_the_size_of_the_buffer_is_reported(pools: WorkerPools) -> None:
     T, K, D = packs()[0].packed.total_tokens, 2, 32
     single = build(Run(pattern="E"), None).expert_buffer(T)
     assert single is not None and (single.rows, single.worst_rows, single.bytes_per_row) == (

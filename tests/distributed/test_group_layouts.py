@@ -108,7 +108,7 @@ def check(layout: ParallelLayout, ranks: list[dict], timeout: timedelta) -> None
         assert found["timeouts"] == {timeout}
 
 
-def test_equal_groups_are_one_but_gradients_never_wait_behind_tokens(pools: WorkerPools) -> None:
+def test_equal_groups_are_one_but_gradients_never_wait_for_tokens(pools: WorkerPools) -> None:
     found = pools.run(describe, 4, layout={"tp_size": 2, "ep_size": 4, "expert_tp_size": 1})[0]
     made, is_world = found["made"], found["is_world"]
     assert (

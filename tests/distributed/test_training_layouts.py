@@ -202,7 +202,7 @@ def spoil(job: Job, last: bool, where: str, reduce: Callable[[], None]) -> None:
     [Way(2, 2), Way(4, 2, True), Way(4, 2, False, True), Way(4, ep_size=4), Way(4, cp_size=2)],
     ids=str,
 )
-def test_what_one_rank_finds_is_decided_alike_by_all(way: Way, pools: WorkerPools) -> None:
+def test_what_one_rank_finds_is_decided_by_all(way: Way, pools: WorkerPools) -> None:
     for rank in pools.run(spoilt, way.world_size, way, layout=way.layout):
         for where, found in rank.items():
             values = found["values"]
