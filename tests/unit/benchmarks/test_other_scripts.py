@@ -9,7 +9,6 @@ import torch
 import generation
 import harness
 import model_step
-import moe_bench
 import op_backends
 import packing_report
 import two_checkouts
@@ -39,16 +38,6 @@ def test_model_step_copies_every_parameter():
     pairs = {mine for symbol in set(pattern) for mine in model_step._LAYER_NAMES[symbol]}
     biases = {"norm.bias", *(f"mixer.{name}.bias" for name in ("qkv", "proj", "fc1", "fc2"))}
     assert pairs == names | biases and not names & biases
-
-
-def test_moe_bench_measures_one_rank_of_many_experts():
-    small = {**moe_bench.CONFIG, "T": 64, "hidden": 32, "vocab": 128, "pattern": "E"}
-    config = moe_bench.config_of(small, 8)
-    assert (config.num_experts, config.moe_router_topk) == (8, 6)
-    assert config.moe_shared_expert_intermediate_size == 2 * config.moe_ffn_hidden_size
-    found = {"loss": 10.4, "wall_ms": harness.Spread(3.0, 2.5, 4.0), "busy_ms": 2.0}
-    [row] = moe_bench.rows_of({"paths": {"megatron_packed": found}})
-    assert row["path"] == "megatron_packed" and row["wall_ms"] == "3 [2.5, 4]"
 
 
 def test_generation_times_a_token_after_each_length(tmp_path, monkeypatch, capsys):

@@ -34,7 +34,7 @@ def test_every_path_runs_the_same_steps():
     assert [row["path"] for row in rows] == [EXACT, PADDED, REPLAY]
 
 
-def test_outcomes_that_differ_are_told_apart():
+def test_outcomes_that_differ_are_counted_apart():
     found = judged(
         {PADDED: [USUAL, USUAL, OTHER], REPLAY: [OTHER, replace_weights(USUAL)], EXACT: [USUAL]},
         NAMES,
