@@ -24,7 +24,7 @@ def model_flags(model: ModelConfig) -> list[str]:
     values = section_to_dict(model)
     flags = []
     for about in section_fields(ModelConfig):
-        value = values[about.name]
+        value = getattr(model, about.name)
         if value is None or value == about.default:
             continue
         if about.option.derived and not _has_effect(about, model):

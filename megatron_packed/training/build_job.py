@@ -133,17 +133,21 @@ def counted_elsewhere(model: HybridModel, buffers: FlatBuffers) -> list[tuple[in
         (starts[name] + begin, starts[name] + begin + piece.length)
         for name, sharded in model.sharded_parameters().items()
         for piece in sharded.stored_pieces()
-        if not piece.owned
+        if name in starts and not piece.owned
         for begin, _ in piece.runs()
     ]
 
 
 def elements_of(model: HybridModel) -> int:
-    """Return the number of parameter elements of the whole model.
+    """Return the number of elements of the whole model's trained parameters.
 
     Replicas count once. Padding of the vocabulary that only this layout needs does not count.
     """
-    return sum(sharded.stored_shape.numel() for sharded in model.sharded_parameters().values())
+    return sum(
+        sharded.stored_shape.numel()
+        for sharded in model.sharded_parameters().values()
+        if sharded.parameter.requires_grad
+    )
 
 
 def ranks_of_norm(

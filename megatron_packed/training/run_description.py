@@ -8,7 +8,7 @@ from megatron_packed.config.kinds import KINDS
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.memory import MODULES
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.training.build_job import Job
+from megatron_packed.training.build_job import Job, elements_of
 from megatron_packed.training.console import Console
 from megatron_packed.training.equal_exchanges import exchange_line
 from megatron_packed.training.kernels import (
@@ -30,8 +30,10 @@ def describe(
     parameters = sum(
         sharded.stored_shape.numel() for sharded in job.model.sharded_parameters().values()
     )
+    frozen = parameters - elements_of(job.model)
+    said = f" ({frozen:,} of them frozen)" if frozen else ""
     console.say(
-        f"model {config.model.hybrid_layer_pattern}: {parameters:,} parameters, {precision}"
+        f"model {config.model.hybrid_layer_pattern}: {parameters:,} parameters{said}, {precision}"
     )
     console.detail(
         f"{groups.world_size} process(es) on {groups.device.type}{_shared(config, groups)}; packs of "

@@ -188,7 +188,7 @@ def signature(value: Any, known: dict[int, int], shared: dict[int, Any]) -> obje
     """Return a description that is equal for layers that need equal memory.
 
     Modules and other objects of this package are described by their attributes, tensors by their
-    shapes. Every other object is equal to itself only, so the description holds it.
+    shapes and whether they need a gradient. Every other object is equal to itself only, so the description holds it.
 
     Args:
         value: any object.
@@ -198,7 +198,7 @@ def signature(value: Any, known: dict[int, int], shared: dict[int, Any]) -> obje
     if isinstance(value, str | int | float | bool | None | torch.dtype | torch.device | Enum):
         return value
     if isinstance(value, Tensor):
-        return tuple(value.shape), value.stride(), value.dtype
+        return tuple(value.shape), value.stride(), value.dtype, value.requires_grad
     described = partial(signature, known=known, shared=shared)
     if isinstance(value, dict):
         return tuple((key, described(inner)) for key, inner in value.items())
