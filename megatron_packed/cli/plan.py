@@ -272,9 +272,10 @@ def _lines(
     layout, packing = config.layout(world_size), config.packing
     parameters = count_parameters(config.model, vocab_size)
     micro_batches = config.micro_batches_per_step(layout.dp_size)
+    frozen = f", {parameters.frozen:,} frozen" if parameters.frozen else ""
     growth = "" if packing.batch_ramp is None else packing.batch_ramp.sentence()
     lines = [
-        f"{parameters.total:,} parameters ({parameters.active:,} active), vocabulary {vocab_size:,}; "
+        f"{parameters.total:,} parameters ({parameters.active:,} active{frozen}), vocabulary {vocab_size:,}; "
         f"{world_size:,} rank{'s' if world_size > 1 else ''}: "
         f"TP {layout.tp_size} x CP {layout.cp_size} x DP {layout.dp_size}, "
         f"experts TP {layout.expert_tp_size} x EP {layout.ep_size} x DP {layout.expert_dp_size}.",

@@ -100,7 +100,13 @@ class Embedding(nn.Module):
         With sequence parallelism the result has only this rank's ``T / tp_size`` rows.
         """
         hidden_TD = self._look_up(tokens_T)
-        return hidden_TD if self.multiplier is None else hidden_TD * self.multiplier
+        if self.multiplier is not None:
+            hidden_TD = hidden_TD * self.multiplier
+        if torch.is_grad_enabled() and not hidden_TD.requires_grad:
+            # The table is frozen. Layers still need the gradient of their input: graphs, recomputation
+            # and overlapped reductions rely on it, and weights of the first layers may be trained.
+            hidden_TD.requires_grad_()
+        return hidden_TD
 
     def _look_up(self, tokens_T: Tensor) -> Tensor:
         """Return the table's rows, of the complete vocabulary."""

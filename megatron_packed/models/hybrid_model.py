@@ -40,6 +40,7 @@ from megatron_packed.layers.tensor_parallel import TensorParallel
 from megatron_packed.memory.activation_offload import Offload
 from megatron_packed.memory.apply import apply_memory
 from megatron_packed.models.expert_layers import ExpertLayers, ExpertTotals
+from megatron_packed.models.freeze import freeze_parameters
 from megatron_packed.models.init import initialize
 from megatron_packed.models.lm_head_and_loss import (
     HybridOutput,
@@ -178,6 +179,7 @@ class HybridModel(ExpertLayers, nn.Module):
         shard = loss_shard(self.embedding, num_rows, self.tp)
         self._cross_entropy = cross_entropy_of(config, vocab_size, shard, self.backends)
         initialize(self, config, seed, tp_rank=self.tp.rank, tp_size=self.tp.size)
+        freeze_parameters(self, config.freeze_params)
         apply_memory(self.layers, config.layer_types, self.memory, self.offload)
 
     def sharded_parameters(self) -> dict[str, ShardedParameter]:
@@ -215,7 +217,7 @@ class HybridModel(ExpertLayers, nn.Module):
 
     @property
     def num_parameters(self) -> int:
-        """Number of trainable values on this rank; tied weights count once."""
+        """Number of values of all parameters on this rank; tied weights count once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     @property

@@ -224,6 +224,7 @@ def small_config(
         "init_method_std": HIDDEN**-0.5,
         "make_vocab_size_divisible_by": VOCAB,
         "vocab_size": VOCAB,
+        "freeze_params": (),
     }
     for kind in MIXERS.values():
         changes |= kind.isolation.absent

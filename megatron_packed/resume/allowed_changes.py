@@ -150,8 +150,24 @@ class CheckpointRefusals:
             self._phase_refusal(metadata, resumed)
             or model_refusal(metadata, self.model.config, new_phase=resumed.begins)
             or (None if resumed.has_new_packs else self._data_refusal(metadata))
+            or self._frozen_refusal(metadata)
             or self._schedule_refusal(metadata)
             or self._optimizer_refusal(metadata)
+        )
+
+    def _frozen_refusal(self, metadata: Mapping[str, Any]) -> str | None:
+        """Return why the run cannot continue with other trained parameters; None if it can."""
+        keys = keys_deciding("trained parameters")
+        # Runs of versions without the option trained all parameters.
+        model = {"freeze_params": [], **metadata["config"]["model"]}
+        stored = {**metadata["config"], "model": model}
+        changed = "; ".join(changed_options(stored, self.config, keys))
+        if not changed:
+            return None
+        return (
+            f"trained other parameters, so its optimizer state belongs to them: {changed}; "
+            f"{restoring_words(stored, self.config, keys)} to resume, or give --finetune to start a new "
+            "run from these weights"
         )
 
     def _optimizer_refusal(self, metadata: Mapping[str, Any]) -> str | None:

@@ -41,6 +41,7 @@ from megatron_packed.distributed.replica_hashes import (
     mismatches,
     on_host,
 )
+from megatron_packed.distributed.tensor_parallel_shards import is_expert
 from megatron_packed.distributed.zero1_layout import GRAIN_ELEMENTS, ParamSlot
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
@@ -224,8 +225,8 @@ class ReplicaCheck:
     def _replicated_state(self) -> Iterator[tuple[tuple[bool, str], Tensor]]:
         """Yield tensors besides parameters that must be equal on replicas, with their keys.
 
-        They are masters and moments that are not sharded, persistent buffers (experts' biases), and
-        the number of optimizer steps.
+        They are masters and moments that are not sharded, persistent buffers (experts' biases),
+        frozen parameters, and the number of optimizer steps.
         """
         state = self.optimizer.state_shards()
         yield (False, "the number of steps"), state["step"]
@@ -245,6 +246,10 @@ class ReplicaCheck:
         for name, buffer in self.model.named_buffers():
             if name in persistent:
                 yield (False, name), buffer
+        apart = self.buffers.ownership.experts is not None
+        for name, parameter in self.model.named_parameters():
+            if not parameter.requires_grad:
+                yield (apart and is_expert(parameter), name), parameter.detach()
 
     def _masters_of(self, span: OwnedSpan) -> str:
         """Return the masters that ``span`` should equal, in words for a message."""

@@ -119,7 +119,7 @@ def estimate(
     workspaces = DETERMINISTIC_WORKSPACES * (1 + bool(symmetric) + beside)
     return Estimate(
         static=Static(
-            parameters=parameter_bytes(layout),
+            parameters=parameter_bytes(layout) + _frozen_bytes(model),
             gradients=(layout.numel + tail) * _wide(layout).itemsize + ALIGN_BYTES,
             optimizer=optimizer_bytes(layout) if with_optimizer else 0,
             tables=_rotary_bytes(model.rotary) + work.tokens * BYTES_PER_SLOT,
@@ -137,6 +137,11 @@ def parameter_bytes(layout: FlatLayout) -> int:
     """Return the bytes of the flat buffers of parameters."""
     spans = [(layout.span(part), part.dtype.itemsize) for part in layout.parts]
     return sum((end - start) * size + ALIGN_BYTES for (start, end), size in spans)
+
+
+def _frozen_bytes(model: HybridModel) -> int:
+    """Return the bytes of the parameters that are outside of the flat buffers."""
+    return sum(p.nbytes for p in model.parameters() if not p.requires_grad)
 
 
 def optimizer_bytes(layout: FlatLayout) -> int:

@@ -85,7 +85,7 @@ class MetaStep:
             layer.mixer.dispatcher.even_on_meta = work.even
         if model.offload is not None:
             model.offload.buffer_count.now = model.offload.buffer_count.most
-        if not hasattr(model.output_weight, "main_grad"):
+        if all(main_grad_of(parameter) is None for parameter in model.parameters()):
             FlatBuffers(model)
         # The documents of the pack do not matter.
         document = np.zeros(model.cp.attention_partition.alignment, dtype=np.int64), None

@@ -190,7 +190,7 @@ def size_signature(value: Any, described_objects: dict[int, int], shared: dict[i
     """Return a description that is equal for layers that need equal memory.
 
     Modules and other objects of this package are described by their attributes, tensors by their
-    shapes. Every other object is equal to itself only, so the description holds it.
+    shapes and whether they need a gradient. Every other object is equal to itself only, so the description holds it.
 
     Args:
         value: any object.
@@ -200,7 +200,7 @@ def size_signature(value: Any, described_objects: dict[int, int], shared: dict[i
     if isinstance(value, str | int | float | bool | None | torch.dtype | torch.device | Enum):
         return value
     if isinstance(value, Tensor):
-        return tuple(value.shape), value.stride(), value.dtype
+        return tuple(value.shape), value.stride(), value.dtype, value.requires_grad
     describe = partial(size_signature, described_objects=described_objects, shared=shared)
     if isinstance(value, dict):
         return tuple((key, describe(inner)) for key, inner in value.items())
