@@ -54,7 +54,7 @@ from megatron_packed.data.sources.line_messages import (
 )
 from megatron_packed.data.sources.message_masks import LISTED_MASK, TRAIN
 from megatron_packed.data.sources.preference_lines import PREFERENCE_FIELDS, check_no_preferences
-from megatron_packed.data.sources.strict_json import JsonObject, parse_object, type_name
+from megatron_packed.data.sources.strict_json import JsonObject, expect, parse_object
 from megatron_packed.data.sources.token_lines import (
     TOKEN_FIELDS,
     TOKEN_ID_FIELDS,
@@ -361,7 +361,4 @@ def _system_message(value: JsonObject, messages: list[JsonObject]) -> list[JsonO
 
 
 def _string(value: JsonObject, field: str) -> str:
-    text = value[field]
-    if not isinstance(text, str):
-        raise BadLine("wrong_type", f"{field} is a {type_name(text)}, not a string")
-    return text
+    return expect(field, value[field], str)

@@ -27,6 +27,7 @@ from megatron_packed.config import flag_names as flags
 from megatron_packed.config.data_fields import DataFields
 from megatron_packed.config.hub_paths import is_hub_path
 from megatron_packed.config.sections.data_parts.tokenizer import DATA_RULES, EARLIER_RULES, TOKENS
+from megatron_packed.data.documents import TokensAndTargets
 from megatron_packed.data.errors import DataError, NotTokenizedError
 from megatron_packed.data.progress_bar import say, warn
 from megatron_packed.data.sources.cache_directory import get_or_build
@@ -50,7 +51,7 @@ from megatron_packed.data.tokenizers.base import Tokenizer
 from megatron_packed.data.tokenizers.chat_format import ChatFormat
 from megatron_packed.data.tokenizers.encode import SampleEncoder
 from megatron_packed.data.tokenizers.shorten_conversations import ShorteningEncoder
-from megatron_packed.packed.array_types import Int32Array, Int64Array, IntegerArray, UInt8Array
+from megatron_packed.packed.array_types import Int64Array, IntegerArray, UInt8Array
 
 _SHORTENING = 2
 """Version of the shortening. Increase this number when a change of the code shortens the same
@@ -113,9 +114,7 @@ class TokenizedDataset:
         arrays = self.manifest["arrays"]
         return hashlib.sha256(canonical_json({name: arrays[name] for name in _CONTENT})).hexdigest()
 
-    def document(
-        self, index: int, start: int = 0, length: int | None = None
-    ) -> tuple[Int32Array, UInt8Array]:
+    def document(self, index: int, start: int = 0, length: int | None = None) -> TokensAndTargets:
         """Return read-only views of the tokens and target marks of a document or of a piece of it.
 
         ``targets[t]`` is 1 if the model is trained to predict token t from the tokens before it. In
