@@ -15,21 +15,19 @@ from contextlib import redirect_stdout
 
 from megatron_packed import __version__
 from megatron_packed.checkpoint.errors import printable
-from megatron_packed.cli import (
-    convert,
-    from_megatron,
-    generate,
-    packing,
-    plan,
-    plot,
-    preprocess,
-    report,
-    train,
-    tune,
-)
-from megatron_packed.cli.doctor import command as doctor
+from megatron_packed.cli.convert import convert
+from megatron_packed.cli.doctor.command import doctor
 from megatron_packed.cli.errors import EXIT_USAGE, UsageError
-from megatron_packed.cli.quickstart import command as quickstart
+from megatron_packed.cli.from_megatron import from_megatron
+from megatron_packed.cli.generate import generate
+from megatron_packed.cli.packing import packing
+from megatron_packed.cli.plan import plan
+from megatron_packed.cli.plot import plot
+from megatron_packed.cli.preprocess import preprocess
+from megatron_packed.cli.quickstart.command import quickstart
+from megatron_packed.cli.report import report
+from megatron_packed.cli.train import train
+from megatron_packed.cli.tune import tune
 from megatron_packed.config.parser.did_you_mean import did_you_mean, nearest
 from megatron_packed.config.standard_streams import SteadyStream, open_closed_descriptors
 
@@ -89,9 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Abbreviations are off, because some commands also take the flags of a run: --prompt-x
         # must not be read as --prompt.
         subparser = subparsers.add_parser(
-            command.NAME,
-            help=command.HELP,
-            description=command.__doc__,
+            command.name,
+            help=command.help,
+            description=command.description,
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
@@ -104,8 +102,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments, run_flags = parser.parse_known_args(argv)
     output = SteadyStream(sys.stdout, "standard output")
     try:
+        if run_flags and not arguments.command.takes_run_flags:
+            name = arguments.command.name
+            raise UsageError(
+                f"{name} does not take {run_flags[0]}; megatron-packed {name} --help lists its options."
+            )
         with redirect_stdout(output):
-            code = int(arguments.command.run(arguments, run_flags))
+            code = arguments.command.run(arguments, run_flags)
         output.flush()
         return code if output.failed is None else _lost(output.failed)
     except UsageError as error:
@@ -115,12 +118,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _unknown_command(argv: Sequence[str]) -> str:
     """Return a sentence if the first word is not a command, with the nearest command; else ""."""
-    names = [command.NAME for command in COMMANDS]
+    names = [command.name for command in COMMANDS]
     word = argv[0] if argv else names[0]
     if word.startswith("-") or word in names:
         return ""
-    meant = [name for name in names if word in SYNONYMS.get(name, ())] or nearest(word, names)
-    cure = did_you_mean(meant, f"choose from {', '.join(names)}.")
+    suggestions = [name for name in names if word in SYNONYMS.get(name, ())] or nearest(word, names)
+    cure = did_you_mean(suggestions, f"choose from {', '.join(names)}.")
     return f"megatron-packed {word}: is not a command; {cure}"
 
 

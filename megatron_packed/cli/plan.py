@@ -16,6 +16,7 @@ from dataclasses import asdict
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from megatron_packed.cli.command import command
 from megatron_packed.cli.errors import EXIT_DATA, UsageError
 from megatron_packed.cli.lengths import read_numbers
 from megatron_packed.cli.output import show
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
     from megatron_packed.models.estimate.rank_memory import Estimate
     from megatron_packed.models.estimate.run_estimate import Change, Lengths, StepWork
 
-NAME = "plan"
-HELP = "estimate the GPU memory of every rank and the FLOPs of a step"
 GIB = 2**30
 MIB = 2**20
 MOST_PROCESSES = 2**20
@@ -52,17 +51,12 @@ NO_DATA = ("--data-path", *NO_DATA_FILE)
 """Placeholder for data when only lengths are used; the file is never opened."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         "megatron-packed plan FLAGS_OF_A_RUN [--world-size N] [--gpu-memory-gib G] [--gpu NAME] [--mfu P] "
         "[--lengths F] [--json]"
     )
-    parser.add_argument(
-        "--world-size",
-        type=int,
-        metavar="N",
-        help="number of processes of the run (default: the fewest that form its layout)",
-    )
+    add_world_size(parser)
     parser.add_argument(
         "--gpu-memory-gib",
         type=float,
@@ -94,7 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
+@command("plan", "estimate the GPU memory of every rank and the FLOPs of a step", _add_arguments)
+def plan(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     check_world_size(arguments.world_size)
     if not 0 < arguments.gpu_memory_gib * GIB < inf:
         raise UsageError(
@@ -128,14 +123,24 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     cures = changes(config, world_size, vocab_size, documents, limit=limit)
     time = _time(config, work.total / world_size, arguments, run_flags)
     if arguments.json:
-        found = _as_json(
+        estimate = _as_json(
             config, world_size, vocab_size, documents, source, ranks, work, limit, cures
         )
-        print(json.dumps({**found, "time": None if time is None else time._asdict()}))
+        print(json.dumps({**estimate, "time": None if time is None else time._asdict()}))
     else:
         lines = _lines(config, world_size, vocab_size, documents, source, ranks, work, limit, cures)
         show("\n".join([*lines, _time_sentence(time)]))
     return 0
+
+
+def add_world_size(parser: argparse.ArgumentParser) -> None:
+    """Add ``--world-size``; `check_world_size` checks its value."""
+    parser.add_argument(
+        "--world-size",
+        type=int,
+        metavar="N",
+        help="number of processes of the run (default: the fewest that form its layout)",
+    )
 
 
 def check_world_size(world_size: int | None) -> None:
@@ -179,8 +184,10 @@ def _time(
     peaks = {name.lower(): (name, peak) for name, peak in PEAK_BF16_FLOPS.items()}
     gpu, peak = peaks.get(arguments.gpu.lower(), (None, 0.0))
     if gpu is None:
-        known = ", ".join(PEAK_BF16_FLOPS)
-        raise UsageError(f"--gpu {arguments.gpu}: has no known peak FLOP/s; choose one of {known}.")
+        peak_names = ", ".join(PEAK_BF16_FLOPS)
+        raise UsageError(
+            f"--gpu {arguments.gpu}: has no known peak FLOP/s; choose one of {peak_names}."
+        )
     if not config.training.bf16:  # the peaks are those of bf16
         return None
     seconds = flops / (peak * arguments.mfu / 100)
@@ -204,8 +211,8 @@ def without_data(run_flags: Sequence[str], uses: Collection[str] = ()) -> list[s
     """Return the flags of a run with missing required flags added, as `with_unused_flags`, and a
     placeholder for missing data.
     """
-    given = gather(run_flags).values
-    has_data = set(TRAINING_DATA) & set(given)
+    values = gather(run_flags).values
+    has_data = set(TRAINING_DATA) & set(values)
     return with_unused_flags([*([] if has_data else NO_DATA), *run_flags], uses)
 
 
@@ -228,29 +235,29 @@ def _data(config: RunConfig, file: str | None) -> tuple[int, Lengths, str]:
         return vocab_size, lengths, "the made documents of --mock-data"
     if lengths is not None:
         return vocab_size, lengths, f"the tokenised documents of {' '.join(paths)}"
-    whole = np.array([config.packing.seq_length], dtype=np.int64)
+    full_length = np.array([config.packing.seq_length], dtype=np.int64)
     return (
         vocab_size,
-        whole,
+        full_length,
         f"documents of --seq-length ({config.packing.seq_length}) tokens each: {reason}",
     )
 
 
-def _rows(one: Estimate) -> dict[str, int]:
-    static = one.static
+def _rows(estimate: Estimate) -> dict[str, int]:
+    static = estimate.static
     return {
         "parameters": static.parameters,
         "gradients": static.gradients,
         "optimizer state": static.optimizer,
         "tables and micro-batch": static.tables,
         "cuBLAS workspaces": static.workspaces,
-        **{kind.value: amount for kind, amount in one.peak.amounts.items()},
-        "peak in torch's allocator": one.allocated,
-        "  of it the CUDA graphs' pool": one.graph_pool,
-        "symmetric memory": one.symmetric,
-        "CUDA context, NCCL (assumed)": one.outside - one.symmetric,
-        "total": one.total,
-        "pinned on the host, beside it": one.host_bytes,
+        **{kind.value: amount for kind, amount in estimate.peak.amounts.items()},
+        "peak in torch's allocator": estimate.allocated,
+        "  of it the CUDA graphs' pool": estimate.graph_pool,
+        "symmetric memory": estimate.symmetric,
+        "CUDA context, NCCL (assumed)": estimate.outside - estimate.symmetric,
+        "total": estimate.total,
+        "pinned on the host, beside it": estimate.host_bytes,
     }
 
 
@@ -287,7 +294,8 @@ def _lines(
         "",
     ]
     lines += [
-        f"{kind}: the memory peak occurs during {one.peak.where}." for kind, one in ranks.items()
+        f"{kind}: the memory peak occurs during {estimate.peak.where}."
+        for kind, estimate in ranks.items()
     ]
     first = next(iter(ranks.values()))
     lines.append(
@@ -386,13 +394,13 @@ def _time_sentence(time: RunTime | None) -> str:
     """Return the time of a step and of the run, with its assumption."""
     if time is None:
         return "Without --bf16 no time is estimated."
-    whole = ""
+    of_run = ""
     if time.steps is not None and time.seconds is not None:
         noun = "step" if time.steps == 1 else "steps"
-        whole = f", and the run of {time.steps:,} {noun} {_duration(time.seconds)}"
+        of_run = f", and the run of {time.steps:,} {noun} {_duration(time.seconds)}"
     return (
         f"At {time.mfu:g} % MFU, of {time.peak_flops / 1e12:g} TFLOP/s in bf16 of each {time.gpu}, a step takes "
-        f"{_duration(time.step_seconds)}{whole} (--mfu and --gpu change this assumption)."
+        f"{_duration(time.step_seconds)}{of_run} (--mfu and --gpu change this assumption)."
     )
 
 
@@ -404,7 +412,7 @@ def _duration(seconds: float) -> str:
 
 
 def _table(ranks: dict[str, Estimate]) -> list[str]:
-    columns = {kind: _rows(one) for kind, one in ranks.items()}
+    columns = {kind: _rows(estimate) for kind, estimate in ranks.items()}
     names = list(next(iter(columns.values())))
     width, widths = max(map(len, names)), {kind: max(len(kind), 10) for kind in columns}
     lines = [" ".join(["GiB".ljust(width), *(kind.rjust(widths[kind]) for kind in columns)])]
@@ -418,7 +426,7 @@ def _table(ranks: dict[str, Estimate]) -> list[str]:
 
 
 def _verdict(ranks: dict[str, Estimate], limit: int, cures: Sequence[Change]) -> list[str]:
-    kind, total = next((kind, one.total) for kind, one in ranks.items())
+    kind, total = next((kind, estimate.total) for kind, estimate in ranks.items())
     of, gib = f" with {kind}" if len(ranks) > 1 else "", limit / GIB
     if total <= limit:
         lines = [
@@ -438,7 +446,10 @@ def _verdict(ranks: dict[str, Estimate], limit: int, cures: Sequence[Change]) ->
             "  No option makes the run fit on this number of ranks; use more ranks, or a "
             "smaller model or batch."
         )
-    if len(ranks) > 1 and (worst := max(one.total for one in ranks.values())) > limit >= total:
+    if (
+        len(ranks) > 1
+        and (worst := max(estimate.total for estimate in ranks.values())) > limit >= total
+    ):
         lines.append(
             "If all tokens went to the experts of one rank, that rank would need "
             f"{worst / GIB:.1f} GiB; --moe-expert-capacity-factor limits this."
@@ -474,13 +485,13 @@ def _as_json(
         "documents": documents,
         "ranks": {
             kind: {
-                "bytes": {name.strip(): value for name, value in _rows(one).items()},
-                "peak": one.peak.where,
+                "bytes": {name.strip(): value for name, value in _rows(estimate).items()},
+                "peak": estimate.peak.where,
             }
-            for kind, one in ranks.items()
+            for kind, estimate in ranks.items()
         },
         "gpu_bytes": limit,
-        "fits": {kind: one.total <= limit for kind, one in ranks.items()},
+        "fits": {kind: estimate.total <= limit for kind, estimate in ranks.items()},
         "changes": [asdict(cure) for cure in cures],
         "lengths": source,
         "passed_states": None if sent is None else asdict(sent),

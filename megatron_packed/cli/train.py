@@ -19,14 +19,13 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
+from megatron_packed.cli.command import command
 from megatron_packed.cli.errors import UsageError
 from megatron_packed.cli.slurm_first_host import SlurmStep
 from megatron_packed.config.kernel_options import count_gpus
 from megatron_packed.launch.launcher import SHUTDOWN_SECONDS, LaunchOptions, launch
 from megatron_packed.launch.refused_nodes import C10D, STATIC, UNKNOWN_NODES
 
-NAME = "train"
-HELP = "train a model: start one process per GPU, on one or several machines"
 MASTER_PORT = 29500
 BACKENDS = (STATIC, C10D, "etcd", "etcd-v2")
 T = TypeVar("T")
@@ -80,7 +79,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         "megatron-packed train [--nproc-per-node N] [--nnodes N --node-rank I --master-addr HOST] "
         "FLAGS_OF_A_RUN"
@@ -98,7 +97,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
+@command(
+    "train", "train a model: start one process per GPU, on one or several machines", _add_arguments
+)
+def train(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     if "TORCHELASTIC_RUN_ID" in os.environ and "LOCAL_RANK" in os.environ:
         raise UsageError(
             "megatron-packed train starts the processes itself; start the command without torchrun, "

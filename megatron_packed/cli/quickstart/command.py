@@ -13,6 +13,7 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_packed.cli.command import command
 from megatron_packed.cli.errors import EXIT_DATA, UsageError
 from megatron_packed.cli.quickstart.questions import write_questions
 from megatron_packed.config.kernel_options import count_gpus
@@ -20,15 +21,13 @@ from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.written_files import write_file
 
-NAME = "quickstart"
-HELP = "train a small model in three minutes, with or without a GPU"
 FOLDER = Path("runs/quickstart")
 QUESTIONS = 10
 MARGIN = 0.5
 """Nats by which the validation loss must be lower than that of single tokens."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "megatron-packed quickstart [--nproc-per-node N] [--prepare] [FLAGS_OF_A_RUN]"
     parser.add_argument(
         "--nproc-per-node",
@@ -41,7 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
+@command(
+    "quickstart", "train a small model in three minutes, with or without a GPU", _add_arguments
+)
+def quickstart(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     processes = arguments.nproc_per_node
     if processes is None:
         processes = min(2, count_gpus(os.environ) or 2)

@@ -144,9 +144,11 @@ def write_questions(library: Path, folder: Path) -> tuple[int, int]:
     valid: list[Question] = []
     for thing in objects:
         wordings = sorted(WORDINGS, key=lambda wording: number(thing.name, wording))
-        asked = [Question(wording.format(name=thing.name), thing.summary) for wording in wordings]
-        valid += asked[:VALID_WORDINGS]
-        train += asked[VALID_WORDINGS:]
+        seen_questions = [
+            Question(wording.format(name=thing.name), thing.summary) for wording in wordings
+        ]
+        valid += seen_questions[:VALID_WORDINGS]
+        train += seen_questions[VALID_WORDINGS:]
     train.sort(key=lambda question: number(question.question, "order"))
     valid.sort(key=lambda question: number(question.question, "order"))
     folder.mkdir(parents=True, exist_ok=True)

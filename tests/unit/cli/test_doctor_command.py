@@ -351,7 +351,7 @@ def test_a_probe_that_crashes_or_hangs_costs_its_own_line(tmp_path, monkeypatch)
     assert found["hang"]["error"] == "no answer in 3 s"
 
 
-def test_a_kernel_that_computes_something_else_is_told(monkeypatch):
+def test_a_kernel_that_computes_something_else_is_reported(monkeypatch):
     assert probe.answer_to("kernel:varlen_attention.sdpa")["difference"] < 1e-5
     right = sdpa.run
     monkeypatch.setattr(sdpa, "run", lambda *tensors, **options: right(*tensors, **options) * 1.5)
@@ -413,7 +413,7 @@ class Timex(ctypes.Structure):
 @pytest.mark.parametrize(
     "answer, status, state", [(0, 0x01, "works"), (5, 0x41, "slower"), (-1, 0, "found")]
 )
-def test_a_clock_that_nobody_sets(monkeypatch, answer, status, state):
+def test_a_clock_that_no_service_sets(monkeypatch, answer, status, state):
     def adjtimex(timex):
         ctypes.cast(timex, ctypes.POINTER(Timex)).contents.status = status
         return answer

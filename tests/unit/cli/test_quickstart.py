@@ -51,7 +51,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_public_objects_with_a_short_sentence_are_asked_about(library: Path) -> None:
+def test_public_objects_with_a_short_sentence_have_a_question(library: Path) -> None:
     """Hidden, silent and long descriptions are left out, and modules get their usual names."""
     assert [tuple(thing) for thing in questions.documented(library)] == [
         ("shop", "A shop for parrots."),

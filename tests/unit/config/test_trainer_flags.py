@@ -16,7 +16,7 @@ DOCS = Path(__file__).parents[3] / "docs"
 
 def test_every_cure_names_flags_and_commands_that_exist() -> None:
     """Flags in cures and rules are options of a run, or follow a command's name in backticks."""
-    names = {command.NAME for command in COMMANDS}
+    names = {command.name for command in COMMANDS}
     for group in TRAINER_FLAGS:
         text = f"{group.rule} {cure_of(group, '')} {group.without}"
         for command in re.findall("`megatron-packed ([^`]*)`", text):
