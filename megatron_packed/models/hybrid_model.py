@@ -297,8 +297,7 @@ class HybridModel(ExpertLayers, nn.Module):
         if self.cp.size > 1:
             tokens_T, labels_T, loss_mask_T = (self.cp.own(x_T, packed) for x_T in rows_of_pack)
         hidden_TD, reports = self.hidden_states(tokens_T, packed)
-        inputs = (self.tp.enter(hidden_TD), self.output_weight, labels_T, loss_mask_T)
-        loss_sum, per_token_loss_T = self._cross_entropy(*inputs, grad_scale=grad_scale)
+        loss_sum, per_token_loss_T = self._loss_sum(hidden_TD, labels_T, loss_mask_T, grad_scale)
         loss_scale, aux_scale = micro_batch.scales.unbind()
         loss, depth_losses = loss_sum * loss_scale, self._no_counts.view(-1)
         if self.mtp and self.training:

@@ -6,7 +6,7 @@ import math
 import os
 import shlex
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -150,13 +150,25 @@ def from_huggingface(
             original=original,
         )
         write_file(root / ARGS_FILE, flags.encode())
-    narrower = [
-        w.name
-        for w in weights.values()
-        if any(torch.promote_types(files.dtypes[part.name], w.dtype) != w.dtype for part in w.parts)
-    ]
+    rounded = narrowed(weights.values(), files.dtypes.__getitem__)
     notes = (*_notes(fields, left_out, model, files), *unusable)
-    return Imported(saved, model, flags, tuple(narrower), notes)
+    return Imported(saved, model, flags, rounded, notes)
+
+
+def narrowed(weights: Iterable[Weight], dtype_of: Callable[[str], torch.dtype]) -> tuple[str, ...]:
+    """Return the parameters with a narrower dtype than the tensors that they come from.
+
+    Args:
+        dtype_of: returns the dtype of the tensor of a part by name.
+    """
+    return tuple(
+        weight.name
+        for weight in weights
+        if any(
+            torch.promote_types(dtype_of(part.name), weight.dtype) != weight.dtype
+            for part in weight.parts
+        )
+    )
 
 
 def _tokenizer(directory: Path, model: ModelConfig) -> tuple[str, list[str]]:

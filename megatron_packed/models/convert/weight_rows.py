@@ -84,6 +84,19 @@ class Weight:
         return tensor.view(-1, self._width)
 
 
+def model_on_meta(config: ModelConfig, dtype: torch.dtype) -> HybridModel:
+    """Return the model without memory for its tensors.
+
+    Args:
+        config: the model; its ``vocab_size`` must be set.
+        dtype: dtype of the model; parameters that training keeps in float32 are float32 anyway.
+    """
+    assert config.vocab_size is not None
+    return HybridModel(
+        config, vocab_size=config.vocab_size, max_positions=2, device="meta", dtype=dtype
+    )
+
+
 def stored_tensors(model: HybridModel) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint of ``model`` by name.
 
@@ -100,22 +113,17 @@ def weights_of(
     """Return every model tensor by name, in the order of the model; allocates no tensor memory.
 
     Args:
-        config: the model; its ``vocab_size`` must be set.
-        dtype: dtype of the model; parameters that training keeps in float32 are float32 anyway.
+        config, dtype: see `model_on_meta`.
         files: shape of each Hugging Face tensor by name. It decides between the names that a family
             has for one parameter; without files the family's first names are used.
     """
-    assert config.vocab_size is not None
-    model = HybridModel(
-        config, vocab_size=config.vocab_size, max_positions=2, device="meta", dtype=dtype
-    )
     table = family.outside[TABLE]
     prefixes = [
         candidate for candidate in family.prefixes if table.replace("{model}", candidate) in files
     ]
     prefix = (prefixes or family.prefixes)[0]
     weights = {}
-    for name, tensor in stored_tensors(model).items():
+    for name, tensor in stored_tensors(model_on_meta(config, dtype)).items():
         where, entry = _entry(name, family, config)
         parts = _parts(
             name, tuple(tensor.shape), entry, config, where.replace("{model}", prefix), files

@@ -363,7 +363,7 @@ def test_groups_modes_and_sizes_are_passed_on(engine) -> None:
 
 
 @pytest.mark.parametrize("tp", [SINGLE, parallel().inside()])
-def test_one_rank_and_what_lies_between_two_borders_communicate_nothing(
+def test_one_rank_and_modules_inside_the_parallel_region_communicate_nothing(
     engine, tp: TensorParallel
 ) -> None:
     for layer in linears(engine, tp, bias=False):

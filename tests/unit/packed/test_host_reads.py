@@ -111,7 +111,7 @@ def test_code_that_a_graph_repeats_is_not_reported(name):
     assert names(NO_READS[name]) == []
 
 
-def test_a_host_number_is_found_behind_a_property():
+def test_a_host_number_read_by_a_property_is_found():
     found = names(lambda x, p: x * int(p.document_lengths.max()))
     assert found == ["cu_seqlens_cpu", "num_seqs"]
 

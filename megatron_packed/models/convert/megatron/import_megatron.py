@@ -23,6 +23,7 @@ from megatron_packed.models.convert.import_huggingface import (
     check_empty,
     check_weight_values,
     halves,
+    narrowed,
     save_weights,
     silent,
 )
@@ -105,7 +106,11 @@ def from_megatron(
                 trained=trained,
             )
             write_file(root / ARGS_FILE, text.encode())
-        rounded = _rounded(source, parameters)
+
+        def stored_dtype(part: str) -> torch.dtype:
+            return source.tensors[parameters.sources[part].tensor].dtype
+
+        rounded = narrowed(parameters.weights.values(), stored_dtype)
     return Imported(saved, model, text, rounded, _notes(state))
 
 
@@ -128,22 +133,6 @@ def _notes(state: FoundState | str) -> tuple[str, ...]:
         "begins with its first pack."
     )
     return (first, *state.notes)
-
-
-def _rounded(source: TorchDist, parameters: NamedWeights) -> tuple[str, ...]:
-    """Return the parameters with a narrower dtype than the tensors that they come from."""
-
-    def dtype(part: str) -> torch.dtype:
-        return source.tensors[parameters.sources[part].tensor].dtype
-
-    return tuple(
-        weight.name
-        for weight in parameters.weights.values()
-        if any(
-            torch.promote_types(dtype(part.name), weight.dtype) != weight.dtype
-            for part in weight.parts
-        )
-    )
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from megatron_packed.models.convert.weight_rows import (
     HuggingFaceTensor,
     Shape,
     Weight,
+    model_on_meta,
     stored_tensors,
 )
 from megatron_packed.models.hybrid_model import HybridModel
@@ -83,10 +84,7 @@ def named_weights(
     Raises:
         CheckpointError: tensors are missing, additional, or have another shape.
     """
-    assert config.vocab_size is not None
-    model = HybridModel(
-        config, vocab_size=config.vocab_size, max_positions=2, device="meta", dtype=dtype
-    )
+    model = model_on_meta(config, dtype)
     if unknown := unknown_layers(config):
         raise CheckpointError(
             f"does not fit the model: Megatron has no {', '.join(unknown)}", path=path
@@ -94,19 +92,14 @@ def named_weights(
     prefix = prefix_of(tensors) or ""
     gpt = f"{prefix}{_GPT_NORM}" in tensors
     buffers = frozenset(name for name, _ in model.named_buffers())
-    parameters = NamedWeights(weights={}, sources={}, buffers=buffers)
+    weights = {weight.name: weight for weight in _weights(model, config)}
+    parameters = NamedWeights(weights=weights, sources={}, buffers=buffers)
     problems: list[str] = []
-    for name, parameter in stored_tensors(model).items():
-        shape, parts = tuple(parameter.shape), []
-        for ours, rows in _parts(name, shape, config):
-            source = _source(_choices(ours, config, prefix, gpt=gpt), tensors)
-            expected = _their_shape(name, shape, rows.rows)
-            problems += _problems(source, expected, tensors, name)
-            parts.append(HuggingFaceTensor(ours, expected, rows.moves))
-            parameters.sources[ours] = source
-        parameters.weights[name] = Weight(
-            name=name, shape=shape, dtype=parameter.dtype, parts=tuple(parts)
-        )
+    for name, weight in weights.items():
+        for part in weight.parts:
+            source = _source(_choices(part.name, config, prefix, gpt=gpt), tensors)
+            problems += _problems(source, part.shape, tensors, name)
+            parameters.sources[part.name] = source
     used = {source.tensor for source in parameters.sources.values()}
     problems += [
         f"{name} is extra"
@@ -125,20 +118,25 @@ def named_weights(
 
 def new_weights(config: ModelConfig, dtype: torch.dtype) -> list[tuple[Weight, dict[str, str]]]:
     """Return every parameter, with the name in a new hybrid checkpoint of each of its parts."""
-    assert config.vocab_size is not None
-    model = HybridModel(
-        config, vocab_size=config.vocab_size, max_positions=2, device="meta", dtype=dtype
-    )
-    weights = []
+
+    def new_name(part: str) -> str:
+        return _choices(part, config, "", gpt=False)[0].tensor
+
+    return [
+        (weight, {part.name: new_name(part.name) for part in weight.parts})
+        for weight in _weights(model_on_meta(config, dtype), config)
+    ]
+
+
+def _weights(model: HybridModel, config: ModelConfig) -> Iterator[Weight]:
+    """Yield every parameter of the model, with the parts that Megatron stores."""
     for name, parameter in stored_tensors(model).items():
         shape = tuple(parameter.shape)
-        parts, names = [], {}
-        for ours, rows in _parts(name, shape, config):
-            parts.append(HuggingFaceTensor(ours, _their_shape(name, shape, rows.rows), rows.moves))
-            names[ours] = _choices(ours, config, "", gpt=False)[0].tensor
-        weight = Weight(name=name, shape=shape, dtype=parameter.dtype, parts=tuple(parts))
-        weights.append((weight, names))
-    return weights
+        parts = tuple(
+            HuggingFaceTensor(ours, _their_shape(name, shape, part.rows), part.moves)
+            for ours, part in _parts(name, shape, config)
+        )
+        yield Weight(name=name, shape=shape, dtype=parameter.dtype, parts=parts)
 
 
 def _parts(name: str, shape: Shape, config: ModelConfig) -> Iterator[tuple[str, Part]]:
