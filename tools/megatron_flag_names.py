@@ -1,8 +1,8 @@
 """Print every flag of Megatron-LM's parser, one per line, from a checkout of its repository.
 
-    python tests/unit/config/megatron/collect_flag_names.py MEGATRON_CHECKOUT
+    python tools/megatron_flag_names.py MEGATRON_CHECKOUT
 
-The flags of its training programs and of ModelOpt are printed. ``../megatron_flag_names.txt`` has those
+The flags of its training programs and of ModelOpt are printed. ``tests/unit/config/megatron_flag_names.txt`` has those
 of d98e8a64, and flags of older versions, of open pull requests and of the program for elastic models.
 """
 

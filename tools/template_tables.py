@@ -1,6 +1,6 @@
 """Write ``template_tables``: what the transformers library makes of the random conversations.
 
-``PYTHONPATH=tests python tests/unit/data/tokenizers/make_template_tables.py`` renders and encodes
+``python tools/template_tables.py`` renders and encodes
 every history of `support.template_conversations` with ``apply_chat_template``. It needs transformers.
 ``--show STRUCTURE NUMBER`` prints the texts of one conversation. The table has one row for each
 assistant message, in the order of the conversations; `support.template_conversations` makes the
@@ -17,7 +17,7 @@ hashes.
 
 The library gets the lines without null keys, and no tools in place of an empty list.
 
-``tokenizer.json`` in the same folder is trained once. Delete it to train it again.
+``tokenizer.json`` beside the tables is trained once. Delete it to train it again.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ import tokenizers
 import transformers
 from transformers.utils import chat_template_utils
 
+import common  # noqa: F401  paths of helpers
 from support import template_conversations as made
 
 KINDS = ("tokens", "seam", "no_prefix", "raises")
