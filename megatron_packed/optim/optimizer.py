@@ -235,6 +235,11 @@ class Optimizer:
         """
         self.weight_decay.fill_(weight_decay)
 
+    @property
+    def skipped(self) -> Tensor:
+        """0-d float32: 1.0 if the last step changed nothing, else 0.0."""
+        return self._stats.skipped
+
     @torch.no_grad()
     def step(
         self, lr: float | None = None, *, loss: Tensor | None = None, hold: Tensor | None = None

@@ -24,7 +24,7 @@ from megatron_packed.distributed.collectives import barrier
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.failure_watch import FailureWatch
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.hang_detection import HangDetector
+from megatron_packed.distributed.hang_detection import UNWATCHED, HangDetector
 from megatron_packed.distributed.rng import seed_all
 from megatron_packed.distributed.same_flags import check_same_flags
 from megatron_packed.explain.kernel_reasons import check_kernels
@@ -360,7 +360,7 @@ def _build_trainer(
         console=console,
         signal=launch.signal,
         watch=launch.watch,
-        hang_detector=launch.hang_detector,
+        hang_detector=launch.hang_detector or UNWATCHED,
         profiler=profiler_of(config, groups, console, max(last, state.progress.iteration)),
         progress_log=progress_log_of(config, groups, state, console),
     )
@@ -381,7 +381,7 @@ def _run_trainer(
             # From here on, ranks wait for each other in captured collectives, so hangs are watched.
             with nullcontext() if launch.hang_detector is None else launch.hang_detector:
                 if trainer.state.progress.iteration < trainer.last_iteration:
-                    trainer.steps.observe_routing()
+                    trainer.observe_routing()
                 if graphs is not None:
                     _capture(graphs, launch, job)
                 exit_code = trainer.run()

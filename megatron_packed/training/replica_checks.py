@@ -23,7 +23,6 @@ the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -33,6 +32,7 @@ from torch import Tensor
 from megatron_packed.checkpoint.rank_agreement import Ranks
 from megatron_packed.distributed.collectives import all_reduce_sum
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.hang_detection import UNWATCHED, DeviceWatch
 from megatron_packed.distributed.replica_hashes import (
     CHUNK,
     against_masters,
@@ -100,7 +100,7 @@ class ReplicaCheck:
         model: the model.
         optimizer: the optimizer of the model's parameters.
         groups: process groups of this rank.
-        resting: context that is entered before the host waits for the device and for other ranks.
+        hang_detector: suspended while the host waits for the device and for other ranks.
     """
 
     def __init__(
@@ -108,13 +108,13 @@ class ReplicaCheck:
         model: HybridModel,
         optimizer: Optimizer,
         groups: ParallelGroups,
-        resting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        hang_detector: DeviceWatch = UNWATCHED,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.buffers = optimizer.buffers
         self.groups = groups
-        self._resting = resting
+        self._hang_detector = hang_detector
         self._spans = list(self._cut())
 
     def weights(self) -> None:
@@ -131,7 +131,7 @@ class ReplicaCheck:
             held[span.slot.part.expert, span.name] = bit_hash(self._held(span))
         due = list(self._hashes_of_masters())
         state = {key: bit_hash(tensor) for key, tensor in self._replicated_state()}
-        with self._resting():
+        with self._hang_detector.idle():
             numbers = on_host([*held.values(), *due, *state.values()])
             hashes = dict(
                 zip([*held, *state], [*numbers[: len(held)], *numbers[len(held) + len(due) :]])
@@ -166,7 +166,7 @@ class ReplicaCheck:
         # The tail (losses and counts) is summed by the same collective as the gradients, so a
         # defective link may change it as well.
         summed[False, "losses and counts of the step"] = bit_hash(self.buffers.tail, one_nan=True)
-        with self._resting():
+        with self._hang_detector.idle():
             *numbers, count = on_host([*summed.values(), wrong_rows.sum()])
             rows = wrong_rows.cpu() if count else wrong_rows[:0]
             wrong = {

@@ -1,4 +1,4 @@
-"""Handling of finished steps: log record, console line, warnings, and reasons to stop."""
+"""Log of a run: records of finished steps, validations and checkpoints, and warnings."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from megatron_packed.training.late_metrics import Arrived
 from megatron_packed.training.train_step import TrainStep
 
 
-class StepResults:
-    """Log of finished steps.
+class RunLog:
+    """Log of a run on one rank: console lines, writers, and warnings.
 
     Args:
         config: configuration of the run.
@@ -70,13 +70,12 @@ class StepResults:
         self._validations: list[tuple[int, float]] = []
         self._warned: set[str] = set()
 
-    def take(self, arrived: Arrived[StepFacts], values: StepValues) -> ExitCode | None:
+    def finish(self, record: StepRecord, values: StepValues) -> ExitCode | None:
         """Log a finished step; return the exit code if it is a reason to stop.
 
         See [Note: when a run may stop].
         """
         training, progress = self._config.training, self._progress
-        record = self._record(arrived, values)
         self._console.step(record)
         self.write(record.as_dict())
         # Update the counts before the warnings, which include this step in their counts.
@@ -132,7 +131,8 @@ class StepResults:
         }
         note(record, self._writers, self._console)
 
-    def _record(self, arrived: Arrived[StepFacts], values: StepValues) -> StepRecord:
+    def record(self, arrived: Arrived[StepFacts], values: StepValues) -> StepRecord:
+        """Return the record of a finished step."""
         logging, counts = self._config.logging, self._step.layout.counts_of(arrived.values)
         return step_record(
             arrived.facts,
