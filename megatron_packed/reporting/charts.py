@@ -361,13 +361,13 @@ def _slim(root: ElementTree.Element) -> None:
             at["style"] = re.sub(r"font-family:[^;]*; ?", "", at["style"])
         if "style" in at:
             at["style"] = re.sub(
-                r"#\w{6}", lambda found: _VARIABLES.get(found[0], found[0]), at["style"]
+                r"#\w{6}", lambda match: _VARIABLES.get(match[0], match[0]), at["style"]
             )
         if at.get("transform", "").startswith("rotate(-0 "):
             del at["transform"]
         for name in ("d", "x", "y"):
             if name in at:
-                at[name] = re.sub(r"-?\d+\.\d+", lambda found: _rounded(found[0]), at[name])
+                at[name] = re.sub(r"-?\d+\.\d+", lambda match: _rounded(match[0]), at[name])
         if "d" in at:
             at["d"] = re.sub(r"\s*([A-Za-z])\s*", r"\1", at["d"]).strip()
         element.attrib = at
@@ -384,11 +384,11 @@ def thinned(points: Points, most: int) -> list[tuple[float, float, float, float]
         ``[(1, 5), (2, 7), (3, 9)]`` with ``most`` 2: ``[(1.5, 6, 5, 7), (3, 9, 9, 9)]``.
     """
     together = -(-len(points) // most) or 1
-    found = []
+    merged = []
     for first in range(0, len(points), together):
         xs, ys = zip(*points[first : first + together])
-        found.append((sum(xs) / len(xs), sum(ys) / len(ys), min(ys), max(ys)))
-    return found
+        merged.append((sum(xs) / len(xs), sum(ys) / len(ys), min(ys), max(ys)))
+    return merged
 
 
 def _look(colour: str, dash: str = "", dots: bool = False) -> dict[str, Any]:

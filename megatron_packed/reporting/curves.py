@@ -97,8 +97,8 @@ class Run:
     @property
     def starts(self) -> list[Record]:
         """Starts of the run: ``step`` that was finished before, and ``time``."""
-        found = [record["starts"] for record in self.records if "starts" in record]
-        last = found[-1] if found and isinstance(found[-1], list) else []
+        lists = [record["starts"] for record in self.records if "starts" in record]
+        last = lists[-1] if lists and isinstance(lists[-1], list) else []
         return [start for start in last if isinstance(start, dict)]
 
     @property
@@ -119,8 +119,8 @@ class Run:
         return last
 
     def _last(self, field: str) -> Record:
-        found = [record[field] for record in self.records if isinstance(record.get(field), dict)]
-        return found[-1] if found else {}  # type: ignore[return-value]
+        records = [record[field] for record in self.records if isinstance(record.get(field), dict)]
+        return records[-1] if records else {}  # type: ignore[return-value]
 
 
 LOGARITHMIC_FROM = 100.0
@@ -237,7 +237,7 @@ SMOOTHED_FROM = 20
 """Smallest number of points that are smoothed."""
 
 
-def smoothed(found: Sequence[tuple[float, float]]) -> tuple[int, list[tuple[float, float]]]:
+def smoothed(points: Sequence[tuple[float, float]]) -> tuple[int, list[tuple[float, float]]]:
     """Return a window and the points as means over that many neighbours.
 
     The window is about a fortieth of the points. Near both ends it becomes smaller, so that it is
@@ -247,11 +247,11 @@ def smoothed(found: Sequence[tuple[float, float]]) -> tuple[int, list[tuple[floa
         The window in points, an odd number, and the points. The window is 1 for fewer than
         `SMOOTHED_FROM` points, which stay the same.
     """
-    half = max(2, len(found) // 80) if len(found) >= SMOOTHED_FROM else 0
-    sums = list(accumulate((y for _, y in found), initial=0.0))
+    half = max(2, len(points) // 80) if len(points) >= SMOOTHED_FROM else 0
+    sums = list(accumulate((y for _, y in points), initial=0.0))
     means = []
-    for place, (x, _) in enumerate(found):
-        beside = min(half, place, len(found) - 1 - place)
+    for place, (x, _) in enumerate(points):
+        beside = min(half, place, len(points) - 1 - place)
         first, end = place - beside, place + beside + 1
         means.append((x, (sums[end] - sums[first]) / (end - first)))
     return 2 * half + 1, means
@@ -283,15 +283,15 @@ def _limit_of_line(line: Sequence[tuple[float, float]], keeps_first: bool) -> fl
 
 def panels_of(runs: Sequence[Run]) -> list[Panel]:
     """Return the panels and curves for which at least one run has numbers."""
-    found = []
+    panels = []
     loss, *others = PANELS
     for panel in (loss, _validation_sets(runs), *others):
         curves = tuple(
             curve for curve in panel.curves if any(points(run.records, curve) for run in runs)
         )
         if curves:
-            found.append(replace(panel, curves=curves))
-    return found
+            panels.append(replace(panel, curves=curves))
+    return panels
 
 
 def _validation_sets(runs: Sequence[Run]) -> Panel:
@@ -352,11 +352,11 @@ def read_run(path: str | os.PathLike[str], name: str | None = None) -> Run:
     log = Path(path)
     if log.is_dir():
         logs = sorted(log.glob("*.jsonl"))
-        named = [one for one in logs if one.name == "log.jsonl"]
+        named = [file for file in logs if file.name == "log.jsonl"]
         if len(named or logs) != 1:
-            found = f"{len(logs)} .jsonl files and no log.jsonl" if logs else "no .jsonl file"
+            contents = f"{len(logs)} .jsonl files and no log.jsonl" if logs else "no .jsonl file"
             raise ValueError(
-                f"{log} holds {found}; give the file that the run wrote by {flags.LOG_JSONL}."
+                f"{log} holds {contents}; give the file that the run wrote by {flags.LOG_JSONL}."
             )
         log = (named or logs)[0]
     try:
@@ -367,10 +367,11 @@ def read_run(path: str | os.PathLike[str], name: str | None = None) -> Run:
     if not run.steps:
         raise ValueError(f"{log} holds no training step; at least one is needed.")
     for step in run.steps:
-        wrong = [name for name in OF_A_STEP if name not in step]
-        wrong += [name for name in OF_A_STEP[:2] if not isinstance(step.get(name, 0), int)]
-        if wrong:
+        wrong_fields = [name for name in OF_A_STEP if name not in step]
+        wrong_fields += [name for name in OF_A_STEP[:2] if not isinstance(step.get(name, 0), int)]
+        if wrong_fields:
             raise ValueError(
-                f"{log}: {wrong[0]} of a step is missing or is no number; give a file that {flags.LOG_JSONL} wrote."
+                f"{log}: {wrong_fields[0]} of a step is missing or is no number; "
+                f"give a file that {flags.LOG_JSONL} wrote."
             )
     return run

@@ -125,8 +125,8 @@ def folded(heading: str, body: str, *, opened: bool = False) -> str:
 
 def named_rows(rows: Sequence[tuple[str, str]]) -> str:
     """Return a table with a name and a value in each row, both plain text."""
-    found = (f"<tr><th>{html.escape(k)}</th><td>{html.escape(v)}</td></tr>" for k, v in rows)
-    return f"<div class='wide'><table class='named'>{''.join(found)}</table></div>"
+    table_rows = (f"<tr><th>{html.escape(k)}</th><td>{html.escape(v)}</td></tr>" for k, v in rows)
+    return f"<div class='wide'><table class='named'>{''.join(table_rows)}</table></div>"
 
 
 def table(rows: Sequence[Mapping[str, object]], left: int = 1) -> str:

@@ -170,15 +170,15 @@ def _single_legend(lines: Sequence[Line]) -> list[str]:
 
 
 def _figures(runs: Sequence[Run], levels: Mapping[str, float]) -> list[str]:
-    found = []
+    figures = []
     for panel in panels_of(runs):
         lines = lines_of(panel, runs)
         frame = _frame(panel, runs, lines, levels)
         chart = charts.line_chart(_drawable(lines, frame), frame)
         names = _run_names(panel, runs) if len(runs) > 1 else ""
         remarks = (panel.unit, *_single_legend(lines), *_remarks(panel, runs, lines, frame))
-        about = " · ".join(filter(None, remarks))
-        found.append(chart_html(panel.title, about, charts.as_svg(chart, panel.title), names))
+        caption = " · ".join(filter(None, remarks))
+        figures.append(chart_html(panel.title, caption, charts.as_svg(chart, panel.title), names))
     for run in runs:
         with_loads = [step for step in run.steps if step.get("expert_load")]
         if with_loads:
@@ -187,13 +187,13 @@ def _figures(runs: Sequence[Run], levels: Mapping[str, float]) -> list[str]:
             unit = f"{last} (rows: E layers; blue: less than the mean, red: more)"
             loads: Sequence[Sequence[float]] = with_loads[-1]["expert_load"]  # type: ignore[assignment]
             chart = charts.heat_map(loads, row="E layer", column="expert")
-            found.append(chart_html(title, unit, charts.as_svg(chart, title)))
-    return found
+            figures.append(chart_html(title, unit, charts.as_svg(chart, title)))
+    return figures
 
 
 def _remarks(panel: Panel, runs: Sequence[Run], lines: Sequence[Line], frame: Frame) -> list[str]:
     """Return the median of a panel with one run and one curve, and the number of values outside."""
-    found = ["logarithmic axis"] if frame.logarithmic else []
+    remarks = ["logarithmic axis"] if frame.logarithmic else []
     if (
         len(runs) == 1
         and len(panel.curves) == 1
@@ -202,17 +202,17 @@ def _remarks(panel: Panel, runs: Sequence[Run], lines: Sequence[Line], frame: Fr
     ):
         values = [y for _, y in points(steady(runs[0].steps), panel.curves[0])]
         if values:
-            found.append(f"median {_short(statistics.median(values))}")
+            remarks.append(f"median {_short(statistics.median(values))}")
     values_of_lines = {point for line in lines if not line.smoothed for point in line.points}
     zeros = [point for point in values_of_lines if point[1] <= 0]
     if frame.logarithmic and zeros:
         noun = "value" if len(zeros) == 1 else "values"
-        found.append(f"{len(zeros):,} {noun} of 0 not shown")
+        remarks.append(f"{len(zeros):,} {noun} of 0 not shown")
     if panel.cut and frame.high is not None:
         outside = [point for point in values_of_lines if point[1] > frame.high]
         noun = "value" if len(outside) == 1 else "values"
-        found.append(f"{len(outside):,} {noun} above {_short(frame.high)} not shown")
-    return found
+        remarks.append(f"{len(outside):,} {noun} above {_short(frame.high)} not shown")
+    return remarks
 
 
 def _short(value: float) -> str:

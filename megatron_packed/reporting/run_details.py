@@ -39,8 +39,8 @@ def what_was_run(run: Run) -> str:
 
 
 def _mapping(facts: Record, name: str) -> Record:
-    found = facts.get(name)
-    return found if isinstance(found, dict) else {}
+    mapping = facts.get(name)
+    return mapping if isinstance(mapping, dict) else {}
 
 
 def _count(facts: Record, name: str) -> str:
@@ -106,11 +106,11 @@ def _machine_rows(machine: Record) -> Iterator[tuple[str, str]]:
         return
     hosts = machine.get("hosts")
     device = f"{_count(machine, 'devices')} x {machine.get('device')}, "
-    more = f" and {hosts - 1:,} more" if isinstance(hosts, int) and hosts > 1 else ""
+    others = f" and {hosts - 1:,} more" if isinstance(hosts, int) and hosts > 1 else ""
     yield (
         "machine",
         f"{device if machine.get('devices') else ''}{machine.get('cpu')}, {_count(machine, 'cores')} cores; host "
-        f"{machine.get('host')}{more}; {machine.get('system')}",
+        f"{machine.get('host')}{others}; {machine.get('system')}",
     )
 
 

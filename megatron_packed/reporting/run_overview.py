@@ -30,10 +30,10 @@ _MANY = 0.1
 def overview(run: Run) -> str:
     """Return HTML with the verdict, the warnings and the main numbers of a run."""
     kind, sentence = verdict(run)
-    found = warnings_of(run)
-    items = "".join(f"<li>{html.escape(text)}</li>" for text in found)
-    heading = "1 warning" if len(found) == 1 else f"{len(found)} warnings"
-    box = f"<div class='warnings'><b>{heading}</b><ul>{items}</ul></div>" if found else ""
+    run_facts = warnings_of(run)
+    items = "".join(f"<li>{html.escape(text)}</li>" for text in run_facts)
+    heading = "1 warning" if len(run_facts) == 1 else f"{len(run_facts)} warnings"
+    box = f"<div class='warnings'><b>{heading}</b><ul>{items}</ul></div>" if run_facts else ""
     tiles = "".join(_tile(*tile) for tile in tiles_of(run))
     return f"<p class='verdict {kind}'>{html.escape(sentence)}</p>{box}<div class='tiles'>{tiles}</div>"
 
@@ -99,8 +99,8 @@ def tiles_of(run: Run) -> list[tuple[str, str, str]]:
 def best_validation(validations: list[Record]) -> tuple[int, float] | None:
     """Return step and loss of the best validation; None without a finite loss."""
     losses = [(int(number(r, "iteration")), number(r, "valid_loss")) for r in validations]
-    finite = [one for one in losses if math.isfinite(one[1])]
-    return min(finite, key=lambda one: one[1]) if finite else None
+    finite = [step_and_loss for step_and_loss in losses if math.isfinite(step_and_loss[1])]
+    return min(finite, key=lambda step_and_loss: step_and_loss[1]) if finite else None
 
 
 def _short(loss: float) -> str:
@@ -117,7 +117,7 @@ def perplexity(loss: float) -> str:
 
 def _time(run: Run) -> tuple[str, str, str]:
     """Return the tile of the time: between start and end, or the sum of the steps."""
-    begun, ended = (moment(one.get("time")) for one in ((run.starts or [{}])[-1], run.end))
+    begun, ended = (moment(record.get("time")) for record in ((run.starts or [{}])[-1], run.end))
     restarts = len(run.starts) - 1
     if begun and ended and restarts == 0:
         return "time", duration((ended - begun).total_seconds()), "from start to end"
@@ -148,9 +148,14 @@ def duration(seconds: float) -> str:
         return f"{seconds:.1f} s"
     if not seconds < _LONGEST:
         return f"{seconds:g} s"
-    whole = timedelta(seconds=round(seconds))
-    hours, rest = divmod(whole.seconds, 3600)
-    parts = ((whole.days, "d"), (hours, "h"), (rest // 60, "min"), (rest % 60, "s"))
+    time = timedelta(seconds=round(seconds))
+    hours, seconds_of_hour = divmod(time.seconds, 3600)
+    parts = (
+        (time.days, "d"),
+        (hours, "h"),
+        (seconds_of_hour // 60, "min"),
+        (seconds_of_hour % 60, "s"),
+    )
     first = next(place for place, (count, _) in enumerate(parts) if count)
     return " ".join(f"{count} {unit}" for count, unit in parts[first : first + 2] if count)
 

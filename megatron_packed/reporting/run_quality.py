@@ -27,24 +27,24 @@ def validations(run: Run) -> str:
             f"<p class='muted'>The log has no validation; {flags.EVAL_INTERVAL} asks for them.</p>"
         )
     rows = list(_validation_rows(run))
-    found = table(rows[-_SHOWN:], left=0)
+    page = table(rows[-_SHOWN:], left=0)
     earlier = rows[:-_SHOWN]
     if earlier:
         noun = "validation" if len(earlier) == 1 else "validations"
-        found = folded(f"{len(earlier):,} earlier {noun}", table(earlier, left=0)) + found
-    return found
+        page = folded(f"{len(earlier):,} earlier {noun}", table(earlier, left=0)) + page
+    return page
 
 
 def _validation_rows(run: Run) -> Iterator[dict[str, str]]:
     """Yield a row for each validation, and for each evaluation on the test data."""
-    best, before = best_validation(run.validations), None
+    best, previous_loss = best_validation(run.validations), None
     metrics = _metrics(run.validations)
     for record in run.validations:
         step, loss = int(number(record, "iteration")), number(record, "valid_loss")
         row = {
             "step": f"{step:,}",
             "loss": f"{loss:.4f}",
-            "change": "" if before is None else f"{loss - before:+.4f}",
+            "change": "" if previous_loss is None else f"{loss - previous_loss:+.4f}",
             "perplexity": perplexity(loss),
             "targets": f"{int(number(record, 'valid_target_tokens')):,}"
             if "valid_target_tokens" in record
@@ -52,7 +52,7 @@ def _validation_rows(run: Run) -> Iterator[dict[str, str]]:
         }
         row |= {_words(name): _metric(record, name) for name in metrics}
         row[""] = "best" if best == (step, loss) else ""
-        before = loss
+        previous_loss = loss
         yield row
 
 
@@ -90,37 +90,44 @@ def sample_answers(run: Run) -> str:
 
 
 def answer_table(
-    heading: str, samples: Sequence[Mapping[str, object]], before: Sequence[Record] = ()
+    heading: str, samples: Sequence[Mapping[str, object]], earlier_records: Sequence[Record] = ()
 ) -> str:
     """Return a table of prompts with their answers and the expected answers; empty without any.
 
     Args:
         heading: heading of the section.
         samples: prompts with answers.
-        before: earlier records with answers to the same prompts.
+        earlier_records: records with answers to the same prompts.
     """
     if not samples:
         return ""
     shown = samples[:_PROMPTS]
     names = ["prompt", "answer"] + ["expected"] * any("expected" in sample for sample in shown)
     head = "".join(f"<th>{name}</th>" for name in names)
-    rows = "".join(_row(place, sample, names, before) for place, sample in enumerate(shown))
-    more = len(samples) - len(shown)
-    rest = f"<p class='muted'>There are answers to {more:,} more prompts.</p>" if more else ""
+    rows = "".join(
+        _row(place, sample, names, earlier_records) for place, sample in enumerate(shown)
+    )
+    hidden = len(samples) - len(shown)
+    hidden_text = (
+        f"<p class='muted'>There are answers to {hidden:,} more prompts.</p>" if hidden else ""
+    )
     return (
         f"<h2>{html.escape(heading)}</h2><div class='wide'><table class='answers'><thead><tr>{head}</tr></thead>"
-        f"<tbody>{rows}</tbody></table></div>{rest}"
+        f"<tbody>{rows}</tbody></table></div>{hidden_text}"
     )
 
 
 def _samples(record: Record) -> list[dict[str, object]]:
-    found = record["samples"]
-    assert isinstance(found, list)
-    return [sample for sample in found if isinstance(sample, dict)]
+    samples = record["samples"]
+    assert isinstance(samples, list)
+    return [sample for sample in samples if isinstance(sample, dict)]
 
 
 def _row(
-    place: int, sample: Mapping[str, object], names: Sequence[str], before: Sequence[Record]
+    place: int,
+    sample: Mapping[str, object],
+    names: Sequence[str],
+    earlier_records: Sequence[Record],
 ) -> str:
     """Return the row of a prompt: its last answer with earlier answers, and the expected answer.
 
@@ -128,12 +135,12 @@ def _row(
         place: number of the prompt in each record.
         sample: prompt, answer and perhaps the expected answer.
         names: names of the columns.
-        before: earlier records with answers.
+        earlier_records: records with answers.
     """
     cells = {name: _text(sample[name]) for name in names if name in sample}
     if "expected" in sample and sample["expected"] == sample.get("answer"):
         cells["expected"] = "<p class='same'>as expected</p>"
-    earlier = _earlier(place, sample.get("prompt"), before)
+    earlier = _earlier(place, sample.get("prompt"), earlier_records)
     if earlier:
         folded_rows = folded("Earlier answers", table(earlier[-_EARLIER:], left=2))
         cells["answer"] = cells.get("answer", "") + folded_rows
@@ -145,10 +152,10 @@ def _earlier(place: int, prompt: object, records: Sequence[Record]) -> list[dict
     rows: list[dict[str, str]] = []
     first = ""
     for record in records:
-        found = _samples(record)
-        if len(found) <= place or found[place].get("prompt") != prompt:
+        samples = _samples(record)
+        if len(samples) <= place or samples[place].get("prompt") != prompt:
             continue
-        step, answer = f"{int(number(record, 'iteration')):,}", str(found[place].get("answer"))
+        step, answer = f"{int(number(record, 'iteration')):,}", str(samples[place].get("answer"))
         if rows and rows[-1]["answer"] == answer:
             rows[-1]["steps"] = f"{first} to {step}"
         else:

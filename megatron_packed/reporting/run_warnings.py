@@ -57,7 +57,7 @@ def rising_validation(losses: Sequence[tuple[int, float]]) -> str:
     finite = [(step, loss) for step, loss in losses if math.isfinite(loss)]
     if len(finite) < 3:
         return ""
-    best_step, best = min(finite, key=lambda one: one[1])
+    best_step, best = min(finite, key=lambda step_and_loss: step_and_loss[1])
     after = [loss for step, loss in finite if step > best_step]
     # A single higher value may be noise.
     if len(after) < 2 or min(after[-2:]) < RISE * best:
@@ -102,14 +102,14 @@ def warnings_of(run: Run) -> list[str]:
 
 
 def _of_skipped_steps(steps: Sequence[Record]) -> Iterator[str]:
-    if found := skipped_for(steps, NON_FINITE):
+    if step_list := skipped_for(steps, NON_FINITE):
         yield (
-            f"Steps with a non-finite loss or gradient: {listed(found)}. Their updates were not applied. "
+            f"Steps with a non-finite loss or gradient: {listed(step_list)}. Their updates were not applied. "
             f"Lower {flags.LR}, lengthen the warm-up, or look at the documents of these steps."
         )
-    if found := skipped_for(steps, NO_TARGETS):
+    if step_list := skipped_for(steps, NO_TARGETS):
         yield (
-            f"Steps without target tokens: {listed(found)}. Their updates were not applied. Too few documents keep "
+            f"Steps without target tokens: {listed(step_list)}. Their updates were not applied. Too few documents keep "
             f"an answer; a larger {flags.SEQ_LENGTH} keeps more."
         )
     if spikes := spikes_of(steps):

@@ -44,18 +44,18 @@ def drawings(
         prices: expected cost of runs with a single capacity; entries without milliseconds are left
             out.
     """
-    found: list[Drawing] = []
+    drawn: list[Drawing] = []
     if lengths is not None:
-        found.append(("Documents by length", partial(_draw_lengths, lengths)))
-    found += [
+        drawn.append(("Documents by length", partial(_draw_lengths, lengths)))
+    drawn += [
         ("Packs by documents", partial(_draw_packs, packings)),
         ("Packs that a capacity covers", partial(_draw_covered, packings, choice)),
     ]
-    priced = [one for one in prices if one.step_ms is not None]
+    priced = [expected for expected in prices if expected.step_ms is not None]
     if priced:
         title = f"Expected step time with one capacity ({priced[0].method})"
-        found.append((title, partial(_draw_prices, priced, choice)))
-    return found
+        drawn.append((title, partial(_draw_prices, priced, choice)))
+    return drawn
 
 
 def figure(drawn: Sequence[Drawing]) -> Figure:
@@ -104,8 +104,8 @@ def _draw_covered(packings: Sequence[Packing], choice: Expected, axis: Any) -> N
 
 def _draw_prices(priced: Sequence[Expected], choice: Expected, axis: Any) -> None:
     """Draw step times expected with each single capacity, and with the recommended capacities."""
-    times = [one.step_ms for one in priced]
-    axis.plot([one.capacities[-1] for one in priced], times, marker="o", color=COLOURS[0])
+    times = [expected.step_ms for expected in priced]
+    axis.plot([expected.capacities[-1] for expected in priced], times, marker="o", color=COLOURS[0])
     axis.axhline(choice.step_ms, color=charts.INK, linestyle="--", linewidth=1, label="recommended")
     axis.set(xlabel="capacity", ylabel="ms")
     axis.set_ylim(bottom=0)
@@ -163,7 +163,7 @@ def write_page(
     blocks = "".join(
         f"<h2>{html.escape(name)}</h2>{table(rows)}" for name, rows in tables.items() if rows
     )
-    shown = "".join(_chart(*one) for one in drawn)
+    shown = "".join(_chart(*drawing) for drawing in drawn)
     lines = html.escape("\n".join(text))
     console = f"<div class='wide'><pre>{lines}</pre></div>"
     write_html(

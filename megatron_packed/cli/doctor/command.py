@@ -71,22 +71,24 @@ def run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     if not arguments.timeout > 0:
         raise UsageError(f"--timeout {arguments.timeout}: must be above 0.")
     findings = examine(arguments.timeout, kernels=not arguments.no_kernels)
-    said, problems = verdict(findings), problems_of(findings)
+    sentences, problems = verdict(findings), problems_of(findings)
     if arguments.json:
-        sections = {name: [one.as_dict() for one in section] for name, section in findings.items()}
+        sections = {
+            name: [finding.as_dict() for finding in section] for name, section in findings.items()
+        }
         print(
             json.dumps(
                 {
                     "version": __version__,
                     "python": platform.python_version(),
                     "ok": not problems,
-                    "verdict": said[0],
+                    "verdict": sentences[0],
                     **sections,
                 }
             )
         )
     else:
-        print("\n".join([*said, "", *_lines(findings)]))
+        print("\n".join([*sentences, "", *_lines(findings)]))
     return EXIT_PROBLEM if problems else 0
 
 
@@ -108,13 +110,16 @@ def examine(seconds: float, *, kernels: bool = True) -> dict[str, list[Finding]]
         print("\r\033[K", end="", file=sys.stderr, flush=True)
     machine = machine_findings()
     gpu = [
-        Finding(**{**one, "state": State(one["state"])})
-        for one in answers["gpu"].get("findings", [])
+        Finding(**{**fields, "state": State(fields["state"])})
+        for fields in answers["gpu"].get("findings", [])
     ]
     if "error" in answers["gpu"]:
         gpu.append(
             Finding(
-                name="GPU", state=State.BROKEN, detail=answers["gpu"]["error"], fix="nvidia-smi"
+                "GPU",
+                State.BROKEN,
+                detail=answers["gpu"]["error"],
+                fix="nvidia-smi",
             )
         )
     return {
@@ -162,8 +167,8 @@ def _to_run(ops: dict[str, Any]) -> list[str]:
     """Return the probes of all backends that support the probe's inputs, except references."""
     return [
         f"kernel:{op}.{backend}"
-        for op, found in ops.items()
-        for backend, reasons in found["reasons"].items()
+        for op, choice in ops.items()
+        for backend, reasons in choice["reasons"].items()
         if not reasons and backend not in ("reference", "local")
     ]
 
@@ -172,57 +177,64 @@ def _strangers(answers: Answers) -> list[Finding]:
     """Return findings of unrelated packages that were installed by mistake. An unrelated package
     does no harm if the wanted package is installed too.
     """
-    found = []
+    findings = []
     for stranger, version in strangers():
         wanted = next((each for each in PACKAGES if each.name == stranger.wanted_package), None)
         beside = (
             wanted is not None and not stranger.in_the_way and version_of(wanted.name) is not None
         )
-        found.append(
+        findings.append(
             Finding(
-                name=stranger.name,
-                state=State.FOUND if beside else State.WRONG,
-                found=version,
+                stranger.name,
+                State.FOUND if beside else State.WRONG,
+                version,
                 detail=stranger.what,
                 fix="" if beside else stranger.fix,
             )
         )
-    return found
+    return findings
 
 
 def _package(package: Package, answers: Answers, on_gpu: bool) -> Finding:
     answer = answers[f"import:{package.module}"]
     version = version_of(package.name) or answer.get("version", "")
-    known = {"name": package.name, "found": version, "instead": _instead(package, answers)}
+    finding_fields = {"name": package.name, "found": version, "instead": _instead(package, answers)}
     if "stranger" in answer:
         return Finding(
-            **known, state=State.WRONG, detail=answer["stranger"], fix="pip uninstall -y apex"
+            **finding_fields,
+            state=State.WRONG,
+            detail=answer["stranger"],
+            fix="pip uninstall -y apex",
         )
     again = f"pip uninstall -y {package.name}; {package.command}"
     if "absent" in answer:
         if version_of(package.name) is not None:
             detail = f"installed, but it has no module {package.module}"
-            return Finding(**known, state=State.BROKEN, detail=detail, fix=again)
+            return Finding(**finding_fields, state=State.BROKEN, detail=detail, fix=again)
         state = State.WRONG if package.required else State.ABSENT
         wanted = on_gpu and _gains(package, answers)
         if wanted and state is State.ABSENT:
             state = State.SLOW
         fix = package.command if package.required or wanted or not package.kernels else ""
-        return Finding(**known, state=state, detail=f"not installed; for {package.use}", fix=fix)
+        return Finding(
+            **finding_fields, state=state, detail=f"not installed; for {package.use}", fix=fix
+        )
     if "error" in answer:
-        return Finding(**known, state=State.BROKEN, detail=answer["error"], fix=again)
+        return Finding(**finding_fields, state=State.BROKEN, detail=answer["error"], fix=again)
     if old := package.too_old():
-        return Finding(**known, state=State.WRONG, detail=old, fix=package.command)
+        return Finding(**finding_fields, state=State.WRONG, detail=old, fix=package.command)
     ran = {
         name: answers[f"kernel:{name}"] for name in package.kernels if f"kernel:{name}" in answers
     }
     failed = [f"{name}: {answer['error']}" for name, answer in ran.items() if "error" in answer]
     if failed:
-        return Finding(**known, state=State.BROKEN, detail="; ".join(failed), fix=again)
+        return Finding(**finding_fields, state=State.BROKEN, detail="; ".join(failed), fix=again)
     if ran:
-        return Finding(**known, state=State.WORKS, detail=f"{', '.join(ran)} ran")
+        return Finding(**finding_fields, state=State.WORKS, detail=f"{', '.join(ran)} ran")
     reasons = _reasons(package, answers)
-    return Finding(**known, state=State.FOUND, detail=reasons[0] if reasons else package.use)
+    return Finding(
+        **finding_fields, state=State.FOUND, detail=reasons[0] if reasons else package.use
+    )
 
 
 def _ops(answers: Answers) -> dict[str, Any]:
@@ -233,15 +245,15 @@ def _ops(answers: Answers) -> dict[str, Any]:
 def _reasons(package: Package, answers: Answers) -> list[str]:
     """Return the reasons why the kernels of a package cannot be used on this machine."""
     pairs = (name.partition(".")[::2] for name in package.kernels)
-    found = [
+    reasons_of_backends = [
         _ops(answers).get(op, {"reasons": {}})["reasons"].get(backend, []) for op, backend in pairs
     ]
-    return [reason for reasons in found for reason in reasons]
+    return [reason for reasons in reasons_of_backends for reason in reasons]
 
 
 def _instead(package: Package, answers: Answers) -> str:
     """Return the backends that ops choose instead of the package's backends, each op once."""
-    chosen = {op: found["chosen"] for op, found in _ops(answers).items()}
+    chosen = {op: choice["chosen"] for op, choice in _ops(answers).items()}
     pairs = (name.partition(".")[::2] for name in package.kernels)
     others = [
         f"{op}: {chosen[op]}" for op, backend in pairs if op in chosen and chosen[op] != backend
@@ -254,11 +266,11 @@ def _gains(package: Package, answers: Answers) -> bool:
     chooses now.
     """
     for op, backend in (name.partition(".")[::2] for name in package.kernels):
-        found = _ops(answers).get(op)
-        if found is None:
+        choice = _ops(answers).get(op)
+        if choice is None:
             continue
-        names = list(found["reasons"])
-        if backend in names and names.index(backend) < names.index(found["chosen"]):
+        names = list(choice["reasons"])
+        if backend in names and names.index(backend) < names.index(choice["chosen"]):
             return True
     return False
 
@@ -270,12 +282,17 @@ def _kernels(answers: Answers) -> list[Finding]:
     if "error" in answers["kernels"]:
         fix = next(package.command for package in PACKAGES if package.name == "torch")
         return [
-            Finding(name="kernels", state=State.BROKEN, detail=answers["kernels"]["error"], fix=fix)
+            Finding(
+                "kernels",
+                State.BROKEN,
+                detail=answers["kernels"]["error"],
+                fix=fix,
+            )
         ]
     findings = []
     first_op: dict[tuple[str, str], str] = {}
-    for op, found in _ops(answers).items():
-        chosen, reasons = found["chosen"], found["reasons"]
+    for op, choice in _ops(answers).items():
+        chosen, reasons = choice["chosen"], choice["reasons"]
         ran = {
             name: answers[f"kernel:{op}.{name}"]
             for name in reasons
@@ -289,7 +306,7 @@ def _kernels(answers: Answers) -> list[Finding]:
         ]
         refused = _refusals(op, reasons, answers, first_op)
         slow = answers["kernels"]["device"] == "cuda" and chosen == "reference"
-        cost = [found.get("cost", "").removeprefix(", ")] if slow else []
+        cost = [choice.get("cost", "").removeprefix(", ")] if slow else []
         if failed:
             state = State.BROKEN
         elif slow:
@@ -305,9 +322,9 @@ def _kernels(answers: Answers) -> list[Finding]:
         )
         findings.append(
             Finding(
-                name=op,
-                state=state,
-                found=chosen,
+                op,
+                state,
+                chosen,
                 detail=" | ".join([*failed, *cost, *times, *refused]),
                 instead=instead,
                 fix=fix,
@@ -343,19 +360,17 @@ def _lines(findings: dict[str, list[Finding]]) -> list[str]:
     for title, section in findings.items():
         without = " (without backends of packages that are not installed)" * (title == "kernels")
         lines += ["", f"{title.upper()}{without}"]
-        width = max(len(one.name) for one in section)
-        value = min(max(len(one.found) for one in section), 24)
-        for one in section:
-            texts = [one.detail, f"used instead: {one.instead}" if one.instead else ""]
+        width = max(len(finding.name) for finding in section)
+        value = min(max(len(finding.found) for finding in section), 24)
+        for finding in section:
+            texts = [finding.detail, f"used instead: {finding.instead}" if finding.instead else ""]
             text = ". ".join(text for text in texts if text)
-            head = (
-                f"{one.name.ljust(width)}  {one.state.value.ljust(6)}  {one.found.ljust(value)}  "
-            )
+            head = f"{finding.name.ljust(width)}  {finding.state.value.ljust(6)}  {finding.found.ljust(value)}  "
             indent = " " * (width + 10 + value + 2)
             wrapped = textwrap.wrap(text, max(WIDTH - len(indent), 40), break_long_words=False) or [
                 ""
             ]
             lines += [(head + wrapped[0]).rstrip(), *(indent + line for line in wrapped[1:])]
-            if one.fix:
-                lines.append(f"{indent}fix: {one.fix}")
+            if finding.fix:
+                lines.append(f"{indent}fix: {finding.fix}")
     return lines

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass
 from enum import Enum
 from typing import Any
 
@@ -31,7 +31,7 @@ class State(str, Enum):
         return self in (State.BROKEN, State.WRONG)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """Line of the report."""
 
@@ -39,6 +39,7 @@ class Finding:
     state: State
     found: str = ""
     """Version or value."""
+    _: KW_ONLY
     detail: str = ""
     """Observation, as a sentence without its full stop."""
     instead: str = ""

@@ -29,24 +29,24 @@ def gpu_findings() -> Iterator[Finding]:
     built = torch.version.cuda
     if built is None:
         yield Finding(
-            name="CUDA",
-            state=State.ABSENT,
+            "CUDA",
+            State.ABSENT,
             detail=f"torch {torch.__version__} is built for CPUs only",
             instead="the CPU",
         )
         return
     if not torch.cuda.is_available():
         yield Finding(
-            name="CUDA",
-            state=State.SLOW,
-            found=built,
+            "CUDA",
+            State.SLOW,
+            built,
             instead="the CPU",
             detail="torch sees no GPU: there is none, or its driver is too old for this version "
             "of CUDA",
             fix="nvidia-smi",
         )
         return
-    yield Finding(name="CUDA", state=State.WORKS, found=built)
+    yield Finding("CUDA", State.WORKS, built)
     yield _cudnn()
     yield _nccl()
     for number in range(torch.cuda.device_count()):
@@ -61,56 +61,54 @@ def _cudnn() -> Finding:
         RuntimeError
     ) as error:  # torch loaded another cuDNN than the version for which it was built
         return Finding(
-            name="cuDNN",
-            state=State.SLOW,
+            "cuDNN",
+            State.SLOW,
             instead="kernels of other packages",
             detail="torch refuses this version, so its own convolutions fail: "
             f"{str(error).splitlines()[0]}",
             fix="unset LD_LIBRARY_PATH",
         )
-    return Finding(name="cuDNN", state=State.FOUND, found=str(version))
+    return Finding("cuDNN", State.FOUND, str(version))
 
 
 def _nccl() -> Finding:
     if not torch.distributed.is_nccl_available():
         return Finding(
-            name="NCCL",
-            state=State.SLOW,
+            "NCCL",
+            State.SLOW,
             detail="torch is built without NCCL",
             instead="one GPU, or gloo",
         )
     version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    return Finding(name="NCCL", state=State.FOUND, found=version)
+    return Finding("NCCL", State.FOUND, version)
 
 
 def _gpu(number: int) -> Finding:
     properties = torch.cuda.get_device_properties(number)
     name = f"GPU {number}"
     size = f"{properties.total_memory / 2**30:.0f} GiB, capability {properties.major}.{properties.minor}"
-    found = f"{properties.name}, {size}"
+    properties_text = f"{properties.name}, {size}"
     try:
         value = torch.ones(1024, device=f"cuda:{number}").sum().item()
     except RuntimeError as error:
         text = str(error).splitlines()[0]
         return Finding(
-            name=name,
-            state=State.BROKEN,
-            found=found,
+            name,
+            State.BROKEN,
+            properties_text,
             detail=f"adding numbers on the GPU fails: {text}",
             fix="nvidia-smi -q -d ECC,ROW_REMAPPER,PAGE_RETIREMENT",
         )
     if value != 1024:
         return Finding(
-            name=name,
-            state=State.BROKEN,
-            found=found,
+            name,
+            State.BROKEN,
+            properties_text,
             detail=f"1,024 ones add up to {value}",
             fix="nvidia-smi -q -d ECC,ROW_REMAPPER,PAGE_RETIREMENT",
         )
     clocks, slowed = _clocks(properties)
-    return Finding(
-        name=name, state=State.SLOW if slowed else State.WORKS, found=found, detail=clocks
-    )
+    return Finding(name, State.SLOW if slowed else State.WORKS, properties_text, detail=clocks)
 
 
 def _clocks(properties: object) -> tuple[str, bool]:
@@ -120,7 +118,7 @@ def _clocks(properties: object) -> tuple[str, bool]:
 
         pynvml.nvmlInit()
         handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}")  # type: ignore[attr-defined]
-        now, most = (
+        clock, most = (
             read(handle, pynvml.NVML_CLOCK_SM)
             for read in (pynvml.nvmlDeviceGetClockInfo, pynvml.nvmlDeviceGetMaxClockInfo)
         )
@@ -131,7 +129,7 @@ def _clocks(properties: object) -> tuple[str, bool]:
         return f"its clocks cannot be read: {error}", False
     reasons = sorted({reason for bit, reason in _THROTTLES.items() if bits & bit})
     slowed = f", lowered by {' and '.join(reasons)}" if reasons else ""
-    return f"clock {now} of {most} MHz{slowed}", bool(reasons)
+    return f"clock {clock} of {most} MHz{slowed}", bool(reasons)
 
 
 def _pinned() -> Finding:
@@ -140,9 +138,9 @@ def _pinned() -> Finding:
         torch.empty(PINNED, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:
         return Finding(
-            name=name,
-            state=State.BROKEN,
+            name,
+            State.BROKEN,
             detail=f"{PINNED >> 20} MiB cannot be allocated: {str(error).splitlines()[0]}",
             fix="ulimit -l unlimited",
         )
-    return Finding(name=name, state=State.WORKS, detail=f"{PINNED >> 20} MiB were allocated")
+    return Finding(name, State.WORKS, detail=f"{PINNED >> 20} MiB were allocated")

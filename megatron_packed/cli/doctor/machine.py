@@ -35,16 +35,16 @@ def machine_findings() -> list[Finding]:
 
 def _driver(path: Path = Path("/proc/driver/nvidia/version")) -> Finding:
     try:
-        words = path.read_text().splitlines()[0].split()
+        version_line = path.read_text().splitlines()[0].split()
     except (OSError, IndexError):
         return Finding(
-            name="NVIDIA driver",
-            state=State.ABSENT,
+            "NVIDIA driver",
+            State.ABSENT,
             detail="the operating system has loaded no driver",
             instead="the CPU",
         )
-    version = next((word for word in words if word[0].isdigit() and "." in word), "unknown")
-    return Finding(name="NVIDIA driver", state=State.FOUND, found=version)
+    version = next((word for word in version_line if word[0].isdigit() and "." in word), "unknown")
+    return Finding("NVIDIA driver", State.FOUND, version)
 
 
 def _shared_memory(path: str = "/dev/shm") -> Finding:  # noqa: S108
@@ -52,14 +52,14 @@ def _shared_memory(path: str = "/dev/shm") -> Finding:  # noqa: S108
     try:
         usage = shutil.disk_usage(path)
     except OSError as error:
-        return Finding(name=name, state=State.SLOW, detail=f"{path}: {error.strerror}")
-    found = f"{usage.total / GIB:.3g} GiB, {usage.free / GIB:.3g} free"
+        return Finding(name, State.SLOW, detail=f"{path}: {error.strerror}")
+    sizes = f"{usage.total / GIB:.3g} GiB, {usage.free / GIB:.3g} free"
     if usage.total >= SHARED_MEMORY:
-        return Finding(name=name, state=State.WORKS, found=found)
+        return Finding(name, State.WORKS, sizes)
     return Finding(
-        name=name,
-        state=State.SLOW,
-        found=found,
+        name,
+        State.SLOW,
+        sizes,
         fix=f"mount -o remount,size=16G {path}",
         detail="NCCL needs more shared memory between the GPUs of a host; start a container with "
         "docker run --shm-size=16g",
@@ -75,10 +75,16 @@ def _limit(name: str, kind: int, least: int, unit: int, suffix: str, why: str, f
             return "unlimited"
         return f"{value / unit:,.3g}{suffix}" if unit > 1 else f"{value:,}"
 
-    found = f"{shown(soft)} (at most {shown(hard)})"
+    limits = f"{shown(soft)} (at most {shown(hard)})"
     if soft == unlimited or soft >= least:
-        return Finding(name=name, state=State.WORKS, found=found)
-    return Finding(name=name, state=State.SLOW, found=found, detail=why, fix=fix)
+        return Finding(name, State.WORKS, limits)
+    return Finding(
+        name,
+        State.SLOW,
+        limits,
+        detail=why,
+        fix=fix,
+    )
 
 
 def _locked_memory() -> Finding:
@@ -109,7 +115,7 @@ def _clock() -> Finding:
     """Return a finding about the clock: its resolution, and whether the clock is synchronised, so
     that logs of several machines can be ordered.
     """
-    name, now = "clock", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    name, utc_time = "clock", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     resolution = f"monotonic to {time.get_clock_info('monotonic').resolution * 1e9:.0f} ns"
     timex = (ctypes.c_byte * 256)()  # a struct timex of zeros reads the clock and changes nothing
     try:
@@ -118,23 +124,23 @@ def _clock() -> Finding:
         state = -1
     if state < 0:
         return Finding(
-            name=name,
-            state=State.FOUND,
-            found=now,
+            name,
+            State.FOUND,
+            utc_time,
             detail=f"{resolution}; the operating system does not report whether the clock is "
             "synchronised",
         )
     status = ctypes.c_int.from_buffer(timex, _STATUS_OFFSET).value
     if status & _UNSYNCHRONISED:
         return Finding(
-            name=name,
-            state=State.SLOW,
-            found=now,
+            name,
+            State.SLOW,
+            utc_time,
             detail=f"{resolution}; not synchronised, so logs of several machines cannot be "
             "ordered by time",
             fix="timedatectl set-ntp true",
         )
-    return Finding(name=name, state=State.WORKS, found=now, detail=f"{resolution}, synchronised")
+    return Finding(name, State.WORKS, utc_time, detail=f"{resolution}, synchronised")
 
 
 _STATUS_OFFSET = 5 * ctypes.sizeof(ctypes.c_long)

@@ -126,16 +126,16 @@ def _kernels() -> dict[str, Any]:
     from megatron_packed.explain.kernel_reasons import choose, layer_reasons, without_module
 
     config, device, ops = _job()
-    found: dict[str, Any] = {}
+    kernels: dict[str, Any] = {}
     for name, (op, inputs) in ops.items():
         kernel = choose(op, inputs)
         reasons = {
             backend: [without_module(why) for why in whys]
             for backend, whys in kernel.reasons.items()
         }
-        found[name] = {"chosen": kernel.name, "reasons": reasons, "cost": kernel.cost}
-    found["layers"] = {"chosen": "local", "reasons": layer_reasons(config, device)}
-    return {"device": device.type, "ops": found}
+        kernels[name] = {"chosen": kernel.name, "reasons": reasons, "cost": kernel.cost}
+    kernels["layers"] = {"chosen": "local", "reasons": layer_reasons(config, device)}
+    return {"device": device.type, "ops": kernels}
 
 
 def _kernel(name: str) -> dict[str, Any]:
@@ -165,11 +165,11 @@ def _layer_difference(op: str, backend: str) -> float:
     draw = np.random.default_rng(0)
     documents = [(draw.integers(0, VOCAB, length), None) for length in (130, 3, 251)]
     pack = MicroBatch.build(documents, TOKENS, scales=(1.0, 0.0)).to(device)
-    found = []
+    observations = []
     for backends in (Backends.reference(), _but(Backends.reference(), choice, backend)):
         model = _one_layer(symbol, device, backends)
-        found.append({what: value.double() for what, value in observe(model, pack).items()})
-    expected, got = found
+        observations.append({what: value.double() for what, value in observe(model, pack).items()})
+    expected, got = observations
     return max(float((got[what] - value).norm() / value.norm()) for what, value in expected.items())
 
 
@@ -210,10 +210,10 @@ def _layers_of() -> dict[str, str]:
         with planned(device) as requests:
             model(pack)
         ops[symbol] = {request.op.name for request in requests}
-    found: dict[str, str] = {}
+    layer_of_op: dict[str, str] = {}
     for symbol in sorted(ops, key=lambda symbol: len(ops[symbol])):
-        found |= dict.fromkeys(ops[symbol] - found.keys(), symbol)
-    return found
+        layer_of_op |= dict.fromkeys(ops[symbol] - layer_of_op.keys(), symbol)
+    return layer_of_op
 
 
 def _but(backends: Any, choice: str, backend: str) -> Any:

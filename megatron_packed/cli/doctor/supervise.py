@@ -37,13 +37,13 @@ def run_probes(
         begins: called with the name of each probe before it runs.
         module: module that is run with ``python -m``.
     """
-    found: dict[str, dict[str, Any]] = {}
-    while len(found) < len(names):
-        waiting = list(names[len(found) :])
+    answers: dict[str, dict[str, Any]] = {}
+    while len(answers) < len(names):
+        waiting = list(names[len(answers) :])
         with tempfile.TemporaryFile() as said:
             for name, answer in _one_process(waiting, seconds, begins, module, said):
-                found[name] = answer
-    return found
+                answers[name] = answer
+    return answers
 
 
 def _one_process(
@@ -61,10 +61,10 @@ def _one_process(
     )
     assert process.stdout is not None
     try:
-        rest = b""
+        received = b""
         for name in names:
             begins(name)
-            line, rest = _line(process.stdout.fileno(), rest, time.monotonic() + seconds)
+            line, received = _line(process.stdout.fileno(), received, time.monotonic() + seconds)
             if line is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 yield name, {"error": f"no answer in {seconds:.0f} s"}
@@ -83,20 +83,20 @@ def _one_process(
         process.stdout.close()
 
 
-def _line(descriptor: int, rest: bytes, until: float) -> tuple[bytes | None, bytes]:
+def _line(descriptor: int, received: bytes, until: float) -> tuple[bytes | None, bytes]:
     """Return the next line and the bytes after it. The line is empty at the end of the stream, and
     None if the time is up.
     """
-    while b"\n" not in rest:
+    while b"\n" not in received:
         ready, _, _ = select.select([descriptor], [], [], max(until - time.monotonic(), 0))
         if not ready:
-            return None, rest
+            return None, received
         chunk = os.read(descriptor, 65536)
         if not chunk:
             return b"", b""
-        rest += chunk
-    line, _, rest = rest.partition(b"\n")
-    return line, rest
+        received += chunk
+    line, _, received = received.partition(b"\n")
+    return line, received
 
 
 def _how_it_ended(code: int, said: Any) -> str:

@@ -16,12 +16,12 @@ def system_call_finding() -> Finding:
     ran = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True)
     reason = ran.stdout.strip()
     if ran.returncode == 0 and not reason:
-        found = "seccomp: no files, network, programs or signals"
-        return Finding(name=name, state=State.WORKS, found=found)
+        probes = "seccomp: no files, network, programs or signals"
+        return Finding(name, State.WORKS, probes)
     lines = ran.stderr.strip().splitlines() or [f"exit status {ran.returncode}"]
     return Finding(
-        name=name,
-        state=State.ABSENT,
+        name,
+        State.ABSENT,
         detail=reason or lines[-1],
         instead="jinja2's sandbox and limits of time and memory",
     )

@@ -13,7 +13,9 @@ _REQUIRED = {package.name for package in PACKAGES if package.required}
 
 def problems_of(sections: Sections) -> list[Finding]:
     """Return the findings that count as problems."""
-    return [one for section in sections.values() for one in section if one.state.problem]
+    return [
+        finding for section in sections.values() for finding in section if finding.state.problem
+    ]
 
 
 def verdict(sections: Sections) -> list[str]:
@@ -22,20 +24,20 @@ def verdict(sections: Sections) -> list[str]:
     return [
         _can_train(sections, problems),
         *(
-            f"  {one.name}: {one.detail or one.state.value}{f' -> {one.fix}' if one.fix else ''}"
-            for one in problems
+            f"  {finding.name}: {finding.detail or finding.state.value}{f' -> {finding.fix}' if finding.fix else ''}"
+            for finding in problems
         ),
     ]
 
 
 def _can_train(sections: Sections, problems: Sequence[Finding]) -> str:
-    missing = [one for one in problems if one.name in _REQUIRED]
+    missing = [finding for finding in problems if finding.name in _REQUIRED]
     if missing:
-        names, fix = ", ".join(one.name for one in missing), missing[0].fix
+        names, fix = ", ".join(finding.name for finding in missing), missing[0].fix
         verb = "is" if len(missing) == 1 else "are"
         return f"Not ready for training: {names} {verb} missing or broken; run {fix}"
     where, why = _device(sections)
-    slow = [one.name for one in sections["kernels"] if one.state is State.SLOW]
+    slow = [finding.name for finding in sections["kernels"] if finding.state is State.SLOW]
     text = f"Ready for training on {where}"
     if problems:
         noun = "problem" if len(problems) == 1 else "problems"
@@ -50,12 +52,14 @@ def _can_train(sections: Sections, problems: Sequence[Finding]) -> str:
 def _device(sections: Sections) -> tuple[str, str]:
     """Return the device of a training, and why a machine has no GPU for it."""
     machine = sections["machine"]
-    gpus = [one for one in machine if one.name.startswith("GPU ")]
-    sound = [one for one in gpus if not one.state.problem]
+    gpus = [finding for finding in machine if finding.name.startswith("GPU ")]
+    sound = [finding for finding in gpus if not finding.state.problem]
     if sound:
         kind = sound[0].found.partition(",")[0]
         return f"{len(sound)} GPU{'s' if len(sound) > 1 else ''} ({kind})", ""
     if gpus:
         return "the CPU only", " (no GPU works)"
-    reasons = [one.detail for one in machine if one.name in ("CUDA", "GPU") and one.detail]
+    reasons = [
+        finding.detail for finding in machine if finding.name in ("CUDA", "GPU") and finding.detail
+    ]
     return "the CPU only", f" ({reasons[0].partition(':')[0]})" if reasons else ""
