@@ -2,6 +2,8 @@
 
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -249,3 +251,18 @@ def test_jobs_on_a_real_slurm():
     if real_slurm.missing():
         pytest.skip(real_slurm.missing())
     assert real_slurm.main(["start"]) == 0
+
+
+def test_traced_run():
+    """Every phase of a run is found, and a list names the functions of a phase."""
+    import traced_run
+
+    command = [sys.executable, traced_run.__file__, "--list", traced_run.STEADY]
+    traced = subprocess.run(command, capture_output=True, text=True)
+    assert traced.returncode == 0, traced.stderr
+    table, functions = traced.stdout.split("\nphase ")[1].split("\ntraining/train_step.py: ")
+    phases = {line[:24].strip(): line[24:].split() for line in table.splitlines()}
+    for name in (*traced_run.STARTS.values(), *(f"step {number}" for number in (1, 2, 3, 4))):
+        files, calls, switches, _ = (int(number.replace(",", "")) for number in phases[name])
+        assert 0 < files <= calls and files <= switches, name
+    assert "__call__" in functions.splitlines()[0]
