@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from megatron_packed.training.checkpoint_refusals import CheckpointRefusals
 
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.exit_codes import ExitCode
+from megatron_packed.resume.allowed_changes import CheckpointRefusals
 from megatron_packed.training.from_python import train
 from megatron_packed.training.trained_model import TrainedModel
 
