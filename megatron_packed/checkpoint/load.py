@@ -49,7 +49,7 @@ from megatron_packed.checkpoint.errors import (
 from megatron_packed.checkpoint.latest_hint import check_hint, lost_checkpoint
 from megatron_packed.checkpoint.load_attempt import LoadAttempt, LoadedCheckpoint
 from megatron_packed.checkpoint.manifest import MANIFEST, read_manifest
-from megatron_packed.checkpoint.rank_agreement import Ranks, on_rank_0
+from megatron_packed.checkpoint.rank_agreement import Ranks
 from megatron_packed.checkpoint.sealed_json import Json
 from megatron_packed.checkpoint.tensor_shard import TensorShard
 from megatron_packed.config import flag_names as flags
@@ -164,10 +164,8 @@ def newest_metadata(
         return {key: metadata[key] for key in keys if key in metadata}
 
     ranks = Ranks(rank=rank, world_size=world_size, group=group)
-    newest: dict[str, Any] | None
-    [newest, *_] = ranks.agree(
-        on_rank_0(rank, read), f"reading the newest checkpoint in {path}", cure=_CURE
-    )
+    what = f"reading the newest checkpoint in {path}"
+    newest: dict[str, Any] | None = ranks.agree_with_rank_0(read, what, cure=_CURE)
     return newest
 
 
@@ -222,8 +220,8 @@ def read_attachments(
         return [None, list(rejected.values())]
 
     ranks = Ranks(rank=rank, world_size=world_size, group=group)
-    [(name, problems), *_] = ranks.agree(
-        on_rank_0(rank, choose), f"reading the newest checkpoint in {path}", cure=_CURE
+    name, problems = ranks.agree_with_rank_0(
+        choose, f"reading the newest checkpoint in {path}", cure=_CURE
     )
     if problems:
         raise _none_is_intact(path, problems)
@@ -272,10 +270,8 @@ def _agree_on_candidates(ranks: Ranks, path: Path, step: Step) -> tuple[list[str
     Raises:
         NoCheckpointError: there is no path to try, and no problem was found.
     """
-    [listed, *_] = ranks.agree(
-        on_rank_0(ranks.rank, lambda: _list_candidates(path, step)),
-        f"looking for checkpoints in {path}",
-        cure=_CURE,
+    listed = ranks.agree_with_rank_0(
+        lambda: _list_candidates(path, step), f"looking for checkpoints in {path}", cure=_CURE
     )
     if not listed["names"] and not listed["problems"]:
         raise no_checkpoint(path, step, listed["step"])

@@ -57,7 +57,7 @@ from megatron_packed.checkpoint.manifest import (
     merge_tensors,
     read_manifest,
 )
-from megatron_packed.checkpoint.rank_agreement import Ranks, on_rank_0
+from megatron_packed.checkpoint.rank_agreement import Ranks
 from megatron_packed.checkpoint.retention import superseded
 from megatron_packed.checkpoint.sealed_json import Json
 from megatron_packed.checkpoint.shard_file import write_shard_file
@@ -191,16 +191,16 @@ class CheckpointSave:
                     f"writing {temporary}",
                     cure=_NOTHING,
                 )
-                [published, *_] = self.ranks.agree(
-                    self._on_rank_0(lambda: self.publish(temporary, plan, facts)),
+                published = self.ranks.agree_with_rank_0(
+                    lambda: self.held(lambda: self.publish(temporary, plan, facts)),
                     f"publishing {temporary}",
                     cure=_NOTHING,
                 )
             except CheckpointError:
                 self.discard()
                 raise
-            [report, *_] = self.ranks.agree(
-                self._on_rank_0(lambda: self.finish(plan["save_id"])),
+            report = self.ranks.agree_with_rank_0(
+                lambda: self.held(lambda: self.finish(plan["save_id"])),
                 f"finishing {final}",
                 cure="the checkpoint was published, but may not survive a power failure",
             )
@@ -213,9 +213,6 @@ class CheckpointSave:
             removed=tuple(report["removed"]),
             warnings=tuple(plan["warnings"] + report["warnings"]),
         )
-
-    def _on_rank_0(self, action: Callable[[], Json]) -> Callable[[], Json]:
-        return on_rank_0(self.ranks.rank, lambda: self.held(action))
 
     def held(self, action: Callable[[], Json]) -> Json:
         """Run a part of the save; if it fails and the root was moved, raise the error of the lock.

@@ -7,6 +7,7 @@ before it is used, and opening an array does not read its data.
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -48,6 +49,7 @@ class BlockWriter:
         self._file.write(data)
 
 
+@dataclass
 class CheckedBlocks:
     """Items of a file of which each block is compared with its checksum when it is first read.
 
@@ -58,13 +60,14 @@ class CheckedBlocks:
         cure: end of the message about a block that has changed.
     """
 
-    def __init__(self, values: Any, checksums: AnyArray, path: Path, cure: str) -> None:
-        self._values = values
-        self._checksums = checksums
-        self._checked = np.zeros(len(checksums), np.bool_)
-        self._path = path
-        self._cure = cure
-        self._items = CHECKSUM_BLOCK_BYTES // values.dtype.itemsize
+    values: Any
+    checksums: AnyArray
+    path: Path
+    cure: str
+
+    def __post_init__(self) -> None:
+        self._checked = np.zeros(len(self.checksums), np.bool_)
+        self._items = CHECKSUM_BLOCK_BYTES // self.values.dtype.itemsize
 
     def read(self, start: int, stop: int) -> AnyArray:
         """Return the items from ``start`` to ``stop - 1``, read-only.
@@ -74,15 +77,15 @@ class CheckedBlocks:
         """
         first, end = start // self._items, -(-stop // self._items)
         for block in (first + np.flatnonzero(~self._checked[first:end])).tolist():
-            data = self._values[block * self._items : (block + 1) * self._items].tobytes()
-            if crc32c(data) != self._checksums[block]:
+            data = self.values[block * self._items : (block + 1) * self._items].tobytes()
+            if crc32c(data) != self.checksums[block]:
                 byte = block * CHECKSUM_BLOCK_BYTES
                 raise DataError(
-                    f"{self._path}: bytes {byte} to {byte + CHECKSUM_BLOCK_BYTES - 1} changed since they were "
-                    f"written {self._cure}"
+                    f"{self.path}: bytes {byte} to {byte + CHECKSUM_BLOCK_BYTES - 1} changed since they were "
+                    f"written {self.cure}"
                 )
             self._checked[block] = True
-        items: AnyArray = self._values[start:stop]
+        items: AnyArray = self.values[start:stop]
         return items
 
 

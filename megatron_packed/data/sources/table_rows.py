@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ def _needed(columns: Collection[str]) -> set[str]:
     return set(columns) & DECIDING or set(columns)
 
 
+@dataclass
 class RowReader:
     """Iterator over the rows of one table as `RawLine`s, numbered from 1.
 
@@ -73,21 +75,14 @@ class RowReader:
             columns twice, or if pyarrow is not installed.
     """
 
-    def __init__(
-        self,
-        file: Path,
-        max_line_bytes: int,
-        columns: Collection[str],
-        fields: DataFields | None = None,
-    ) -> None:
-        self.file = file
-        self.max_line_bytes = max_line_bytes
-        self.columns = columns
-        self.fields = fields
-        self.bytes_read = 0
-        """Number of bytes of the file read so far; for Parquet, estimated from the rows read."""
-        self.unread_columns: tuple[str, ...] = ()
-        """Columns that are not read, from the first row on; empty with ``fields``, which are a choice."""
+    file: Path
+    max_line_bytes: int
+    columns: Collection[str]
+    fields: DataFields | None = None
+    bytes_read: int = 0
+    """Number of bytes of the file read so far; for Parquet, estimated from the rows read."""
+    unread_columns: tuple[str, ...] = ()
+    """Columns that are not read, from the first row on; empty with ``fields``, which are a choice."""
 
     def __iter__(self) -> Iterator[RawLine]:
         check_pyarrow(self.file)
