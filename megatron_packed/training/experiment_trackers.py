@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from megatron_packed.checkpoint.errors import printable
+from megatron_packed.checkpoint.errors import printable_message as printable
 from megatron_packed.config.sections.logging import LoggingConfig
 from megatron_packed.training.metric_names import answers_text, samples_of, tracked
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_packed.checkpoint.directory import temporary_name
-from megatron_packed.checkpoint.errors import CheckpointError, printable
+from megatron_packed.checkpoint.errors import CheckpointError
+from megatron_packed.checkpoint.errors import printable_message as printable
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.written_files import open_new
 from megatron_packed.cuda_graphs.audit import AuditMismatchError

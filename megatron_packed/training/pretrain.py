@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 
-from megatron_packed.checkpoint.errors import printable
+from megatron_packed.checkpoint.errors import printable_message as printable
 from megatron_packed.config.launch_checks import environment_number
 from megatron_packed.config.resumed_options import implied_keys
 from megatron_packed.config.run import RunConfig
