@@ -59,9 +59,10 @@ from megatron_packed.checkpoint.manifest import (
 )
 from megatron_packed.checkpoint.rank_agreement import Ranks
 from megatron_packed.checkpoint.retention import superseded
-from megatron_packed.checkpoint.sealed_json import Json
+from megatron_packed.checkpoint.sealed_json import Json, JsonObject
 from megatron_packed.checkpoint.shard_file import write_shard_file
 from megatron_packed.checkpoint.tensor_shard import DTYPE_NAMES, TensorShard
+from megatron_packed.config.regular_files import StrPath
 from megatron_packed.config.written_files import sync_path
 
 
@@ -86,10 +87,10 @@ def _no_fault(site: str) -> None:
 
 
 def save_checkpoint(
-    root: str | os.PathLike[str],
+    root: StrPath,
     step: int,
     shards: Sequence[TensorShard],
-    metadata: dict[str, Json],
+    metadata: JsonObject,
     *,
     rank: int = 0,
     world_size: int = 1,
@@ -159,7 +160,7 @@ class CheckpointSave:
 
     root: Path
     step: int
-    metadata: dict[str, Json]
+    metadata: JsonObject
     run_id: str
     config_hash: str
     keep_last: int | None
@@ -275,7 +276,7 @@ class CheckpointSave:
             write_durably(temporary / name, data, save_id, self.on_site, "attached")
         sync_path(temporary)
         self.on_site("shard.directory_synced")
-        held: dict[str, Json] = {}
+        held: JsonObject = {}
         for shard in shards:
             entry = held.setdefault(
                 shard.name,
