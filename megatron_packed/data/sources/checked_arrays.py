@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-from numpy.typing import DTypeLike
+from numpy.typing import ArrayLike, DTypeLike
 
 from megatron_packed.config.checksums import crc32c
 from megatron_packed.data.errors import DataError
@@ -34,7 +34,8 @@ class BlockWriter:
 
     def write(self, data: bytes) -> None:
         self._block += data
-        self._write(len(self._block) // CHECKSUM_BLOCK_BYTES * CHECKSUM_BLOCK_BYTES)
+        if len(self._block) >= CHECKSUM_BLOCK_BYTES:
+            self._write(len(self._block) // CHECKSUM_BLOCK_BYTES * CHECKSUM_BLOCK_BYTES)
 
     def finish(self) -> AnyArray:
         """Write the rest and return the checksums of all blocks, as they are stored."""
@@ -105,9 +106,10 @@ class ArrayWriter:
         self._blocks = BlockWriter(self._file)
         self._count = 0
 
-    def append(self, values: AnyArray) -> None:
-        self._count += len(values)
-        self._blocks.write(np.ascontiguousarray(values, self._dtype).tobytes())
+    def append(self, values: ArrayLike) -> None:
+        items = np.ascontiguousarray(values, self._dtype)
+        self._count += len(items)
+        self._blocks.write(items.tobytes())
 
     def close(self) -> dict[str, Any]:
         """Write the rest and the checksums, and return the array's entry in the manifest."""

@@ -190,26 +190,21 @@ class RowReader:
         return columns if decide.isdisjoint(names) else columns - (TOKEN_FIELDS - {LISTED_MASK})
 
     def _lines(self, batch: Any) -> Iterator[tuple[bytes, str | None]]:
-        if (
-            batch.nbytes > self.max_line_bytes
-        ):  # Python objects take several times the bytes of the batch, so split it
-            if len(batch) == 1:
-                yield b"", "line_too_long"
-                return
+        # Python objects take several times the bytes of the batch, so a large batch is divided.
+        reason = "line_too_long" if batch.nbytes > self.max_line_bytes else None
+        rows: list[dict[str, Any]] = []
+        if reason is None:
+            try:
+                rows = batch.to_pylist()
+            except UnicodeDecodeError:
+                reason = "invalid_utf8"
+        if reason is None:
+            yield from map(self._line, rows)
+        elif len(batch) == 1:
+            yield b"", reason
+        else:
             for row in range(len(batch)):
                 yield from self._lines(batch.slice(row, 1))
-            return
-        try:
-            rows = batch.to_pylist()
-        except UnicodeDecodeError:
-            if len(batch) == 1:
-                yield b"", "invalid_utf8"
-                return
-            for row in range(len(batch)):
-                yield from self._lines(batch.slice(row, 1))
-            return
-        for row in rows:
-            yield self._line(row)
 
     def _line(self, row: dict[str, Any]) -> tuple[bytes, str | None]:
         try:

@@ -42,7 +42,12 @@ from megatron_packed.data.sources.source_files import (
     file_identity,
     quarantine_of,
 )
-from megatron_packed.data.sources.tokenize_files import BuildOptions, build_arrays, check_kind
+from megatron_packed.data.sources.tokenize_files import (
+    ARRAY_TYPES,
+    BuildOptions,
+    build_arrays,
+    check_kind,
+)
 from megatron_packed.data.tokenizers.base import Tokenizer
 from megatron_packed.data.tokenizers.chat_format import ChatFormat
 from megatron_packed.data.tokenizers.encode import SampleEncoder
@@ -77,20 +82,20 @@ class TokenizedDataset:
         self.directory = Path(directory)
         self.manifest = read_cache_manifest(self.directory)
         entries = self.manifest["arrays"]
-        self._tokens = CheckedArray(self.directory, "tokens", "<i4", entries["tokens"])
-        self._targets = CheckedArray(self.directory, "targets", "u1", entries["targets"])
-        self._offsets = CheckedArray(
-            self.directory, "offsets", "<i8", entries["offsets"]
-        ).read_all()
-        self.target_counts: Int64Array = CheckedArray(
-            self.directory, "target_counts", "<i8", entries["target_counts"]
-        ).read_all()
+        arrays = {
+            name: CheckedArray(self.directory, name, dtype, entries[name])
+            for name, dtype in ARRAY_TYPES.items()
+            if name in entries
+        }
+        self._tokens, self._targets = arrays["tokens"], arrays["targets"]
+        self._offsets = arrays["offsets"].read_all()
+        self.target_counts: Int64Array = arrays["target_counts"].read_all()
         """``(D,)`` number of targets of each document."""
         self.lengths: Int64Array = np.diff(self._offsets)
         """``(D,)`` number of tokens of each document, end of document included; at least 2."""
         sources = {"source_lengths": self.lengths, "source_targets": self.target_counts}
-        for name in sources.keys() & entries.keys():
-            sources[name] = CheckedArray(self.directory, name, "<i8", entries[name]).read_all()
+        for name in sources.keys() & arrays.keys():
+            sources[name] = arrays[name].read_all()
         self.source_lengths: Int64Array = sources["source_lengths"]
         """``(D,)`` number of tokens of each document before it was shortened."""
         self.source_targets: Int64Array = sources["source_targets"]
