@@ -57,11 +57,12 @@ from megatron_packed.checkpoint.manifest import (
     merge_tensors,
     read_manifest,
 )
-from megatron_packed.checkpoint.rank_agreement import Ranks, on_rank_0
+from megatron_packed.checkpoint.rank_agreement import Ranks
 from megatron_packed.checkpoint.retention import superseded
-from megatron_packed.checkpoint.sealed_json import Json
+from megatron_packed.checkpoint.sealed_json import Json, JsonObject
 from megatron_packed.checkpoint.shard_file import write_shard_file
 from megatron_packed.checkpoint.tensor_shard import DTYPE_NAMES, TensorShard
+from megatron_packed.config.regular_files import StrPath
 from megatron_packed.config.written_files import sync_path
 
 
@@ -86,10 +87,10 @@ def _no_fault(site: str) -> None:
 
 
 def save_checkpoint(
-    root: str | os.PathLike[str],
+    root: StrPath,
     step: int,
     shards: Sequence[TensorShard],
-    metadata: dict[str, Json],
+    metadata: JsonObject,
     *,
     rank: int = 0,
     world_size: int = 1,
@@ -159,7 +160,7 @@ class CheckpointSave:
 
     root: Path
     step: int
-    metadata: dict[str, Json]
+    metadata: JsonObject
     run_id: str
     config_hash: str
     keep_last: int | None
@@ -191,16 +192,16 @@ class CheckpointSave:
                     f"writing {temporary}",
                     cure=_NOTHING,
                 )
-                [published, *_] = self.ranks.agree(
-                    self._on_rank_0(lambda: self.publish(temporary, plan, facts)),
+                published = self.ranks.agree_with_rank_0(
+                    lambda: self.held(lambda: self.publish(temporary, plan, facts)),
                     f"publishing {temporary}",
                     cure=_NOTHING,
                 )
             except CheckpointError:
                 self.discard()
                 raise
-            [report, *_] = self.ranks.agree(
-                self._on_rank_0(lambda: self.finish(plan["save_id"])),
+            report = self.ranks.agree_with_rank_0(
+                lambda: self.held(lambda: self.finish(plan["save_id"])),
                 f"finishing {final}",
                 cure="the checkpoint was published, but may not survive a power failure",
             )
@@ -213,9 +214,6 @@ class CheckpointSave:
             removed=tuple(report["removed"]),
             warnings=tuple(plan["warnings"] + report["warnings"]),
         )
-
-    def _on_rank_0(self, action: Callable[[], Json]) -> Callable[[], Json]:
-        return on_rank_0(self.ranks.rank, lambda: self.held(action))
 
     def held(self, action: Callable[[], Json]) -> Json:
         """Run a part of the save; if it fails and the root was moved, raise the error of the lock.
@@ -278,7 +276,7 @@ class CheckpointSave:
             write_durably(temporary / name, data, save_id, self.on_site, "attached")
         sync_path(temporary)
         self.on_site("shard.directory_synced")
-        held: dict[str, Json] = {}
+        held: JsonObject = {}
         for shard in shards:
             entry = held.setdefault(
                 shard.name,

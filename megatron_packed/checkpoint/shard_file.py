@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -190,6 +191,7 @@ class ShardReader:
         """
         self.path = path
         self.record = record
+        self._fault = partial(CheckpointError, path=path, cure=_CURE)
         self.descriptor = open_plain_file(path)
         try:
             self.header = self._read_header()
@@ -243,46 +245,38 @@ class ShardReader:
         self._read_into(block, position)
         checksum = to_hex(crc32c(block))
         if checksum != self.record.block_checksums[index]:
-            raise CheckpointError(
+            raise self._fault(
                 f"bytes {position} to {position + len(block)} do not match their checksum",
-                path=self.path,
                 expected=f"{self.record.algorithm} {self.record.block_checksums[index]}",
                 found=checksum,
-                cure=_CURE,
             )
         return block
 
     def _read_header(self) -> Header:
         size = os.fstat(self.descriptor).st_size
         if size != self.record.size:
-            raise CheckpointError(
+            raise self._fault(
                 "the file has the wrong size",
-                path=self.path,
                 expected=f"{self.record.size} bytes",
                 found=f"{size} bytes",
-                cure=_CURE,
             )
         first = np.empty(min(LENGTH_BYTES, size), dtype=np.uint8)
         self._read_into(first, 0)
         length = header_length(first.tobytes(), size, self.path)
         if length != self.record.header_bytes:
-            raise CheckpointError(
+            raise self._fault(
                 "the header has the wrong length",
-                path=self.path,
                 expected=f"{self.record.header_bytes} bytes",
                 found=f"{length} bytes",
-                cure=_CURE,
             )
         data = np.empty(length, dtype=np.uint8)
         self._read_into(data, 0)
         checksum = to_hex(crc32c(data))
         if checksum != self.record.header_checksum:
-            raise CheckpointError(
+            raise self._fault(
                 "the header does not match its checksum",
-                path=self.path,
                 expected=f"{self.record.algorithm} {self.record.header_checksum}",
                 found=checksum + _origin(data.tobytes(), size, self.path),
-                cure=_CURE,
             )
         return parse_header(data.tobytes(), size, self.path)
 
@@ -292,20 +286,16 @@ class ShardReader:
             try:
                 count = os.preadv(self.descriptor, [view], position)
             except OSError as error:
-                raise CheckpointError(
+                raise self._fault(
                     f"byte {position} cannot be read",
-                    path=self.path,
                     expected=f"{len(view)} bytes",
                     found=str(error),
-                    cure=_CURE,
                 ) from None
             if count == 0:
-                raise CheckpointError(
+                raise self._fault(
                     "the file ends too early",
-                    path=self.path,
                     expected=f"{position + len(view)} bytes",
                     found=f"{position} bytes",
-                    cure=_CURE,
                 )
             view, position = view[count:], position + count
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 
 from megatron_packed import __version__
-from megatron_packed.checkpoint.errors import printable
+from megatron_packed.checkpoint.errors import printable_message
 from megatron_packed.cli.convert import convert
 from megatron_packed.cli.doctor.command import doctor
 from megatron_packed.cli.errors import EXIT_USAGE, UsageError
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         subparser.set_defaults(command=command)
     unknown = _unknown_command(sys.argv[1:] if argv is None else argv)
     if unknown:
-        print(printable(unknown), file=sys.stderr)
+        print(printable_message(unknown), file=sys.stderr)
         return EXIT_USAGE
     arguments, run_flags = parser.parse_known_args(argv)
     output = SteadyStream(sys.stdout, "standard output")
@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         output.flush()
         return code if output.failed is None else _lost(output.failed)
     except UsageError as error:
-        print(printable(str(error)), file=sys.stderr)
+        print(printable_message(str(error)), file=sys.stderr)
         return error.exit_code
 
 

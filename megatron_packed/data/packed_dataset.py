@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 from megatron_packed.config.data_fields import fields_from
+from megatron_packed.config.regular_files import StrPath
 from megatron_packed.config.sections.data_parts.tokenizer import (
     AT_TURN,
     DATA_RULES,
@@ -21,7 +22,6 @@ from megatron_packed.data.errors import DataError
 from megatron_packed.data.packed_dataset_checks import (
     CutRules,
     Data,
-    StrPath,
     check_integers,
     check_pack_sizes,
     check_run,

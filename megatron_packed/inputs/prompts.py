@@ -30,7 +30,7 @@ from megatron_packed.data.sources.line_schema import (
 )
 from megatron_packed.data.sources.message_masks import LISTED_MASK
 from megatron_packed.data.sources.preference_lines import PREFERENCE_ANSWERS
-from megatron_packed.data.sources.strict_json import check_characters, parse_object
+from megatron_packed.data.sources.strict_json import check_characters, object_of_line
 from megatron_packed.data.tokenizers.base import Tokenizer
 from megatron_packed.data.tokenizers.chat_format import ChatFormat, TextPiece, chat_format
 from megatron_packed.data.tokenizers.encode import (
@@ -248,7 +248,7 @@ def _of_object(name: str, line: bytes, fields: DataFields | None) -> list[GivenP
 
     Labels, masks and preferences of answers do not matter, because only the prompt is used.
     """
-    value = parse_object(line)
+    value = object_of_line(line)
     if fields is None or not any(has_field(value, path) for _, path in fields.paths):
         about_answers = (*PREFERENCE_ANSWERS, LISTED_MASK)
         value = {name: part for name, part in value.items() if name not in about_answers}

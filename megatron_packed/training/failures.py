@@ -14,7 +14,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_packed.checkpoint.directory import temporary_name
-from megatron_packed.checkpoint.errors import CheckpointError, printable
+from megatron_packed.checkpoint.errors import CheckpointError, printable_message
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.config.written_files import open_new
@@ -110,7 +110,7 @@ def speak(error: Exception, status_folder: StatusFolder | None, failure: Failure
     """Write the reason for the end of the run to standard error and ``STATUS.json``."""
     if failure.exit_code == ExitCode.UNFORESEEN and not is_lost_connection(error):
         traceback.print_exception(error)
-    print(printable(failure.reason), file=sys.stderr, flush=True)
+    print(printable_message(failure.reason), file=sys.stderr, flush=True)
     write_status(status_folder, asdict(failure))
     tell_launcher(lost=is_lost_connection(error) or is_failed_gpu(error))
 
@@ -186,4 +186,8 @@ def write_status(folder: StatusFolder | None, status: dict[str, object]) -> None
     try:
         folder.write(json.dumps(status) + "\n")
     except OSError as error:
-        print(printable(f"{folder.path} cannot be written: {error}"), file=sys.stderr, flush=True)
+        print(
+            printable_message(f"{folder.path} cannot be written: {error}"),
+            file=sys.stderr,
+            flush=True,
+        )

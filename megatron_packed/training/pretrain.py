@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 
-from megatron_packed.checkpoint.errors import printable
+from megatron_packed.checkpoint.errors import printable_message
 from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.config.launch_checks import environment_number
 from megatron_packed.config.resumed_options import implied_keys
@@ -95,7 +95,7 @@ def run_job(
     except ValueError as error:  # the environment, the devices or the libraries are not suitable
         if raises:
             raise
-        print(printable(str(error)), file=sys.stderr, flush=True)
+        print(printable_message(str(error)), file=sys.stderr, flush=True)
         return ExitCode.USAGE
     # A rank that fails now informs the other ranks, which would otherwise wait in a collective.
     watch = FailureWatch(groups)

@@ -40,7 +40,7 @@ from megatron_packed.data.sources.first_lines import check_first_lines
 from megatron_packed.data.sources.jsonl_lines import MAX_LINE_BYTES, RawLine
 from megatron_packed.data.sources.line_fields import renamed
 from megatron_packed.data.sources.source_files import quarantine_of
-from megatron_packed.data.sources.strict_json import JsonObject, parse_object
+from megatron_packed.data.sources.strict_json import JsonObject, object_of_line
 from megatron_packed.data.sources.table_rows import reader_of
 from megatron_packed.data.sources.tokenize_files import Chunk, chunks_of
 from megatron_packed.data.tokenizers.base import Tokenizer
@@ -256,7 +256,7 @@ def texts_of_line(line: RawLine, keys: Sequence[str], fields: DataFields | None)
         raise BadLine(line.reason)
     if line.is_blank:
         return []
-    value = parse_object(line.data)
+    value = object_of_line(line.data)
     values = [value] if fields is None else renamed(value, fields)
     return [_text(value, key) for value in values for key in keys]
 

@@ -7,11 +7,12 @@ before it is used, and opening an array does not read its data.
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-from numpy.typing import DTypeLike
+from numpy.typing import ArrayLike, DTypeLike
 
 from megatron_packed.config.checksums import crc32c
 from megatron_packed.data.errors import DataError
@@ -33,7 +34,8 @@ class BlockWriter:
 
     def write(self, data: bytes) -> None:
         self._block += data
-        self._write(len(self._block) // CHECKSUM_BLOCK_BYTES * CHECKSUM_BLOCK_BYTES)
+        if len(self._block) >= CHECKSUM_BLOCK_BYTES:
+            self._write(len(self._block) // CHECKSUM_BLOCK_BYTES * CHECKSUM_BLOCK_BYTES)
 
     def finish(self) -> AnyArray:
         """Write the rest and return the checksums of all blocks, as they are stored."""
@@ -48,6 +50,7 @@ class BlockWriter:
         self._file.write(data)
 
 
+@dataclass
 class CheckedBlocks:
     """Items of a file of which each block is compared with its checksum when it is first read.
 
@@ -58,13 +61,14 @@ class CheckedBlocks:
         cure: end of the message about a block that has changed.
     """
 
-    def __init__(self, values: Any, checksums: AnyArray, path: Path, cure: str) -> None:
-        self._values = values
-        self._checksums = checksums
-        self._checked = np.zeros(len(checksums), np.bool_)
-        self._path = path
-        self._cure = cure
-        self._items = CHECKSUM_BLOCK_BYTES // values.dtype.itemsize
+    values: Any
+    checksums: AnyArray
+    path: Path
+    cure: str
+
+    def __post_init__(self) -> None:
+        self._checked = np.zeros(len(self.checksums), np.bool_)
+        self._items = CHECKSUM_BLOCK_BYTES // self.values.dtype.itemsize
 
     def read(self, start: int, stop: int) -> AnyArray:
         """Return the items from ``start`` to ``stop - 1``, read-only.
@@ -74,15 +78,15 @@ class CheckedBlocks:
         """
         first, end = start // self._items, -(-stop // self._items)
         for block in (first + np.flatnonzero(~self._checked[first:end])).tolist():
-            data = self._values[block * self._items : (block + 1) * self._items].tobytes()
-            if crc32c(data) != self._checksums[block]:
+            data = self.values[block * self._items : (block + 1) * self._items].tobytes()
+            if crc32c(data) != self.checksums[block]:
                 byte = block * CHECKSUM_BLOCK_BYTES
                 raise DataError(
-                    f"{self._path}: bytes {byte} to {byte + CHECKSUM_BLOCK_BYTES - 1} changed since they were "
-                    f"written {self._cure}"
+                    f"{self.path}: bytes {byte} to {byte + CHECKSUM_BLOCK_BYTES - 1} changed since they were "
+                    f"written {self.cure}"
                 )
             self._checked[block] = True
-        items: AnyArray = self._values[start:stop]
+        items: AnyArray = self.values[start:stop]
         return items
 
 
@@ -102,9 +106,10 @@ class ArrayWriter:
         self._blocks = BlockWriter(self._file)
         self._count = 0
 
-    def append(self, values: AnyArray) -> None:
-        self._count += len(values)
-        self._blocks.write(np.ascontiguousarray(values, self._dtype).tobytes())
+    def append(self, values: ArrayLike) -> None:
+        items = np.ascontiguousarray(values, self._dtype)
+        self._count += len(items)
+        self._blocks.write(items.tobytes())
 
     def close(self) -> dict[str, Any]:
         """Write the rest and the checksums, and return the array's entry in the manifest."""

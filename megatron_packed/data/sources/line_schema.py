@@ -54,7 +54,7 @@ from megatron_packed.data.sources.line_messages import (
 )
 from megatron_packed.data.sources.message_masks import LISTED_MASK, TRAIN
 from megatron_packed.data.sources.preference_lines import PREFERENCE_FIELDS, check_no_preferences
-from megatron_packed.data.sources.strict_json import JsonObject, expect, parse_object
+from megatron_packed.data.sources.strict_json import JsonObject, expect, object_of_line
 from megatron_packed.data.sources.token_lines import (
     TOKEN_FIELDS,
     TOKEN_ID_FIELDS,
@@ -147,7 +147,7 @@ def parse_line(
     Raises:
         BadLine: the line cannot be used, with the reason.
     """
-    line = parse_object(data)
+    line = object_of_line(data)
     if fields is None:
         check_no_preferences(line)
         values = [line]

@@ -24,7 +24,7 @@ _SUSPECT = re.compile(rb"\\u[dD][89a-fA-F]|\\u[fF][dD][dD][0-2]|\xef\xb7[\x90-\x
 _RESERVED = re.compile("[\ufdd0-\ufdd2]")
 
 
-def parse_object(data: bytes) -> JsonObject:
+def object_of_line(data: bytes) -> JsonObject:
     """Parse one line strictly as a JSON object.
 
     Raises:

@@ -27,6 +27,7 @@ from megatron_packed.data.tokenizers.turn_markers import special_pattern
 from megatron_packed.packed.array_types import Int32Array, Int64Array, IntegerArray
 
 TokenIds = Int32Array
+Ids = Sequence[int] | IntegerArray
 Offsets = Int64Array
 """``(L, 2)``: position of the first character of each token, and of the character after the
 token."""
@@ -86,7 +87,7 @@ class Tokenizer(Protocol):
 
     def encode_batch(self, texts: Sequence[str], *, special: bool = False) -> list[TokenIds]: ...
 
-    def decode(self, ids: Sequence[int] | IntegerArray, *, skip_special: bool = False) -> str: ...
+    def decode(self, ids: Ids, *, skip_special: bool = False) -> str: ...
 
     def close(self) -> None:
         """Release processes; the tokenizer stays usable."""
@@ -233,7 +234,7 @@ def answer_text(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
     return tokenizer.decode(ids, skip_special=True).strip()
 
 
-def known_tokens(ids: Sequence[int] | IntegerArray, vocab_size: int) -> list[int]:
+def known_tokens(ids: Ids, vocab_size: int) -> list[int]:
     """Return ``ids`` as a list of Python integers.
 
     Raises:
@@ -280,7 +281,7 @@ class ByteTokenizer(InProcess):
             return np.array([self.special_tokens[piece]], np.int32)
         return np.frombuffer(piece.encode("utf-8"), np.uint8).astype(np.int32)
 
-    def decode(self, ids: Sequence[int] | IntegerArray, *, skip_special: bool = False) -> str:
+    def decode(self, ids: Ids, *, skip_special: bool = False) -> str:
         raw = bytearray()
         for token in known_tokens(ids, self.vocab_size):
             if token < 256:
@@ -323,7 +324,7 @@ class NullTokenizer(InProcess):
                 )
         return np.array(numbers, np.int32)
 
-    def decode(self, ids: Sequence[int] | IntegerArray, *, skip_special: bool = False) -> str:
+    def decode(self, ids: Ids, *, skip_special: bool = False) -> str:
         tokens = known_tokens(ids, self.vocab_size)
         return " ".join(
             str(token) for token in tokens if not (skip_special and token == self.eod_id)

@@ -87,20 +87,19 @@ class ChatFormat(Protocol):
     """Hash of the template and of the ends of its documents. With an equal hash and equal `rules`,
     every conversation is converted to the same documents.
     """
-    rules: tuple[object, ...]
+    rules: tuple[object, ...] = ()
     """Options that decide how conversations become documents, in types that JSON has."""
-    ends_documents: bool
+    ends_documents: bool = False
     """True if the text of a conversation already marks its end. Then no end-of-document token is
     appended.
     """
-    ends_turns: bool
+    ends_turns: bool = False
     """True if the text ends with the last trained answer. An end-of-document token is then appended
     only if no special token ends this answer.
     """
-    last_only: bool
+    last_only: bool = False
     """True if only the document that ends last is used (``--multi-turn last``)."""
-
-    refusal: str | None
+    refusal: str | None = None
     """Reason why the options allow no conversation, with its cure; None if they allow them."""
 
     @property
@@ -108,12 +107,12 @@ class ChatFormat(Protocol):
         """End of a turn, found by rendering; None if the format prints no special token after an
         answer.
         """
-        ...
+        return None
 
     @property
     def turn_markers(self) -> frozenset[str]:
         """Special tokens that begin and end turns and documents; no text of a message acts as one."""
-        ...
+        return frozenset()
 
     def documents(self, conversation: Conversation) -> tuple[list[ChatDocument], Notes]:
         """Return the documents of a conversation, and notes about what is not learned.
@@ -146,18 +145,18 @@ class ChatFormat(Protocol):
 
     def reads_field(self, name: str) -> bool:
         """Return True if the format reads a field of messages that has no fixed meaning."""
-        ...
+        return False
 
     def sentences(self) -> list[str]:
         """Return sentences about the format for the report of the data."""
-        ...
+        return []
 
     def close(self) -> None:
         """Release processes; the format stays usable."""
         ...
 
 
-class IdentityFormat:
+class IdentityFormat(ChatFormat):
     """Chat format that joins the contents of the messages without a template.
 
     Use this format for conversations that a template has already rendered: special tokens spelled
@@ -168,12 +167,6 @@ class IdentityFormat:
 
     fingerprint = "identity-2"
     ends_documents = True
-    ends_turns = False
-    turn_end: TurnEnd | None = None
-    turn_markers: frozenset[str] = frozenset()
-    rules: tuple[object, ...] = ()
-    last_only = False
-    refusal: str | None = None
 
     def documents(self, conversation: Conversation) -> tuple[list[ChatDocument], Notes]:
         return [ChatDocument(conversation, self.pieces(conversation))], Counter()
@@ -194,14 +187,8 @@ class IdentityFormat:
     def complete_text(self, messages: Messages, tools: Tools = None) -> str:
         return "".join(message["content"] for message in messages)
 
-    def reads_field(self, name: str) -> bool:
-        return False
-
-    def sentences(self) -> list[str]:
-        return []
-
     def close(self) -> None:
-        pass
+        """Do nothing, because there is no child process to end."""
 
 
 def only_learned(messages: Sequence[dict[str, Any]], learned: Collection[int]) -> Messages:

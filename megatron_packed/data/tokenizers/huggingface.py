@@ -17,6 +17,7 @@ from megatron_packed.config import flag_names as flags
 from megatron_packed.data.errors import DataError, printable
 from megatron_packed.data.tokenizers.base import (
     END_OF_DOCUMENT,
+    Ids,
     InProcess,
     Offsets,
     TokenIds,
@@ -37,7 +38,6 @@ from megatron_packed.data.tokenizers.huggingface_settings import (
     tool_template,
 )
 from megatron_packed.data.tokenizers.turn_markers import DOCUMENT_ENDS
-from megatron_packed.packed.array_types import IntegerArray
 
 _UNMADE = 100
 """Largest allowed number of entries of a GPT-2 vocabulary that no merge produces: special tokens.
@@ -196,7 +196,7 @@ class HuggingFaceTokenizer(InProcess):
         encoded = self._tokenizer_for(special).encode(text, add_special_tokens=False)
         return np.array(encoded.ids, np.int32), np.array(encoded.offsets, np.int64).reshape(-1, 2)
 
-    def decode(self, ids: Sequence[int] | IntegerArray, *, skip_special: bool = False) -> str:
+    def decode(self, ids: Ids, *, skip_special: bool = False) -> str:
         return str(
             self._with_specials.decode([int(n) for n in ids], skip_special_tokens=skip_special)
         )

@@ -18,7 +18,7 @@ from megatron_packed.config import flag_names as flags
 from megatron_packed.config.hub_paths import MODEL, is_hub_name
 from megatron_packed.data.errors import DataError, printable
 from megatron_packed.data.sources.hub import local_path
-from megatron_packed.data.tokenizers.base import Offsets, TokenIds, Tokenizer
+from megatron_packed.data.tokenizers.base import Ids, Offsets, TokenIds, Tokenizer
 from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron_packed.data.tokenizers.limited_process import (
     Budget,
@@ -32,7 +32,7 @@ from megatron_packed.data.tokenizers.limited_process import (
 )
 from megatron_packed.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
 from megatron_packed.data.tokenizers.tiktoken_bpe import TikTokenizer
-from megatron_packed.packed.array_types import AnyArray, IntegerArray
+from megatron_packed.packed.array_types import AnyArray
 
 LIMITS = Limits(cpu_seconds=30.0, cpu_seconds_per_mib=30.0)
 """Limits of a tokenizer process. Large vocabularies load in seconds, and slow tokenizers take about
@@ -99,7 +99,7 @@ class UntrustedTokenizer:
         offsets = np.frombuffer(data[4 * count :], np.int64)
         return np.frombuffer(data, np.int32, count), offsets.reshape(-1, 2)
 
-    def decode(self, ids: Sequence[int] | IntegerArray, *, skip_special: bool = False) -> str:
+    def decode(self, ids: Ids, *, skip_special: bool = False) -> str:
         return str(self._guarded.call("decode", list(map(int, ids)), skip_special)[0])
 
     def close(self) -> None:

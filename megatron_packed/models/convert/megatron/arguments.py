@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_packed.checkpoint.errors import CheckpointError, printable
+from megatron_packed.checkpoint.errors import CheckpointError, printable_message
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.kinds.layer_kind import KINDS
 from megatron_packed.config.layer_pattern import DEPTH
@@ -75,7 +75,7 @@ def model_problem(args: Mapping[str, Any], rows: int) -> Refusal | None:
         args, rows: as for `model_of_arguments`.
     """
     refused = [
-        f"--{name.replace('_', '-')} {printable(str(args[name]), _MOST_SHOWN)}"
+        f"--{name.replace('_', '-')} {printable_message(str(args[name]), _MOST_SHOWN)}"
         for name, neutral in _NEUTRAL.items()
         if name in args and args[name] not in neutral
     ]
@@ -85,11 +85,11 @@ def model_problem(args: Mapping[str, Any], rows: int) -> Refusal | None:
     try:
         ModelConfig(**dict(_values(args, rows)))
     except ConfigError as error:
-        first = printable(str(error.problems[0]).rstrip("."), _MOST_SHOWN)
+        first = printable_message(str(error.problems[0]).rstrip("."), _MOST_SHOWN)
         return f"its model is not supported: {first}", f"or {_CURE}"
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         # The values may have any type and size, so conversions fail in many ways.
-        return f"its options are damaged ({printable(str(error), _MOST_SHOWN)})", _CURE
+        return f"its options are damaged ({printable_message(str(error), _MOST_SHOWN)})", _CURE
     return None
 
 
@@ -196,7 +196,7 @@ def _count(args: Mapping[str, Any], name: str, *, least: int) -> int:
     """
     value = args.get(name)
     if type(value) is not int or not least <= value <= MOST_LAYERS:
-        shown = "missing" if value is None else printable(repr(value))[:80]
+        shown = "missing" if value is None else printable_message(repr(value))[:80]
         raise ValueError(f"{name} is {shown}, not a whole number from {least} to {MOST_LAYERS:,}")
     return value
 

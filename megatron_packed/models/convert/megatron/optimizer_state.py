@@ -16,7 +16,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from megatron_packed.checkpoint.errors import CheckpointError, printable
+from megatron_packed.checkpoint.errors import CheckpointError, printable_message
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.sections.optim import OptimizerConfig
 from megatron_packed.config.serialise import section_to_dict
@@ -228,7 +228,7 @@ def _steps(source: TorchDist, groups: list[Any]) -> int:
     if not steps:
         raise _Alone("The optimizer's number of steps is not in the checkpoint")
     if any(count != steps[0] for count in steps) or not _is_count(steps[0], INT32_MAX):
-        shown = ", ".join(sorted({printable(str(count))[:40] for count in steps})[:4])
+        shown = ", ".join(sorted({printable_message(str(count))[:40] for count in steps})[:4])
         raise _damaged(source, f"its optimizer has the steps {shown}")
     return int(steps[0])
 
@@ -243,7 +243,7 @@ def _iteration(source: TorchDist) -> int:
     if iteration is None or iteration == 0:
         raise _Alone("The iteration of the optimizer is not in the checkpoint")
     if not _is_count(iteration, INT32_MAX):
-        raise _damaged(source, f"its iteration is {printable(str(iteration))[:40]}")
+        raise _damaged(source, f"its iteration is {printable_message(str(iteration))[:40]}")
     return int(iteration)
 
 
@@ -263,7 +263,7 @@ def _samples(source: TorchDist, iteration: int) -> tuple[int, int]:
     if samples is None:
         raise _Alone("The number of samples so far is not in the checkpoint")
     if not _is_count(samples, _MOST_SAMPLES):
-        raise _damaged(source, f"its number of samples is {printable(str(samples))[:40]}")
+        raise _damaged(source, f"its number of samples is {printable_message(str(samples))[:40]}")
     length = args.get("seq_length")
     tokens = int(samples) * int(length) if _is_count(length, INT32_MAX) else 0
     return int(samples), min(tokens, _MOST_SAMPLES)
@@ -289,7 +289,7 @@ def _schedule(
     except (ConfigError, ArithmeticError, LookupError, TypeError, ValueError) as error:
         # The values may have any type and size, so conversions fail in many ways.
         first = error.problems[0] if isinstance(error, ConfigError) else error
-        said = " ".join(printable(str(first)).split())[:200].rstrip(".")
+        said = " ".join(printable_message(str(first)).split())[:200].rstrip(".")
         return None, (f"The schedule is not imported ({said}); give its flags.",)
     return section_to_dict(config), tuple(_schedule_notes(scheduler, samples))
 
