@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.models.convert.families.family import OUTPUT, TABLE, Fields
+from megatron_packed.models.convert.families.family import Fields
 from megatron_packed.models.convert.families.field_types import shown_value
 from megatron_packed.models.convert.families.symbols import ATTENTION, MAMBA
 
@@ -60,12 +60,6 @@ DELTA_SIZES = {
     "linear_conv_kernel_dim": "linear_conv_kernel_dim",
 }
 """The same for gated delta nets."""
-OUTSIDE = {
-    TABLE: "{model}embed_tokens.weight",
-    "final_norm.weight": "{model}norm.weight",
-    OUTPUT: "lm_head.weight",
-}
-"""Names of tensors outside of the layers."""
 MOST_LAYERS = 10_000
 ATTENTION_WORDS = ("full_attention", "attention")
 """Words for attention in ``layer_types``: that of transformers 5, and that of older files."""
@@ -236,6 +230,13 @@ def plain_window(model: ModelConfig) -> dict[str, Any]:
         else:
             windows.append(windows[-1] if windows else None)
     return window(tokens, [size is not None for size in windows], 1)
+
+
+def mamba_names(norm: str, mixer: str) -> dict[str, str]:
+    """Return the names of Mamba layers, with those of the norm and of the mixer in the files."""
+    weights = ("in_proj", "conv1d", "norm", "out_proj")
+    parts = [f"{name}.weight" for name in weights] + ["conv1d.bias", "A_log", "D", "dt_bias"]
+    return {"norm.weight": norm, **{f"mixer.{part}": f"{mixer}.{part}" for part in parts}}
 
 
 def mamba_norm_epsilon(epsilon: Any, pattern: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ other orders.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megatron_packed.config.sections.model import ModelConfig
@@ -17,6 +17,12 @@ from megatron_packed.models.convert.row_maps import RowMap
 
 TABLE, OUTPUT = "embedding.weight", "output.weight"
 """Parameters of the embedding and of the output projection; a tied model has only the first."""
+OUTSIDE = {
+    TABLE: "{model}embed_tokens.weight",
+    "final_norm.weight": "{model}norm.weight",
+    OUTPUT: "lm_head.weight",
+}
+"""Names of tensors outside of the layers in most families."""
 Fields = Mapping[str, Any]
 """The keys of a config.json and their values."""
 
@@ -97,7 +103,7 @@ class Family:
     """Required keys of config.json, and the field of `ModelConfig` for each."""
     must_be: Mapping[str, Mapping[str, Any]]
     """Keys of config.json and the only supported value of each, which is also the default."""
-    repeats: Mapping[str, str]
+    repeats: Mapping[str, str] = field(default_factory=dict)
     """Keys that some files have in addition to another key or in place of it. If both are present,
     their values must be equal.
     """
@@ -111,14 +117,12 @@ class Family:
     """
     written: Callable[[ModelConfig], Fields]
     """Function that returns the keys of a new config.json that the tables do not describe."""
-    outside: Mapping[str, str]
+    outside: Mapping[str, str] = field(default_factory=lambda: OUTSIDE)
     """Names of parameters outside the layers, and the Hugging Face name of each. ``{model}`` stands
     for one of the prefixes.
     """
-    layer: str
+    layer: str = "{model}layers.{n}."
     """Hugging Face prefix of one layer's tensors, with ``{model}`` as in ``outside``."""
-    symbols_per_layer: int
-    """Number of symbols of the layer pattern that one Hugging Face layer becomes."""
     names: Mapping[str, Names]
     """Names of parameters inside a layer, by its symbol, and the Hugging Face names of each."""
     unties: bool = False
@@ -139,6 +143,11 @@ class Family:
     """Function that yields, as clauses, sizes of a trained model that transformers refuses."""
     depths: Depths | None = None
     """Multi-token prediction; None if the files of the family have none."""
+
+    @property
+    def symbols_per_layer(self) -> int:
+        """Number of symbols of the layer pattern that one Hugging Face layer becomes."""
+        return len(self.blocks[0])
 
     @property
     def deciding_keys(self) -> frozenset[str]:

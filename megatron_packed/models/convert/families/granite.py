@@ -13,16 +13,17 @@ from megatron_packed.models.convert.families.decoder import (
     ATTENTION_WORDS,
     HEADS,
     MAMBA_NORM,
-    OUTSIDE,
     SIZES,
     flat_rotary,
     hidden_layers,
+    mamba_names,
     mamba_norm_epsilon,
     rope_unscaled,
     typed_pattern,
 )
 from megatron_packed.models.convert.families.family import (
     LIBRARY,
+    OUTSIDE,
     Family,
     Fields,
     Names,
@@ -132,17 +133,7 @@ def _unfit(model: ModelConfig) -> Iterator[str]:
             yield f"{flags.KV_CHANNELS} {model.head_dim} (the family has {width})"
 
 
-_MAMBA_NAMES: Names = {
-    "norm.weight": "input_layernorm.weight",
-    "mixer.in_proj.weight": "mamba.in_proj.weight",
-    "mixer.conv1d.weight": "mamba.conv1d.weight",
-    "mixer.conv1d.bias": "mamba.conv1d.bias",
-    "mixer.A_log": "mamba.A_log",
-    "mixer.D": "mamba.D",
-    "mixer.dt_bias": "mamba.dt_bias",
-    "mixer.norm.weight": "mamba.norm.weight",
-    "mixer.out_proj.weight": "mamba.out_proj.weight",
-}
+_MAMBA_NAMES = mamba_names("input_layernorm.weight", "mamba")
 _ATTENTION_NAMES: Names = {
     "norm.weight": "input_layernorm.weight",
     "mixer.qkv.weight": QKV,
@@ -181,7 +172,6 @@ BAMBA = Family(
         },
         ATTENTION: {"attention_bias": False, "attention_dropout": 0.0},
     },
-    repeats={},
     no_effect=LIBRARY
     + """attention_bias attention_dropout head_dim mamba_expand max_position_embeddings
     num_attention_heads num_key_value_heads num_logits_to_keep rope_theta
@@ -194,8 +184,6 @@ BAMBA = Family(
     written=_bamba_written,
     unfit=_unfit,
     outside={**OUTSIDE, "final_norm.weight": "{model}final_layernorm.weight"},
-    layer="{model}layers.{n}.",
-    symbols_per_layer=2,
     names={
         MAMBA: _MAMBA_NAMES,
         ATTENTION: _ATTENTION_NAMES,

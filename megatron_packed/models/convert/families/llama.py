@@ -9,7 +9,6 @@ from typing import Any
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.families.decoder import (
     HEADS,
-    OUTSIDE,
     ROPE_SCALING,
     ROPE_SCALING_KEYS,
     SIZES,
@@ -89,7 +88,6 @@ LLAMA = Family(
             "sliding_window": None,
         },
     },
-    repeats={},
     no_effect=LIBRARY
     + "max_position_embeddings num_hidden_layers pretraining_tp tie_word_embeddings",
     rules=rope_scaling_rules,
@@ -100,9 +98,6 @@ LLAMA = Family(
         "num_hidden_layers": model.num_layers // 2,
         **rope_scaling_written(model),
     },
-    outside=OUTSIDE,
-    layer="{model}layers.{n}.",
-    symbols_per_layer=2,
     names={
         ATTENTION: {
             "norm.weight": "input_layernorm.weight",

@@ -6,7 +6,12 @@ import math
 from collections.abc import Iterator
 
 from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.models.convert.families.decoder import HEADS, MAMBA_NORM, mamba_norm_epsilon
+from megatron_packed.models.convert.families.decoder import (
+    HEADS,
+    MAMBA_NORM,
+    mamba_names,
+    mamba_norm_epsilon,
+)
 from megatron_packed.models.convert.families.family import (
     LIBRARY,
     MTP,
@@ -313,29 +318,11 @@ NEMOTRON_H = Family(
         OUTPUT: "lm_head.weight",
     },
     layer="backbone.layers.{n}.",
-    symbols_per_layer=1,
     names={
-        MAMBA: {
-            "norm.weight": "norm.weight",
-            "mixer.in_proj.weight": "mixer.in_proj.weight",
-            "mixer.conv1d.weight": "mixer.conv1d.weight",
-            "mixer.conv1d.bias": "mixer.conv1d.bias",
-            "mixer.A_log": "mixer.A_log",
-            "mixer.D": "mixer.D",
-            "mixer.dt_bias": "mixer.dt_bias",
-            "mixer.norm.weight": "mixer.norm.weight",
-            "mixer.out_proj.weight": "mixer.out_proj.weight",
-        },
+        MAMBA: mamba_names("norm.weight", "mixer"),
         ATTENTION: {
             "norm.weight": "norm.weight",
-            "mixer.qkv.weight": Joined(
-                (
-                    "mixer.q_proj.weight",
-                    "mixer.k_proj.weight",
-                    "mixer.v_proj.weight",
-                ),
-                qkv,
-            ),
+            "mixer.qkv.weight": Joined(tuple(f"mixer.{part}_proj.weight" for part in "qkv"), qkv),
             "mixer.proj.weight": "mixer.o_proj.weight",
         },
         MLP: {

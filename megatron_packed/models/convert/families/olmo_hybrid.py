@@ -11,7 +11,6 @@ from megatron_packed.models.convert.families.decoder import (
     ATTENTION_WORDS,
     DELTA_SIZES,
     HEADS,
-    OUTSIDE,
     SIZES,
     flat_rotary,
     hidden_layers,
@@ -144,7 +143,6 @@ OLMO_HYBRID = Family(
         "": {"hidden_act": "silu"},
         ATTENTION: {"attention_bias": False, "attention_dropout": 0.0},
     },
-    repeats={},
     no_effect=LIBRARY
     + """linear_a_log_max linear_a_log_min linear_dt_init_floor linear_dt_max linear_dt_min
     linear_use_gate max_position_embeddings tie_word_embeddings""",
@@ -155,9 +153,6 @@ OLMO_HYBRID = Family(
     nullable="rope_theta rope_type",
     written=_written,
     unfit=_unfit,
-    outside=OUTSIDE,
-    layer="{model}layers.{n}.",
-    symbols_per_layer=2,
     names={
         GATED_DELTA_NET: {
             "norm.weight": OneOf(("attention_layer_norm.weight", "input_layernorm.weight")),
