@@ -1,9 +1,9 @@
 """Print each flag that Megatron-LM's hybrid examples and functional tests pass, one per line, with
 its first values.
 
-    cd tests/unit/config/megatron && python collect_megatron_flags.py MEGATRON_CHECKOUT > megatron_hybrid_flags.txt
+    python tools/megatron_script_flags.py MEGATRON_CHECKOUT > megatron_hybrid_flags.txt
 
-If a value is a variable of a script, its name is printed.
+If a value is a variable of a script, its name is printed. The tests of `tests/unit/config/megatron` read the file.
 """
 
 from __future__ import annotations

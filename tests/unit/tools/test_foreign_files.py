@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 pytest.importorskip("transformers")
-from support import foreign_conversion as foreign
-from support.altered_models import FILE_CHANGES, alter, old_form
+from common import foreign_conversion as foreign
+from common.altered_models import FILE_CHANGES, alter, old_form
 from support.huggingface_models import FAMILIES, computes_wrong_groups
 
 MISSING = object()
