@@ -200,7 +200,7 @@ def of_pack(output: HybridOutput, groups: ParallelGroups | None) -> list[Tensor]
 def shards_of(model: HybridModel) -> dict[str, Any]:
     sharded = model.sharded_parameters()
     return {
-        name: (part.shard, tuple(part.global_shape), part.flat_pieces())
+        name: (part.shard, part.global_shape, part.stored_shape, part.stored_pieces())
         for name, part in sharded.items()
     }
 
@@ -257,22 +257,25 @@ def whole(ranks: list[dict[str, Any]], kind: str, name: str, *, exact: bool = Tr
 
     With ``exact`` the copies of a shard must agree bit for bit.
     """
-    shape = ranks[0]["shards"][name][1]
-    result = torch.full(shape, float("nan"), dtype=ranks[0][kind][name].dtype)
-    by_ranges = torch.full_like(result, float("nan")).flatten()
+    _, *shapes, _ = ranks[0]["shards"][name]
+    result = torch.full(shapes[0], float("nan"), dtype=ranks[0][kind][name].dtype)
+    stored = torch.full(shapes[1], float("nan"), dtype=result.dtype).flatten()
     for rank in ranks:
-        shard, its_shape, flat_pieces = rank["shards"][name]
-        assert its_shape == shape
+        shard, *its_shapes, stored_pieces = rank["shards"][name]
+        assert its_shapes == shapes
         local = rank[kind][name]
         taken = shard.take(result)
         assert not exact or torch.equal(torch.where(taken.isnan(), local, taken), local), (
             f"{name}: copies differ"
         )
         shard.place(local, result)
-        for piece in flat_pieces:
-            place = by_ranges[piece.global_start : piece.global_start + piece.length]
-            place.copy_(local.flatten()[piece.local_start : piece.local_start + piece.length])
-    assert torch.equal(by_ranges.view(shape), result), f"{name}: flat ranges and pieces differ"
+        for piece in stored_pieces:
+            for here, there in piece.runs():
+                place = stored[there : there + piece.length]
+                place.copy_(local.flatten()[here : here + piece.length])
+    assert torch.equal(stored.view(shapes[1]), result[: shapes[1][0]]), (
+        f"{name}: a checkpoint has other ranges"
+    )
     return result
 
 
