@@ -70,7 +70,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_arguments,
     takes_run_flags=False,
 )
-def from_megatron(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
+def from_megatron_command(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     try:
         yaml = arguments.file.endswith((".yaml", ".yml"))
         read = read_model_config if yaml else read_script

@@ -42,7 +42,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @command("packing", "tokenise data and report how it is packed", _add_arguments)
-def packing(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
+def packing_command(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     config = parse_or_exit(with_unused_flags(run_flags), launched=False, read_stored=stored_options)
     from megatron_packed.data.tokenizers.base import vocabulary
     from megatron_packed.training.data_messages import packing_sentences

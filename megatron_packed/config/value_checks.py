@@ -96,14 +96,14 @@ def _check_one(field: Field, value: Any) -> tuple[Any, Problem | None]:
         return value, Problem(
             flag, shown, f"must fit into 32 bits (at most {INT32_MAX})", "give a smaller number"
         )
-    if kind.base in (int, float) and not within(limits, value):
+    if kind.base in (int, float) and not within_bounds(limits, value):
         return value, Problem(
             flag, shown, f"must be {bounds(limits)}", f"give {kind.word} {bounds(limits)}"
         )
     return value, None
 
 
-def within(limits: Option, value: float) -> bool:
+def within_bounds(limits: Option, value: float) -> bool:
     """Return whether a number is within the bounds of an option."""
     return not (
         (limits.minimum is not None and value < limits.minimum)

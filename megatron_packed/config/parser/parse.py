@@ -27,7 +27,7 @@ from megatron_packed.config.launch_checks import (
 from megatron_packed.config.layer_pattern import STAGE
 from megatron_packed.config.megatron.flags import ACCEPTED, ALWAYS, TAKEN
 from megatron_packed.config.options import Field
-from megatron_packed.config.parser.launcher import tell_launcher, wait_for_rank_0
+from megatron_packed.config.parser.launcher import report_to_launcher, wait_for_rank_0
 from megatron_packed.config.parser.precedence import GivenOptions, gather
 from megatron_packed.config.parser.stored_options import (
     ReadStored,
@@ -212,7 +212,9 @@ def _refuse(problems: Sequence[Problem], speaks: bool) -> NoReturn:
     report = _report(problems, speaks)
     _write(sys.stderr, report)
     if report:
-        tell_launcher("the configuration is refused; its problems are listed above.", os.environ)
+        report_to_launcher(
+            "the configuration is refused; its problems are listed above.", os.environ
+        )
     else:
         wait_for_rank_0(os.environ)
     raise RefusedCommandLine(problems) from None

@@ -12,7 +12,7 @@ import megatron_packed
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.kinds import KINDS
 from megatron_packed.config.kinds.layer_kind import RESERVED, LayerKind, LayerPart
-from megatron_packed.config.layer_pattern import DEPTH, REFUSED
+from megatron_packed.config.layer_pattern import DEPTH, REFUSED_SYMBOLS
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.config.run import every_field
 from megatron_packed.config.sections.cuda_graph import MODULE_LAYERS
@@ -190,7 +190,7 @@ def test_a_wrong_record_is_refused(record: dict, said: str) -> None:
 
 
 def test_reserved_symbols_are_those_of_the_pattern() -> None:
-    assert {*RESERVED} == {DEPTH, *REFUSED}
+    assert {*RESERVED} == {DEPTH, *REFUSED_SYMBOLS}
 
 
 def test_layers_that_exchange_no_tokens_refuse_context_parallelism(monkeypatch) -> None:
