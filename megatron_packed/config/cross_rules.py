@@ -184,32 +184,13 @@ def _best_validation_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
     keys = ("training.eval_interval", "training.eval_iters", "data.valid_data_path", "data.split")
     if not sound(*keys, *TRAINING_DATA) or run.data.named.fault or run.validates:
         return
-    patience = training.early_stopping_patience
-    given = (
-        (
-            "checkpoint.save_best",
-            "--save-best",
-            "",
-            run.checkpoint.save_best and run.checkpoint.save is not None,
-        ),
-        (
-            "training.early_stopping_patience",
-            "--early-stopping-patience",
-            str(patience),
-            patience is not None,
-        ),
-        (
-            "training.valid_metric",
-            "--valid-metric",
-            str(training.valid_metric),
-            training.valid_metric is not None,
-        ),
-    )
-    for key, flag, value, applies in given:
-        if sound(key) and applies:
-            yield Problem(
-                flag,
-                value,
+    saves = (run.checkpoint, "save_best") if run.checkpoint.save is not None else None
+    for section, name in filter(
+        None, (saves, (training, "early_stopping_patience"), (training, "valid_metric"))
+    ):
+        if sound(f"{section.title}.{name}") and getattr(section, name):
+            yield section.problem(
+                name,
                 "needs validations, and the run has none",
                 "give --eval-interval N, and --valid-data-path FILE or --split",
             )

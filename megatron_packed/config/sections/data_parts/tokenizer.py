@@ -306,31 +306,27 @@ class TokenizerOptions(Section, group="tokenizer"):
             yield from self._special_token_rules()
 
     def _special_token_rules(self) -> Iterator[Problem]:
-        flag, named = self.flag("tokenizer_special_tokens"), self.tokenizer_special_tokens
-        given = " ".join(named)
+        option, named = "tokenizer_special_tokens", self.tokenizer_special_tokens
         if named and self.tokenizer_type not in (TIKTOKEN, SENTENCEPIECE):
-            yield Problem(
-                flag,
-                given,
+            yield self.problem(
+                option,
                 f"{self.tokenizer_type} does not accept additional special tokens",
                 f"leave it out, or give --tokenizer-type {TIKTOKEN} or {SENTENCEPIECE}",
             )
         elif "" in named or len(set(named)) < len(named):
-            yield Problem(
-                flag, given, "contains a duplicate or an empty name", "give each name once"
+            yield self.problem(
+                option, "contains a duplicate or an empty name", "give each name once"
             )
         elif named and self.tokenizer_type == TIKTOKEN:
             if missing := [token for token in _TIKTOKEN_NEEDS if token not in named]:
-                yield Problem(
-                    flag,
-                    given,
+                yield self.problem(
+                    option,
                     f"must include {' '.join(missing)}",
                     f"include all of {' '.join(_TIKTOKEN_NEEDS)}",
                 )
             if len(named) > self.tiktoken_num_special_tokens:
-                yield Problem(
-                    flag,
-                    given,
+                yield self.problem(
+                    option,
                     f"names {len(named)} tokens, but --tiktoken-num-special-tokens is "
                     f"{self.tiktoken_num_special_tokens}",
                     "raise --tiktoken-num-special-tokens, or give fewer names",
@@ -339,7 +335,7 @@ class TokenizerOptions(Section, group="tokenizer"):
             yield self.problem(
                 "tiktoken_num_special_tokens",
                 "is less than the 7 special tokens with default names",
-                f"raise it, or give fewer names with {flag}",
+                "raise it, or give fewer names with --tokenizer-special-tokens",
             )
 
 
