@@ -11,9 +11,8 @@ from megatron_packed.config.section import Sound
 from megatron_packed.config.sections.cuda_graph import graph_rules
 from megatron_packed.config.sections.data_parts.files import TRAINING_DATA
 from megatron_packed.config.sections.data_parts.tokenizer import vocabulary_rules
-from megatron_packed.config.sections.memory import recompute_rules
+from megatron_packed.config.sections.memory import offload_rules, recompute_rules
 from megatron_packed.config.sections.model_parts.divisors import nearest_multiples
-from megatron_packed.config.sections.offload_rules import offload_rules
 from megatron_packed.config.sections.optim import SAMPLE_UNITS, OptimizerConfig
 from megatron_packed.config.sections.parallel import parallel_rules
 from megatron_packed.config.sections.profiling import profiling_rules

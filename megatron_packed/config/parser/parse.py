@@ -39,7 +39,7 @@ from megatron_packed.config.path_checks import path_problems
 from megatron_packed.config.run import SECTIONS, RunConfig, every_field, unchecked_run
 from megatron_packed.config.section import problems_of, unchecked
 from megatron_packed.config.sections.checkpoint import saving_rules
-from megatron_packed.config.sections.offload_rules import forced_buffers
+from megatron_packed.config.sections.memory import forced_buffers
 from megatron_packed.config.sections.parallel import REPLICA_SIZES, fewest_processes
 
 EXIT_CODE = 2

@@ -282,8 +282,8 @@ class FileOptions(Section, group="files"):
         """
         return bool(self.named.test) or bool(self.shares[2])
 
-    def file_rules(self, sound: Sound) -> Iterator[Problem]:
-        """Yield problems of the files and of their division."""
+    def rules(self, sound: Sound) -> Iterator[Problem]:
+        yield from super().rules(sound)
         if sound(*_NAMES_TRAINING):
             yield from self._source_rules()
         for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):

@@ -269,8 +269,8 @@ class TokenizerOptions(Section, group="tokenizer"):
         earlier=_earlier_data_rules,
     )
 
-    def tokenizer_rules(self, sound: Sound) -> Iterator[Problem]:
-        """Yield problems of the tokenizer: its files and special tokens."""
+    def rules(self, sound: Sound) -> Iterator[Problem]:
+        yield from super().rules(sound)
         if sound("tokenizer_type", "tokenizer_model"):
             wanted = MODEL_FILES.get(self.tokenizer_type)
             if wanted is not None and self.tokenizer_model is None:
@@ -304,6 +304,15 @@ class TokenizerOptions(Section, group="tokenizer"):
             )
         if sound("tokenizer_type", "tokenizer_special_tokens", "tiktoken_num_special_tokens"):
             yield from self._special_token_rules()
+
+        template, form = self.chat_template, self.sft_tokenizer_prompt_format
+        own_format = sound("sft_tokenizer_prompt_format") and form not in (None, "default")
+        if template is not None and own_format:
+            yield self.problem(
+                "chat_template",
+                f"contradicts --sft-tokenizer-prompt-format {form}, which defines its own format",
+                "leave one of the two flags out",
+            )
 
     def _special_token_rules(self) -> Iterator[Problem]:
         option, named = "tokenizer_special_tokens", self.tokenizer_special_tokens
