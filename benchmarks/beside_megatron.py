@@ -42,9 +42,9 @@ from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.data.loader import Loader
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.inputs.run_data import RunData, build_data
+from megatron_packed.models.run_model import build_model
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.training.build_job import build_model
-from megatron_packed.training.run_data import RunData, build_data
 from model_step import begin_alone, begin_megatron, copy_weights
 from train_real import command_line
 from workloads import device_from

@@ -38,11 +38,11 @@ from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.cuda_graphs.capture_and_pool import GraphBackend
 from megatron_packed.cuda_graphs.whole_step_graphs import FullIterationGraphs
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.models.metrics_layout import StepValues
 from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
 from megatron_packed.training.build_job import build_job
-from megatron_packed.training.metrics_layout import StepValues
 from model_step import (
     CONFIGS,
     DOCUMENTS,

@@ -28,7 +28,7 @@ from typing import Any
 import harness
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.training.run_data import RunData, build_data
+from megatron_packed.inputs.run_data import RunData, build_data
 from train_real import COMMON, TINY_MODEL, command_line, read_log
 from workloads import device_from
 

@@ -42,11 +42,11 @@ from megatron_packed.config.sections.packing import PackingConfig
 from megatron_packed.config.sections.parallel import ParallelConfig
 from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.models.metrics_layout import StepValues
 from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
 from megatron_packed.training.build_job import Job, build_job
-from megatron_packed.training.metrics_layout import StepValues
 from model_step import CONFIGS, model_config, packings
 from workloads import device_from, hash_of, pinned, random_documents
 
@@ -232,7 +232,7 @@ def train(
     job = build_job(config, groups, vocab)
     losses, norms, seconds = [], [], []
     for number, packs in enumerate(steps):
-        mine = packs[groups.dp_rank :: groups.dp_size]
+        mine = packs[groups.dp.rank :: groups.dp.size]
         harness.synchronize()
         start = time.perf_counter()
         metrics = job.step(mine, config.optim.lr * (number + 1) / len(steps))

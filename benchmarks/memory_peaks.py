@@ -33,11 +33,11 @@ from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.zero1_layout import Ownership
 from megatron_packed.models.estimate.parameter_count import count_parameters
 from megatron_packed.models.estimate.rank_memory import GIB, MIB, estimate
+from megatron_packed.models.estimate.run_estimate import estimates, usual
 from megatron_packed.models.estimate.step_memory import Work
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.ops.backend_dispatch import Backend
 from megatron_packed.ops.cross_entropy import api as cross_entropy
-from megatron_packed.training.run_estimate import estimates, usual
 from model_step import CONFIGS, model_config
 from train_real import ROOT
 from workloads import SHAPES

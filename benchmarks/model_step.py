@@ -30,8 +30,8 @@ from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.models.flops import model_flops
 from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.models.peak_flops import peak_flops
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.training.metrics import peak_flops
 
 DOCUMENTS = 12
 ROUNDS = 5

@@ -37,11 +37,12 @@ from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.cuda_graphs.capture_and_pool import GraphBackend
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models import hybrid_model
+from megatron_packed.models.metrics_layout import StepValues
+from megatron_packed.models.run_model import build_model
 from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs
-from megatron_packed.training.build_job import Job, build_job, build_model
-from megatron_packed.training.metrics_layout import StepValues
+from megatron_packed.training.build_job import Job, build_job
 from megatron_packed.training.train_step import TrainStep
 from model_step import CONFIGS, DOCUMENTS, model_config, packings
 from workloads import device_from, filled_on_device, hash_of, pinned, random_documents

@@ -140,7 +140,7 @@ def measure(
     started = time.perf_counter()
     packed = [packer.pack(pieces.length, seed, epoch) for epoch in range(epochs)]
     seconds = time.perf_counter() - started
-    reports = [PackingReport.of(pieces, packs, packer) for packs in packed]
+    reports = [PackingReport.from_packs(pieces, packs, packer) for packs in packed]
     met = [companions(first, second) for first, second in pairwise(packed)]
     again = sum(pair.again for pair in met)
     chance = sum(pair.by_chance for pair in met)

@@ -39,12 +39,12 @@ from megatron_packed.cuda_graphs.capture_and_pool import GraphBackend
 from megatron_packed.cuda_graphs.whole_step_graphs import FullIterationGraphs
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.explain.op_requests import op_requests
+from megatron_packed.models.metrics_layout import StepValues
 from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
 from megatron_packed.training.build_job import Job, build_job
-from megatron_packed.training.metrics_layout import StepValues
-from megatron_packed.training.op_requests import op_requests
 from model_step import CONFIGS, begin_alone, packings
 from workloads import device_from
 

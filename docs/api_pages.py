@@ -1,4 +1,4 @@
-"""Pages of the API for the site: one for each package, with its public names from ``__all__``.
+"""Pages of the API for the site: one for each package with public names, from its ``__init__.pyi``.
 
 `mkdocs.yml` names this file as a hook. The pages exist only in the built site, so that no name is
 written twice.
@@ -6,9 +6,7 @@ written twice.
 
 from __future__ import annotations
 
-import ast
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,32 +14,22 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-PACKAGE = "megatron_packed"
+
+from megatron_packed.lazy_exports import stub_imports  # noqa: E402
+
 INTRODUCTION = (
     "Public names of each package. [Use it from Python](../python.md) shows them at work."
 )
 
 
-def public_packages() -> list[str]:
-    """Return the dotted names of all packages with public names, in alphabetical order."""
-    folders = [path.parent for path in (ROOT / PACKAGE).rglob("__init__.py")]
-    names = sorted(".".join(folder.relative_to(ROOT).parts) for folder in folders)
-    return [name for name in names if public_names(name)]
-
-
-def public_names(package: str) -> list[str]:
-    names = getattr(import_module(package), "__all__", [])
-    return [name for name in names if name != "__version__"]
-
-
-def defining_modules(package: str) -> dict[str, str]:
-    """Return the module that defines each public name, from the imports for type checkers."""
-    source = (ROOT / package.replace(".", "/") / "__init__.py").read_text()
+def public_packages() -> dict[str, list[str]]:
+    """Return the full path of each public name, by the package's dotted name, in alphabetical order."""
+    stubs = sorted((ROOT / "megatron_packed").rglob("__init__.pyi"))
     return {
-        alias.name: str(node.module)
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
+        ".".join(stub.parent.relative_to(ROOT).parts): [
+            f"{module}.{name}" for name, module in sorted(stub_imports(stub).items())
+        ]
+        for stub in stubs
     }
 
 
@@ -54,9 +42,7 @@ def api_pages() -> dict[str, str]:
     packages = public_packages()
     described: set[str] = set()
     pages = {}
-    for package in reversed(packages):  # inner packages come before the ones that contain them
-        modules = defining_modules(package)
-        paths = [f"{modules[name]}.{name}" for name in public_names(package)]
+    for package, paths in sorted(packages.items(), reverse=True):  # inner packages come first
         own = [path for path in paths if path not in described]
         links = [f"- [`{path.rpartition('.')[2]}`][{path}]" for path in paths if path in described]
         entries = ["\n".join(links), *(f"::: {path}" for path in own)]

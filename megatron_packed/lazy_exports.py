@@ -6,29 +6,31 @@ import of a package must not import its modules.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import ast
+from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 
 def lazy_exports(
-    package: str, exports: Mapping[str, Sequence[str]]
+    package: str, file: str
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
     """Return ``__all__``, ``__getattr__`` and ``__dir__`` of a package.
 
-    Type checkers do not see these names, so the package also imports them under ``TYPE_CHECKING``.
-    A test compares both lists.
+    The names are those that the package's stub ``__init__.pyi`` imports, which type checkers read,
+    too.
 
     Args:
         package: ``__name__`` of the package.
-        exports: module, relative to the package -> public names that the module defines. A name must
-            differ from all module names of the package, because a module would hide the name.
+        file: ``__file__`` of the package.
     Example:
-        ``{"run": ["RunConfig"]}`` makes ``megatron_packed.config.RunConfig`` import
-        ``megatron_packed.config.run``.
+        ``from megatron_packed.config.run import RunConfig as RunConfig`` in the stub of
+        ``megatron_packed.config`` makes ``megatron_packed.config.RunConfig`` import
+        ``megatron_packed.config.run``. A name must differ from all module names of the package,
+        because a module would hide the name.
     """
-    module_of = {name: f"{package}.{module}" for module, names in exports.items() for name in names}
-
+    module_of = stub_imports(Path(file).with_suffix(".pyi"))
     names = sorted(module_of)
 
     def resolve(name: str) -> Any:
@@ -38,6 +40,16 @@ def lazy_exports(
         return getattr(import_module(module_of[name]), name)
 
     return names, resolve, lambda: names
+
+
+def stub_imports(path: Path) -> dict[str, str]:
+    """Return the module of each name that a stub imports: name -> module."""
+    return {
+        alias.name: str(statement.module)
+        for statement in ast.parse(path.read_text()).body
+        if isinstance(statement, ast.ImportFrom)
+        for alias in statement.names
+    }
 
 
 def lazy_function(module: str, name: str) -> Callable[..., Any]:

@@ -27,7 +27,8 @@ torch.set_num_threads(1)
 gc.set_threshold(20_000, 20, 20)  # as in the servers of processes: cycles are few
 
 
-FIRST = ("end_to_end", "distributed", "unit/ops", "unit/benchmarks", "unit/training")
+ROOMS = ("unit/training", "unit/resume", "unit/inputs", "unit/explain", "unit/launch")
+FIRST = ("end_to_end", "distributed", "unit/ops", "unit/benchmarks", "unit/tools", *ROOMS)
 """Folders whose tests run first.
 
 A file of these folders may take a minute. If such a file ran last, the other processors would be

@@ -48,7 +48,12 @@ ELSEWHERE = ("layers/", "distributed/", "config/megatron/")
 """Folders that have to know the sizes of the layout."""
 FOLDERS = {
     "ops": ("0.3k, 14.7k overrides", "4.8k"),
+    "training, resume, inputs, explain, launch, reporting": ("19.5k", "56.6k"),
     "training": ("15.3k", "39.5k"),
+    "resume": (),
+    "inputs": (),
+    "explain": (),
+    "launch": (),
     "data": ("5.3k", "51.3k"),
     "config": ("4.2k", "2.9k"),
     "models": ("22k, 8 families", "81k"),

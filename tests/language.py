@@ -156,12 +156,21 @@ def passages(paths: Iterable[str]) -> Iterator[Passage]:
 
 
 def repository_files(under: Iterable[str] = ()) -> list[str]:
-    """Return the tracked and new files that say something, below the given paths if there are any."""
+    """Return the files that say something, below the given paths if there are any."""
+    return [name for name in listed_files(under) if name not in SKIPPED_FILES]
+
+
+def listed_files(under: Iterable[str] = ()) -> list[str]:
+    """Return the tracked and new files; in an unpacked source archive, all files."""
+    if not (ROOT / ".git").exists():
+        folders = [ROOT / name for name in under] or [ROOT]
+        paths = sorted(path for folder in folders for path in [folder, *folder.rglob("*")])
+        own = [path.relative_to(ROOT) for path in paths if path.is_file()]
+        made = ("__pycache__", ".venv", "build")
+        return [path.as_posix() for path in own if not {*made} & {*path.parts}]
     command = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"]
     names = subprocess.check_output([*command, "--", *under], text=True).split("\n")
-    return [
-        name for name in names if name and name not in SKIPPED_FILES and (ROOT / name).is_file()
-    ]
+    return [name for name in names if name and (ROOT / name).is_file()]
 
 
 def python_passages(path: str, text: str) -> Iterator[Passage]:
@@ -216,7 +225,7 @@ def docstring_kind(path: str, node: ast.AST) -> str:
         return "attribute"
     if any("property" in ast.unparse(decorator) for decorator in node.decorator_list):
         return "property"
-    return "test" if path.startswith("tests/") else "function"
+    return "test" if path.startswith(("tests/", "tools/")) else "function"
 
 
 def messages(

@@ -111,9 +111,9 @@ def tiny_step() -> tuple[Any, list[Any]]:
     from megatron_packed.distributed.flat_buffers import FlatBuffers
     from megatron_packed.distributed.groups import ParallelGroups
     from megatron_packed.models.hybrid_model import HybridModel
+    from megatron_packed.models.metrics_layout import MetricsLayout
     from megatron_packed.optim.optimizer import Optimizer
     from megatron_packed.packed.micro_batch import MicroBatch
-    from megatron_packed.training.metrics_layout import MetricsLayout
     from megatron_packed.training.train_step import TrainStep
 
     config = ModelConfig(**SIZES)

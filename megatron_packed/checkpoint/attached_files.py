@@ -28,7 +28,7 @@ class AttachedFile:
     sha256: str
 
     @classmethod
-    def of(cls, name: str, data: bytes) -> AttachedFile:
+    def from_bytes(cls, name: str, data: bytes) -> AttachedFile:
         return cls(name=name, size=len(data), sha256=hashlib.sha256(data).hexdigest())
 
     def to_json(self) -> dict[str, Json]:
@@ -71,13 +71,13 @@ def read_attached(directory: Path, record: AttachedFile) -> str:
             found=f"{size} bytes",
             cure=_CURE,
         )
-    found = AttachedFile.of(record.name, data).sha256
-    if found != record.sha256:
+    sha256 = AttachedFile.from_bytes(record.name, data).sha256
+    if sha256 != record.sha256:
         raise CheckpointError(
             "the content does not match its checksum",
             path=path,
             expected=f"sha256 {record.sha256}",
-            found=found,
+            found=sha256,
             cure=_CURE,
         )
     try:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from megatron_packed.config.written_files import open_new
+from megatron_packed.config.written_files import open_new, sync_path, write_all
 
 LATEST = "latest"
 PROBE = "shared"
@@ -94,11 +94,13 @@ def scan(root: Path) -> list[Candidate]:
             cure="check the path and its permissions",
         ) from None
     return sorted(
-        (examine(root / name) for name in names), key=lambda candidate: candidate.age, reverse=True
+        (read_candidate(root / name) for name in names),
+        key=lambda candidate: candidate.age,
+        reverse=True,
     )
 
 
-def examine(path: Path) -> Candidate:
+def read_candidate(path: Path) -> Candidate:
     """Read the manifest of one directory, and compare its step with the directory's name."""
     try:
         if path.is_symlink() or not path.is_dir():
@@ -139,9 +141,9 @@ def check_sizes(directory: Path, manifest: Manifest, *, saves: bool = False) -> 
         path = directory / record.name
         try:
             status = os.stat(path, follow_symlinks=False)
-            found = f"{status.st_size} bytes"
+            size = f"{status.st_size} bytes"
         except OSError as error:
-            status, found = None, error.strerror or str(error)
+            status, size = None, error.strerror or str(error)
         if (
             status is None
             or status.st_size != record.size
@@ -153,18 +155,9 @@ def check_sizes(directory: Path, manifest: Manifest, *, saves: bool = False) -> 
                 f"rank 0 finds {owner} missing or with another size" if saves else _WRONG_SIZE,
                 path=path,
                 expected=f"{record.size} bytes",
-                found=found,
+                found=size,
                 cure=_SHARED if saves else _RESTORE,
             )
-
-
-def sync_directory(path: Path) -> None:
-    """Sync a directory, so that its file names survive a power failure."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_durably(
@@ -179,9 +172,7 @@ def write_durably(
     try:
         descriptor = open_new(temporary, mode=0o644)
         try:
-            view = memoryview(data)
-            while view:
-                view = view[os.write(descriptor, view) :]
+            write_all(descriptor, data)
             on_site(f"{site}.written")
             os.fsync(descriptor)
         finally:
@@ -192,7 +183,7 @@ def write_durably(
         temporary.unlink(missing_ok=True)
         raise
     on_site(f"{site}.renamed")
-    sync_directory(path.parent)
+    sync_path(path.parent)
     on_site(f"{site}.durable")
 
 
@@ -215,7 +206,7 @@ def remove_checkpoint(path: Path, save_id: str) -> None:
     assert match is not None, path
     doomed = path.with_name(f"step_{match[1]}.deleting-{save_id}")
     os.rename(path, doomed)
-    sync_directory(path.parent)
+    sync_path(path.parent)
     _remove_tree(doomed)
 
 

@@ -76,16 +76,16 @@ class RootLock:
         """
         held = os.fstat(self.descriptor)
         try:
-            there = os.stat(self.path, follow_symlinks=False)
-            found = "another file"
+            status = os.stat(self.path, follow_symlinks=False)
+            actual = "another file"
         except OSError as error:
-            there, found = None, error.strerror or str(error)
-        if there is None or not os.path.samestat(held, there):
+            status, actual = None, error.strerror or str(error)
+        if status is None or not os.path.samestat(held, status):
             raise CheckpointError(
                 "this is no longer the directory that this run locked; it was moved or replaced during the run",
                 path=self.path.parent,
                 expected=f"the file {self.path.name} of this run",
-                found=found,
+                found=actual,
                 cure=f"restart the run with {flags.SAVE} and {flags.LOAD} set to the directory's new path",
             )
 

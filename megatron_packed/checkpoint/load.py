@@ -36,8 +36,8 @@ import torch.distributed as dist
 from megatron_packed.checkpoint.attached_files import read_attached
 from megatron_packed.checkpoint.directory import (
     Candidate,
-    examine,
     is_checkpoint_name,
+    read_candidate,
     scan,
     step_name,
 )
@@ -164,11 +164,11 @@ def newest_metadata(
         return {key: metadata[key] for key in keys if key in metadata}
 
     ranks = Ranks(rank=rank, world_size=world_size, group=group)
-    found: dict[str, Any] | None
-    [found, *_] = ranks.agree(
+    newest: dict[str, Any] | None
+    [newest, *_] = ranks.agree(
         on_rank_0(rank, read), f"reading the newest checkpoint in {path}", cure=_CURE
     )
-    return found
+    return newest
 
 
 class Attachments(NamedTuple):
@@ -230,13 +230,13 @@ def read_attachments(
     if name is None:
         return None
     # Each rank reads: a gather of a file of 20 MiB over 1,000 ranks would need 20 GiB on each.
-    found: list[Attachments] = []
+    attachments: list[Attachments] = []
     ranks.agree(
-        lambda: found.append(_read_attachments(Path(name))),
+        lambda: attachments.append(_read_attachments(Path(name))),
         f"reading the files of {name}",
         cure=_CURE,
     )
-    return found[0]
+    return attachments[0]
 
 
 def _read_attachments(path: Path) -> Attachments:
@@ -282,11 +282,13 @@ def _agree_on_candidates(ranks: Ranks, path: Path, step: Step) -> tuple[list[str
     return list(listed["names"]), list(listed["problems"])
 
 
-def no_checkpoint(path: str | os.PathLike[str], step: Step, found: int | None) -> NoCheckpointError:
+def no_checkpoint(
+    path: str | os.PathLike[str], step: Step, best_step: int | None
+) -> NoCheckpointError:
     """Return the error for a directory without the requested checkpoint.
 
     Args:
-        found: the step number; None if ``step`` is None or no checkpoint names a best step.
+        best_step: the step number; None if ``step`` is None or no checkpoint names a best step.
     """
     if step != BEST:
         at = "" if step is None else f" of step {step}"
@@ -299,8 +301,8 @@ def no_checkpoint(path: str | os.PathLike[str], step: Step, found: int | None) -
             + f", or leave {flags.CKPT_STEP} out for the newest checkpoint" * bool(at),
         )
     what = "no checkpoint names a best validation"
-    if found is not None:
-        what = f"the lowest validation loss is of step {found}, whose checkpoint is not there"
+    if best_step is not None:
+        what = f"the lowest validation loss is of step {best_step}, whose checkpoint is not there"
     cure = f"train with {flags.SAVE_BEST}, or load the newest checkpoint"
     return NoCheckpointError(what, path=path, cure=cure)
 
@@ -315,8 +317,8 @@ def checkpoint_of_step(path: str | os.PathLike[str], step: Step) -> Path:
     listed = _list_candidates(Path(path), step)
     if not listed["names"]:
         number = listed["step"]
-        there = Path(path) / step_name(number or 0)
-        problem = examine(there).problem if os.path.lexists(there) else None
+        directory = Path(path) / step_name(number or 0)
+        problem = read_candidate(directory).problem if os.path.lexists(directory) else None
         if problem is not None:
             raise CheckpointError(problem)
         raise no_checkpoint(path, step, number)
@@ -362,7 +364,7 @@ def _list_candidates(path: Path, step: Step) -> Json:
     step number, which is None for any step.
     """
     if is_checkpoint_name(path.name) or os.path.lexists(path / MANIFEST):
-        candidates = [examine(path.resolve())]
+        candidates = [read_candidate(path.resolve())]
         problems = []
     else:
         candidates = scan(path)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_packed.checkpoint.attached_files import read_attached
-from megatron_packed.checkpoint.directory import examine
+from megatron_packed.checkpoint.directory import read_candidate
 from megatron_packed.checkpoint.errors import CheckpointError, CheckpointMismatchError
 from megatron_packed.checkpoint.manifest import (
     MANIFEST,
@@ -19,7 +19,7 @@ from megatron_packed.checkpoint.manifest import (
 from megatron_packed.checkpoint.rank_agreement import Outcome, Ranks
 from megatron_packed.checkpoint.read_tensors import StoredRange, fill, locate, open_file
 from megatron_packed.checkpoint.sealed_json import Json, read_small_file
-from megatron_packed.checkpoint.shard_file import check_values
+from megatron_packed.checkpoint.shard_file import check_tensor_bytes
 from megatron_packed.checkpoint.tensor_shard import DTYPE_NAMES, TensorShard
 from megatron_packed.config import flag_names as flags
 
@@ -109,7 +109,7 @@ class LoadAttempt:
         return self.manifest
 
     def _read_manifest(self) -> Json:
-        candidate = examine(self.directory)
+        candidate = read_candidate(self.directory)
         if candidate.problem is not None:
             raise CheckpointError(candidate.problem)
         path = self.directory / MANIFEST
@@ -140,8 +140,8 @@ class LoadAttempt:
                         f"{DTYPE_NAMES[shard.dtype]} {list(shard.global_shape)}"
                     )
             if problems:
-                more = f" and {len(problems) - 20} more" if len(problems) > 20 else ""
-                raise CheckpointMismatchError("; ".join(problems[:20]) + more)
+                suffix = f" and {len(problems) - 20} more" if len(problems) > 20 else ""
+                raise CheckpointMismatchError("; ".join(problems[:20]) + suffix)
 
         self.ranks.agree(
             compare,
@@ -168,15 +168,15 @@ class LoadAttempt:
             ]
             with open_file(self.directory, manifest, index) as reader:
                 for segment, data in reader.scan(locate(reader, ranges)):
-                    check_values(segment, data, reader.path, finite=self.check_finite)
+                    check_tensor_bytes(segment, data, reader.path, finite=self.check_finite)
                     self._report(data.nbytes)
 
     def _apply(self) -> None:
         wanted = [shard for shard in self.wanted if shard.name in self._manifest.tensors]
         fill(self.directory, self._manifest, wanted, self._report)
 
-    def _report(self, more: int) -> None:
-        self.done = min(self.done + more, self.total)
+    def _report(self, num_bytes: int) -> None:
+        self.done = min(self.done + num_bytes, self.total)
         self.on_read(self.done, self.total)
 
 

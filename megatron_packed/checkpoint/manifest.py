@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 
 from megatron_packed.checkpoint.attached_files import MAX_ATTACHED_BYTES, AttachedFile
-from megatron_packed.checkpoint.checksum import ALGORITHMS
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.safetensors_header import MAX_HEADER_BYTES, is_sizes
 from megatron_packed.checkpoint.sealed_json import Json, read_small_file, seal, unseal
@@ -26,7 +25,9 @@ from megatron_packed.checkpoint.tensor_extent import Extent, first_not_once
 from megatron_packed.checkpoint.tensor_shard import DTYPE_NAMES, NAMED_DTYPES, TENSOR_NAME
 
 MANIFEST = "manifest.json"
-FORMAT = "megatron_packed checkpoint 1"
+CRC32C = "crc32c"
+"""Algorithm of the checksums; no other is read."""
+_FORMAT = "megatron_packed checkpoint 1"
 MAX_MANIFEST_BYTES = 256 << 20
 """Size limit of a manifest, which bounds the memory of reading one.
 
@@ -140,7 +141,7 @@ def header_metadata(
 def encode_manifest(manifest: Manifest) -> bytes:
     return seal(
         {
-            "format": FORMAT,
+            "format": _FORMAT,
             "run_id": manifest.run_id,
             "save_id": manifest.save_id,
             "step": manifest.step,
@@ -181,18 +182,18 @@ def decode_manifest(data: bytes, path: Path) -> Manifest:
             or do not fill their file are also errors.
     """
     fields = unseal(data, path)
-    if fields.get("format") != FORMAT:
+    if fields.get("format") != _FORMAT:
         raise CheckpointError(
             "the format is unknown",
             path=path,
-            expected=repr(FORMAT),
+            expected=repr(_FORMAT),
             found=repr(fields.get("format"))[:100],
             cure="read the checkpoint with the version of megatron_packed that wrote it",
         )
     check = _Fields(fields, path, "the manifest")
     files = tuple(_file_record(value, path) for value in check.take("files", list))
-    given = check.take("attached", list) if "attached" in fields else []
-    attached = tuple(_attached_file(value, path) for value in given)
+    listed_attached = check.take("attached", list) if "attached" in fields else []
+    attached = tuple(_attached_file(value, path) for value in listed_attached)
     listed: list[FileRecord | AttachedFile] = [*files, *attached]
     names = [record.name for record in listed]
     if len({*names, MANIFEST}) != len(names) + 1:
@@ -215,13 +216,13 @@ def decode_manifest(data: bytes, path: Path) -> Manifest:
         attached=attached,
     )
     for record, held in zip(files, manifest.held):
-        found = sum(extent.numel * dtype.itemsize for _, dtype, extent in held)
-        if found != record.data_bytes:
+        num_bytes = sum(extent.numel * dtype.itemsize for _, dtype, extent in held)
+        if num_bytes != record.data_bytes:
             raise CheckpointError(
                 f"the ranges of file {record.name} do not fill the file",
                 path=path,
                 expected=f"{record.data_bytes} bytes",
-                found=f"{found} bytes",
+                found=f"{num_bytes} bytes",
                 cure=_CURE,
             )
     return manifest
@@ -240,18 +241,18 @@ def merge_tensors(parts: Sequence[Mapping[str, Json]], path: Path) -> dict[str, 
     merged: dict[str, dict[str, Json]] = {}
     for index, part in enumerate(parts):
         for name, value in part.items():
-            known = merged.setdefault(
+            entry = merged.setdefault(
                 name, {"shape": value["shape"], "dtype": value["dtype"], "ranges": []}
             )
-            if (known["shape"], known["dtype"]) != (value["shape"], value["dtype"]):
+            if (entry["shape"], entry["dtype"]) != (value["shape"], value["dtype"]):
                 raise CheckpointError(
                     f"rank {index} and a lower rank disagree on tensor {name}",
                     path=path,
-                    expected=f"{known['dtype']} {known['shape']}",
+                    expected=f"{entry['dtype']} {entry['shape']}",
                     found=f"{value['dtype']} {value['shape']}",
                     cure="give every tensor one global shape and dtype",
                 )
-            known["ranges"].extend(_encode_range(Extent(*part), index) for part in value["ranges"])
+            entry["ranges"].extend(_encode_range(Extent(*part), index) for part in value["ranges"])
     for value in merged.values():
         value["ranges"].sort()
     return {name: _tensor_record(name, merged[name], len(parts), path) for name in sorted(merged)}
@@ -289,14 +290,14 @@ def _tensor_record(name: str, value: Json, num_files: int, path: Path) -> Tensor
             )
         ranges.append((extent, index))
     extents = [extent for extent, _ in ranges]
-    wrong = first_not_once(extents, numel)
-    if wrong is not None:
-        early = all(extent.last <= wrong for extent in extents)
+    element = first_not_once(extents, numel)
+    if element is not None:
+        early = all(extent.last <= element for extent in extents)
         raise CheckpointError(
             f"the ranges of tensor {name} {'end early' if early else f'do not cover its {numel} elements once each'}",
             path=path,
-            expected=f"{numel} elements" if early else f"a range that starts at {wrong}",
-            found=wrong if early else ", ".join(extent.text for extent in extents)[:100],
+            expected=f"{numel} elements" if early else f"a range that starts at {element}",
+            found=element if early else ", ".join(extent.text for extent in extents)[:100],
             cure="each element must be in exactly one range",
         )
     return TensorRecord(shape=tuple(shape), dtype=dtype, ranges=tuple(ranges))
@@ -309,13 +310,13 @@ def encode_extent(extent: Extent) -> list[int]:
 
 def _encode_range(extent: Extent, index: int) -> list[int]:
     """Return ``[start, end, file]``, with ``rows, stride`` appended for several rows."""
-    start, end, *more = encode_extent(extent)
-    return [start, end, index, *more]
+    start, end, *row_layout = encode_extent(extent)
+    return [start, end, index, *row_layout]
 
 
 def _decode_range(part: Sequence[int]) -> tuple[Extent, int]:
-    start, end, index, *more = part
-    return Extent(start, end, *more), index
+    start, end, index, *row_layout = part
+    return Extent(start, end, *row_layout), index
 
 
 def _file_name(check: _Fields) -> str:
@@ -364,7 +365,7 @@ def _file_record(value: Json, path: Path) -> FileRecord:
     )
     low, high = _BLOCK_BYTES_RANGE
     sound = (
-        record.algorithm in ALGORITHMS
+        record.algorithm == CRC32C
         and low <= record.block_bytes <= high
         and record.block_bytes % 8 == 0
         and 8 <= record.header_bytes <= min(record.size, MAX_HEADER_BYTES + 8)
@@ -378,7 +379,7 @@ def _file_record(value: Json, path: Path) -> FileRecord:
         raise CheckpointError(
             f"the record of file {name} is inconsistent",
             path=path,
-            expected=f"algorithm in {ALGORITHMS}, blocks of {low} to {high} bytes, one checksum per block",
+            expected=f"algorithm {CRC32C}, blocks of {low} to {high} bytes, one checksum per block",
             found=f"algorithm {record.algorithm}, {record.size} bytes, header of {record.header_bytes} bytes, "
             f"blocks of {record.block_bytes} bytes, {len(checksums)} checksums",
             cure=_CURE,
@@ -399,25 +400,25 @@ class _Fields:
         self.owner = owner
 
     def take(self, key: str, kind: type) -> Json:
-        found = self.value.get(key)
-        if type(found) is not kind:
+        field_value = self.value.get(key)
+        if type(field_value) is not kind:
             raise CheckpointError(
                 f"field {key!r} of {self.owner} is missing or has the wrong type",
                 path=self.path,
                 expected=kind.__name__,
-                found=repr(found)[:100],
+                found=repr(field_value)[:100],
                 cure=_CURE,
             )
-        return found
+        return field_value
 
     def size(self, key: str) -> int:
-        found = self.take(key, int)
-        if not 0 <= found < 1 << 62:
+        number = self.take(key, int)
+        if not 0 <= number < 1 << 62:
             raise CheckpointError(
                 f"field {key!r} of {self.owner} is out of range",
                 path=self.path,
                 expected="0 to 2**62",
-                found=found,
+                found=number,
                 cure=_CURE,
             )
-        return int(found)
+        return int(number)

@@ -8,23 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from megatron_packed.checkpoint.tensor_shard import byte_view
+from megatron_packed.packed.array_types import UInt8Array
 
-Bytes = npt.NDArray[np.uint8]
 
-
-def host_pieces(tensors: Sequence[Tensor], piece_bytes: int) -> Iterator[Bytes]:
+def host_pieces(tensors: Sequence[Tensor], piece_bytes: int) -> Iterator[UInt8Array]:
     """Yield the bytes of 1-D tensors, in order, in pieces of at most ``piece_bytes``.
 
     A piece is valid until the caller requests the next piece. CUDA copies run on the current
     stream, after the work that is already queued on it.
     """
-    waiting: Bytes | None = None
+    waiting: UInt8Array | None = None
     copied: torch.cuda.Event | None = None
     buffers = _PinnedPair(piece_bytes)
     for tensor in tensors:
@@ -51,7 +48,7 @@ class _PinnedPair:
         self.buffers: list[Tensor] = []
         self.turn = 0
 
-    def stage(self, piece: Tensor) -> tuple[Bytes, torch.cuda.Event]:
+    def stage(self, piece: Tensor) -> tuple[UInt8Array, torch.cuda.Event]:
         """Start the copy of ``piece`` to a buffer; return its array and the event after the copy."""
         if not self.buffers:
             self.buffers = [
@@ -78,7 +75,7 @@ class ReadBuffers:
         self._copies: list[list[torch.cuda.Event]] = [[], []]
         self._turn = 0
 
-    def next(self) -> Bytes:
+    def next(self) -> UInt8Array:
         self._turn ^= 1
         self._wait(self._turn)
         return self._buffers[self._turn].numpy()
@@ -102,8 +99,8 @@ class ReadBuffers:
         with torch.cuda.device(target.device):
             # A strided copy between host and device would be slow. So copy the contiguous bytes,
             # and select the wanted elements on the device.
-            there = source.to(target.device, non_blocking=True) if rows > 1 else source
-            to.copy_(there.as_strided((rows, length), (pitch or length, 1)), non_blocking=True)
+            staged = source.to(target.device, non_blocking=True) if rows > 1 else source
+            to.copy_(staged.as_strided((rows, length), (pitch or length, 1)), non_blocking=True)
             event = torch.cuda.current_stream().record_event()
         self._copies[self._turn].append(event)
 

@@ -44,11 +44,11 @@ class Ranks:
                 raise ValueError(
                     f"world_size {self.world_size} needs an initialized torch.distributed; initialize it, or pass 1."
                 )
-            found = (dist.get_rank(self.group), dist.get_world_size(self.group))
-            if found != (self.rank, self.world_size):
+            actual = (dist.get_rank(self.group), dist.get_world_size(self.group))
+            if actual != (self.rank, self.world_size):
                 raise ValueError(
-                    f"rank {self.rank} of {self.world_size} was passed, but this process is rank {found[0]} of "
-                    f"{found[1]} in the process group; pass the rank and size of the group."
+                    f"rank {self.rank} of {self.world_size} was passed, but this process is rank {actual[0]} of "
+                    f"{actual[1]} in the process group; pass the rank and size of the group."
                 )
 
     def gather(self, value: Json) -> list[Json]:

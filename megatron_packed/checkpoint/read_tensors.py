@@ -47,9 +47,9 @@ def open_file(directory: Path, manifest: Manifest, index: int) -> ShardReader:
         shard_key(name, extent): (dtype, (extent.numel,))
         for name, dtype, extent in manifest.held[index]
     }
-    found = {entry.key: (entry.dtype, entry.shape) for entry in reader.header.entries}
+    stored = {entry.key: (entry.dtype, entry.shape) for entry in reader.header.entries}
     strings = manifest.header_metadata(record.rank)
-    if reader.header.metadata == strings and found == expected:
+    if reader.header.metadata == strings and stored == expected:
         return reader
     reader.__exit__()
     if reader.header.metadata != strings:
@@ -60,14 +60,14 @@ def open_file(directory: Path, manifest: Manifest, index: int) -> ShardReader:
             found=reader.header.metadata,
             cure="do not mix files of several checkpoints",
         )
-    wrong = sorted(
-        key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key)
+    different = sorted(
+        key for key in expected.keys() | stored.keys() if expected.get(key) != stored.get(key)
     )[:5]
     raise CheckpointError(
         "the ranges in the file differ from the ranges in the manifest",
         path=reader.path,
-        expected={key: expected.get(key) for key in wrong},
-        found={key: found.get(key) for key in wrong},
+        expected={key: expected.get(key) for key in different},
+        found={key: stored.get(key) for key in different},
         cure="do not mix files of several checkpoints",
     )
 
@@ -80,13 +80,15 @@ def locate(reader: ShardReader, ranges: Sequence[StoredRange]) -> list[FileSegme
         entry = entries[shard_key(name, extent)]
         segment = FileSegment(begin=entry.begin, end=entry.end, key=entry.key, dtype=entry.dtype)
         if overlap is not None and data is not None:
-            here, there, length, *more = (number * entry.dtype.itemsize for number in overlap)
-            rows, pitch, target_pitch = overlap.rows, more[1], more[2]
+            source_start, target_start, length, *pitches = (
+                number * entry.dtype.itemsize for number in overlap
+            )
+            rows, pitch, target_pitch = overlap.rows, pitches[1], pitches[2]
             segment = replace(
                 segment,
-                begin=entry.begin + here,
-                end=entry.begin + here + (rows - 1) * pitch + length,
-                target=data[there : there + (rows - 1) * target_pitch + length],
+                begin=entry.begin + source_start,
+                end=entry.begin + source_start + (rows - 1) * pitch + length,
+                target=data[target_start : target_start + (rows - 1) * target_pitch + length],
                 rows=rows,
                 pitch=pitch,
                 target_pitch=target_pitch,
@@ -99,7 +101,7 @@ def fill(
     directory: Path,
     manifest: Manifest,
     wanted: Sequence[TensorShard],
-    report: Callable[[int], None] = lambda more: None,
+    report: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
     """Copy the wanted ranges into their tensors, and check each block that is read.
 

@@ -25,7 +25,7 @@ def superseded(
     candidates = scan(root)
     complete = {candidate.path.name for candidate in candidates if _is_complete(candidate)}
     doomed: list[Path] = []
-    kept = 0
+    num_kept = 0
     for candidate in candidates:
         manifest = candidate.manifest
         if manifest is None:
@@ -35,12 +35,12 @@ def superseded(
         if own_name != name and own_name in complete:
             doomed.append(candidate.path)
         elif manifest.run_id == run_id:
-            if keep_last is not None and kept >= keep_last:
+            if keep_last is not None and num_kept >= keep_last:
                 spared = keep_every is not None and manifest.step % keep_every == 0
                 if not spared and manifest.step != keep_step:
                     doomed.append(candidate.path)
             elif name in complete:
-                kept += 1
+                num_kept += 1
     return doomed
 
 

@@ -209,17 +209,17 @@ def parse_header(data: bytes, file_size: int, path: Path) -> Header:
 
 
 def _entry(key: str, value: object, path: Path) -> TensorEntry:
-    def wrong(what: str, expected: object, found: object) -> CheckpointError:
+    def invalid(what: str, expected: object, actual: object) -> CheckpointError:
         return CheckpointError(
             f"{what} of tensor {key!r} is invalid",
             path=path,
             expected=expected,
-            found=found,
+            found=actual,
             cure=_CURE,
         )
 
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
-        raise wrong(
+        raise invalid(
             "the description", "an object with dtype, shape, data_offsets", repr(value)[:200]
         )
     dtype = NAMED_DTYPES.get(value["dtype"]) if isinstance(value["dtype"], str) else None
@@ -231,18 +231,18 @@ def _entry(key: str, value: object, path: Path) -> TensorEntry:
             cure=_OTHER_DTYPE_CURE,
         )
     if dtype is None:
-        raise wrong("the dtype", "one of " + ", ".join(NAMED_DTYPES), repr(value["dtype"])[:50])
+        raise invalid("the dtype", "one of " + ", ".join(NAMED_DTYPES), repr(value["dtype"])[:50])
     shape, offsets = value["shape"], value["data_offsets"]
     if not is_sizes(shape):
-        raise wrong("the shape", "a list of at most 64 sizes", repr(shape)[:100])
+        raise invalid("the shape", "a list of at most 64 sizes", repr(shape)[:100])
     if not is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise wrong("the data offsets", "[begin, end] with begin <= end", repr(offsets)[:100])
+        raise invalid("the data offsets", "[begin, end] with begin <= end", repr(offsets)[:100])
     begin, end = offsets
     size = math.prod(shape) * dtype.itemsize
     if end - begin != size:
-        raise wrong("the byte count", f"{size} ({value['dtype']} of shape {shape})", end - begin)
+        raise invalid("the byte count", f"{size} ({value['dtype']} of shape {shape})", end - begin)
     if begin % dtype.itemsize:
-        raise wrong("the data offset", f"a multiple of {dtype.itemsize}", begin)
+        raise invalid("the data offset", f"a multiple of {dtype.itemsize}", begin)
     return TensorEntry(key=key, dtype=dtype, shape=tuple(shape), begin=begin, end=end)
 
 

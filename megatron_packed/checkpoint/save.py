@@ -41,7 +41,6 @@ from megatron_packed.checkpoint.directory import (
     remove_leftovers,
     scan,
     step_name,
-    sync_directory,
     temporary_name,
     write_durably,
 )
@@ -63,6 +62,7 @@ from megatron_packed.checkpoint.retention import superseded
 from megatron_packed.checkpoint.sealed_json import Json
 from megatron_packed.checkpoint.shard_file import write_shard_file
 from megatron_packed.checkpoint.tensor_shard import DTYPE_NAMES, TensorShard
+from megatron_packed.config.written_files import sync_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,7 +276,7 @@ class CheckpointSave:
         for name, text in self.attached.items() if rank == 0 else ():
             data = text.encode()
             write_durably(temporary / name, data, save_id, self.on_site, "attached")
-        sync_directory(temporary)
+        sync_path(temporary)
         self.on_site("shard.directory_synced")
         held: dict[str, Json] = {}
         for shard in shards:
@@ -309,7 +309,7 @@ class CheckpointSave:
             files=tuple(files),
             tensors=merge_tensors([f["tensors"] for f in facts], temporary),
             attached=tuple(
-                AttachedFile.of(name, text.encode()) for name, text in self.attached.items()
+                AttachedFile.from_bytes(name, text.encode()) for name, text in self.attached.items()
             ),
         )
         check_sizes(temporary, manifest, saves=True)
@@ -337,7 +337,7 @@ class CheckpointSave:
         If ``latest`` cannot be written or a checkpoint cannot be removed, add a warning.
         """
         self.on_site("save.published")
-        sync_directory(self.root)
+        sync_path(self.root)
         self.on_site("save.durable")
         final = self.root / step_name(self.step)
         warnings: list[str] = []

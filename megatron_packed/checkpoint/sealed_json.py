@@ -51,13 +51,13 @@ def unseal(data: bytes, path: Path) -> dict[str, Json]:
             found=repr(closing[:120]),
             cure=_CURE,
         )
-    found = hashlib.sha256(body).hexdigest().encode()
-    if found != match[1]:
+    digest = hashlib.sha256(body).hexdigest().encode()
+    if digest != match[1]:
         raise CheckpointError(
             "the content does not match its checksum",
             path=path,
             expected=f"sha256 {match[1].decode()}",
-            found=found.decode(),
+            found=digest.decode(),
             cure=_CURE,
         )
     fields = parse_object(data, path)
@@ -116,12 +116,12 @@ def open_plain_file(path: Path) -> int:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        found = "a symbolic link" if path.is_symlink() else (error.strerror or str(error))
+        reason = "a symbolic link" if path.is_symlink() else (error.strerror or str(error))
         raise CheckpointError(
             "the file cannot be opened",
             path=path,
             expected="a regular file",
-            found=found,
+            found=reason,
             cure="use another checkpoint, or restore the file",
         ) from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

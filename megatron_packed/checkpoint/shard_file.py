@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron_packed.checkpoint import checksum as crc
 from megatron_packed.checkpoint.errors import CheckpointError, CheckpointMismatchError
-from megatron_packed.checkpoint.manifest import FileRecord
+from megatron_packed.checkpoint.manifest import CRC32C, FileRecord
 from megatron_packed.checkpoint.pinned_buffers import ReadBuffers, host_pieces
 from megatron_packed.checkpoint.safetensors_header import (
     LENGTH_BYTES,
@@ -27,12 +25,12 @@ from megatron_packed.checkpoint.safetensors_header import (
 )
 from megatron_packed.checkpoint.sealed_json import open_plain_file
 from megatron_packed.checkpoint.tensor_shard import TensorShard
-from megatron_packed.config.written_files import open_new
-
-Bytes = npt.NDArray[np.uint8]
+from megatron_packed.config.checksums import crc32c
+from megatron_packed.config.written_files import open_new, write_all
+from megatron_packed.packed.array_types import UInt8Array
 
 BLOCK_BYTES = 4 << 20
-"""Bytes that one checksum covers; reads, checks and host buffers use blocks of this size."""
+"""UInt8Array that one checksum covers; reads, checks and host buffers use blocks of this size."""
 
 _CURE = "the file is damaged; use another checkpoint"
 
@@ -65,11 +63,11 @@ def write_shard_file(
     descriptor = open_new(path, mode=0o644)
     try:
         on_site("shard.opened")
-        _write_all(descriptor, memoryview(header))
+        write_all(descriptor, header)
         on_site("shard.header_written")
         for piece in _pieces(in_order, block_bytes, values):
             blocks.add(piece)
-            _write_all(descriptor, piece.data)
+            write_all(descriptor, piece.data)
             on_site("shard.piece_written")
             # The piece keeps its tensor alive. Free it before `values` allocates the next tensor.
             del piece
@@ -83,8 +81,8 @@ def write_shard_file(
         rank=rank,
         size=len(header) + blocks.total,
         header_bytes=len(header),
-        algorithm=crc.CRC32C,
-        header_checksum=crc.to_hex(crc.checksum(crc.CRC32C, np.frombuffer(header, dtype=np.uint8))),
+        algorithm=CRC32C,
+        header_checksum=to_hex(crc32c(header)),
         block_bytes=block_bytes,
         block_checksums=tuple(blocks.finish()),
     )
@@ -92,7 +90,7 @@ def write_shard_file(
 
 def _pieces(
     shards: Sequence[TensorShard], block_bytes: int, values: Callable[[TensorShard], Tensor] | None
-) -> Iterator[Bytes]:
+) -> Iterator[UInt8Array]:
     if values is None:
         yield from host_pieces([shard.tensor for shard in shards], block_bytes)
     else:
@@ -100,9 +98,8 @@ def _pieces(
             yield from host_pieces([values(shard)], block_bytes)
 
 
-def _write_all(descriptor: int, data: memoryview) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]
+def to_hex(checksum: int) -> str:
+    return f"{checksum:08x}"
 
 
 class _RunningBlocks:
@@ -114,10 +111,10 @@ class _RunningBlocks:
         self.checksums: list[str] = []
         self.value = 0
 
-    def add(self, piece: Bytes) -> None:
+    def add(self, piece: UInt8Array) -> None:
         while len(piece):
             part = piece[: self.block_bytes - self.total % self.block_bytes]
-            self.value = crc.extend(crc.CRC32C, self.value, part)
+            self.value = crc32c(part, self.value)
             self.total += len(part)
             piece = piece[len(part) :]
             if self.total % self.block_bytes == 0:
@@ -129,13 +126,13 @@ class _RunningBlocks:
         return self.checksums
 
     def _close(self) -> None:
-        self.checksums.append(crc.to_hex(self.value))
+        self.checksums.append(to_hex(self.value))
         self.value = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileSegment:
-    """Bytes ``[begin, end)`` of a file's data section, and the ``target`` to copy them to.
+    """UInt8Array ``[begin, end)`` of a file's data section, and the ``target`` to copy them to.
 
     ``target`` is a uint8 view, or None for bytes that are only checked. With several ``rows`` only runs of bytes are
     copied, one per row. The runs begin ``pitch`` bytes apart in the file and ``target_pitch`` bytes
@@ -170,8 +167,8 @@ class FileSegment:
         while first < after:
             at = self.begin + first * self.pitch
             begin, end = max(at, low), min(at + self.length, high)
-            whole = (high - self.length - self.begin) // step + 1 if self.rows > 1 else 1
-            rows = max(min(whole, after) - first, 1) if begin == at else 1
+            num_whole = (high - self.length - self.begin) // step + 1 if self.rows > 1 else 1
+            rows = max(min(num_whole, after) - first, 1) if begin == at else 1
             if begin < end:
                 yield begin, first * self.target_pitch + begin - at, end - begin, rows
             first += rows
@@ -206,7 +203,7 @@ class ShardReader:
     def __exit__(self, *_: object) -> None:
         os.close(self.descriptor)
 
-    def scan(self, segments: Sequence[FileSegment]) -> Iterator[tuple[FileSegment, Bytes]]:
+    def scan(self, segments: Sequence[FileSegment]) -> Iterator[tuple[FileSegment, UInt8Array]]:
         """Read and check each block that overlaps ``segments``, and fill the segments' targets.
 
         For each block and segment, yield the segment and its bytes in the block. The target is
@@ -239,18 +236,18 @@ class ShardReader:
                         )
         buffers.finish()
 
-    def _read_block(self, index: int, buffer: Bytes) -> Bytes:
+    def _read_block(self, index: int, buffer: UInt8Array) -> UInt8Array:
         start = index * self.record.block_bytes
         block = buffer[: min(self.record.block_bytes, self.record.data_bytes - start)]
         position = self.record.header_bytes + start
         self._read_into(block, position)
-        found = crc.to_hex(crc.checksum(self.record.algorithm, block))
-        if found != self.record.block_checksums[index]:
+        checksum = to_hex(crc32c(block))
+        if checksum != self.record.block_checksums[index]:
             raise CheckpointError(
                 f"bytes {position} to {position + len(block)} do not match their checksum",
                 path=self.path,
                 expected=f"{self.record.algorithm} {self.record.block_checksums[index]}",
-                found=found,
+                found=checksum,
                 cure=_CURE,
             )
         return block
@@ -278,18 +275,18 @@ class ShardReader:
             )
         data = np.empty(length, dtype=np.uint8)
         self._read_into(data, 0)
-        found = crc.to_hex(crc.checksum(self.record.algorithm, data))
-        if found != self.record.header_checksum:
+        checksum = to_hex(crc32c(data))
+        if checksum != self.record.header_checksum:
             raise CheckpointError(
                 "the header does not match its checksum",
                 path=self.path,
                 expected=f"{self.record.algorithm} {self.record.header_checksum}",
-                found=found + _origin(data.tobytes(), size, self.path),
+                found=checksum + _origin(data.tobytes(), size, self.path),
                 cure=_CURE,
             )
         return parse_header(data.tobytes(), size, self.path)
 
-    def _read_into(self, target: Bytes, position: int) -> None:
+    def _read_into(self, target: UInt8Array, position: int) -> None:
         view = target.data
         while view:
             try:
@@ -322,13 +319,13 @@ def _origin(data: bytes, size: int, path: Path) -> str:
         strings = parse_header(data, size, path).metadata
     except CheckpointError:
         return ""
-    told = ", ".join(
+    names = ", ".join(
         f"{key} {strings[key]!r}" for key in ("run_id", "step", "rank") if key in strings
     )
-    return f" (the header of a file of {told})" if told else ""
+    return f" (the header of a file of {names})" if names else ""
 
 
-def check_values(segment: FileSegment, data: Bytes, path: Path, *, finite: bool) -> None:
+def check_tensor_bytes(segment: FileSegment, data: UInt8Array, path: Path, *, finite: bool) -> None:
     """Check that booleans in ``data`` are 0 or 1 and, with ``finite``, that floats are finite.
 
     ``data`` must consist of complete elements.

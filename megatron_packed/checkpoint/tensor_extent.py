@@ -136,9 +136,9 @@ class Overlap(NamedTuple):
     Positions are counted in the order of each extent.
     """
 
-    here: int
+    start_here: int
     """Position of the first run in the first extent."""
-    there: int
+    start_there: int
     """Position of the first run in the second extent."""
     length: int
     """Number of elements in one run."""
@@ -150,30 +150,33 @@ class Overlap(NamedTuple):
     """Distance from one run to the next in the second extent, in elements."""
 
 
-def overlaps(one: Extent, other: Extent) -> Iterator[Overlap]:
-    """Yield the elements common to both extents (``here`` refers to ``one``, ``there`` to the other).
+def overlaps(first: Extent, second: Extent) -> Iterator[Overlap]:
+    """Yield the elements common to both extents (``here`` is the first, ``there`` the second).
 
     Runs that are adjacent in both extents are merged into one run. If the strides are equal or one
     extent has one row, there are few overlaps, independent of the number of rows.
     """
-    if one.rows > 1 and other.rows > 1 and one.stride != other.stride:
-        for number, row in enumerate(other.each_row()):
+    if first.rows > 1 and second.rows > 1 and first.stride != second.stride:
+        for number, row in enumerate(second.each_row()):
             yield from (
-                o._replace(there=o.there + number * other.width) for o in overlaps(one, row)
+                o._replace(start_there=o.start_there + number * second.width)
+                for o in overlaps(first, row)
             )
         return
-    stride = one.stride or other.stride or max(one.end, other.end, 1)
-    for a in _rectangles(one, stride):
-        for b in _rectangles(other, stride):
+    stride = first.stride or second.stride or max(first.end, second.end, 1)
+    for a in _rectangles(first, stride):
+        for b in _rectangles(second, stride):
             top, left = max(a.top, b.top), max(a.left, b.left)
             rows, length = min(a.bottom, b.bottom) - top, min(a.right, b.right) - left
             if rows <= 0 or length <= 0:
                 continue
-            here, there = (r.offset + (top - r.top) * r.pitch + left - r.left for r in (a, b))
+            start_here, start_there = (
+                r.offset + (top - r.top) * r.pitch + left - r.left for r in (a, b)
+            )
             if rows == 1 or a.pitch == b.pitch == length:
-                yield Overlap(here, there, rows * length)
+                yield Overlap(start_here, start_there, rows * length)
             else:
-                yield Overlap(here, there, length, rows, a.pitch, b.pitch)
+                yield Overlap(start_here, start_there, length, rows, a.pitch, b.pitch)
 
 
 def first_not_once(extents: Sequence[Extent], numel: int) -> int | None:

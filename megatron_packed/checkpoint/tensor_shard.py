@@ -65,9 +65,9 @@ class TensorShard:
                 f"tensor name {self.name!r} is not 1 to 500 characters of letters, digits and _./:@+=,-."
             )
         if self.tensor.dtype not in DTYPE_NAMES:
-            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPE_NAMES)
+            supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPE_NAMES)
             raise ValueError(
-                f"tensor {self.name} has dtype {self.tensor.dtype}; a checkpoint supports {known}."
+                f"tensor {self.name} has dtype {self.tensor.dtype}; a checkpoint supports {supported}."
             )
         problem = self.extent.problem(math.prod(self.global_shape))
         if problem is not None:

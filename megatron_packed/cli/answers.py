@@ -12,7 +12,7 @@ from megatron_packed.data.tokenizers.base import answer_text
 
 if TYPE_CHECKING:
     from megatron_packed.data.tokenizers.base import Tokenizer
-    from megatron_packed.training.prompts import GivenPrompt
+    from megatron_packed.inputs.prompts import GivenPrompt
 
 _INCOMPLETE = "\ufffd"
 """Character that a tokenizer decodes from the first bytes of a character."""

@@ -303,7 +303,7 @@ def _from_megatron(arguments: argparse.Namespace, run_flags: Sequence[str]) -> N
 
 
 def _to_megatron(arguments: argparse.Namespace) -> None:
-    from megatron_packed.training.export_for_megatron import export_for_megatron
+    from megatron_packed.cli.export_for_megatron import export_for_megatron
 
     directory = Path(arguments.to_megatron).absolute()
     with _progress() as on_progress:
@@ -336,9 +336,9 @@ def _print_command(root: Path) -> None:
 
 
 def _to_huggingface(arguments: argparse.Namespace) -> None:
+    from megatron_packed.cli.export_tuned import export_tuned
     from megatron_packed.data.sources.hub import local_path
     from megatron_packed.models.convert.huggingface_files import by_prefix
-    from megatron_packed.training.export_tuned import export_tuned
 
     directory, base = Path(arguments.to_hf).absolute(), None
     if arguments.hf_base:
@@ -378,7 +378,7 @@ def _to_huggingface(arguments: argparse.Namespace) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> None:
-    from megatron_packed.training.export_trained import export_trained
+    from megatron_packed.cli.export_trained import export_trained
 
     directory = Path(arguments.to_hf).absolute()
     with _progress() as on_progress:

@@ -36,12 +36,12 @@ from megatron_packed.config.sections.data_parts.tokenizer import (
     HUGGING_FACE,
     TRAINED_BPE,
 )
-from megatron_packed.training.stored_options import stored_options
+from megatron_packed.resume.stored_options import stored_options
 
 if TYPE_CHECKING:
     from megatron_packed.cli.answers import Answers
+    from megatron_packed.inputs.prompts import GivenPrompt
     from megatron_packed.models.sampling import Sampling
-    from megatron_packed.training.prompts import GivenPrompt
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,7 +100,7 @@ def generate_command(arguments: argparse.Namespace, run_flags: Sequence[str]) ->
         shows_taken=arguments.verbose,
     )
     apply_environment(config.training)  # must precede the import of torch
-    from megatron_packed.training.prompts import read_prompts, texts
+    from megatron_packed.inputs.prompts import read_prompts, texts
 
     sampling = _sampling(arguments, config.training.seed)
     with input_failures():
@@ -159,7 +159,7 @@ def _stored(values: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
 
 def _with_files(config: RunConfig) -> RunConfig:
     """Return the configuration with the paths of the checkpoint's tokenizer and chat template."""
-    from megatron_packed.training.stored_files import stored_files
+    from megatron_packed.inputs.stored_files import stored_files
 
     # The load of the model checks the files again, and reports damaged ones.
     options = config.checkpoint
@@ -203,10 +203,10 @@ def _answer(
 ) -> None:
     """Load the model, print the checkpoint with its ``contents`` in one line, and the answers."""
     from megatron_packed.cli.answers import JsonAnswers, LabelledAnswers, LiveAnswer
+    from megatron_packed.inputs.open_documents import build_tokenizer
+    from megatron_packed.inputs.prompts import encode_prompts
     from megatron_packed.models.generate import generate
-    from megatron_packed.training.load_for_inference import load_model
-    from megatron_packed.training.open_documents import build_tokenizer
-    from megatron_packed.training.prompts import encode_prompts
+    from megatron_packed.resume.load_for_inference import load_model
     from megatron_packed.training.trained_model import (
         inference_device,
         with_layers_of_this_machine,

@@ -20,7 +20,7 @@ from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.parser.precedence import gather
 from megatron_packed.config.parser.stored_options import uses_checkpoint
 from megatron_packed.config.run import RunConfig
-from megatron_packed.training.stored_options import stored_options
+from megatron_packed.resume.stored_options import stored_options
 
 if TYPE_CHECKING:
     from megatron_packed.data.tokenizers.base import Tokenizer
@@ -45,9 +45,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def packing_command(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     config = parse_or_exit(with_unused_flags(run_flags), launched=False, read_stored=stored_options)
     from megatron_packed.data.tokenizers.base import vocabulary
-    from megatron_packed.training.data_messages import packing_sentences
-    from megatron_packed.training.plan_packs import plan_data
-    from megatron_packed.training.stored_files import with_tokenizer
+    from megatron_packed.inputs.data_messages import packing_sentences
+    from megatron_packed.inputs.plan_packs import plan_data
+    from megatron_packed.inputs.stored_files import with_tokenizer
 
     with input_failures():
         config, tokenizer = with_tokenizer(config)
@@ -66,7 +66,7 @@ def open_run_documents(
     config: RunConfig, tokenizer: Tokenizer, *, show_progress: bool = True
 ) -> RunDocuments:
     """Open the documents of a run; see `open_documents`."""
-    from megatron_packed.training.open_documents import open_documents
+    from megatron_packed.inputs.open_documents import open_documents
 
     return open_documents(
         config.data,

@@ -29,11 +29,11 @@ from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.data_parts.files import TRAINING_DATA
 from megatron_packed.config.sections.packing import PackingConfig
 from megatron_packed.config.sections.parallel import fewest_processes
-from megatron_packed.training.stored_options import stored_options
+from megatron_packed.resume.stored_options import stored_options
 
 if TYPE_CHECKING:
     from megatron_packed.models.estimate.rank_memory import Estimate
-    from megatron_packed.training.run_estimate import Change, Lengths, StepWork
+    from megatron_packed.models.estimate.run_estimate import Change, Lengths, StepWork
 
 _GIB = 2**30
 _MIB = 2**20
@@ -105,8 +105,12 @@ def plan_command(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int
         read_stored=stored_options,
     )
     world_size = arguments.world_size or fewest_processes(config.parallel)
-    from megatron_packed.training.known_data import documents_in_pack
-    from megatron_packed.training.run_estimate import changes, estimates, step_work
+    from megatron_packed.models.estimate.run_estimate import (
+        changes,
+        documents_in_pack,
+        estimates,
+        step_work,
+    )
 
     vocab_size, lengths, source = _data(config, arguments.lengths)
     try:
@@ -175,7 +179,7 @@ def _time(
     Raises:
         UsageError: the peak of ``--gpu`` is not known.
     """
-    from megatron_packed.training.metrics import PEAK_BF16_FLOPS
+    from megatron_packed.models.peak_flops import PEAK_BF16_FLOPS
 
     peaks = {name.lower(): (name, peak) for name, peak in PEAK_BF16_FLOPS.items()}
     gpu, peak = peaks.get(arguments.gpu.lower(), (None, 0.0))
@@ -216,7 +220,7 @@ def _data(config: RunConfig, file: str | None) -> tuple[int, Lengths, str]:
     """Return the vocabulary size, the lengths of documents, and a description of their source."""
     import numpy as np
 
-    from megatron_packed.training.known_data import known_data
+    from megatron_packed.inputs.known_data import known_data
 
     paths = config.data.train_paths
     vocab_size, lengths, reason, _ = known_data(config, given=paths != DATA_PLACEHOLDER[1:])
@@ -269,15 +273,16 @@ def _lines(
     cures: Sequence[Change],
 ) -> list[str]:
     from megatron_packed.config.kinds.experts import MEASURE
-    from megatron_packed.layers.moe.expert_room import PLANNED
+    from megatron_packed.layers.moe.expert_room import PLANNED_FACTOR
     from megatron_packed.models.estimate.parameter_count import count_parameters
 
     layout, packing = config.layout(world_size), config.packing
     parameters = count_parameters(config.model, vocab_size)
     micro_batches = config.micro_batches_per_step(layout.dp_size)
+    frozen = f", {parameters.frozen:,} frozen" if parameters.frozen else ""
     growth = "" if packing.batch_ramp is None else packing.batch_ramp.sentence()
     lines = [
-        f"{parameters.total:,} parameters ({parameters.active:,} active), vocabulary {vocab_size:,}; "
+        f"{parameters.total:,} parameters ({parameters.active:,} active{frozen}), vocabulary {vocab_size:,}; "
         f"{world_size:,} rank{'s' if world_size > 1 else ''}: "
         f"TP {layout.tp_size} x CP {layout.cp_size} x DP {layout.dp_size}, "
         f"experts TP {layout.expert_tp_size} x EP {layout.ep_size} x DP {layout.expert_dp_size}.",
@@ -299,7 +304,7 @@ def _lines(
     )
     if config.model.num_experts and config.expert_rank_capacity_factor == MEASURE:
         lines.append(
-            f"Rows of experts are counted with {PLANNED} even shares; a run bounds them by its "
+            f"Rows of experts are counted with {PLANNED_FACTOR} even shares; a run bounds them by its "
             "routing (--moe-expert-rank-capacity-factor auto)."
         )
     lines += _state_lines(config)
@@ -314,7 +319,7 @@ def _lines(
 
 def _kernel_lines(config: RunConfig) -> list[str]:
     """Return the lines about kernels that need more or less memory than is counted."""
-    from megatron_packed.training.op_requests import lacks_joined_kernels
+    from megatron_packed.explain.op_requests import lacks_joined_kernels
 
     if not config.training.bf16:
         return [
@@ -339,7 +344,7 @@ def _communicators(number: int) -> str:
 
 def _state_lines(config: RunConfig) -> list[str]:
     """Return the line about the bytes of passed states; empty if no layer passes states."""
-    from megatron_packed.training.state_messages import state_messages
+    from megatron_packed.explain.state_messages import state_messages
 
     sent = state_messages(config)
     if sent is None:
@@ -470,7 +475,7 @@ def _as_json(
     limit: int,
     cures: Sequence[Change],
 ) -> dict[str, Any]:
-    from megatron_packed.training.state_messages import state_messages
+    from megatron_packed.explain.state_messages import state_messages
 
     sent = state_messages(config)
     return {

@@ -82,10 +82,10 @@ def preprocess_command(arguments: argparse.Namespace, run_flags: Sequence[str]) 
         argv += ["--data-cache-path", str(prefix.parent)]
     typed = {"--data-path": "--input", "--data-cache-path": "--output-prefix"}
     config = parse_or_exit(with_unused_flags(argv), launched=False, typed=typed)
-    from megatron_packed.data.index.preprocess import PreprocessOptions, preprocess, quarantine_of
-    from megatron_packed.data.sources.source_files import expand_paths
+    from megatron_packed.data.index.preprocess import PreprocessOptions, preprocess
+    from megatron_packed.data.sources.source_files import expand_paths, quarantine_of
     from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
-    from megatron_packed.training.open_documents import build_tokenizer
+    from megatron_packed.inputs.open_documents import build_tokenizer
 
     with input_failures():
         report, names = preprocess(

@@ -21,10 +21,10 @@ from typing import Any, TypeVar
 
 from megatron_packed.cli.command import command
 from megatron_packed.cli.errors import UsageError
-from megatron_packed.cli.slurm_step import SlurmStep
+from megatron_packed.cli.slurm_first_host import SlurmStep
 from megatron_packed.config.kernel_options import count_gpus
-from megatron_packed.training.launch import SHUTDOWN_SECONDS, LaunchOptions, launch
-from megatron_packed.training.launch_refusals import C10D, STATIC, UNKNOWN_NODES
+from megatron_packed.launch.launcher import SHUTDOWN_SECONDS, LaunchOptions, launch
+from megatron_packed.launch.refused_nodes import C10D, STATIC, UNKNOWN_NODES
 
 MASTER_PORT = 29500
 BACKENDS = (STATIC, C10D, "etcd", "etcd-v2")
@@ -218,7 +218,6 @@ def _nodes(text: str) -> tuple[int, int]:
 
 
 def _processes(text: str | None, flags: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Return the number of processes on this machine."""
     if text not in (None, "gpu", "cpu", "auto"):
         if not str(text).isdecimal() or int(text) < 1:
             raise UsageError(f"--nproc-per-node {text}: give a number from 1, gpu, cpu or auto.")
@@ -294,7 +293,6 @@ def _backend(arguments: argparse.Namespace) -> str | None:
 
 
 def _node_rank(text: str | None, step: SlurmStep | None, nodes: int) -> int | None:
-    """Return the number of this machine."""
     if text is None and step is not None:
         return step.node_rank
     try:
@@ -316,7 +314,6 @@ def _node_rank(text: str | None, step: SlurmStep | None, nodes: int) -> int | No
 
 
 def _first_machine(arguments: argparse.Namespace, step: SlurmStep | None, checks: _Checks) -> str:
-    """Return HOST:PORT of the first machine."""
     host = arguments.master_addr or (None if step is None else step.first_host)
     if host is None:
         raise UsageError("--master-addr is missing: give the address of the first machine.")

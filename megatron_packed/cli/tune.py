@@ -40,7 +40,7 @@ from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.config.sections.data_parts.files import TRAINING_DATA
 from megatron_packed.config.sections.parallel import fewest_processes
-from megatron_packed.training.stored_options import stored_options
+from megatron_packed.resume.stored_options import stored_options
 
 if TYPE_CHECKING:
     import numpy as np
@@ -283,7 +283,9 @@ def _packed(
     seed = config.training.seed
 
     def capped(method: str, documents: int) -> Packing:
-        return Packing.of(replace(packer, method=method, max_documents=documents), pieces, seed)
+        return Packing.of_first_epoch(
+            replace(packer, method=method, max_documents=documents), pieces, seed
+        )
 
     return config, cut, lengths, packings_of(packer, pieces, methods, seed), capped
 
@@ -292,8 +294,8 @@ def _tokenized(config: RunConfig) -> tuple[NDArray[np.int64], NDArray[np.int64],
     """Return the lengths of documents, the lengths of the pieces of the first epoch, and all
     pieces. With a blend, the first epoch has only the pieces that the blend draws.
     """
-    from megatron_packed.training.plan_packs import plan_data
-    from megatron_packed.training.stored_files import with_tokenizer
+    from megatron_packed.inputs.plan_packs import plan_data
+    from megatron_packed.inputs.stored_files import with_tokenizer
 
     with input_failures():
         config, tokenizer = with_tokenizer(config)

@@ -34,11 +34,11 @@ def costs_of(
     _check_place(arguments.measure)
     import torch
 
+    from megatron_packed.cli.measure_capacities import measure
     from megatron_packed.cuda_graphs.fallback_reasons import GraphFallbackError
     from megatron_packed.data.packing.sizing import capacities_to_measure
     from megatron_packed.data.tokenizers.base import vocabulary
-    from megatron_packed.training.measure_capacities import measure
-    from megatron_packed.training.stored_files import with_tokenizer
+    from megatron_packed.inputs.stored_files import with_tokenizer
 
     vocab_size = config.model.vocab_size
     if arguments.lengths is None:
@@ -85,8 +85,8 @@ def _check_place(file: str) -> None:
 
 
 def _read_costs(file: str, config: RunConfig, has_model: bool) -> StepCosts:
+    from megatron_packed.cli.measure_capacities import signature
     from megatron_packed.data.packing.step_cost import StepCosts
-    from megatron_packed.training.measure_capacities import signature
 
     try:
         costs = StepCosts.load(file)

@@ -1,6 +1,6 @@
 """Checks of kernels that options request, and of the GPU, package or layer that they need.
 
-The ops themselves check sizes and dtypes after the start (`training.kernels`).
+The ops themselves check sizes and dtypes after the start (`explain.kernel_reasons`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.kinds import KINDS
+from megatron_packed.config.kinds.layer_kind import KINDS
 from megatron_packed.config.optional_packages import is_installed, package_of_kernel
 from megatron_packed.config.section import Sound
 

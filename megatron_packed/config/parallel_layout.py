@@ -16,13 +16,15 @@ from typing import Literal
 
 from megatron_packed.config.errors import ConfigError, Problem
 
-Axis = Literal["tp", "cp", "tp_cp", "dp", "dp_cp", "ep", "expert_tp", "expert_tp_ep", "expert_dp"]
+AxisName = Literal[
+    "tp", "cp", "tp_cp", "dp", "dp_cp", "ep", "expert_tp", "expert_tp_ep", "expert_dp"
+]
 
-DENSE_AXES: tuple[Axis, ...] = ("dp", "cp", "tp")
-EXPERT_AXES: tuple[Axis, ...] = ("expert_dp", "ep", "expert_tp")
+DENSE_AXES: tuple[AxisName, ...] = ("dp", "cp", "tp")
+EXPERT_AXES: tuple[AxisName, ...] = ("expert_dp", "ep", "expert_tp")
 """Axes of the expert grid, slowest first; `DENSE_AXES` are the axes of the dense grid."""
 
-GROUP_AXES: dict[Axis, tuple[Axis, ...]] = {
+GROUP_AXES: dict[AxisName, tuple[AxisName, ...]] = {
     "tp": ("tp",),
     "cp": ("cp",),
     "tp_cp": ("cp", "tp"),
@@ -86,15 +88,15 @@ class ParallelLayout:
         assert self.expert_tp_size is not None  # set in __post_init__
         return self.expert_tp_size
 
-    def size(self, axis: Axis) -> int:
+    def size(self, axis: AxisName) -> int:
         """Return the number of ranks in a group of this kind."""
         return prod(self._grid(axis)[name] for name in GROUP_AXES[axis])
 
-    def rank_in(self, axis: Axis, rank: int) -> int:
+    def rank_in(self, axis: AxisName, rank: int) -> int:
         """Return the index, from 0, of global ``rank`` in its group of this kind."""
         return self.ranks(axis, rank).index(rank)
 
-    def ranks(self, axis: Axis, rank: int) -> tuple[int, ...]:
+    def ranks(self, axis: AxisName, rank: int) -> tuple[int, ...]:
         """Return the global ranks, in ascending order, of the group of this kind that contains
         ``rank``.
         """
@@ -106,13 +108,13 @@ class ParallelLayout:
             stride *= size
         return tuple(members)
 
-    def groups(self, axis: Axis) -> list[tuple[int, ...]]:
+    def groups(self, axis: AxisName) -> list[tuple[int, ...]]:
         """Return all groups of this kind, ordered by their first rank; every rank is in exactly one
         group.
         """
         return sorted({self.ranks(axis, rank) for rank in range(self.world_size)})
 
-    def _grid(self, axis: Axis) -> dict[Axis, int]:
+    def _grid(self, axis: AxisName) -> dict[AxisName, int]:
         """Return the sizes of the grid that contains ``axis``, slowest first."""
         if GROUP_AXES[axis][0] in DENSE_AXES:
             return {"dp": self.dp_size, "cp": self.cp_size, "tp": self.tp_size}

@@ -160,7 +160,6 @@ class RunConfig:
         return self._schedule_length("weight_decay_incr_iters") or self._length_of_run()
 
     def _length_of_run(self) -> float:
-        """Return the length of the run in full batches."""
         samples = self.training.train_samples
         return self.last_iteration() if samples is None else self.full_batches(samples)
 
@@ -235,7 +234,6 @@ class RunConfig:
 
     @property
     def validates(self) -> bool:
-        """Return whether the run has validations."""
         return bool(self.validation_interval)
 
     @property
@@ -348,7 +346,6 @@ class RunConfig:
         return max(world_size // self.parallel.ranks_per_replica, 1)
 
     def layout(self, world_size: int) -> ParallelLayout:
-        """Return the process groups of this configuration."""
         return ParallelLayout(world_size=world_size, **self.parallel.layout_sizes)
 
     def micro_batches_per_step(self, data_parallel_size: int) -> int:

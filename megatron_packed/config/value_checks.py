@@ -95,7 +95,6 @@ def _fault(field: Field, value: Any) -> Fault | None:
 
 
 def within_bounds(limits: Option, value: float) -> bool:
-    """Return whether a number is within the bounds of an option."""
     return not (
         (limits.minimum is not None and value < limits.minimum)
         or (limits.above is not None and value <= limits.above)

@@ -42,10 +42,10 @@ T = TypeVar("T")
 
 LARGE = 1e3
 """Scale of the hidden states of all other documents in the isolation check."""
-NOISE_FACTOR = 4
+_NOISE_FACTOR = 4
 """Allowed difference between replay and eager run, as a multiple of the difference between two
 eager runs."""
-ULPS_OF_UNORDERED_SUMS = 2
+_ULPS_OF_UNORDERED_SUMS = 2
 """Difference in ulps that is always allowed where kernels sum in a varying order.
 
 Two eager runs may happen to agree, and the next run may still round to the adjacent number.
@@ -89,12 +89,12 @@ class _Immediate:
     def side_stream(self) -> nullcontext[None]:
         return nullcontext()
 
-    def lent(self) -> nullcontext[None]:
+    def library_capture(self) -> nullcontext[None]:
         return nullcontext()
 
     def take_stream(self) -> None: ...
 
-    def borrowed(self, tensor: Tensor) -> Tensor:
+    def without_ownership(self, tensor: Tensor) -> Tensor:
         return tensor
 
     def random_state(self, device: torch.device) -> Tensor:
@@ -145,21 +145,21 @@ def audit_part(
         other = wanted if deterministic else computed()
         reset()
         by_replay()
-    differences = {key: _relative(found, wanted[key]) for key, found in results.items()}
+    differences = {key: _relative(replayed, wanted[key]) for key, replayed in results.items()}
     floor = (
         0.0
         if deterministic
-        else max(FLOOR_OF_WHOLE, ULPS_OF_UNORDERED_SUMS * torch.finfo(dtype).eps)
+        else max(FLOOR_OF_WHOLE, _ULPS_OF_UNORDERED_SUMS * torch.finfo(dtype).eps)
     )
     allowed = {
-        key: max(NOISE_FACTOR * _relative(other[key], wanted[key]), floor) for key in results
+        key: max(_NOISE_FACTOR * _relative(other[key], wanted[key]), floor) for key in results
     }
-    wrong = [key for key in results if not differences[key] <= allowed[key]]
-    if wrong:
-        worst = max(wrong, key=differences.__getitem__)
+    too_different = [key for key in results if not differences[key] <= allowed[key]]
+    if too_different:
+        worst = max(too_different, key=differences.__getitem__)
         raise AuditMismatchError(
             f"the replay of the {name} differs from its eager pass: {worst} differ by {differences[worst]:.1e} of "
-            f"their largest value, and {allowed[worst]:.1e} is allowed. {len(wrong)} of {len(results)} results "
+            f"their largest value, and {allowed[worst]:.1e} is allowed. {len(too_different)} of {len(results)} results "
             f"differ by more than allowed. Train with {flags.CUDA_GRAPH_IMPL} none and report this error with the "
             "options of the run."
         )
@@ -208,10 +208,10 @@ def _audit_module(
     replayed = _run_replayed(module, captured, hidden, grads)
     again = eager if deterministic else _run_eagerly(module, captured, hidden, grads, fresh)
     worst = 0.0
-    for name, found, wanted, other, unordered in _pairs(replayed, eager, again, deterministic):
-        difference, noise = _relative(found, wanted), _relative(other, wanted)
-        ulps = ULPS_OF_UNORDERED_SUMS * torch.finfo(hidden.dtype).eps if unordered else 0.0
-        allowed = max(NOISE_FACTOR * noise, ulps) if unordered else 0.0
+    for name, actual, expected, other, unordered in _pairs(replayed, eager, again, deterministic):
+        difference, noise = _relative(actual, expected), _relative(other, expected)
+        ulps = _ULPS_OF_UNORDERED_SUMS * torch.finfo(hidden.dtype).eps if unordered else 0.0
+        allowed = max(_NOISE_FACTOR * noise, ulps) if unordered else 0.0
         worst = max(worst, difference)
         if not difference <= allowed:
             raise AuditMismatchError(
@@ -244,16 +244,16 @@ def _audit_isolation(
             these rows are on other ranks.
     """
     grads = [grads[0], *map(torch.zeros_like, grads[1:])]
-    before = _run_replayed(module, captured, hidden, grads)
-    own = own_rows.view(
+    original = _run_replayed(module, captured, hidden, grads)
+    own_mask = own_rows.view(
         -1, *[1] * (hidden.dim() - 1)
     )  # hidden states of megatron-core are (T, 1, D)
-    after = _run_replayed(module, captured, torch.where(own, hidden, large), grads)
-    for name, found, wanted in (
-        ("outputs", after.outputs[0], before.outputs[0]),
-        ("input gradients", after.input_gradient, before.input_gradient),
+    changed = _run_replayed(module, captured, torch.where(own_mask, hidden, large), grads)
+    for name, actual, expected in (
+        ("outputs", changed.outputs[0], original.outputs[0]),
+        ("input gradients", changed.input_gradient, original.input_gradient),
     ):
-        difference = _relative(found[own_rows], wanted[own_rows])
+        difference = _relative(actual[own_rows], expected[own_rows])
         allowed = ULPS_OF_OTHER_ROWS * torch.finfo(hidden.dtype).eps
         if not difference <= allowed:
             raise AuditMismatchError(
@@ -327,8 +327,8 @@ def _pairs(
 
     ``unordered`` is True if kernels may sum this quantity in a varying order.
     """
-    for found, wanted, other in zip(replayed.outputs, eager.outputs, again.outputs):
-        yield "outputs", found, wanted, other, False
+    for actual, expected, other in zip(replayed.outputs, eager.outputs, again.outputs):
+        yield "outputs", actual, expected, other, False
     yield (
         "input gradients",
         replayed.input_gradient,
@@ -336,9 +336,9 @@ def _pairs(
         again.input_gradient,
         not deterministic,
     )
-    for name, found in replayed.parameter_gradients.items():
-        wanted, other = eager.parameter_gradients[name], again.parameter_gradients[name]
-        yield f"gradients of {name}", found, wanted, other, not deterministic
+    for name, actual in replayed.parameter_gradients.items():
+        expected, other = eager.parameter_gradients[name], again.parameter_gradients[name]
+        yield f"gradients of {name}", actual, expected, other, not deterministic
 
 
 def _like(generator: torch.Generator) -> Callable[[Tensor], Tensor]:
@@ -351,10 +351,10 @@ def _like(generator: torch.Generator) -> Callable[[Tensor], Tensor]:
     return normal
 
 
-def _relative(found: Tensor, wanted: Tensor) -> float:
-    """Return max |found - wanted| / max |wanted|; infinity if either tensor has a NaN."""
-    if found.numel() == 0 or torch.equal(found, wanted):
+def _relative(actual: Tensor, expected: Tensor) -> float:
+    """Return max |actual - expected| / max |expected|; infinity if either tensor has a NaN."""
+    if actual.numel() == 0 or torch.equal(actual, expected):
         return 0.0
-    found, wanted = found.double(), wanted.double()
-    difference = ((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30)).item()
+    actual, expected = actual.double(), expected.double()
+    difference = ((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-30)).item()
     return difference if difference == difference else float("inf")

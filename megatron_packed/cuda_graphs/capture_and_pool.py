@@ -46,7 +46,7 @@ class GraphBackend(Protocol):
         the memory of the returned results.
         """
 
-    def lent(self) -> AbstractContextManager[Any]:
+    def library_capture(self) -> AbstractContextManager[Any]:
         """Return a context in which a library captures into this pool by `torch.cuda.graph`.
 
         The context yields the pool's handle. The library captures on this backend's stream. An
@@ -64,7 +64,7 @@ class GraphBackend(Protocol):
         is returned to the device.
         """
 
-    def borrowed(self, tensor: Tensor) -> Tensor:
+    def without_ownership(self, tensor: Tensor) -> Tensor:
         """Return a tensor over the same memory that does not keep the memory allocated.
 
         When the original tensor is freed, the pool may use its memory for later captures. Replays
@@ -152,7 +152,7 @@ class CudaGraphBackend:
             # to the device.
             torch.cuda.empty_cache()
             self._failed = False
-        before = torch.cuda.memory_reserved(self.device)
+        reserved_before = torch.cuda.memory_reserved(self.device)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             # Use thread_local, because the loader's thread pins memory at the same time. In the
@@ -169,7 +169,7 @@ class CudaGraphBackend:
                 self._end_failed(graph)
                 raise
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
-        self._reserved += torch.cuda.memory_reserved(self.device) - before
+        self._reserved += torch.cuda.memory_reserved(self.device) - reserved_before
         return graph, result
 
     @staticmethod
@@ -216,11 +216,11 @@ class CudaGraphBackend:
         generator.graphsafe_set_state(generator.clone_state())
 
     @contextmanager
-    def lent(self) -> Iterator[Any]:
+    def library_capture(self) -> Iterator[Any]:
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         self._failed = False
-        before = torch.cuda.memory_reserved(self.device)
+        reserved_before = torch.cuda.memory_reserved(self.device)
         random_state = torch.cuda.get_rng_state(self.device)
         # Without a stream argument torch.cuda.graph captures on a new stream, and libraries would
         # allocate a second set of workspaces. Without this error mode the capture would fail when the
@@ -241,7 +241,7 @@ class CudaGraphBackend:
         finally:
             torch.cuda.graph = original  # type: ignore[misc]
         torch.cuda.empty_cache()
-        self._reserved += torch.cuda.memory_reserved(self.device) - before
+        self._reserved += torch.cuda.memory_reserved(self.device) - reserved_before
 
     def take_stream(self) -> None:
         torch.cuda.set_stream(self.stream)
@@ -266,7 +266,7 @@ class CudaGraphBackend:
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
 
-    def borrowed(self, tensor: Tensor) -> Tensor:
+    def without_ownership(self, tensor: Tensor) -> Tensor:
         if tensor.numel() == 0:
             return tensor
         flat = torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype)
@@ -285,7 +285,7 @@ class NoGraphs:
     def capture(self, function: Callable[[], T]) -> tuple[Graph, T]:
         raise AssertionError("StepGraphs must not capture if off_reason is set")
 
-    def lent(self) -> AbstractContextManager[Any]:
+    def library_capture(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
     def take_stream(self) -> None:
@@ -294,7 +294,7 @@ class NoGraphs:
     def side_stream(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def borrowed(self, tensor: Tensor) -> Tensor:
+    def without_ownership(self, tensor: Tensor) -> Tensor:
         return tensor
 
     def random_state(self, device: torch.device) -> Tensor:
@@ -339,7 +339,6 @@ def addresses_noted(saved: set[int]) -> Iterator[None]:
 
 
 def address_of(tensor: Tensor) -> int:
-    """Return the address of the memory of a tensor."""
     return tensor.untyped_storage().data_ptr()
 
 

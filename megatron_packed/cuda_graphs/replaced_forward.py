@@ -124,13 +124,12 @@ class GraphedForward:
             size: capture size whose graphs are freed; by default all sizes.
         """
         for graphs in self._captured.values() if slot is None else [self._captured[slot]]:
-            for one in list(graphs) if size is None else [size]:
-                captured = graphs.pop(one, None)
+            for captured_size in list(graphs) if size is None else [size]:
+                captured = graphs.pop(captured_size, None)
                 if captured is not None:
                     captured.reset()
 
     def in_slot(self, slot: Slot) -> dict[CaptureSize, ModuleGraphs]:
-        """Return the module's graphs in one slot."""
         return self._captured[slot]
 
     @property
@@ -201,11 +200,11 @@ class GraphedForward:
 
     def _observe(self, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
         self._calls.append(self)
-        before = self._random_states()
+        states_before = self._random_states()
         result = self.original_forward(*args, **options)
         takes_packed = len(args) > 1 and any(slot.holds(args[1]) for slot in self.slots.slots)
         leaves = tree_leaves(result)
-        self.problem = self._problem(args, options, takes_packed, leaves, before)
+        self.problem = self._problem(args, options, takes_packed, leaves, states_before)
         if self.problem is None:
             self.observed = Observation(args[0], leaves[0], takes_packed)
         return result
@@ -236,9 +235,9 @@ class GraphedForward:
             return reasons.IN_EVALUATION_MODE
         if torch.is_grad_enabled() and not args[0].requires_grad:
             return reasons.WITHOUT_INPUT_GRADIENT
-        strangers = {type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor)}
-        if strangers or not leaves:
-            return reasons.returns_no_tensors(strangers)
+        other_types = {type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor)}
+        if other_types or not leaves:
+            return reasons.returns_no_tensors(other_types)
         # The pool treats the results as the graph's own memory, which replays overwrite and which
         # other graphs may use. So a result must not be memory with another owner.
         statics = [slot.buffer for slot in self.slots.slots]

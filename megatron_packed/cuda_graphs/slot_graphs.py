@@ -108,7 +108,7 @@ class SlotGraphs:
             torch.OutOfMemoryError: an eager pass, in whose collectives other ranks wait, ran out of
                 memory.
         """
-        self._captured += [one.module for one in planned if one.module not in self._captured]
+        self._captured += [plan.module for plan in planned if plan.module not in self._captured]
         for capture in (
             partial(self._capture_tables, tables, size),
             partial(self._capture_modules, planned, size),
@@ -124,7 +124,6 @@ class SlotGraphs:
         yield self._adopt(planned, size)
 
     def drop_size(self, size: CaptureSize) -> None:
-        """Free the graphs of one capture size."""
         for module in self._captured:
             module.forget(self.slot, size)
         graph = self.tables.pop(size, None)
@@ -167,7 +166,7 @@ class SlotGraphs:
         Returns:
             Name of the module -> reason.
         """
-        together = {one.module.name: one.module.in_slot(self.slot)[size] for one in planned}
+        together = {plan.module.name: plan.module.in_slot(self.slot)[size] for plan in planned}
         for captured in together.values():
             captured.adopt_forward()
         for captured in reversed(together.values()):
@@ -190,7 +189,7 @@ class SlotGraphs:
         # did not compute the tables, so replay that graph first.
         self.tables[size].replay()
         static = self.slot.static(size)
-        sources = {one.source for one in planned}
+        sources = {plan.source for plan in planned}
         captured: dict[GraphedForward, TEModuleGraphs] = {}
         for number, (module, source, hidden, takes_packed) in enumerate(planned):
             captured[module] = module.in_slot(self.slot)[size] = TEModuleGraphs(
@@ -256,8 +255,8 @@ class SlotGraphs:
         self, planned: Sequence[Planned], together: Sequence[TorchModuleGraphs]
     ) -> None:
         following: TorchModuleGraphs | None = None
-        for one, captured in zip(reversed(planned), reversed(together)):
-            with _capturing(one.module):
+        for plan, captured in zip(reversed(planned), reversed(together)):
+            with _capturing(plan.module):
                 wanted = [
                     tensor
                     for tensor, differs in zip(captured.outputs, captured.differentiable)
@@ -269,7 +268,7 @@ class SlotGraphs:
                 grads = [following.grad_input] if following is not None and passed_on else []
                 for number in range(len(grads), len(wanted)):
                     grads.append(
-                        self._static_outside((one.module.name, "grad", number), wanted[number])
+                        self._static_outside((plan.module.name, "grad", number), wanted[number])
                     )
                 captured.capture_backward(grads, passed_on=passed_on, following=following)
             # Both graphs that use the gradient are captured. Drop the references, so that backward

@@ -273,7 +273,6 @@ class SlotRing:
         self.under_way = None
 
     def vacate(self) -> None:
-        """Empty all slots."""
         self.under_way = None
         for slot in self.slots:
             slot.vacate()
@@ -311,7 +310,7 @@ class SlotRing:
         return self.under_way
 
 
-Place = tuple[Mapping[str, Any], str]
+AttributePlace = tuple[Mapping[str, Any], str]
 """Mapping and key where a tensor is stored.
 
 It is not the tensor itself, because ``module.to()`` replaces the tensor of a buffer.
@@ -325,7 +324,7 @@ class AddressCheck:
         places: mappings and keys of the tensors; a value may be None.
     """
 
-    def __init__(self, places: Iterable[Place] = ()) -> None:
+    def __init__(self, places: Iterable[AttributePlace] = ()) -> None:
         self._places = list(places)
         self._addresses = self._now()
 
@@ -342,7 +341,7 @@ class AddressCheck:
 @contextmanager
 def values_restored(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Return a context that restores the values of ``tensors`` in place at its end."""
-    before = [
+    saved_values = [
         (tensor, tensor.detach().clone())
         for tensor in {id(tensor): tensor for tensor in tensors}.values()
     ]
@@ -350,7 +349,7 @@ def values_restored(tensors: Iterable[Tensor]) -> Iterator[None]:
         yield
     finally:
         with torch.no_grad():
-            for tensor, values in before:
+            for tensor, values in saved_values:
                 tensor.copy_(values)
 
 

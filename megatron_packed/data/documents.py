@@ -9,29 +9,33 @@ from fractions import Fraction
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_packed.data.keyed_random import KeyedRandom
+from megatron_packed.packed.array_types import Int32Array, Int64Array, IntegerArray, UInt8Array
+
+TokensAndTargets = tuple[Int32Array, UInt8Array]
+"""Tokens of a document or of a piece, and 1 for each token that is a target, else 0."""
 
 
 class Documents(Protocol):
     """Interface of tokenised documents, numbered from 0. Several threads may use it."""
 
-    lengths: NDArray[np.int64]
+    lengths: Int64Array
     """``(D,)`` number of tokens of each document."""
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return len(self.lengths)
 
     @property
-    def source_lengths(self) -> NDArray[np.int64]:
+    def source_lengths(self) -> Int64Array:
         """``(D,)`` number of tokens of each document before it was shortened.
 
         The same as `lengths` if documents are not shortened.
         """
-        ...
+        return self.lengths
 
     @property
-    def source_targets(self) -> NDArray[np.int64]:
+    def source_targets(self) -> Int64Array:
         """``(D,)`` number of targets of each document before it was shortened."""
         ...
 
@@ -40,18 +44,16 @@ class Documents(Protocol):
         """Hash of the tokens and target marks; the paths of files do not count."""
         ...
 
-    def document(
-        self, index: int, start: int = 0, length: int | None = None
-    ) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
+    def document(self, index: int, start: int = 0, length: int | None = None) -> TokensAndTargets:
         """Return tokens and target marks of a document, or of ``length`` tokens from ``start``."""
         ...
 
     def count_targets(
         self,
-        documents: NDArray[np.integer],
-        starts: NDArray[np.integer],
-        lengths: NDArray[np.integer],
-    ) -> NDArray[np.int64]:
+        documents: IntegerArray,
+        starts: IntegerArray,
+        lengths: IntegerArray,
+    ) -> Int64Array:
         """Return the number of targets of pieces of documents; all arrays are ``(S,)``.
 
         The first token of a piece does not count, because no token of the piece predicts it.
@@ -79,7 +81,7 @@ def border_of(share: Fraction, count: int) -> int:
     return round(share * count)
 
 
-def drawing_order(count: int) -> NDArray[np.int64]:
+def drawing_order(count: int) -> Int64Array:
     """Return the random order in which ``count`` documents are divided into training and other
     parts.
 
@@ -88,47 +90,42 @@ def drawing_order(count: int) -> NDArray[np.int64]:
     return KeyedRandom(0, "split", count).permutation(count)
 
 
-class ShuffledDocuments:
+class ShuffledDocuments(Documents):
     """Documents of a source in `drawing_order`; implements `Documents`."""
 
     def __init__(self, source: Documents) -> None:
         self._source = source
         self._order = drawing_order(len(source))
-        self.lengths: NDArray[np.int64] = source.lengths[self._order]
-
-    def __len__(self) -> int:
-        return len(self.lengths)
+        self.lengths: Int64Array = source.lengths[self._order]
 
     @property
-    def source_lengths(self) -> NDArray[np.int64]:
+    def source_lengths(self) -> Int64Array:
         return self._source.source_lengths[self._order]
 
     @property
-    def source_targets(self) -> NDArray[np.int64]:
+    def source_targets(self) -> Int64Array:
         return self._source.source_targets[self._order]
 
     @property
     def content_hash(self) -> str:
         return hashlib.sha256(f"shuffled {self._source.content_hash}".encode()).hexdigest()
 
-    def document(
-        self, index: int, start: int = 0, length: int | None = None
-    ) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
+    def document(self, index: int, start: int = 0, length: int | None = None) -> TokensAndTargets:
         return self._source.document(int(self._order[index]), start, length)
 
     def count_targets(
         self,
-        documents: NDArray[np.integer],
-        starts: NDArray[np.integer],
-        lengths: NDArray[np.integer],
-    ) -> NDArray[np.int64]:
+        documents: IntegerArray,
+        starts: IntegerArray,
+        lengths: IntegerArray,
+    ) -> Int64Array:
         return self._source.count_targets(self._order[documents], starts, lengths)
 
     def sentences(self) -> list[str]:
         return self._source.sentences()
 
 
-class JoinedDocuments:
+class JoinedDocuments(Documents):
     """Concatenation of ranges of documents; implements `Documents`.
 
     Args:
@@ -143,21 +140,18 @@ class JoinedDocuments:
         self._ranges = tuple(ranges)
         self.weights = None if weights is None else tuple(weights)
         sizes = [piece.stop - piece.first for piece in ranges]
-        self.firsts: NDArray[np.int64] = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        self.firsts: Int64Array = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         """Number of the first document of each range. The last entry is the number of documents."""
-        self.lengths: NDArray[np.int64] = np.concatenate(
+        self.lengths: Int64Array = np.concatenate(
             [p.documents.lengths[p.first : p.stop] for p in ranges]
         )
 
-    def __len__(self) -> int:
-        return len(self.lengths)
-
     @property
-    def source_lengths(self) -> NDArray[np.int64]:
+    def source_lengths(self) -> Int64Array:
         return np.concatenate([p.documents.source_lengths[p.first : p.stop] for p in self._ranges])
 
     @property
-    def source_targets(self) -> NDArray[np.int64]:
+    def source_targets(self) -> Int64Array:
         return np.concatenate([p.documents.source_targets[p.first : p.stop] for p in self._ranges])
 
     @property
@@ -165,9 +159,7 @@ class JoinedDocuments:
         parts = [[piece.documents.content_hash, piece.first, piece.stop] for piece in self._ranges]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
-    def document(
-        self, index: int, start: int = 0, length: int | None = None
-    ) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
+    def document(self, index: int, start: int = 0, length: int | None = None) -> TokensAndTargets:
         if not 0 <= index < len(self):
             raise IndexError(
                 f"document {index} does not exist; there are {len(self)} documents, numbered from 0."
@@ -180,22 +172,24 @@ class JoinedDocuments:
 
     def count_targets(
         self,
-        documents: NDArray[np.integer],
-        starts: NDArray[np.integer],
-        lengths: NDArray[np.integer],
-    ) -> NDArray[np.int64]:
+        documents: IntegerArray,
+        starts: IntegerArray,
+        lengths: IntegerArray,
+    ) -> Int64Array:
         counts = np.zeros(len(documents), np.int64)
         of_range = self.range_of(documents)
         for number, piece in enumerate(self._ranges):
-            here = np.flatnonzero(of_range == number)
-            own = documents[here] - self.firsts[number] + piece.first
-            counts[here] = piece.documents.count_targets(own, starts[here], lengths[here])
+            indices = np.flatnonzero(of_range == number)
+            source_documents = documents[indices] - self.firsts[number] + piece.first
+            counts[indices] = piece.documents.count_targets(
+                source_documents, starts[indices], lengths[indices]
+            )
         return counts
 
-    def range_of(self, documents: NDArray[np.integer]) -> NDArray[np.int64]:
+    def range_of(self, documents: IntegerArray) -> Int64Array:
         """Return the number of the range that contains each document."""
-        found: NDArray[np.int64] = np.searchsorted(self.firsts, documents, side="right") - 1
-        return found
+        ranges: Int64Array = np.searchsorted(self.firsts, documents, side="right") - 1
+        return ranges
 
     def sentences(self) -> list[str]:
         return [line for piece in self._ranges for line in piece.documents.sentences()]

@@ -12,6 +12,8 @@ import hashlib
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_packed.packed.array_types import Int64Array, IntegerArray
+
 
 class KeyedRandom:
     """Stream of random words that depends only on ``seed`` and ``key``.
@@ -24,23 +26,23 @@ class KeyedRandom:
 
     def __init__(self, seed: int, *key: str | int) -> None:
         digest = hashlib.sha256(repr((int(seed), *key)).encode()).digest()
-        words = np.frombuffer(digest, dtype="<u4").tolist()
-        self._bits = np.random.PCG64(np.random.SeedSequence(words))
+        entropy = np.frombuffer(digest, dtype="<u4").tolist()
+        self._bits = np.random.PCG64(np.random.SeedSequence(entropy))
 
     def words(self, size: int) -> NDArray[np.uint64]:
         """Return uniform random words, ``(size,)`` uint64."""
         return self._bits.random_raw(size) if size else np.zeros(0, np.uint64)
 
-    def permutation(self, size: int) -> NDArray[np.int64]:
+    def permutation(self, size: int) -> Int64Array:
         """Return the numbers 0 to size - 1 in random order, ``(size,)`` int64."""
         return np.argsort(self.words(size), kind="stable")
 
-    def below(self, bound: NDArray[np.integer] | int, shape: tuple[int, ...]) -> NDArray[np.int64]:
+    def below(self, bound: IntegerArray | int, shape: tuple[int, ...]) -> Int64Array:
         """Return random integers in ``[0, bound)`` with the given shape.
 
         ``bound`` broadcasts against ``shape`` and is below 2**31. The high 32 bits of a random word
         are scaled, so the bias is below 2**-32 * bound.
         """
         high = (self.words(int(np.prod(shape))) >> np.uint64(32)).astype(np.int64).reshape(shape)
-        scaled: NDArray[np.int64] = (high * np.asarray(bound, dtype=np.int64)) >> 32
+        scaled: Int64Array = (high * np.asarray(bound, dtype=np.int64)) >> 32
         return scaled

@@ -35,7 +35,7 @@ class Loader:
         capture_sizes: capture sizes of the CUDA graphs. Each micro-batch gets the capacity and the
             longest row of the smallest capture size that fits. If no capture size fits, or without
             capture sizes, the capacity is exactly the number of documents of the micro-batch.
-        ``alike``: True gives micro-batch i the same capture size on all data-parallel ranks, the
+        same_on_all_ranks: True gives micro-batch i the same capture size on all data-parallel ranks, the
             smallest that fits all of them. If none fits, all ranks get the largest number of
             documents of these micro-batches as capacity. The plan contains the documents of all
             ranks, so ranks need not communicate.
@@ -54,7 +54,7 @@ class Loader:
         dp_rank: int,
         total_tokens: int,
         capture_sizes: CaptureSizes | None = None,
-        alike: bool = False,
+        same_on_all_ranks: bool = False,
         prefetch: int = 2,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -68,7 +68,7 @@ class Loader:
         self.dp_rank = dp_rank
         self.total_tokens = total_tokens
         self.capture_sizes = capture_sizes
-        self._alike = alike
+        self._same_on_all_ranks = same_on_all_ranks
         self._prefetch = prefetch
         self._device = torch.device(device)
         self._num_steps = plan.num_steps if isinstance(plan, EvaluationPlan) else None
@@ -148,7 +148,7 @@ class Loader:
             return None, None
         packs = (
             [of_rank[number] for of_rank in plan.packs]
-            if self._alike
+            if self._same_on_all_ranks
             else [plan.packs[self.dp_rank][number]]
         )
         documents = max(numbers.size for numbers in packs)
@@ -157,7 +157,7 @@ class Loader:
         )
         if capture_size is not None:
             return capture_size.capacity, capture_size.max_seqlen
-        return (documents if self._alike else None), None
+        return (documents if self._same_on_all_ranks else None), None
 
     def _longest_row(self, numbers: PieceNumbers) -> int:
         """Return the longest row of a pack in tokens, including the tail."""

@@ -6,10 +6,11 @@ import hashlib
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_packed.config import flag_names as flags
+from megatron_packed.data.documents import Documents, TokensAndTargets
 from megatron_packed.data.keyed_random import KeyedRandom
+from megatron_packed.packed.array_types import Int64Array, IntegerArray
 
 _COUNTS = {"training": 16_384, "validation": 512, "test": 512}
 _HALVINGS = 6
@@ -26,7 +27,7 @@ class MadeFrom(NamedTuple):
     """True if the first third of each document is a prompt without targets."""
 
 
-class MadeDocuments:
+class MadeDocuments(Documents):
     """Documents (`documents.Documents`) of counting tokens, each from a random first token.
 
     They depend only on the arguments. Most documents are several times shorter than the longest, so
@@ -51,53 +52,44 @@ class MadeDocuments:
         draw = KeyedRandom(source.seed, "made documents", name)
         most = np.maximum(source.longest >> draw.below(_HALVINGS, count), 2)
         least = np.maximum(most // 2, 2)
-        self.lengths: NDArray[np.int64] = least + draw.below(most - least + 1, count)
+        self.lengths: Int64Array = least + draw.below(most - least + 1, count)
         self._first = draw.below(vocab_size, count)
         self._prompts = np.maximum(self.lengths // 3, 1) if source.sft else np.ones(count, np.int64)
 
-    def __len__(self) -> int:
-        return len(self.lengths)
-
     @property
-    def source_lengths(self) -> NDArray[np.int64]:
-        return self.lengths
-
-    @property
-    def source_targets(self) -> NDArray[np.int64]:
+    def source_targets(self) -> Int64Array:
         return self.lengths - self._prompts
 
     @property
     def content_hash(self) -> str:
         return hashlib.sha256(repr(self._key).encode()).hexdigest()
 
-    def document(
-        self, index: int, start: int = 0, length: int | None = None
-    ) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
+    def document(self, index: int, start: int = 0, length: int | None = None) -> TokensAndTargets:
         """Return tokens and target marks of a document or piece; see `documents.Documents`.
 
         Raises:
             IndexError: there is no such document or piece.
         """
-        whole = int(self.lengths[index])
-        stop = whole if length is None else start + length
-        if not 0 <= start < stop <= whole:
+        size = int(self.lengths[index])
+        stop = size if length is None else start + length
+        if not 0 <= start < stop <= size:
             raise IndexError(
-                f"made document {index} has {whole} tokens; tokens {start} to {stop} do not exist."
+                f"made document {index} has {size} tokens; tokens {start} to {stop} do not exist."
             )
         places = np.arange(start, stop)
         tokens = (self._first[index] + places) % self._vocab_size
-        tokens[places == whole - 1] = self._eod_id
+        tokens[places == size - 1] = self._eod_id
         return tokens.astype(np.int32), (places >= self._prompts[index]).astype(np.uint8)
 
     def count_targets(
         self,
-        documents: NDArray[np.integer],
-        starts: NDArray[np.integer],
-        lengths: NDArray[np.integer],
-    ) -> NDArray[np.int64]:
+        documents: IntegerArray,
+        starts: IntegerArray,
+        lengths: IntegerArray,
+    ) -> Int64Array:
         starts = np.asarray(starts, np.int64)
         first = np.maximum(self._prompts[documents], starts + 1)
-        targets: NDArray[np.int64] = np.maximum(starts + lengths - first, 0)
+        targets: Int64Array = np.maximum(starts + lengths - first, 0)
         return targets
 
     def sentences(self) -> list[str]:

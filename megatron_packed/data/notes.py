@@ -36,11 +36,11 @@ def note_lines(counts: Mapping[str, Mapping[str, int]], most_names: int = 20) ->
         ``{"unread_field": {"id": 600}}`` gives ``["fields that are not read: id (600)"]``.
     """
     lines = []
-    for kind, words in NOTES.items():
+    for kind, title in NOTES.items():
         ordered = sorted(counts.get(kind, {}).items(), key=lambda item: (-item[1], item[0]))
         if not ordered:
             continue
         names = ", ".join(f"{name} ({count})" for name, count in ordered[:most_names])
-        more = f" and {len(ordered) - most_names} more" if len(ordered) > most_names else ""
-        lines.append(f"{words}: {names}{more}")
+        suffix = f" and {len(ordered) - most_names} more" if len(ordered) > most_names else ""
+        lines.append(f"{title}: {names}{suffix}")
     return lines

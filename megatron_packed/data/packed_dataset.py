@@ -33,7 +33,6 @@ from megatron_packed.data.packed_dataset_sources import (
     open_sources,
 )
 from megatron_packed.data.packing.packer import Packer, Packs
-from megatron_packed.data.packing.rank_balance import BY_TOKENS
 from megatron_packed.data.packing.step_plan import PieceTable
 from megatron_packed.data.packing.token_accounting import cut_documents
 from megatron_packed.data.tokenizers.base import Tokenizer
@@ -210,9 +209,9 @@ class PackedDataset(IterableDataset[MicroBatch]):
             # Each worker saves its own position. After a resume, packs are dealt from that
             # position, beginning with worker 0. So the position counts complete rounds over all
             # workers and does not depend on the number of this worker.
-            taken = number - worker + num_workers
+            num_packs = number - worker + num_workers
             if packs is self._packs:  # set_epoch has not selected another epoch meanwhile
-                self._position = min(first + taken * self.world_size, len(packs))
+                self._position = min(first + num_packs * self.world_size, len(packs))
             yield pack
 
     def _pack(self, packs: Packs, number: int) -> MicroBatch:
@@ -316,7 +315,7 @@ class PackedDataset(IterableDataset[MicroBatch]):
 
 def _hash_of(documents: Documents, table: PieceTable) -> str:
     """Return a hash of the documents and of the packs, which a saved state must have too."""
-    identity = f"{documents.content_hash} {table.hash(packs_per_step=1)}"
+    identity = f"{documents.content_hash} {table.hash}"
     return hashlib.sha256(identity.encode()).hexdigest()
 
 
@@ -340,4 +339,6 @@ def _piece_table(
             f"the data has no target left: {pieces.targets.sentence().rstrip('.')} (max_document_length {cut.longest}, "
             f"overlong_policy {cut.policy}); raise max_document_length, or give documents with answers."
         )
-    return PieceTable(pieces, targets, packer, seed, BY_TOKENS, None, show)
+    return PieceTable(
+        pieces, targets, packer=packer, packs_per_step=1, seed=seed, show_progress=show
+    )

@@ -47,8 +47,8 @@ def check_pack_sizes(
         ValueError: with the option, its value and the cure.
     """
     optional = {"max_documents": max_documents, "max_document_length": max_document_length}
-    given = {name: value for name, value in optional.items() if value is not None}
-    check_integers(tokens_per_pack=tokens_per_pack, **given)
+    limits = {name: value for name, value in optional.items() if value is not None}
+    check_integers(tokens_per_pack=tokens_per_pack, **limits)
     if tokens_per_pack < 2:
         raise ValueError(f"tokens_per_pack is {tokens_per_pack}; it must be at least 2.")
     if max_document_length is not None and not 2 <= max_document_length <= tokens_per_pack:
@@ -109,7 +109,7 @@ def _check_type(data: Any) -> None:
             raise ValueError(f"data is a {kind}; give its rows as dicts: data.{call}.")
     if not isinstance(data, Iterable) or isinstance(data, str | bytes | os.PathLike):
         raise ValueError(
-            f"data is {shown(data)}; give a path or a list of at least one path, or records: a list of dicts, "
+            f"data is {describe_value(data)}; give a path or a list of at least one path, or records: a list of dicts, "
             "of lists of token ids, or with texts=True of strings."
         )
 
@@ -120,12 +120,12 @@ def _checked_paths(values: Sequence[Any]) -> list[StrPath]:
         place = f"value {number} of data, " * (len(values) > 1)
         if not _is_path(value, texts=False):
             raise ValueError(
-                f"{place}{shown(value)}, is no path, but the first value is one; give either paths or records. "
-                f"{TEXT_CURE}"
+                f"{place}{describe_value(value)}, is no path, but the first value is one; give either paths or "
+                f"records. {TEXT_CURE}"
             )
         if isinstance(value, str) and not is_hub_name(value) and _names_nothing(value):
             raise DataError(
-                f"{place}{shown(value)}, does not exist; give a {DATA_FILE_NAMES}, a directory or a pattern. "
+                f"{place}{describe_value(value)}, does not exist; give a {DATA_FILE_NAMES}, a directory or a pattern. "
                 f"{TEXT_CURE}"
             )
     return list(values)
@@ -146,7 +146,7 @@ def _names_nothing(path: str) -> bool:
     return next(glob.iglob(path, recursive=True), None) is None
 
 
-def shown(value: object) -> str:
+def describe_value(value: object) -> str:
     """Return a short text for a value in a message; a collection gives only its type."""
     if value is None or isinstance(value, str | os.PathLike | Number):
         return printable(repr(value), 80)

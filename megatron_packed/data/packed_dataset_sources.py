@@ -27,7 +27,12 @@ from megatron_packed.data.index.indexed_documents import IndexedDocuments
 from megatron_packed.data.index.indexed_file import is_indexed
 from megatron_packed.data.packed_dataset_checks import Data, StrPath, paths_or_records
 from megatron_packed.data.progress_bar import say
-from megatron_packed.data.records import is_table, rows_of_table, selected_columns, write_records
+from megatron_packed.data.records import (
+    is_huggingface_dataset,
+    rows_of_table,
+    selected_columns,
+    write_records,
+)
 from megatron_packed.data.sources.tokenized_dataset import (
     DEFAULT_CACHE_NAME,
     TokenizedDataset,
@@ -80,11 +85,10 @@ class ConversationOptions:
     @property
     def _kwargs(self) -> str | None:
         """Variables of the chat template as JSON."""
-        given = self.chat_template_kwargs
-        return None if given is None else json.dumps(given, sort_keys=True)
+        variables = self.chat_template_kwargs
+        return None if variables is None else json.dumps(variables, sort_keys=True)
 
     def chat_format(self, tokenizer: Tokenizer) -> ChatFormat:
-        """Build the chat format of the options."""
         template = None if self.chat_template is None else os.fspath(self.chat_template)
         return chat_format(
             tokenizer,
@@ -169,13 +173,13 @@ def _paths(data: Data, reading: ReadingOptions) -> tuple[list[StrPath], Path | N
     """
     cache = None if reading.cache_dir is None else Path(reading.cache_dir)
     unread: list[str] = []
-    if is_table(data):
+    if is_huggingface_dataset(data):
         data, unread = selected_columns(data, reading.fields)
     values = paths_or_records(data, reading.texts)
     if isinstance(values, list):
         return values, cache
     cache = cache or Path(DEFAULT_CACHE_NAME)
-    records = rows_of_table(values, unread) if is_table(data) else values
+    records = rows_of_table(values, unread) if is_huggingface_dataset(data) else values
     count = len(data) if isinstance(data, Sized) else None
     file = write_records(records, cache, texts=reading.texts, count=count, show=reading.show)
     return [file], cache

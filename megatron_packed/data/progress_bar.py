@@ -48,26 +48,26 @@ class ProgressBar:
             total: new number of units of the complete work; None keeps the old number.
         """
         self._total = max(total or self._total, 1)
-        now = time.monotonic()
+        timestamp = time.monotonic()
         if self._first is None and done > 0:
-            self._first = now, done
-        if not self._show or now - self._start < _QUIET_SECONDS:
+            self._first = timestamp, done
+        if not self._show or timestamp - self._start < _QUIET_SECONDS:
             return
         if sys.stderr.isatty():
-            if now - self._last >= 0.2:
+            if timestamp - self._last >= 0.2:
                 self._draw(done, note)
-                self._last = now
-        elif now - self._last >= _LINE_EVERY:
-            self._last = now
-            words = [f"{done / self._total:.0%}", note, self._time_left(now, done)]
-            print(f"{self._title}: {', '.join(filter(None, words))}", file=sys.stderr, flush=True)
+                self._last = timestamp
+        elif timestamp - self._last >= _LINE_EVERY:
+            self._last = timestamp
+            parts = [f"{done / self._total:.0%}", note, self._time_left(timestamp, done)]
+            print(f"{self._title}: {', '.join(filter(None, parts))}", file=sys.stderr, flush=True)
 
-    def _time_left(self, now: float, done: int) -> str:
+    def _time_left(self, timestamp: float, done: int) -> str:
         """Return the time left; empty before the speed is known."""
-        begun, first = self._first or (now, done)
-        if now - begun < _MEASURED_SECONDS or done <= first:
+        begun, first = self._first or (timestamp, done)
+        if timestamp - begun < _MEASURED_SECONDS or done <= first:
             return ""
-        left = (now - begun) * max(self._total - done, 0) / (done - first)
+        left = (timestamp - begun) * max(self._total - done, 0) / (done - first)
         return f"{left:.0f} s left"
 
     def _draw(self, done: int, note: str) -> None:

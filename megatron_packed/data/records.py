@@ -18,14 +18,14 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from io import FileIO
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 from megatron_packed.config.data_fields import DataFields
+from megatron_packed.config.written_files import write_all
 from megatron_packed.data.errors import DataError, printable
-from megatron_packed.data.packed_dataset_checks import TEXT_CURE, shown
+from megatron_packed.data.packed_dataset_checks import TEXT_CURE, describe_value
 from megatron_packed.data.progress_bar import ProgressBar
 from megatron_packed.data.sources.line_fields import columns_of
 from megatron_packed.data.sources.line_schema import FIELDS
@@ -37,7 +37,7 @@ _MOST_PLACE = 120
 """Most characters of the place of a value in a message."""
 
 
-def is_table(data: object) -> bool:
+def is_huggingface_dataset(data: object) -> bool:
     """Return True for a data set of Hugging Face's ``datasets``, which need not be installed."""
     return hasattr(data, "column_names") and isinstance(data, Iterable)
 
@@ -104,7 +104,7 @@ def write_records(
             for number, block in _blocks(records, texts):
                 digest.update(block)
                 with _writing(directory):  # not around the loop: a generator has errors of its own
-                    _write_all(file, block)
+                    write_all(file.fileno(), block)
                 bar.update(number)
         final = directory / f".records-{digest.hexdigest()[:16]}.jsonl"
         with _writing(directory):
@@ -160,7 +160,7 @@ def _as_dict(record: Any, number: int, texts: bool) -> dict[str, Any]:
     ids = record.tolist() if hasattr(record, "tolist") else record
     if not isinstance(ids, list | tuple):
         raise DataError(
-            f"record {number} is {shown(record)}; give a dict, or a list of token ids, for each record."
+            f"record {number} is {describe_value(record)}; give a dict, or a list of token ids, for each record."
         )
     if not set(map(type, ids)) <= {int}:  # fast for the usual list
         _check_ids(ids, number)
@@ -172,8 +172,8 @@ def _check_ids(ids: Sequence[Any], number: int) -> None:
         if not isinstance(token, Integral) or isinstance(token, bool):
             chat = " A conversation is a dict: {'messages': [...]}." * isinstance(token, Mapping)
             raise DataError(
-                f"record {number} is a list, but its element {at} is {shown(token)}; give whole numbers as token "
-                f"ids.{chat}"
+                f"record {number} is a list, but its element {at} is {describe_value(token)}; give whole numbers as "
+                f"token ids.{chat}"
             )
 
 
@@ -199,18 +199,12 @@ def _fault(value: Any, place: str) -> str:
         return "" if math.isfinite(value) else f"{_cut(place)} is {value}; {cure}"
     else:
         cure = "decode it" if isinstance(value, bytes) else "convert it, for example by str()"
-        return f"{_cut(place)} is {shown(value)}; {cure}, or leave the field out"
+        return f"{_cut(place)} is {describe_value(value)}; {cure}, or leave the field out"
     return next(filter(None, (_fault(part, inside) for inside, part in parts)), "")
 
 
 def _cut(place: str) -> str:
     return printable(place, _MOST_PLACE)
-
-
-def _write_all(file: FileIO, data: bytes) -> None:
-    left = memoryview(data)
-    while left:
-        left = left[file.write(left) :]
 
 
 def _publish(temporary: Path, final: Path, digest: str) -> None:
@@ -230,11 +224,11 @@ def _holds(file: Path, digest: str) -> bool:
     """Return True if a file has the content of a hash."""
     if not file.is_file():
         return False
-    found = hashlib.sha256()
+    file_digest = hashlib.sha256()
     with file.open("rb") as stream:
         while block := stream.read(_BLOCK_BYTES):
-            found.update(block)
-    return found.hexdigest() == digest
+            file_digest.update(block)
+    return file_digest.hexdigest() == digest
 
 
 def _remove_stale(directory: Path) -> None:

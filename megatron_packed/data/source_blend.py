@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_packed.data.keyed_random import KeyedRandom
+from megatron_packed.packed.array_types import Int64Array
 
 
 class SourceBlend:
@@ -39,8 +39,8 @@ class SourceBlend:
 
     def __init__(
         self,
-        lengths: NDArray[np.int64],
-        source: NDArray[np.int64],
+        lengths: Int64Array,
+        source: Int64Array,
         weights: Sequence[Fraction],
         seed: int,
     ) -> None:
@@ -60,7 +60,7 @@ class SourceBlend:
         ]
         """Number of tokens of each source in an epoch, up to the length of a document."""
 
-    def epoch(self, epoch: int) -> NDArray[np.int64]:
+    def epoch(self, epoch: int) -> Int64Array:
         """Return the numbers of the pieces of an epoch, ``(n,)``.
 
         A piece may occur several times. The packer shuffles the pieces, so their order is
@@ -70,16 +70,16 @@ class SourceBlend:
             [self._of_source(number, epoch) for number in range(len(self.weights))]
         )
 
-    def _of_source(self, number: int, epoch: int) -> NDArray[np.int64]:
+    def _of_source(self, number: int, epoch: int) -> Int64Array:
         pieces, size, quota = self._pieces[number], self.sizes[number], self.quotas[number]
         begin, end = epoch * quota, (epoch + 1) * quota
-        taken = []
+        epoch_pieces = []
         for turn in range(begin // size, -(-end // size)):
             order = pieces[KeyedRandom(self._seed, "blend", number, turn).permutation(len(pieces))]
             lengths = self._lengths[order]
             starts = turn * size + np.cumsum(lengths) - lengths
-            taken.append(order[(starts >= begin) & (starts < end)])
-        return np.concatenate(taken)
+            epoch_pieces.append(order[(starts >= begin) & (starts < end)])
+        return np.concatenate(epoch_pieces)
 
     def sentences(self, names: Sequence[str]) -> list[str]:
         """Return the shares of the sources as lines of text."""

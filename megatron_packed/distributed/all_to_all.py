@@ -49,7 +49,7 @@ class EqualExchange:
         """Reason why there is no symmetric memory."""
 
     @classmethod
-    def of(cls, group: Group | None) -> EqualExchange | None:
+    def over(cls, group: Group | None) -> EqualExchange | None:
         """Return the exchange of a group; None for one rank."""
         return None if group is None else cls(group)
 
@@ -185,9 +185,9 @@ def exchange_rows(
         ``(sum(received), ...)`` rows, in the order of the ranks that sent them.
     """
     # The sizes are host integers known before the call, so the host never waits for the device.
-    there = partial(_all_to_all, sent=list(sent), received=list(received))
+    forward = partial(_all_to_all, sent=list(sent), received=list(received))
     back = partial(_all_to_all, sent=list(received), received=list(sent))
-    return linear_map(x_RD, group, there, back)
+    return linear_map(x_RD, group, forward, back)
 
 
 def exchange_equal_parts(

@@ -69,14 +69,14 @@ def all_gather_rows(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """
     if group is None:
         return x
-    rows, *rest = x.shape
+    rows, *row_shape = x.shape
     # Pass one output tensor, not a list, so that NCCL writes each rank's rows to their final place
     # without a copy.
     with _RECEIVED:
-        whole = x.new_empty(rows * group.size(), *rest)
+        gathered = x.new_empty(rows * group.size(), *row_shape)
     if exchanges(group):
-        _all_gather(whole, x.contiguous(), group=group)
-    return whole
+        _all_gather(gathered, x.contiguous(), group=group)
+    return gathered
 
 
 def reduce_scatter_rows(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -206,13 +206,13 @@ def start_gather_rows(x: Tensor, group: dist.ProcessGroup | None) -> PendingRows
     """Start ``all_gather_rows``; the current stream continues with other work."""
     if group is None:
         return PendingRows(None, x)
-    rows, *rest = x.shape
+    rows, *row_shape = x.shape
     work = DONE
     with _RECEIVED:
-        whole = x.new_empty(rows * group.size(), *rest)
+        gathered = x.new_empty(rows * group.size(), *row_shape)
     if exchanges(group):
-        work = _all_gather(whole, x.contiguous(), group=group, async_op=True)
-    return PendingRows(Started(work, "all_gather", group), whole)
+        work = _all_gather(gathered, x.contiguous(), group=group, async_op=True)
+    return PendingRows(Started(work, "all_gather", group), gathered)
 
 
 def start_scatter_rows(x: Tensor, group: dist.ProcessGroup | None) -> PendingRows:
@@ -280,9 +280,9 @@ def pass_to_next(x: Tensor, group: dist.ProcessGroup | None, *, back: bool = Fal
     if group is None:
         return x
     ranks, me = global_ranks(group), group.rank()
-    after, before = ranks[(me + 1) % len(ranks)], ranks[me - 1]
+    next_rank, previous_rank = ranks[(me + 1) % len(ranks)], ranks[me - 1]
     if back:
-        after, before = before, after
+        next_rank, previous_rank = previous_rank, next_rank
     with _RECEIVED:
         x, received = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
     if not exchanges(group):
@@ -290,8 +290,8 @@ def pass_to_next(x: Tensor, group: dist.ProcessGroup | None, *, back: bool = Fal
     # Post the send and the receive in one batch. If each rank posted its send first,
     # the sends of all ranks could deadlock the ring.
     exchange = [
-        dist.P2POp(dist.isend, x, after, group),
-        dist.P2POp(dist.irecv, received, before, group),
+        dist.P2POp(dist.isend, x, next_rank, group),
+        dist.P2POp(dist.irecv, received, previous_rank, group),
     ]
     for work in dist.batch_isend_irecv(exchange):
         work.wait()

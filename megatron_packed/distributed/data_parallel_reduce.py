@@ -62,8 +62,8 @@ def all_reduce_gradients(storage: Tensor, groups: ParallelGroups, expert_numel: 
     """
     # Gradients of experts come first, so that each group reduces one slice without a copy.
     if expert_numel:
-        all_reduce_sum(storage[:expert_numel], groups.expert_dp_group)
-    all_reduce_sum(storage[expert_numel:], groups.dp_cp_group)
+        all_reduce_sum(storage[:expert_numel], groups.expert_dp.group)
+    all_reduce_sum(storage[expert_numel:], groups.dp_cp.group)
 
 
 def reduce_scatter_gradients(
@@ -81,4 +81,4 @@ def reduce_scatter_gradients(
         reduce_scatter_in_place(span, group)
     # Use an all-reduce for the tail: it contains metrics, and every rank needs their sums.
     if tail.numel():
-        all_reduce_sum(tail, groups.dp_cp_group)
+        all_reduce_sum(tail, groups.dp_cp.group)

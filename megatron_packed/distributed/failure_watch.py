@@ -47,7 +47,7 @@ ANSWER_SECONDS = 5.0
 
 A busy rank needs some time to answer. A rank that was killed never answers.
 """
-READ_SECONDS = 2.0
+_READ_SECONDS = 2.0
 """Seconds that the ranks wait for each other to read a report."""
 BEHIND_SECONDS = 0.5
 """Seconds between the end of the rank that failed and the end of the other ranks.
@@ -163,7 +163,7 @@ class FailureWatch:
         speak(failure)
         with suppress(RuntimeError):
             self._publish(json.dumps(asdict(failure)))
-            self._wait_for(_READERS, self._world_size - len(silent), READ_SECONDS)
+            self._wait_for(_READERS, self._world_size - len(silent), _READ_SECONDS)
         return failure.exit_code
 
     def close(self) -> None:
@@ -182,24 +182,24 @@ class FailureWatch:
         except RuntimeError:  # no connection to the store: its host was killed
             return True
 
-    def _call_the_roll(self, here: str) -> tuple[dict[int, str], list[int]]:
+    def _call_the_roll(self, own_operation: str) -> tuple[dict[int, str], list[int]]:
         """Return the last operation of each rank that answers, and the ranks that do not answer.
 
         Args:
-            here: last operation of this rank.
+            own_operation: last operation of this rank.
         """
-        answers = {self._rank: self._answer(here)}
+        answers = {self._rank: self._answer(own_operation)}
         others = [rank for rank in range(self._world_size) if rank != self._rank]
         try:
             self._store.set(_CALL, _WHERE)
             self._wait_for(_ANSWERS, len(others), ANSWER_SECONDS)
-            found = [rank for rank in others if self._store.check([f"{_ANSWERS}/{rank}"])]
-            answers |= {rank: self._store.get(f"{_ANSWERS}/{rank}").decode() for rank in found}
+            answering = [rank for rank in others if self._store.check([f"{_ANSWERS}/{rank}"])]
+            answers |= {rank: self._store.get(f"{_ANSWERS}/{rank}").decode() for rank in answering}
         except RuntimeError:
             # Without the store no rank can be queried. If rank 0 hosted the store, rank 0 is gone.
             hosted_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             return answers, [] if hosted_by_launcher or self._rank == 0 else [0]
-        return answers, [rank for rank in others if rank not in found]
+        return answers, [rank for rank in others if rank not in answering]
 
     def _answer(self, place: str) -> str:
         return place if self.step is None else f"{place}, in step {self.step}"
@@ -227,7 +227,7 @@ class FailureWatch:
             return  # the host of the store was killed; the next collective will raise an error
         if self._rank == 0:
             # Rank 0 may host the store: if it ended now, other ranks could not read the report.
-            self._wait_for(_READERS, self._world_size, READ_SECONDS)
+            self._wait_for(_READERS, self._world_size, _READ_SECONDS)
         if self._told.is_set():
             time.sleep(BEHIND_SECONDS)
             self._end(Failure(**report).exit_code)
@@ -244,13 +244,13 @@ def _in_words(silent: Sequence[int], answers: Mapping[int, str]) -> str:
     """Return ``"Rank 1 does not answer: it was killed or is stopped; rank 0 was in ..."``."""
     parts = []
     if silent:
-        one = len(silent) == 1
-        told = (
+        single_rank = len(silent) == 1
+        predicate = (
             "does not answer: it was killed or is stopped"
-            if one
+            if single_rank
             else "do not answer: they were killed or are stopped"
         )
-        parts.append(f"{_ranks(silent)} {told}")
+        parts.append(f"{_ranks(silent)} {predicate}")
     together: dict[str, list[int]] = {}
     for rank, place in sorted(answers.items()):
         together.setdefault(place, []).append(rank)

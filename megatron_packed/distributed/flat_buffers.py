@@ -283,7 +283,7 @@ def flat_layout_of(
         ValueError: there is no trainable parameter, or a dtype is not supported.
     """
     experts = ownership.experts
-    described = (
+    descriptions = (
         Described(
             name,
             tuple(p.shape),
@@ -294,7 +294,7 @@ def flat_layout_of(
         if p.requires_grad
     )
     return FlatLayout.plan(
-        described, ownership.size, experts.size if experts else 1, bucket_elements
+        descriptions, ownership.size, experts.size if experts else 1, bucket_elements
     )
 
 

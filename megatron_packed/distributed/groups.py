@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from megatron_packed.config.parallel_layout import (
     DENSE_AXES,
     EXPERT_AXES,
     GROUP_AXES,
-    Axis,
+    AxisName,
     ParallelLayout,
 )
 from megatron_packed.distributed.init_process_groups import (
@@ -47,7 +47,7 @@ class Unjoined:
     """
 
     ranks: tuple[int, ...]
-    own: int
+    own_rank: int
     """This process's rank in the group."""
     group_desc = "unjoined"
 
@@ -55,7 +55,7 @@ class Unjoined:
         return len(self.ranks)
 
     def rank(self) -> int:
-        return self.own
+        return self.own_rank
 
 
 def global_ranks(group: dist.ProcessGroup | Unjoined) -> list[int]:
@@ -63,11 +63,24 @@ def global_ranks(group: dist.ProcessGroup | Unjoined) -> list[int]:
     return list(group.ranks) if isinstance(group, Unjoined) else dist.get_process_group_ranks(group)
 
 
+@dataclass(frozen=True)
+class Axis:
+    """Process group of this rank along one axis, with the group's size and the rank in it.
+
+    The default is an axis of one rank: its group is ``None``, over which a collective is the
+    identity.
+    """
+
+    group: dist.ProcessGroup | None = None
+    size: int = 1
+    rank: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParallelGroups:
-    """Process group, size and rank of this process on every axis, with Megatron-LM's names.
+    """Nine axes of this process, with Megatron-LM's names.
 
-    The group of an axis with one rank is ``None``.
+    The world is no axis of the layout: its size and rank have the names of torchrun's variables.
     """
 
     device: torch.device
@@ -86,55 +99,37 @@ class ParallelGroups:
     expert_mesh: DeviceMesh | None = None
     """Device mesh of experts over the same ranks: ``expert_dp``, ``ep``, ``expert_tp``."""
 
-    tp_group: dist.ProcessGroup | None = None
+    tp: Axis = Axis()
     """Ranks among which each matrix of a dense layer is split."""
-    tp_size: int = 1
-    tp_rank: int = 0
-    cp_group: dist.ProcessGroup | None = None
+    cp: Axis = Axis()
     """Ranks among which the tokens of a pack are split."""
-    cp_size: int = 1
-    cp_rank: int = 0
-    tp_cp_group: dist.ProcessGroup | None = None
+    tp_cp: Axis = Axis()
     """Ranks that work on the same pack."""
-    tp_cp_size: int = 1
-    tp_cp_rank: int = 0
-    dp_group: dist.ProcessGroup | None = None
+    dp: Axis = Axis()
     """Ranks that hold the same shard of dense layers and work on different packs.
 
     They have the same context-parallel rank, so they hold the same token positions of their packs.
     """
-    dp_size: int = 1
-    dp_rank: int = 0
-    dp_cp_group: dist.ProcessGroup | None = None
+    dp_cp: Axis = Axis()
     """Ranks that hold the same shard of dense layers: their gradients are summed."""
-    dp_cp_size: int = 1
-    dp_cp_rank: int = 0
-    ep_group: dist.ProcessGroup | None = None
+    ep: Axis = Axis()
     """Ranks among which the experts of a layer are distributed."""
-    ep_size: int = 1
-    ep_rank: int = 0
-    expert_tp_group: dist.ProcessGroup | None = None
+    expert_tp: Axis = Axis()
     """Ranks among which each matrix of an expert is split."""
-    expert_tp_size: int = 1
-    expert_tp_rank: int = 0
-    expert_tp_ep_group: dist.ProcessGroup | None = None
+    expert_tp_ep: Axis = Axis()
     """Ranks that together hold exactly one copy of all experts of a layer."""
-    expert_tp_ep_size: int = 1
-    expert_tp_ep_rank: int = 0
-    expert_dp_group: dist.ProcessGroup | None = None
+    expert_dp: Axis = Axis()
     """Ranks that hold the same shard of the same experts: their gradients are summed."""
-    expert_dp_size: int = 1
-    expert_dp_rank: int = 0
-
-    @property
-    def ranks_of_pass(self) -> int:
-        """Number of consecutive ranks whose forward passes wait for each other."""
-        return math.lcm(self.tp_cp_size, self.expert_tp_ep_size)
 
     timeout: timedelta = timedelta(minutes=10)
     """Timeout of every collective."""
     owns_process_group: bool = False
     """True if ``create`` initialised torch.distributed, so that ``shutdown`` ends it."""
+
+    @property
+    def ranks_of_pass(self) -> int:
+        """Number of consecutive ranks whose forward passes wait for each other."""
+        return math.lcm(self.tp_cp.size, self.expert_tp_ep.size)
 
     @classmethod
     def single(cls, device: torch.device | str = "cpu") -> ParallelGroups:
@@ -149,16 +144,16 @@ class ParallelGroups:
 
         This serves models that are inspected and never run. Each group is an `Unjoined`.
         """
-        by_axis = {axis: layout.ranks(axis, rank) for axis in GROUP_AXES}
+        ranks_by_axis = {name: layout.ranks(name, rank) for name in GROUP_AXES}
         groups = {
-            axis: Unjoined(ranks, layout.rank_in(axis, rank)) if len(ranks) > 1 else None
-            for axis, ranks in by_axis.items()
+            name: Unjoined(ranks, layout.rank_in(name, rank)) if len(ranks) > 1 else None
+            for name, ranks in ranks_by_axis.items()
         }
         return cls(
             device=torch.device(device),
             world_size=layout.world_size,
             rank=rank,
-            **_fields_of(layout, rank, groups),
+            **_axes(layout, rank, groups),
         )
 
     @classmethod
@@ -187,37 +182,37 @@ class ParallelGroups:
                 device, the layout has another world size, or there are too few CUDA devices.
         """
         environment = os.environ if environment is None else environment
-        here = LaunchedProcess.read(environment)
-        layout = layout or ParallelLayout(world_size=here.world_size)
-        if layout.world_size != here.world_size:
+        process = LaunchedProcess.read(environment)
+        layout = layout or ParallelLayout(world_size=process.world_size)
+        if layout.world_size != process.world_size:
             raise ValueError(
-                f"the parallel layout needs {layout.world_size} processes, but WORLD_SIZE is {here.world_size}; "
+                f"the parallel layout needs {layout.world_size} processes, but WORLD_SIZE is {process.world_size}; "
                 "start one process per rank of the layout."
             )
-        device = claim_device(torch.device(device), here.local_rank)
+        device = claim_device(torch.device(device), process.local_rank)
         backend = backend_for(config, device)
-        if here.world_size == 1:
-            return cls(device=device, local_rank=here.local_rank)
-        timeout = _timeout(config.distributed_timeout_minutes)
-        owns = join_world(here, backend, device, environment, timeout)
+        if process.world_size == 1:
+            return cls(device=device, local_rank=process.local_rank)
+        timeout = timedelta(minutes=config.distributed_timeout_minutes)
+        owns = join_world(process, backend, device, environment, timeout)
         on_nccl = device.type == "cuda" and "nccl" in dist.get_backend_config()
         kind, overlap = "nccl" if on_nccl else None, config.tp_comm_overlap
-        axes = axis_groups(layout, here.rank, kind, timeout, under_products=overlap)
+        axes = axis_groups(layout, process.rank, kind, timeout, under_products=overlap)
         if on_nccl:
             delay_watchdog([dist.group.WORLD, *axes.values()], timeout)
         # A gloo group also accepts CUDA tensors, but only a CPU mesh can be built from its groups.
         mesh_device = "cuda" if on_nccl else "cpu"
         return cls(
             device=device,
-            world_size=here.world_size,
-            rank=here.rank,
-            local_rank=here.local_rank,
+            world_size=process.world_size,
+            rank=process.rank,
+            local_rank=process.local_rank,
             world_group=dist.group.WORLD,
             mesh=mesh_of(layout, DENSE_AXES, axes, mesh_device),
             expert_mesh=mesh_of(layout, EXPERT_AXES, axes, mesh_device),
             timeout=timeout,
             owns_process_group=owns,
-            **_fields_of(layout, here.rank, axes),
+            **_axes(layout, process.rank, axes),
         )
 
     def another_world_group(self) -> dist.ProcessGroup | None:
@@ -256,8 +251,7 @@ class ParallelGroups:
                 twice this time.
         Returns:
             True if all groups were destroyed in time. After False a thread may still hang inside
-            the
-            library: write all output, then end the process with ``os._exit``.
+            the library: write all output, then end the process with ``os._exit``.
         """
         if not self.owns_process_group or not dist.is_initialized():
             return True
@@ -269,17 +263,15 @@ class ParallelGroups:
         return False
 
 
-def _fields_of(
-    layout: ParallelLayout, rank: int, groups: Mapping[Axis, dist.ProcessGroup | Unjoined | None]
+def _axes(
+    layout: ParallelLayout,
+    rank: int,
+    groups: Mapping[AxisName, dist.ProcessGroup | Unjoined | None],
 ) -> dict[str, Any]:
-    """Return the fields ``<axis>_group``, ``<axis>_size`` and ``<axis>_rank`` of every axis."""
-    fields: dict[str, Any] = {}
-    for axis, group in groups.items():
-        fields[f"{axis}_group"] = group
-        fields[f"{axis}_size"] = layout.size(axis)
-        fields[f"{axis}_rank"] = layout.rank_in(axis, rank)
-    return fields
-
-
-def _timeout(minutes: float) -> timedelta:
-    return timedelta(minutes=minutes)
+    """Return each axis of ``rank`` under the name of its field."""
+    return {
+        name: Axis(
+            cast("dist.ProcessGroup | None", group), layout.size(name), layout.rank_in(name, rank)
+        )
+        for name, group in groups.items()
+    }

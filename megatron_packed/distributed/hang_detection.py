@@ -50,7 +50,37 @@ class DeviceHangError(RuntimeError):
     """Error for a GPU that makes no progress, usually because it waits for another GPU."""
 
 
-class HangDetector:
+class DeviceWatch:
+    """Interface of `HangDetector`; this class does nothing, for a device that waits for no other."""
+
+    def beat(self) -> None:
+        """Record that work was queued."""
+
+    def waits(self) -> None:
+        """Look at the queued work; called repeatedly by a main thread that waits for the device."""
+
+    def wait(self) -> None:
+        """Wait until the device has completed the work of the last `beat`."""
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Suspend the watch inside a ``with`` block whose waits have their own timeout."""
+        yield
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """Wait for all queued work, and suspend the watch inside the block."""
+        self.beat()
+        self.wait()
+        with self.resting():
+            yield
+
+
+UNWATCHED = DeviceWatch()
+"""Watch of a device that waits for no other device."""
+
+
+class HangDetector(DeviceWatch):
     """Context manager that watches for a hanging GPU while its ``with`` block runs.
 
     See [Note: hangs that no timeout sees].
@@ -120,33 +150,33 @@ class HangDetector:
     @contextmanager
     def resting(self) -> Iterator[None]:
         """Suspend the watch inside a ``with`` block whose waits have their own timeout."""
-        before = self._resting
+        was_resting = self._resting
         self._resting = True
         try:
             yield
         finally:
             # The suspended time does not count, so the clock restarts before the watch resumes.
             self._last = time.monotonic()
-            self._resting = before
+            self._resting = was_resting
 
     def _forget_what_has_come(self) -> bool:
         """Remove completed events from the list; return True if there was a completed event."""
-        before = len(self._pending)
+        num_pending = len(self._pending)
         # Events of one stream complete in order, so the loop stops at the first pending event.
         while self._pending and self._pending[0].query():
             self._pending.popleft()
-        return len(self._pending) < before
+        return len(self._pending) < num_pending
 
     def _watch(self) -> None:
         while not self._stopped.wait(self._patience / LOOKS):
             # This thread never calls CUDA: a call could block in the driver like the main thread.
-            before = self._place
+            previous_place = self._place
             self._place = self._place_of_host()
-            asked = self._asks
+            polled_events = self._asks
             self._asks = False
             waits_for_hosts = any(code in _WAIT_FOR_HOSTS for code, _ in self._place)
             # A main thread that polls events changes its position too, but that is no progress.
-            if waits_for_hosts or (self._place != before and not asked):
+            if waits_for_hosts or (self._place != previous_place and not polled_events):
                 self._last = time.monotonic()
             if not self._resting and time.monotonic() - self._last > self._patience:
                 self._on_hang(

@@ -26,12 +26,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.environment_variables import STORE_SOCKET
-from megatron_packed.config.parallel_layout import GROUP_AXES, Axis, ParallelLayout
+from megatron_packed.config.parallel_layout import GROUP_AXES, AxisName, ParallelLayout
 from megatron_packed.torch_private import set_timeout
 
 WATCHDOG_AFTER = timedelta(minutes=1)
 """Extra time that NCCL's own watchdog waits after the timeout of a collective."""
-_GRADIENT_AXES: tuple[Axis, ...] = ("dp", "dp_cp", "expert_dp")
+_GRADIENT_AXES: tuple[AxisName, ...] = ("dp", "dp_cp", "expert_dp")
 
 
 class BackendConfig(Protocol):
@@ -113,7 +113,7 @@ def backend_for(config: BackendConfig, device: torch.device) -> str:
 
 
 def join_world(
-    here: LaunchedProcess,
+    process: LaunchedProcess,
     backend: str,
     device: torch.device,
     environment: Mapping[str, str],
@@ -126,16 +126,18 @@ def join_world(
             initialisation.
     """
     if dist.is_initialized():
-        if (dist.get_world_size(), dist.get_rank()) != (here.world_size, here.rank):
+        if (dist.get_world_size(), dist.get_rank()) != (process.world_size, process.rank):
             raise ValueError(
                 f"torch.distributed is already initialised as rank {dist.get_rank()} of {dist.get_world_size()}, but "
-                f"RANK and WORLD_SIZE give rank {here.rank} of {here.world_size}; initialise it in one place only."
+                f"RANK and WORLD_SIZE give rank {process.rank} of {process.world_size}; "
+                "initialise it in one place only."
             )
         return False
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environment]
     if missing:
         raise ValueError(
-            f"WORLD_SIZE is {here.world_size} but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set; "
+            f"WORLD_SIZE is {process.world_size} but {', '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not set; "
             "start the processes with torchrun."
         )
     dist.init_process_group(
@@ -143,9 +145,9 @@ def join_world(
         # device's streams.
         backend="cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
         timeout=timeout,
-        store=_store_of_one_machine(here, environment, timeout),
-        world_size=here.world_size,
-        rank=here.rank,
+        store=_store_of_one_machine(process, environment, timeout),
+        world_size=process.world_size,
+        rank=process.rank,
         # With `device_id` NCCL connects now, so that a broken network fails here and not in step 1.
         device_id=device if backend == "nccl" else None,
     )
@@ -153,7 +155,7 @@ def join_world(
 
 
 def _store_of_one_machine(
-    here: LaunchedProcess, environment: Mapping[str, str], timeout: timedelta
+    process: LaunchedProcess, environment: Mapping[str, str], timeout: timedelta
 ) -> TCPStore | None:
     """Return the store of a run that a launcher has started on one machine; None in other runs.
 
@@ -165,8 +167,8 @@ def _store_of_one_machine(
     address = (environment["MASTER_ADDR"], int(environment["MASTER_PORT"]))
     return TCPStore(
         *address,
-        here.world_size,
-        is_master=here.rank == 0,
+        process.world_size,
+        is_master=process.rank == 0,
         timeout=timeout,
         wait_for_workers=False,
         master_listen_fd=_socket_of_launcher(environment[STORE_SOCKET], address),
@@ -206,7 +208,7 @@ def axis_groups(
     timeout: timedelta,
     *,
     under_products: bool = False,
-) -> dict[Axis, dist.ProcessGroup | None]:
+) -> dict[AxisName, dist.ProcessGroup | None]:
     """Create the process group of ``rank`` on every axis; None for an axis of one rank.
 
     This is a collective call.
@@ -220,7 +222,7 @@ def axis_groups(
         under_products: the collectives of the tensor-parallel group run under matrix products.
     """
     # See [Note: who shares a communicator].
-    found: dict[Axis, dist.ProcessGroup | None] = {}
+    groups: dict[AxisName, dist.ProcessGroup | None] = {}
     made: dict[object, dist.ProcessGroup | None] = {}
     for axis in GROUP_AXES:
         partition = layout.groups(axis)
@@ -243,8 +245,8 @@ def axis_groups(
                 if under_products and axis == "tp"
                 else None,
             )
-        found[axis] = made[key]
-    return found
+        groups[axis] = made[key]
+    return groups
 
 
 def options_under_products(backend: str | None) -> Any:
@@ -258,8 +260,8 @@ def options_under_products(backend: str | None) -> Any:
 
 def mesh_of(
     layout: ParallelLayout,
-    names: tuple[Axis, ...],
-    groups: Mapping[Axis, dist.ProcessGroup | None],
+    names: tuple[AxisName, ...],
+    groups: Mapping[AxisName, dist.ProcessGroup | None],
     device_type: str,
 ) -> DeviceMesh:
     """Return the device mesh of the axes ``names`` over existing process groups.

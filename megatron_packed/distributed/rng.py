@@ -97,14 +97,14 @@ class RngState:
         Args:
             device: device of the run; the generator of a CUDA device is read too.
         """
-        version, words, gauss = random.getstate()
+        version, generator_words, gauss = random.getstate()
         kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
         if kind != "MT19937":
             raise ValueError(
                 f"numpy's global generator is {kind}, not MT19937; do not replace the bit generator of np.random."
             )
         tensors = {
-            "python": _bytes_tensor(np.asarray(words, dtype=np.uint32)),
+            "python": _bytes_tensor(np.asarray(generator_words, dtype=np.uint32)),
             "numpy": _bytes_tensor(np.asarray(keys, dtype=np.uint32)),
             "torch": torch.get_rng_state(),
         }
@@ -134,14 +134,14 @@ class RngState:
         """
         sizes = {"python": 2500, "numpy": 2496, "torch": torch.get_rng_state().numel()}
         for name, size in sizes.items():
-            found = self.tensors[name].numel() if name in self.tensors else 0
-            if found != size:
+            num_bytes = self.tensors[name].numel() if name in self.tensors else 0
+            if num_bytes != size:
                 raise ValueError(
-                    f"random state {name!r} has {found} bytes, but the generator needs {size}."
+                    f"random state {name!r} has {num_bytes} bytes, but the generator needs {size}."
                 )
         python, numpy_state = self.metadata["python"], self.metadata["numpy"]
-        words = _words(self.tensors["python"])
-        random.setstate((int(python["version"]), tuple(words.tolist()), python["gauss"]))
+        generator_words = _words(self.tensors["python"])
+        random.setstate((int(python["version"]), tuple(generator_words.tolist()), python["gauss"]))
         np.random.set_state(
             (
                 "MT19937",
@@ -157,8 +157,8 @@ class RngState:
             torch.cuda.set_rng_state(self.tensors["cuda"].cpu(), device)
 
 
-def _bytes_tensor(words: np.ndarray[Any, Any]) -> Tensor:
-    return torch.from_numpy(words.astype("<u4").view(np.uint8).copy())
+def _bytes_tensor(generator_words: np.ndarray[Any, Any]) -> Tensor:
+    return torch.from_numpy(generator_words.astype("<u4").view(np.uint8).copy())
 
 
 def _words(tensor: Tensor) -> np.ndarray[Any, Any]:

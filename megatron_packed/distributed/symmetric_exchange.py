@@ -8,17 +8,20 @@ rank copies the parts for its peers into its buffer. The peers copy their parts 
 results. Copy engines transfer these parts over NVLink, so the transfer takes no SM from kernels that
 run beside it. The results have the bits of the collective, because nothing is computed.
 
-A part is transferred in pieces, and the buffer has `SLOTS` slots for pieces. So a buffer of one size
+Between two H200, parts of 132 MB take 422 us and parts of 8 MB 48 us. NCCL takes 481 us and 48 us
+(2026-11-25). Beside matrix products either adds about as much time to them.
+
+A part is transferred in pieces, and the buffer has `PIECE_SLOTS` slots for pieces. So a buffer of one size
 serves messages of every size and all layers. Two streams run the steps of piece i:
 
-    staging   copy piece i to slot i % SLOTS, barrier i, copy the own part
+    staging   copy piece i to slot i % PIECE_SLOTS, barrier i, copy the own part
     pulling                                              copy piece i from the peers' slots
 
-Before barrier i, the staging stream waits for this rank's pull of piece ``i - (SLOTS - 1)``. The
+Before barrier i, the staging stream waits for this rank's pull of piece ``i - (PIECE_SLOTS - 1)``. The
 barrier completes after all ranks have reached it. This orders all accesses:
 
 * Pull i runs after barrier i, so all ranks have staged piece i.
-* Piece i is staged after barrier i - 1. There all ranks have pulled piece i - SLOTS, the previous
+* Piece i is staged after barrier i - 1. There all ranks have pulled piece i - PIECE_SLOTS, the previous
   piece in this slot.
 * A last barrier, after the last pull, lets the next exchange write to every slot.
 
@@ -49,7 +52,7 @@ from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.symmetric_memory import connect_over
 from megatron_packed.torch_private import symmetric_memory
 
-SLOTS = 3
+PIECE_SLOTS = 3
 """Number of pieces that the staging buffer holds for each peer."""
 PIECE_BYTES = 16 * 2**20
 """Largest bytes of the pieces for all peers together."""
@@ -107,7 +110,7 @@ class SymmetricExchange:
     def _connect(self) -> None:
         """Allocate the staging buffer, and map the buffers of the peers."""
         torch_memory = symmetric_memory()._SymmetricMemory
-        shape = (SLOTS, max(self.size - 1, 1), self.piece_bytes)
+        shape = (PIECE_SLOTS, max(self.size - 1, 1), self.piece_bytes)
         # Graphs contain addresses of this memory, so it must exist as long as this object does.
         self._buffer: Tensor | None = torch_memory.empty_strided_p2p(
             (shape[0] * shape[1] * shape[2],), (1,), torch.uint8, self.device, self.group.group_name
@@ -153,13 +156,13 @@ class SymmetricExchange:
         certain = sent.shape[1] if used is None else used.certain
         pieces = pieces_of(sent.shape[1], self.piece_bytes, certain)
         for number, (start, end) in enumerate(pieces):
-            slot, piece = number % SLOTS, slice(start, end)
+            slot, piece = number % PIECE_SLOTS, slice(start, end)
             copy = self._copy_all if start < certain or used is None else self._copy_used(used)
             for peer in self._peers():
                 staged = self._staged(me, slot, peer, end - start)
                 copy(staging, staged, sent[peer, piece], peer, start, sent=True)
-            if number >= SLOTS - 1:
-                staging.wait_event(pulled[number - (SLOTS - 1)])
+            if number >= PIECE_SLOTS - 1:
+                staging.wait_event(pulled[number - (PIECE_SLOTS - 1)])
             self._barrier(staging)
             pulling.wait_event(staging.record_event())
             for peer in self._peers():
@@ -254,7 +257,7 @@ def _aligned(nbytes: int) -> int:
 
 def staging_bytes(size: int, piece_bytes: int = PIECE_BYTES) -> int:
     """Return the bytes of the staging buffer of a rank in a group of ``size`` ranks."""
-    return SLOTS * max(size - 1, 1) * piece_of_peer(size, piece_bytes)
+    return PIECE_SLOTS * max(size - 1, 1) * piece_of_peer(size, piece_bytes)
 
 
 def connect_exchange(group: dist.ProcessGroup, groups: ParallelGroups) -> SymmetricExchange | str:
@@ -287,10 +290,10 @@ def _wrong_exchanges(exchange: SymmetricExchange) -> list[str]:
     problems = []
     # Every rank runs all exchanges: their barriers would wait for a rank that returns early.
     for nbytes in _CHECKED_BYTES:
-        found = exchange.exchange(message(exchange.rank, nbytes))
+        received = exchange.exchange(message(exchange.rank, nbytes))
         senders = range(exchange.size)
         wanted = torch.stack([message(sender, nbytes)[exchange.rank] for sender in senders])
-        if not torch.equal(found, wanted):
+        if not torch.equal(received, wanted):
             problems.append(
                 f"an exchange of {nbytes:,} bytes over symmetric memory gives wrong numbers"
             )

@@ -159,7 +159,7 @@ def connect_over(
     groups: ParallelGroups,
     make: Callable[[], M],
     check: Callable[[M], list[str]],
-    known: Sequence[str] = (),
+    own_reasons: Sequence[str] = (),
 ) -> M | str:
     """Make an object over the symmetric memory of a group, if all ranks of the run can use it.
 
@@ -168,13 +168,13 @@ def connect_over(
         groups: process groups of this rank.
         make: collective call of the group that maps the memory.
         check: collective call of the group that returns what is wrong with the object.
-        known: reasons of this rank against it.
+        own_reasons: reasons of this rank against it.
     Returns:
         The object, or the first reason of any rank.
     """
     facts = all_gather_json(own_facts(groups.device), groups)
     members = [facts[rank] for rank in global_ranks(group)]
-    reasons = [*known, *not_supported_reasons(groups.device, members)]
+    reasons = [*own_reasons, *not_supported_reasons(groups.device, members)]
     if reason := _first(all_gather_json(reasons, groups)):
         return reason
     memory: M | None = None
@@ -198,9 +198,9 @@ def own_facts(device: torch.device) -> dict[str, Any]:
     """Return the facts about this rank that the other ranks of its group must know, as JSON."""
     peers: list[bool] = []
     if device.type == "cuda":
-        own = device.index or 0
+        index = device.index or 0
         peers = [
-            other == own or torch.cuda.can_device_access_peer(own, other)
+            other == index or torch.cuda.can_device_access_peer(index, other)
             for other in range(torch.cuda.device_count())
         ]
     return {
@@ -267,11 +267,11 @@ def _wrong_products(memory: SymmetricMemory, device: torch.device, dtype: torch.
 
     x_TI = drawn(size * rows, width)
     matrices = [drawn(width, width) for _ in range(size)]
-    own = slice(rank * rows, (rank + 1) * rows)
-    gathered_TI, y_TO = memory.all_gather_matmul(x_TI[own], matrices[0], keep=True)
+    own_rows = slice(rank * rows, (rank + 1) * rows)
+    gathered_TI, y_TO = memory.all_gather_matmul(x_TI[own_rows], matrices[0], keep=True)
     summed_TO = memory.matmul_reduce_scatter(x_TI, matrices[rank])
     assert gathered_TI is not None
-    terms = [x_TI[own].float() @ matrix.float() for matrix in matrices]
+    terms = [x_TI[own_rows].float() @ matrix.float() for matrix in matrices]
     pairs = {
         "all_gather": (gathered_TI, x_TI),
         "all_gather_matmul": (y_TO, x_TI.float() @ matrices[0].float()),
@@ -279,8 +279,8 @@ def _wrong_products(memory: SymmetricMemory, device: torch.device, dtype: torch.
     }
     return [
         f"{name} over symmetric memory gives wrong numbers"
-        for name, (found, wanted) in pairs.items()
-        if not (found.float() - wanted).norm() <= _CLOSE * wanted.float().norm()
+        for name, (product, wanted) in pairs.items()
+        if not (product.float() - wanted).norm() <= _CLOSE * wanted.float().norm()
     ]
 
 

@@ -94,26 +94,27 @@ class SharedGradients:
         The gradient is ``main_grad`` if the parameter has it, else ``grad``. The reduction runs in
         float32, or in float64 if a gradient is float64.
         """
-        found = [
+        placed = [
             (place, gradient)
             for place in self._places
             if (gradient := _gradient(place.parameter)) is not None
         ]
-        if self.group is None or not found:
+        if self.group is None or not placed:
             return
         gradients = [
-            gradient.narrow(place.dim, place.begin, place.length) for place, gradient in found
+            gradient.narrow(place.dim, place.begin, place.length) for place, gradient in placed
         ]
         # Sum in float32 or float64: a sum in bf16 would round differently for every number of
         # ranks.
         dtype = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
         buffer = torch.zeros(self.numel, dtype=dtype, device=gradients[0].device)
         terms = [
-            buffer[place.start : place.end].view(g.shape) for (place, _), g in zip(found, gradients)
+            buffer[place.start : place.end].view(g.shape)
+            for (place, _), g in zip(placed, gradients)
         ]
         # Use foreach kernels, because these parameters are many and small.
         foreach_copy_(terms, gradients)
-        foreach_mul_(terms, [place.weight for place, _ in found])
+        foreach_mul_(terms, [place.weight for place, _ in placed])
         all_reduce_sum(buffer, self.group)
         foreach_copy_(gradients, terms)
 

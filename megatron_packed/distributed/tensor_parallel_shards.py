@@ -78,7 +78,7 @@ class Shard:
     """
 
     @classmethod
-    def of(
+    def from_segments(
         cls,
         segments: Sequence[SplitSegment],
         rank: int,
@@ -171,12 +171,12 @@ class Shard:
             shape[0] = self.first.length
         return torch.Size(shape)
 
-    def take(self, whole: Tensor) -> Tensor:
-        """Return this rank's shard of the unsplit tensor ``whole``, as a new tensor."""
-        assert whole.shape[self.dim] == self.length, (tuple(whole.shape), self)
-        whole = self._own_range(whole)
+    def take(self, unsplit: Tensor) -> Tensor:
+        """Return this rank's shard of the tensor ``unsplit``, as a new tensor."""
+        assert unsplit.shape[self.dim] == self.length, (tuple(unsplit.shape), self)
+        unsplit = self._own_range(unsplit)
         return torch.cat(
-            [whole.narrow(self.dim, p.start, p.length) for p in self.pieces], dim=self.dim
+            [unsplit.narrow(self.dim, p.start, p.length) for p in self.pieces], dim=self.dim
         )
 
     def pad(self, stored: Tensor) -> Tensor:
@@ -186,16 +186,20 @@ class Shard:
         )
         return torch.cat([stored, padding], dim=self.dim) if self.padding else stored
 
-    def place(self, local: Tensor, whole: Tensor) -> None:
+    def place(self, local: Tensor, unsplit: Tensor) -> None:
         """Write this rank's shard ``local`` into the unsplit tensor: the inverse of ``take``."""
-        whole = self._own_range(whole)
+        unsplit = self._own_range(unsplit)
         for begin, piece in self.local_pieces():
-            whole.narrow(self.dim, piece.start, piece.length).copy_(
+            unsplit.narrow(self.dim, piece.start, piece.length).copy_(
                 local.narrow(self.dim, begin, piece.length)
             )
 
-    def _own_range(self, whole: Tensor) -> Tensor:
-        return whole if self.first is None else whole.narrow(0, self.first.start, self.first.length)
+    def _own_range(self, unsplit: Tensor) -> Tensor:
+        return (
+            unsplit
+            if self.first is None
+            else unsplit.narrow(0, self.first.start, self.first.length)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,11 +282,11 @@ class ShardedParameter:
         # Padding is cut off at the end of the parameter; it is contiguous only along dimension 0.
         assert shard.padding == 0 or shard.dim == 0, shard
         inner, outer = prod(shape[shard.dim + 1 :]), prod(shape[: shard.dim])
-        before = 0 if shard.first is None else shard.first.start * prod(shape[1 : shard.dim])
+        rows_before = 0 if shard.first is None else shard.first.start * prod(shape[1 : shard.dim])
         strides = (shard.local_length * inner, shard.length * inner)
         pieces = []
         for begin, piece in shard.stored_columns():
-            starts = (begin * inner, before * strides[1] + piece.start * inner)
+            starts = (begin * inner, rows_before * strides[1] + piece.start * inner)
             length, owned = piece.length * inner, self.rank % piece.shared_by == 0
             # Join runs without a gap in the shard and in the checkpoint, so that the manifest lists
             # fewer ranges.
@@ -317,11 +321,11 @@ class ShardedParameter:
         shard, shape = self.shard, self.parameter.shape
         inner = prod(shape[shard.dim + 1 :])
         outer = range(prod(shape[: shard.dim]))
-        before = 0 if shard.first is None else shard.first.start * prod(shape[1 : shard.dim])
+        rows_before = 0 if shard.first is None else shard.first.start * prod(shape[1 : shard.dim])
         return [
             FlatPiece(
                 local_start=(row * shard.local_length + begin) * inner,
-                global_start=((before + row) * shard.length + piece.start) * inner,
+                global_start=((rows_before + row) * shard.length + piece.start) * inner,
                 length=piece.length * inner,
                 owned=self.rank % piece.shared_by == 0,
             )
@@ -349,6 +353,11 @@ def set_expert_shard(parameter: nn.Parameter, shard: Shard) -> nn.Parameter:
 def is_expert(parameter: Tensor) -> bool:
     """Return True for a parameter that `set_expert_shard` has marked."""
     return getattr(parameter, "is_expert", False)
+
+
+def has_shard(parameter: nn.Parameter) -> bool:
+    """Return True for a parameter on which `set_shard` has recorded its shard."""
+    return hasattr(parameter, "tensor_parallel_shard")
 
 
 def shard_of(parameter: nn.Parameter, tp_size: int) -> Shard:

@@ -62,7 +62,7 @@ See ``optim/clipping.py``.
 """
 BUCKET_ELEMENTS = 40_000_000
 """Default approximate size of a bucket, in elements; Megatron's default for few ranks."""
-DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
 class BufferPart(NamedTuple):
@@ -73,7 +73,7 @@ class BufferPart(NamedTuple):
     """True if the gradients are reduced over ``expert_dp``. See [Note: weights of experts]."""
 
 
-PARTS = tuple(BufferPart(dtype, expert) for expert in (True, False) for dtype in DTYPES)
+_PARTS = tuple(BufferPart(dtype, expert) for expert in (True, False) for dtype in _DTYPES)
 """All possible buffer parts, in the order of the buffer."""
 
 
@@ -98,12 +98,12 @@ class Ownership:
         Each of the ranks with the same parameters owns an equal share.
         """
         experts = cls(
-            group=groups.expert_dp_group, rank=groups.expert_dp_rank, size=groups.expert_dp_size
+            group=groups.expert_dp.group, rank=groups.expert_dp.rank, size=groups.expert_dp.size
         )
         return cls(
-            group=groups.dp_cp_group,
-            rank=groups.dp_cp_rank,
-            size=groups.dp_cp_size,
+            group=groups.dp_cp.group,
+            rank=groups.dp_cp.rank,
+            size=groups.dp_cp.size,
             experts=experts if experts_apart(groups) else None,
         )
 
@@ -116,7 +116,7 @@ class Ownership:
 def experts_apart(groups: ParallelGroups) -> bool:
     """Return True if the ranks with copies of an expert differ from the ranks with copies of other
     weights."""
-    return groups.ep_size > 1 or groups.expert_tp_size != groups.tp_size
+    return groups.ep.size > 1 or groups.expert_tp.size != groups.tp.size
 
 
 class Described(NamedTuple):
@@ -208,7 +208,7 @@ class FlatLayout:
                 "the module has no parameter that requires a gradient; there is nothing to train."
             )
         for name, _, part, _ in parameters:
-            if part.dtype not in DTYPES:
+            if part.dtype not in _DTYPES:
                 raise ValueError(
                     f"parameter {name} has dtype {part.dtype}; train in torch.bfloat16 or torch.float32."
                 )
@@ -216,7 +216,7 @@ class FlatLayout:
         ranges: list[FlatRange] = []
         buckets: list[Bucket] = []
         offset = 0
-        for part in PARTS:
+        for part in _PARTS:
             grain = GRAIN_ELEMENTS * (num_expert_owners if part.expert else num_owners)
             members = [item for item in parameters if item.part == part]
             for group in _buckets_of(members, bucket_elements):
@@ -242,7 +242,7 @@ class FlatLayout:
     @property
     def parts(self) -> list[BufferPart]:
         """Buffer parts that contain parameters, in the order of the buffer."""
-        return [part for part in PARTS if any(item.part == part for item in self.ranges)]
+        return [part for part in _PARTS if any(item.part == part for item in self.ranges)]
 
     @property
     def expert_numel(self) -> int:
@@ -329,5 +329,4 @@ def _ranges_of(slots: Sequence[ParamSlot], end: int) -> Iterator[FlatRange]:
 
 
 def round_up(value: int, multiple: int) -> int:
-    """Round ``value`` up to a multiple of ``multiple``."""
     return -(-value // multiple) * multiple

@@ -72,7 +72,7 @@ class Rotary(nn.Module):
         self.register_buffer("sin_PR", sin_PR, persistent=False)
 
     @classmethod
-    def of(
+    def from_config(
         cls, config: ModelConfig, max_positions: int, *, backend: str, device: torch.device | str
     ) -> Rotary | None:
         """Build the tables of a model; return None if no layer needs them."""
@@ -231,7 +231,7 @@ class CoreAttention(nn.Module):
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, packed: PackedSeqParams
     ) -> Tensor:
         """Attend in the head-parallel layout: all rows, this rank's heads, part by part."""
-        found = packed.tables.find(WindowTables)
+        window_tables = packed.tables.find(WindowTables)
         attend = partial(
             varlen_attention,
             cu_seqlens=packed.cu_seqlens,
@@ -240,7 +240,7 @@ class CoreAttention(nn.Module):
             softmax_scale=self.softmax_scale,
             window_size=self.window_size,
             deterministic=self.backends.deterministic,
-            tables=None if found is None else found.by_window.get(self.window_size),
+            tables=None if window_tables is None else window_tables.by_window.get(self.window_size),
             backend=self.backends.varlen_attention,
         )
         if self.cp.exchange is None:
@@ -308,17 +308,13 @@ class Attention(nn.Module):
             config.hidden_size,
             qkv_shard(config, build.tp),
             bias=config.add_bias_linear or config.add_qkv_bias,
-            tp=build.tp,
-            device=build.device,
-            dtype=build.dtype,
+            build=build,
         )
         self.proj = build.parts.row_parallel(
             build.tp.shard(query_heads(config), dim=1),
             config.hidden_size,
             bias=config.add_bias_linear,
-            tp=build.tp,
-            device=build.device,
-            dtype=build.dtype,
+            build=build,
         )
         if norm is not None:
             self.q_norm = norm.q_norm

@@ -47,7 +47,7 @@ class Backends:
                 object.__setattr__(self, op, "transformer_engine")
 
     @classmethod
-    def of(cls, backends: Backends | Mapping[str, str | bool] | None) -> Backends:
+    def from_mapping(cls, backends: Backends | Mapping[str, str | bool] | None) -> Backends:
         """Convert a mapping from field to value to `Backends`; other ops get ``auto``.
 
         For None all ops get ``auto``. A `Backends` is returned unchanged.

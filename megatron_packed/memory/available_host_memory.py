@@ -22,8 +22,8 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     Args:
         root: where ``proc`` and ``sys`` are.
     """
-    found = [*_of_machine(root / "proc/meminfo"), *_of_groups(root)]
-    return max(min(found), 0) if found else None
+    limits = [*_of_machine(root / "proc/meminfo"), *_of_groups(root)]
+    return max(min(limits), 0) if limits else None
 
 
 def _of_machine(meminfo: Path) -> Iterator[int]:
@@ -58,8 +58,8 @@ def _of_groups(root: Path) -> Iterator[int]:
 
 def _numbers(path: Path) -> dict[str, int]:
     """Return the ``name number`` pairs of a file; skip lines of any other form."""
-    words = (line.split() for line in _lines(path))
-    return {pair[0]: int(pair[1]) for pair in words if len(pair) > 1 and pair[1].isdecimal()}
+    fields = (line.split() for line in _lines(path))
+    return {pair[0]: int(pair[1]) for pair in fields if len(pair) > 1 and pair[1].isdecimal()}
 
 
 def _lines(path: Path) -> list[str]:

@@ -101,14 +101,16 @@ class OffloadCopies:
     def restored(self, group: OffloadedGroup) -> list[Tensor]:
         """Return the tensors of a group whose copy back was queued; the caller owns their memory."""
         assert group.prefetched is not None
-        before = self._timer.begin()
+        wait_begin = self._timer.begin()
         # There is no event if the copy was captured in an earlier graph: that graph has waited for
         # the copy at its end.
         if group.arrived is not None:
             self._streams.wait_event(group.arrived)  # (4): the backward pass reads the target next
-        self._timer.waited(before)
+        self._timer.waited(wait_begin)
         pairs = zip(group.layouts, group.prefetched)
-        tensors = [buffer.as_strided(one.shape, one.stride, one.lead) for one, buffer in pairs]
+        tensors = [
+            buffer.as_strided(saved.shape, saved.stride, saved.lead) for saved, buffer in pairs
+        ]
         group.prefetched = None
         return tensors
 

@@ -142,7 +142,9 @@ class CopyTimer:
             times["load_gb_per_s"] = step.bytes_from_host / max(total, 1e-6) / 1e6
             times["hidden"] = max(0.0, 1 - waited / max(total, 1e-6))
         if len(step.waits) > ENOUGH:
-            gaps = [(before.end, after.begin) for before, after in zip(step.waits, step.waits[1:])]
+            gaps = [
+                (wait.end, next_wait.begin) for wait, next_wait in zip(step.waits, step.waits[1:])
+            ]
             times["compute_ms"] = sorted(self._streams.milliseconds(*gap) for gap in gaps)[
                 len(gaps) // 2
             ]
@@ -154,4 +156,4 @@ class CopyTimer:
         )
 
     def _sum(self, timed: Sequence[_Timed]) -> float:
-        return sum(self._streams.milliseconds(*one) for one in timed)
+        return sum(self._streams.milliseconds(*interval) for interval in timed)

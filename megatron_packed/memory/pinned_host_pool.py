@@ -125,7 +125,7 @@ class PinnedHostPool:
     def reset(self) -> None:
         """Release all free blocks. All copies must be complete, and graphs with these blocks freed."""
         for free in (self._free, self._free_of_graphs):
-            self.num_bytes -= sum(one.block.numel() for one in free)
+            self.num_bytes -= sum(buffer.block.numel() for buffer in free)
             free.clear()
         self._of_graphs.clear()
 

@@ -122,7 +122,7 @@ class RecomputedFunction:
         self._function: Callable[..., object] | None = function
         self._arguments = RerunArguments(args, save)
         device = next((arg.device for arg in args if isinstance(arg, Tensor)), torch.device("cpu"))
-        self._random = RandomStates.of(device) if rewind else None
+        self._random = RandomStates.capture(device) if rewind else None
         # Weak references, so that the second run does not fill placeholders that autograd has freed.
         self._saved: list[weakref.ref[RecomputedTensor]] = []
 
@@ -218,26 +218,26 @@ class RandomStates(NamedTuple):
 
     device: torch.device
     host: Tensor
-    own: Tensor | None
+    cuda: Tensor | None
     """State of a CUDA device's generator; None for a CPU."""
 
     @classmethod
-    def of(cls, device: torch.device) -> RandomStates:
+    def capture(cls, device: torch.device) -> RandomStates:
         """Return the current states. Do not call it during a graph capture."""
-        own = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return cls(device, torch.get_rng_state(), own)
+        cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return cls(device, torch.get_rng_state(), cuda)
 
     def restore(self) -> None:
         torch.set_rng_state(self.host)
-        if self.own is not None:
-            torch.cuda.set_rng_state(self.own, self.device)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda, self.device)
 
     @contextmanager
     def rewound(self) -> Iterator[None]:
         """Return a context with these states; the states from before are restored at its end."""
-        now = RandomStates.of(self.device)
+        outer_states = RandomStates.capture(self.device)
         self.restore()
         try:
             yield
         finally:
-            now.restore()
+            outer_states.restore()

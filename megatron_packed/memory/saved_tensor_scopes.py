@@ -78,7 +78,7 @@ class SavedTensorScopes:
         # Not in a `finally`: after an exception there is no backward pass.
         scope.end(self._save)
 
-    def storage_of(self, tensor: Tensor, here: _ScopeGroup) -> _SavedStorage:
+    def storage_of(self, tensor: Tensor, group: _ScopeGroup) -> _SavedStorage:
         """Return the record of a tensor's storage, an existing or a new one.
 
         A record of an earlier scope is used if it saved the same values and contains the complete
@@ -86,17 +86,17 @@ class SavedTensorScopes:
         """
         storage = tensor.untyped_storage()
         address = storage_address(tensor)
-        known = self._known.get(address)
-        if known is not None and not known.alive.expired():  # type: ignore[no-untyped-call]
-            found = known.record()
+        entry = self._known.get(address)
+        if entry is not None and not entry.alive.expired():  # type: ignore[no-untyped-call]
+            existing = entry.record()
             if (
-                found is not None
-                and found.is_of(tensor)
+                existing is not None
+                and existing.is_of(tensor)
                 # The group of an earlier scope is already copied, so its range cannot be extended.
-                and (found.group is here or found.covers(tensor))
+                and (existing.group is group or existing.covers(tensor))
             ):
-                return found
-        record = _SavedStorage(tensor, here)
+                return existing
+        record = _SavedStorage(tensor, group)
         # Both references are weak, because this table must not keep device memory alive.
         self._known[address] = _KnownStorage(
             StorageWeakRef(storage),  # type: ignore[no-untyped-call]
@@ -108,9 +108,9 @@ class SavedTensorScopes:
         """Remove the records of freed storages, if the table has more than 256 entries."""
         if len(self._known) > 256:
             self._known = {
-                address: known
-                for address, known in self._known.items()
-                if known.record() is not None
+                address: entry
+                for address, entry in self._known.items()
+                if entry.record() is not None
             }
 
 

@@ -3,25 +3,3 @@
 ``estimate`` predicts memory and parameters of a configuration. ``convert`` imports and exports
 weights of Hugging Face models.
 """
-
-from typing import TYPE_CHECKING
-
-from megatron_packed.lazy_exports import lazy_exports
-
-if TYPE_CHECKING:
-    from megatron_packed.models.flops import FlopCounter as FlopCounter
-    from megatron_packed.models.flops import model_flops as model_flops
-    from megatron_packed.models.hybrid_model import HybridModel as HybridModel
-    from megatron_packed.models.isolation import IsolationResult as IsolationResult
-    from megatron_packed.models.isolation import check_isolation as check_isolation
-    from megatron_packed.models.lm_head_and_loss import HybridOutput as HybridOutput
-else:
-    __all__, __getattr__, __dir__ = lazy_exports(
-        __name__,
-        {
-            "flops": ["FlopCounter", "model_flops"],
-            "hybrid_model": ["HybridModel"],
-            "isolation": ["IsolationResult", "check_isolation"],
-            "lm_head_and_loss": ["HybridOutput"],
-        },
-    )

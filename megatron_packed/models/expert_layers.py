@@ -38,7 +38,7 @@ def _shared_room(
 ) -> ExpertRoom:
     """Return the bounds of expert buffers, the same object for all E layers."""
     factor = None if ep.group is None else config.moe_expert_rank_capacity_factor
-    room = ExpertRoom.of(factor)
+    room = ExpertRoom.from_factor(factor)
     if torch.device(device).type == "cuda":
         room.rows_per_expert = ROWS_OF_LARGE_TILES
     for layer in layers:
@@ -64,7 +64,9 @@ class ExpertLayers:
         """Set the attributes that all E layers share; call it after the layers are built."""
         self.moe_layers = [layer for layer in self.layers if isinstance(layer, HybridMoELayer)]
         self.expert_room = _shared_room(self.moe_layers, self.config, self.ep, device)
-        self.global_balance = GlobalBalance.of(self.config, len(self.moe_layers), groups, device)
+        self.global_balance = GlobalBalance.from_config(
+            self.config, len(self.moe_layers), groups, device
+        )
 
     @property
     def num_moe_layers(self) -> int:

@@ -55,10 +55,17 @@ def initial_value(name: str, shape: torch.Size, config: ModelConfig, seed: int) 
 
     Example:
         ``initial_value("layers.0.mixer.D", torch.Size([4]), config, 1234)`` is four ones.
+    Raises:
+        ValueError: no rule fits the name.
     """
     value = torch.empty(shape, dtype=torch.float32)
     parts, rules = name.split("."), _rules(name, config)
-    rule = rules.get(".".join(parts[-3:])) or rules[".".join(parts[-2:])]
+    rule = rules.get(".".join(parts[-3:])) or rules.get(".".join(parts[-2:]))
+    if rule is None:
+        raise ValueError(
+            f"no rule says which initial values {name} has; add {'.'.join(parts[-2:])!r} to `fills` in "
+            "the record of its kind of layer."
+        )
     rule(value, torch.Generator().manual_seed(seed_of(seed, name)), config)
     return value
 

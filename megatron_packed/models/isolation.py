@@ -1,8 +1,12 @@
-"""Self-test: are the documents of a pack isolated with the kernels that are about to train?
+"""Self-test: do tokens read earlier tokens of their own document alone, with the kernels in use?
 
 A small model for each kind of layer uses the head and state sizes that decide which kernels run. It
 processes a pack twice: as it is, and with every token of one document changed. Everything that
 belongs to the other documents (outputs, losses, gradients of the inputs) must stay the same.
+
+No token may read later tokens of its own document either. Without boundaries the pack is one
+document, so the outputs before the changed tokens must stay the same. Layers that do not use
+boundaries process the pack with the second half of one document changed instead.
 
 Two further runs check the test itself. The same pack is processed again, which shows the
 run-to-run difference of a kernel that is not deterministic. The pack is also processed without its
@@ -43,10 +47,15 @@ if TYPE_CHECKING:
 VOCAB = 64
 BLOCK = 128
 """Pack sizes are multiples of this number, as kernels with block tables require."""
+OUTPUTS = "outputs"
 CHANGED = 1
 """Number of the document whose tokens change."""
 NOISE_FACTOR = 4
 """Allowed difference, as a multiple of the observed run-to-run difference."""
+CAUSAL_ULPS = 4
+"""Allowed difference of outputs before changed tokens, in units of the last place of the largest
+value: later tokens may change the rounding, but a mixer that reads them changes the first digits.
+"""
 LEAK_FACTOR = 10
 """Least effect of removed boundaries as a multiple of the allowed difference, to detect a leak."""
 _DEPTHS = IsolationCase(changes=lambda config, ranks: {"hybrid_layer_pattern": f"-{DEPTH}-"})
@@ -72,6 +81,10 @@ class IsolationResult:
     """Difference between two runs of the same pack."""
     leak: float | None
     """``difference`` without document boundaries; None for layers that do not use boundaries."""
+    earlier: float = 0.0
+    """Difference of outputs before changed tokens of the same document; 0 for other quantities."""
+    allowed_earlier: float = 0.0
+    """Largest accepted ``earlier``."""
 
     @property
     def isolated(self) -> bool:
@@ -83,8 +96,12 @@ class IsolationResult:
         return self.leak is None or self.leak > LEAK_FACTOR * self.allowed
 
     @property
+    def causal(self) -> bool:
+        return self.earlier <= self.allowed_earlier
+
+    @property
     def passed(self) -> bool:
-        return self.isolated and self.seeing
+        return self.isolated and self.seeing and self.causal
 
     def __str__(self) -> str:
         name = KINDS[self.symbol].name if self.symbol in KINDS else "multi-token prediction"
@@ -98,6 +115,11 @@ class IsolationResult:
             return measured + (
                 f"without document boundaries the other documents changed by only {self.leak:.1e}, which is too close "
                 f"to the allowed {self.allowed:.1e}; the check cannot detect a leak with these kernels."
+            )
+        if not self.causal:
+            return measured + (
+                f"changing the last tokens of a document changed its earlier tokens by {self.earlier:.1e} "
+                f"(allowed {self.allowed_earlier:.1e}); the mixer reads later tokens, which a language model must not."
             )
         seen = "" if self.leak is None else f"; without boundaries they change by {self.leak:.1e}"
         return (
@@ -130,13 +152,13 @@ def check_isolation(
         Two or three results for each kind of layer. Attention with a window is a kind of its own.
         Refuse to train unless all of them ``passed``, and print those that did not.
     """
-    device, backends = torch.device(device), Backends.of(backends)
-    tp = TensorParallel.of(groups)
-    cp = ContextParallel.of(groups, **communication)
+    device, backends = torch.device(device), Backends.from_mapping(backends)
+    tp = TensorParallel.from_groups(groups)
+    cp = ContextParallel.from_groups(groups, **communication)
     ranks = tp.size * cp.size
     tune(requests, device)
     results = []
-    ep_size = 1 if groups is None else groups.ep_size
+    ep_size = 1 if groups is None else groups.ep.size
     for symbol, variant in _kinds_of_layers(model_config):
         heads = ranks * cp.overlap_parts
         small = small_config(symbol, model_config, heads, ep_size, variant=variant)
@@ -202,6 +224,7 @@ def small_config(
         "init_method_std": HIDDEN**-0.5,
         "make_vocab_size_divisible_by": VOCAB,
         "vocab_size": VOCAB,
+        "freeze_params": (),
     }
     for kind in MIXERS.values():
         changes |= kind.isolation.absent
@@ -228,41 +251,58 @@ def _check_layer(
     # The documents: one inside a chunk, one across the boundary to the next chunk, a short one in
     # that chunk, and a long one. The remaining slots are the tail.
     lengths = [chunk // 2 + 1, 3 * chunk // 4, 3, total - 2 * chunk]
-    alignment = model.cp.attention_partition.alignment
-    packs = [_make_pack(lengths, slots, alignment, change).to(device) for change in (False, True)]
-    others_T = packs[0].packed.seq_idx[0] != CHANGED
-    before, again, after = (observe(model, pack) for pack in (packs[0], packs[0], packs[1]))
+    length = lengths[CHANGED]
+
+    def make_pack(first: int) -> MicroBatch:
+        alignment = model.cp.attention_partition.alignment
+        return _make_pack(lengths, slots, alignment, first).to(device)
+
+    unchanged, changed = make_pack(length), make_pack(0)
+    document_T = unchanged.packed.seq_idx[0]
+    others_T = document_T != CHANGED
+    baseline, again, after = (observe(model, pack) for pack in (unchanged, unchanged, changed))
     joined = None
     if symbol not in MIXERS or MIXERS[symbol].kind.mixes_tokens:
-        joined = [observe(model, _without_boundaries(pack)) for pack in packs]
+        joined = [observe(model, _without_boundaries(pack)) for pack in (unchanged, changed)]
+    earlier = 0.0
+    if symbol in MIXERS:  # A depth of multi-token prediction reads later tokens by design.
+        if joined is None:
+            late = make_pack(length // 2)
+            pair = (baseline, observe(model, late))
+            earlier_T = ~others_T & (late.tokens == unchanged.tokens)
+        else:
+            pair = (joined[0], joined[1])
+            earlier_T = document_T < CHANGED
+        earlier = _moved(pair[0][OUTPUTS], pair[1][OUTPUTS], earlier_T)
+    eps = torch.finfo(model.dtype).eps
     results = []
-    for quantity, value in before.items():
+    for quantity, value in baseline.items():
         noise = _moved(value, again[quantity], others_T)
         leak = (
             None if joined is None else _moved(joined[0][quantity], joined[1][quantity], others_T)
         )
+        ulps = _case_of(symbol).allowed_ulps(quantity, device, model.backends)
         results.append(
             IsolationResult(
                 symbol=symbol,
                 quantity=quantity,
                 difference=_moved(value, after[quantity], others_T),
-                allowed=max(
-                    _case_of(symbol).allowed_ulps(quantity, device, model.backends)
-                    * torch.finfo(model.dtype).eps,
-                    NOISE_FACTOR * noise,
-                ),
+                allowed=max(ulps * eps, NOISE_FACTOR * noise),
                 noise=noise,
                 leak=leak,
+                earlier=earlier if quantity == OUTPUTS else 0.0,
+                allowed_earlier=max(max(ulps, CAUSAL_ULPS) * eps, NOISE_FACTOR * noise),
             )
         )
     return results
 
 
-def _make_pack(lengths: list[int], total: int, alignment: int, change: bool) -> MicroBatch:
+def _make_pack(lengths: list[int], total: int, alignment: int, first: int) -> MicroBatch:
+    """Return a pack; in the document `CHANGED` the tokens from number ``first`` on are changed."""
     rng = np.random.default_rng(0)
     documents = [(rng.integers(0, VOCAB, length), None) for length in lengths]
-    if change:
-        documents[CHANGED] = ((documents[CHANGED][0] + 1) % VOCAB, None)
+    tokens = documents[CHANGED][0]
+    tokens[first:] = (tokens[first:] + 1) % VOCAB
     return MicroBatch.build(documents, total, scales=(1.0, 1.0, 1.0), alignment=alignment)
 
 
@@ -303,18 +343,19 @@ def observe(model: HybridModel, pack: MicroBatch) -> dict[str, Tensor]:
     normed_TD = normed_TD.detach()
     if model.tp.sequence_parallel:
         normed_TD, input_grad_TD = (
-            all_gather_rows(own, model.tp.group) for own in (normed_TD, input_grad_TD)
+            all_gather_rows(rows, model.tp.group) for rows in (normed_TD, input_grad_TD)
         )
     loss_T = {} if model.mtp else {"loss": output.per_token_loss_T}
-    found = {"outputs": normed_TD, **loss_T, "input gradients": input_grad_TD}
+    quantities = {OUTPUTS: normed_TD, **loss_T, "input gradients": input_grad_TD}
     return {
-        quantity: model.cp.gather(value.detach(), pack.packed) for quantity, value in found.items()
+        quantity: model.cp.gather(value.detach(), pack.packed)
+        for quantity, value in quantities.items()
     }
 
 
-def _moved(before: Tensor, after: Tensor, rows_T: Tensor) -> float:
+def _moved(first: Tensor, after: Tensor, rows_T: Tensor) -> float:
     """Return max |difference| / max |before| over some rows; infinite if a value is not finite."""
-    kept, changed = before[rows_T].double(), after[rows_T].double()
-    if not torch.isfinite(torch.stack([kept, changed])).all():
+    first_rows, changed = first[rows_T].double(), after[rows_T].double()
+    if not torch.isfinite(torch.stack([first_rows, changed])).all():
         return math.inf
-    return ((kept - changed).abs().max() / kept.abs().max().clamp(min=1e-30)).item()
+    return ((first_rows - changed).abs().max() / first_rows.abs().max().clamp(min=1e-30)).item()

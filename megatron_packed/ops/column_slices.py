@@ -55,12 +55,12 @@ class GradientBuffer:
 
         Return the buffer itself if all slices were written into it, else a concatenation.
         """
-        whole, slices = self._whole, self._slices
+        buffer, slices = self._whole, self._slices
         self._whole = None
         self._slices = ()
         self._taken = set()
-        if whole is not None and all(map(_is_same_memory, gradients, slices)):
-            return whole
+        if buffer is not None and all(map(_is_same_memory, gradients, slices)):
+            return buffer
         return torch.cat([gradient.reshape(self._shape[0], -1) for gradient in gradients], dim=1)
 
 

@@ -120,8 +120,8 @@ class _Kernel(torch.autograd.Function):
         with running(ctx.op):
             workspaces = [each.allocate() for each in memory.forward]
             results = tuple(first.new_empty(shape, dtype=dtype) for shape in shapes)
-            more = [each.allocate() for each in memory.saved]
-        ctx.save_for_backward(*saved, *more, *(results if memory.keeps_result else ()))
+            saved_workspaces = [each.allocate() for each in memory.saved]
+        ctx.save_for_backward(*saved, *saved_workspaces, *(results if memory.keeps_result else ()))
         ctx.memory = memory
         purpose = purpose_now()
         # A recomputed call saves activations, and has gradients.
@@ -143,12 +143,12 @@ class _Kernel(torch.autograd.Function):
             workspaces = [each.allocate() for each in memory.backward]
             early = [each.allocate() for each in memory.early]
             del early
-            found = [
+            input_gradients = [
                 None if x is None else gradient_like(x, slot)
                 for x, slot in zip(ctx.shapes, ctx.slots)
             ]
         del saved, workspaces
-        return (None,) * 6 + tuple(found)
+        return (None,) * 6 + tuple(input_gradients)
 
 
 class _GradientShape(NamedTuple):

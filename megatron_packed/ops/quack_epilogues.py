@@ -110,22 +110,22 @@ def _launch(
         bounds: see `squared_relu_product`.
         tiles: rows and columns of the tiles to choose from.
     """
-    left_RI, weight, *more = operands
+    left_RI, weight, *epilogue_operands = operands
     rows, columns = left_RI.shape[0], weight.shape[-1]
     if not rows:
         return left_RI.new_empty(rows, columns), left_RI.new_empty(rows, columns)
     bound_plans(product._call_cache, product._plan_cache)
     join_context(left_RI.device)
-    found = product(
+    outputs = product(
         aligned(left_RI),
         weight,
-        *map(aligned, more),
+        *map(aligned, epilogue_operands),
         cu_seqlens_m=bounds,
         config=_config(least_padded_tile(columns, tiles=tiles)),
         dynamic_scheduler=False,
         tuned=False,
     )
-    return found["D"], found["activated"]
+    return outputs["D"], outputs["activated"]
 
 
 @lru_cache

@@ -20,11 +20,11 @@ def running_sum(values: Tensor) -> Tensor:
     Args:
         values: ``(..., L)`` floating-point tensor, L at least 1.
     """
-    *rest, length = values.shape
+    *leading_shape, length = values.shape
     # (..., L) -> (..., Q, block)
-    blocks = pad(values, (0, -length % _BLOCK)).reshape(*rest, -1, _BLOCK)
+    blocks = pad(values, (0, -length % _BLOCK)).reshape(*leading_shape, -1, _BLOCK)
     inside = blocks @ values.new_ones(_BLOCK, _BLOCK).triu()
     count = blocks.shape[-2]
     # (..., Q) @ (Q, Q): the sum of all blocks before each block
-    before = blocks.sum(dim=-1) @ values.new_ones(count, count).triu(1)
-    return (inside + before[..., None]).view(*rest, -1)[..., :length].contiguous()
+    earlier_blocks = blocks.sum(dim=-1) @ values.new_ones(count, count).triu(1)
+    return (inside + earlier_blocks[..., None]).view(*leading_shape, -1)[..., :length].contiguous()

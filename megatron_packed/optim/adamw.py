@@ -114,9 +114,9 @@ def kernel_decay(group: Slices, control: Control) -> float:
     """
     if not isinstance(group.weight_decay, Tensor):
         return group.weight_decay
-    kept = 1 - control.lr * group.weight_decay
+    decay_factor = 1 - control.lr * group.weight_decay
     # In a skipped step the factor is 1, which changes no bit.
-    factor = torch.where(control.skip.bool(), torch.ones_like(kept), kept)
+    factor = torch.where(control.skip.bool(), torch.ones_like(decay_factor), decay_factor)
     for param in group.params:
         param.mul_(factor)
     return 0.0

@@ -29,7 +29,7 @@ _DECOUPLED_WEIGHT_DECAY = 1
 _BIAS_CORRECTION = 1
 
 
-def launch(
+def launch_per_decay(
     apply: Callable[..., Any],
     kernel: Callable[..., Any],
     slices: Sequence[Slices],
@@ -90,7 +90,7 @@ class TransformerEngine:
             multi_tensor_applier,
         )
 
-        launch(multi_tensor_applier, multi_tensor_adam_capturable, slices, control)
+        launch_per_decay(multi_tensor_applier, multi_tensor_adam_capturable, slices, control)
 
 
 class Apex:
@@ -107,7 +107,7 @@ class Apex:
         from amp_C import multi_tensor_adam_capturable
         from apex.multi_tensor_apply import multi_tensor_applier
 
-        launch(multi_tensor_applier, multi_tensor_adam_capturable, slices, control)
+        launch_per_decay(multi_tensor_applier, multi_tensor_adam_capturable, slices, control)
 
 
 def apex_problems() -> list[str]:

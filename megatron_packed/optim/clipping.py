@@ -100,11 +100,13 @@ def norm_and_flag(
     """
     total = share(square, grads)
     # A non-finite gradient makes the norm non-finite, so the gradients need no second pass.
-    bad = nonfinite_flag(total if must_be_finite is None else must_be_finite)
+    nonfinite = nonfinite_flag(total if must_be_finite is None else must_be_finite)
     if group is not None:
-        total, bad = all_reduce_sum(torch.stack([total, bad.to(total.dtype)]), group).unbind()
+        total, nonfinite = all_reduce_sum(
+            torch.stack([total, nonfinite.to(total.dtype)]), group
+        ).unbind()
     norm = total.sqrt().to(torch.float32)
-    return norm, nonfinite_flag(norm).logical_or(bad).to(torch.float32)
+    return norm, nonfinite_flag(norm).logical_or(nonfinite).to(torch.float32)
 
 
 @contextmanager
@@ -113,10 +115,10 @@ def _set_aside(views: Sequence[Tensor]) -> Iterator[None]:
     if not views:
         yield
         return
-    kept = torch.cat(list(views))
+    copies = torch.cat(list(views))
     foreach_zero_(list(views))
     yield
-    foreach_copy_(list(views), list(torch.split(kept, [view.numel() for view in views])))
+    foreach_copy_(list(views), list(torch.split(copies, [view.numel() for view in views])))
 
 
 def nonfinite_flag(values: Tensor) -> Tensor:

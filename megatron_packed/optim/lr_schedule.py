@@ -72,9 +72,9 @@ class Schedule:
             )
         if self.decay_style == "WSD":
             if self.wsd_decay_style not in WSD_DECAY_STYLES:
-                known = ", ".join(WSD_DECAY_STYLES)
+                choices = ", ".join(WSD_DECAY_STYLES)
                 raise ValueError(
-                    f"lr_wsd_decay_style {self.wsd_decay_style!r} is unknown; choose one of {known}."
+                    f"lr_wsd_decay_style {self.wsd_decay_style!r} is unknown; choose one of {choices}."
                 )
             if self.wsd_decay_steps is None or self.wsd_decay_steps <= 0:
                 raise ValueError(

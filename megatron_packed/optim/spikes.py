@@ -100,11 +100,14 @@ class SpikeDetector:
             torch.cat([loss.reshape(1), grad_norm.reshape(1)]).to(torch.float32), self._group
         )
         observed = skip == 0
-        known = (self.recent[0] < math.inf).sum()
-        middle = ((known - 1) // 2).clamp(min=0)
+        num_recent = (self.recent[0] < math.inf).sum()
+        middle = ((num_recent - 1) // 2).clamp(min=0)
         medians = self.recent.sort(dim=1).values.index_select(1, middle.view(1)).view(-1)
         spikes = (
-            (values > self._factors * medians) & (medians > 0) & (known >= self._needed) & observed
+            (values > self._factors * medians)
+            & (medians > 0)
+            & (num_recent >= self._needed)
+            & observed
         )
         self.medians.copy_(medians.masked_fill(~spikes, 0.0))
         entered = torch.cat([self.recent[:, 1:], values.view(-1, 1)], dim=1)

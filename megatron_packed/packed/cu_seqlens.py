@@ -27,7 +27,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-Int32Array = NDArray[np.int32]
+from megatron_packed.packed.array_types import Int32Array as Int32Array
 
 MAX_TOTAL_TOKENS = 2**31 - 1
 """Largest number of token slots; varlen kernels require int32 offsets."""

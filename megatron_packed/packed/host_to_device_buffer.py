@@ -41,7 +41,9 @@ class BufferLayout:
     num_bytes: int
 
     @classmethod
-    def of(cls, fields: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> BufferLayout:
+    def from_fields(
+        cls, fields: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]
+    ) -> BufferLayout:
         """Build the layout of tensors ``(name, dtype, shape)``, one after the other."""
         sections: list[BufferSection] = []
         end = 0

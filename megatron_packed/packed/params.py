@@ -2,7 +2,8 @@
 
 The host builds it once per micro-batch, outside captured code, and all layers share it. It never
 reads the device: values that Python needs are integers on the host, and values that kernels need are
-tensors.
+tensors. If every layer of a 0.6 B transformer derives its mask from the device instead, a step takes
+1.20 to 1.33 times as long on an H200 (2026-11-29).
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class PackedSeqParams:
             ValueError: the documents do not fit, or ``max_seqlen`` is below the longest row.
         """
         cu_seqlens = cu_seqlens_from_lengths(aligned(lengths, alignment), total_tokens, capacity)
-        layout = BufferLayout.of(packed_fields(total_tokens, cu_seqlens.size - 2))
+        layout = BufferLayout.from_fields(packed_fields(total_tokens, cu_seqlens.size - 2))
         buffer = layout.allocate()
         write_packed(layout.views(buffer), cu_seqlens, as_lengths(lengths))
         return cls.from_views(

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from megatron_packed.data.tokenizers.base import Tokenizer, answer_text
 from megatron_packed.distributed.collectives import all_gather_json
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.hang_detection import DeviceWatch
+from megatron_packed.inputs.sample_and_metric_prompts import Questions
 from megatron_packed.models.generate import generate
-from megatron_packed.training.questions import Questions
-from megatron_packed.training.sample_text import Sample
+from megatron_packed.reporting.sample_answers import Sample
 from megatron_packed.training.train_step import TrainStep
 
 
@@ -26,8 +25,7 @@ class TrainingAnswers:
     """The training step, whose model answers."""
     groups: ParallelGroups
     tokenizer: Tokenizer
-    idle: Callable[[], AbstractContextManager[None]]
-    """Returns a block in which the device may be waited for."""
+    hang_detector: DeviceWatch
     samples: Questions | None
     metric: Questions | None
 
@@ -52,7 +50,7 @@ class TrainingAnswers:
 
     def _texts(self, questions: Questions) -> list[str]:
         """Return the answers as texts on rank 0; on other ranks an empty list."""
-        with self.idle():
+        with self.hang_detector.idle():
             # With overlap, gathers of parameters may still run.
             self.step.buffers.wait_params()
             tokens = generate(

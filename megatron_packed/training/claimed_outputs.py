@@ -16,8 +16,8 @@ from megatron_packed.checkpoint.rank_agreement import Ranks, on_rank_0
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.checkpoint import CheckpointConfig
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.reporting.log_file import LogFile, RunIdentity
 from megatron_packed.training.failures import StatusFolder
-from megatron_packed.training.log_file import LogFile, RunIdentity
 
 
 class ClaimedOutputs:

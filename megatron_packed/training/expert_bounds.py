@@ -20,9 +20,9 @@ from megatron_packed.distributed.collectives import all_reduce_max
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.rng import generators_kept
 from megatron_packed.layers.moe.expert_room import Load
+from megatron_packed.models.expert_counts import most_rows
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_graphs import capture_graphs
-from megatron_packed.training.expert_counts import most_rows
 from megatron_packed.training.train_step import TrainStep
 
 _MOST_MICRO_BATCHES = 8

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_packed.config.environment_variables import apply_environment
+from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.config.run import RunConfig
-from megatron_packed.training.exit_codes import ExitCode
+from megatron_packed.reporting.run_writers import Callback
 from megatron_packed.training.pretrain import run_job
-from megatron_packed.training.run_writers import Callback
 from megatron_packed.training.signals import SignalFlag
 
 

@@ -7,12 +7,12 @@ from functools import partial
 from megatron_packed.config.run import RunConfig
 from megatron_packed.distributed.collectives import in_turns
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.explain.op_requests import op_requests
 from megatron_packed.layers.context_parallel import communication_of
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.isolation import check_isolation, coupled_by_design
-from megatron_packed.training.console import Console
+from megatron_packed.reporting.console import Console
 from megatron_packed.training.failures import IsolationLeak
-from megatron_packed.training.op_requests import op_requests
 
 
 def self_test(
@@ -43,11 +43,14 @@ def self_test(
     # the results on disk.
     results = in_turns(groups, check) if groups.device.type == "cuda" else check()
     # Every rank checks its own kernels. A leak on one rank ends the job.
-    leaks = [str(result) for result in results if not result.passed]
+    leaks = [result for result in results if not result.passed]
     if leaks:
+        reason = "documents of a pack influence each other"
+        if all(result.isolated and result.seeing for result in leaks):
+            reason = "a layer reads later tokens"
         raise IsolationLeak(
-            "the isolation self-test failed, because documents of a pack influence each other:\n  "
-            + "\n  ".join(leaks)
+            f"the isolation self-test failed, because {reason}:\n  "
+            + "\n  ".join(map(str, leaks))
             + "\ndocs/isolation.md lists kernels without leaks; --no-isolation-self-test trains despite the leak"
         )
     coupled = coupled_by_design(config.model)

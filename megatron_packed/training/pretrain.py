@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 
 from megatron_packed.checkpoint.errors import printable
+from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.config.launch_checks import environment_number
 from megatron_packed.config.resumed_options import implied_keys
 from megatron_packed.config.run import RunConfig
@@ -23,11 +24,35 @@ from megatron_packed.distributed.collectives import barrier
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.failure_watch import FailureWatch
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.hang_detection import HangDetector
+from megatron_packed.distributed.hang_detection import UNWATCHED, HangDetector
 from megatron_packed.distributed.rng import seed_all
+from megatron_packed.distributed.same_flags import check_same_flags
+from megatron_packed.explain.kernel_reasons import check_kernels
+from megatron_packed.explain.run_description import describe, name_kernels
+from megatron_packed.explain.transformer_engine_checks import check_implementation
+from megatron_packed.inputs.epochs import with_epochs
+from megatron_packed.inputs.run_data import RunData, build_data, most_documents
+from megatron_packed.inputs.stored_files import files_of_start
 from megatron_packed.models.flops import FlopCounter
+from megatron_packed.models.run_model import device_of
 from megatron_packed.optim.lr_schedule import Schedule
 from megatron_packed.optim.weight_decay_schedule import WeightDecaySchedule
+from megatron_packed.reporting.closing_lines import ClosingLines
+from megatron_packed.reporting.console import Console
+from megatron_packed.reporting.log_file import RunIdentity
+from megatron_packed.reporting.out_of_memory import MemoryHistory, memory_history
+from megatron_packed.reporting.profiling import profiler_of
+from megatron_packed.reporting.run_facts import opening_of
+from megatron_packed.reporting.run_writers import (
+    Callback,
+    end_log,
+    progress_log_of,
+    write_page,
+    writers_of,
+)
+from megatron_packed.resume.phases_and_stored_packs import Resumed, resumed_options
+from megatron_packed.resume.restore import restore
+from megatron_packed.resume.run_and_random_state import RunState
 from megatron_packed.training.build_graphs import (
     build_graphs,
     capture_graphs,
@@ -36,12 +61,8 @@ from megatron_packed.training.build_graphs import (
     sentences_of_all_ranks,
     tune_graphs,
 )
-from megatron_packed.training.build_job import Job, build_job, device_of
+from megatron_packed.training.build_job import Job, build_job
 from megatron_packed.training.claimed_outputs import ClaimedOutputs
-from megatron_packed.training.closing_lines import ClosingLines
-from megatron_packed.training.console import Console
-from megatron_packed.training.epochs import with_epochs
-from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.failures import (
     failure_of,
     is_lost_connection,
@@ -49,28 +70,8 @@ from megatron_packed.training.failures import (
     write_status,
 )
 from megatron_packed.training.isolation_self_test import self_test
-from megatron_packed.training.kernels import check_kernels
-from megatron_packed.training.log_file import RunIdentity
-from megatron_packed.training.out_of_memory import MemoryHistory, memory_history
-from megatron_packed.training.profiling import profiler_of
-from megatron_packed.training.restore import restore
-from megatron_packed.training.resume import Resumed, resumed_options
-from megatron_packed.training.run_data import RunData, build_data
-from megatron_packed.training.run_description import describe, most_documents, name_kernels
-from megatron_packed.training.run_facts import opening_of
-from megatron_packed.training.run_state import RunState
-from megatron_packed.training.run_writers import (
-    Callback,
-    end_log,
-    progress_log_of,
-    write_page,
-    writers_of,
-)
-from megatron_packed.training.same_flags import check_same_flags
 from megatron_packed.training.signals import SignalFlag
-from megatron_packed.training.stored_files import files_of_start
 from megatron_packed.training.trainer import Trainer
-from megatron_packed.training.transformer_engine_checks import check_implementation
 
 
 def run_job(
@@ -274,9 +275,9 @@ def _build_model(launch: Launch, data: RunData) -> tuple[Job, RunState]:
     own_rows = config.parallel.sequence_parallel
     seed_all(
         config.training.seed,
-        groups.dp_rank,
-        cp_rank=groups.cp_rank,
-        tp_rank=groups.tp_rank if own_rows else 0,
+        groups.dp.rank,
+        cp_rank=groups.cp.rank,
+        tp_rank=groups.tp.rank if own_rows else 0,
     )
     job = build_job(config, groups, data.vocab_size)
     state = RunState(
@@ -295,7 +296,7 @@ def _build_model(launch: Launch, data: RunData) -> tuple[Job, RunState]:
         changed_files=data.changed_files,
         show=not console.silent,
     )
-    restore(config, state, console)
+    restore(config, state, console.say, console.warn)
     # Set after the restore: with lengths in samples, the last iteration depends on the position at
     # which the plan resumes.
     console.total_steps = config.last_iteration(state.progress.samples_ahead(config.packing))
@@ -305,11 +306,21 @@ def _build_model(launch: Launch, data: RunData) -> tuple[Job, RunState]:
 def _check_model(launch: Launch, data: RunData, job: Job) -> dict[str, str]:
     """Print model and kernels, run the isolation self-test, and return the names of the kernels."""
     config, groups, console = launch.config, launch.groups, launch.console
-    describe(config, groups, job, data, console)
-    kernels = name_kernels(config, groups, data, console)
+    describe(
+        config,
+        groups,
+        job.model,
+        data.train.plan.hash,
+        say=console.say,
+        detail=console.detail,
+    )
+    documents = most_documents(data)
+    kernels = name_kernels(
+        config, groups.device, documents, detail=console.detail, warn=console.warn
+    )
     # Run the test before graphs are captured, because its tensors have other shapes.
     if config.training.isolation_self_test:
-        self_test(config, groups, job.model, console, most_documents(data))
+        self_test(config, groups, job.model, console, documents)
     return kernels
 
 
@@ -322,8 +333,10 @@ def _build_trainer(
     opening = opening_of(
         config,
         groups,
-        data,
         kernels,
+        vocab_size=data.vocab_size,
+        packing=data.sentences(),
+        accounts=data.accounts,
         identity=RunIdentity.of(state.run_id, config),
         iteration=state.progress.iteration,
         last_iteration=last,
@@ -347,7 +360,7 @@ def _build_trainer(
         console=console,
         signal=launch.signal,
         watch=launch.watch,
-        hang_detector=launch.hang_detector,
+        hang_detector=launch.hang_detector or UNWATCHED,
         profiler=profiler_of(config, groups, console, max(last, state.progress.iteration)),
         progress_log=progress_log_of(config, groups, state, console),
     )
@@ -368,7 +381,7 @@ def _run_trainer(
             # From here on, ranks wait for each other in captured collectives, so hangs are watched.
             with nullcontext() if launch.hang_detector is None else launch.hang_detector:
                 if trainer.state.progress.iteration < trainer.last_iteration:
-                    trainer.steps.observe_routing()
+                    trainer.observe_routing()
                 if graphs is not None:
                     _capture(graphs, launch, job)
                 exit_code = trainer.run()

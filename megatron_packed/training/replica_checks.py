@@ -23,7 +23,6 @@ the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -33,10 +32,8 @@ from torch import Tensor
 from megatron_packed.checkpoint.rank_agreement import Ranks
 from megatron_packed.distributed.collectives import all_reduce_sum
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.zero1_layout import GRAIN_ELEMENTS, ParamSlot
-from megatron_packed.models.hybrid_model import HybridModel
-from megatron_packed.optim.optimizer import Optimizer
-from megatron_packed.training.replica_hashes import (
+from megatron_packed.distributed.hang_detection import UNWATCHED, DeviceWatch
+from megatron_packed.distributed.replica_hashes import (
     CHUNK,
     against_masters,
     bit_hash,
@@ -44,6 +41,10 @@ from megatron_packed.training.replica_hashes import (
     mismatches,
     on_host,
 )
+from megatron_packed.distributed.tensor_parallel_shards import is_expert
+from megatron_packed.distributed.zero1_layout import GRAIN_ELEMENTS, ParamSlot
+from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.optim.optimizer import Optimizer
 
 ROW = 512
 """Number of consecutive gradient elements that are summed for a comparison."""
@@ -99,7 +100,7 @@ class ReplicaCheck:
         model: the model.
         optimizer: the optimizer of the model's parameters.
         groups: process groups of this rank.
-        resting: context that is entered before the host waits for the device and for other ranks.
+        hang_detector: suspended while the host waits for the device and for other ranks.
     """
 
     def __init__(
@@ -107,13 +108,13 @@ class ReplicaCheck:
         model: HybridModel,
         optimizer: Optimizer,
         groups: ParallelGroups,
-        resting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        hang_detector: DeviceWatch = UNWATCHED,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.buffers = optimizer.buffers
         self.groups = groups
-        self._resting = resting
+        self._hang_detector = hang_detector
         self._spans = list(self._cut())
 
     def weights(self) -> None:
@@ -130,7 +131,7 @@ class ReplicaCheck:
             held[span.slot.part.expert, span.name] = bit_hash(self._held(span))
         due = list(self._hashes_of_masters())
         state = {key: bit_hash(tensor) for key, tensor in self._replicated_state()}
-        with self._resting():
+        with self._hang_detector.idle():
             numbers = on_host([*held.values(), *due, *state.values()])
             hashes = dict(
                 zip([*held, *state], [*numbers[: len(held)], *numbers[len(held) + len(due) :]])
@@ -153,8 +154,8 @@ class ReplicaCheck:
         expected = self._sums_of_rows()
         experts = self.buffers.layout.expert_numel // ROW
         if experts:
-            all_reduce_sum(expected[:experts], self.groups.expert_dp_group)
-        all_reduce_sum(expected[experts:], self.groups.dp_cp_group)
+            all_reduce_sum(expected[:experts], self.groups.expert_dp.group)
+        all_reduce_sum(expected[experts:], self.groups.dp_cp.group)
         reduce()
         wrong_rows = self._wrong_rows(expected, self._sums_of_rows())
         summed = {
@@ -165,7 +166,7 @@ class ReplicaCheck:
         # The tail (losses and counts) is summed by the same collective as the gradients, so a
         # defective link may change it as well.
         summed[False, "losses and counts of the step"] = bit_hash(self.buffers.tail, one_nan=True)
-        with self._resting():
+        with self._hang_detector.idle():
             *numbers, count = on_host([*summed.values(), wrong_rows.sum()])
             rows = wrong_rows.cpu() if count else wrong_rows[:0]
             wrong = {
@@ -224,8 +225,8 @@ class ReplicaCheck:
     def _replicated_state(self) -> Iterator[tuple[tuple[bool, str], Tensor]]:
         """Yield tensors besides parameters that must be equal on replicas, with their keys.
 
-        They are masters and moments that are not sharded, persistent buffers (experts' biases), and
-        the number of optimizer steps.
+        They are masters and moments that are not sharded, persistent buffers (experts' biases),
+        frozen parameters, and the number of optimizer steps.
         """
         state = self.optimizer.state_shards()
         yield (False, "the number of steps"), state["step"]
@@ -245,6 +246,10 @@ class ReplicaCheck:
         for name, buffer in self.model.named_buffers():
             if name in persistent:
                 yield (False, name), buffer
+        apart = self.buffers.ownership.experts is not None
+        for name, parameter in self.model.named_parameters():
+            if not parameter.requires_grad:
+                yield (apart and is_expert(parameter), name), parameter.detach()
 
     def _masters_of(self, span: OwnedSpan) -> str:
         """Return the masters that ``span`` should equal, in words for a message."""
@@ -287,7 +292,7 @@ class ReplicaCheck:
             torch.zeros_like(found[:, 0], dtype=torch.bool),
         )
         for bucket in self.buffers.layout.buckets:
-            ranks = self.groups.expert_dp_size if bucket.part.expert else self.groups.dp_cp_size
+            ranks = self.groups.expert_dp.size if bucket.part.expert else self.groups.dp_cp.size
             first, last = self.buffers.owned_span(bucket)
             rows = slice(first // ROW, last // ROW)
             (wanted, size), sums = expected[rows].unbind(1), found[rows, 0]
@@ -307,17 +312,17 @@ class ReplicaCheck:
 
     def _replicas(self, expert: bool) -> dist.ProcessGroup | None:
         """Return the group of ranks with the same parameters as this rank; None if there is none."""
-        return self.groups.expert_dp_group if expert else self.groups.dp_cp_group
+        return self.groups.expert_dp.group if expert else self.groups.dp_cp.group
 
     def _called(self, expert: bool, name: str) -> str:
         """Return ``name`` and the expert- and tensor-parallel rank, which tell shards apart."""
         groups, places = self.groups, []
-        if expert and groups.ep_size > 1:
-            places.append(f"expert-parallel rank {groups.ep_rank}")
+        if expert and groups.ep.size > 1:
+            places.append(f"expert-parallel rank {groups.ep.rank}")
         size, rank = (
-            (groups.expert_tp_size, groups.expert_tp_rank)
+            (groups.expert_tp.size, groups.expert_tp.rank)
             if expert
-            else (groups.tp_size, groups.tp_rank)
+            else (groups.tp.size, groups.tp.rank)
         )
         if size > 1:
             places.append(f"tensor-parallel rank {rank}")

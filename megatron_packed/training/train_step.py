@@ -26,13 +26,14 @@ from megatron_packed.cuda_graphs.step_graphs import StepGraphs
 from megatron_packed.distributed.collectives import all_reduce_sum
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.hang_detection import UNWATCHED, DeviceWatch
 from megatron_packed.distributed.overlapped_collectives import OverlappedReduce
+from megatron_packed.models.expert_counts import ASSIGNED, ExpertCounts
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.lm_head_and_loss import HybridOutput
+from megatron_packed.models.metrics_layout import MetricsLayout
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.training.expert_counts import ASSIGNED, ExpertCounts
-from megatron_packed.training.metrics_layout import MetricsLayout
 from megatron_packed.training.replica_checks import UNCHECKED, StepChecks
 
 MICRO_BATCH, LAST_MICRO_BATCH, VALIDATION = "micro-batch", "last micro-batch", "validation"
@@ -92,8 +93,8 @@ class TrainStep:
         self.device = buffers.device
         self.graphs: StepGraphs | None = None
         """Captured graphs of layers or of whole parts of a step; None: everything runs eagerly."""
-        self.beat: Callable[[], None] = lambda: None
-        """Function called before every micro-batch. See [Note: hangs that no timeout sees]."""
+        self.hang_detector: DeviceWatch = UNWATCHED
+        """Gets a sign before every micro-batch. See [Note: hangs that no timeout sees]."""
         self.layout = MetricsLayout.of(groups, model)
         self._extras = buffers.tail
         self._signs = self._extras[self.layout.signs]
@@ -389,7 +390,7 @@ class TrainStep:
     def _run(self, part: str, micro_batch: MicroBatch) -> None:
         """Run one of ``parts`` on a micro-batch, by replay if possible."""
         # Send the heartbeat before queueing, because the host may then block in the driver.
-        self.beat()
+        self.hang_detector.beat()
         if self.graphs is not None:
             self.graphs.run(part, self.parts[part], micro_batch)
         else:
@@ -399,7 +400,7 @@ class TrainStep:
         """Sum gradients and signs over ranks. See [Note: which ranks a sum goes over]."""
         with record_function("tp::reduce"):
             self._shared.sum()
-            all_reduce_sum(self._signs, self.groups.tp_group)
+            all_reduce_sum(self._signs, self.groups.tp.group)
 
     def _reduce_over_replicas(self) -> None:
         with record_function("dp::reduce"):

@@ -13,6 +13,7 @@ import torch
 
 from megatron_packed.checkpoint.errors import NoCheckpointError
 from megatron_packed.checkpoint.load import BEST, Step, newest_metadata
+from megatron_packed.checkpoint.run_metadata import metadata_problem
 from megatron_packed.config.parser.precedence import GivenOptions
 from megatron_packed.config.parser.stored_options import STORED, take_for_inference
 from megatron_packed.config.run import SECTIONS, RunConfig
@@ -20,6 +21,11 @@ from megatron_packed.config.section import section_fields
 from megatron_packed.config.serialise import from_dict
 from megatron_packed.data.tokenizers.base import Tokenizer, answer_text
 from megatron_packed.data.tokenizers.untrusted_tokenizer import open_tokenizer
+from megatron_packed.explain.kernel_reasons import chosen_kernels
+from megatron_packed.explain.transformer_engine_checks import check_implementation
+from megatron_packed.inputs.open_documents import build_tokenizer
+from megatron_packed.inputs.prompts import encode_prompts, texts
+from megatron_packed.inputs.stored_files import stored_files
 from megatron_packed.layers.transformer_impl import (
     LOCAL_NAME,
     TRANSFORMER_ENGINE_NAME,
@@ -27,15 +33,9 @@ from megatron_packed.layers.transformer_impl import (
 )
 from megatron_packed.models.generate import generate
 from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.models.run_model import device_of, dtype_of
 from megatron_packed.models.sampling import Sampling
-from megatron_packed.training.build_job import device_of, dtype_of
-from megatron_packed.training.checkpoint_metadata import metadata_problem
-from megatron_packed.training.kernels import chosen_kernels
-from megatron_packed.training.load_for_inference import load_model
-from megatron_packed.training.open_documents import build_tokenizer
-from megatron_packed.training.prompts import encode_prompts, texts
-from megatron_packed.training.stored_files import stored_files
-from megatron_packed.training.transformer_engine_checks import check_implementation
+from megatron_packed.resume.load_for_inference import load_model
 
 
 def inference_device(config: RunConfig) -> torch.device:

@@ -38,7 +38,6 @@ def _runs(process: int) -> bool:
 
 
 def report_file(folder: str | Path, rank: int) -> Path:
-    """Return the path of the report of a rank."""
     return Path(folder) / f"rank_{rank}.json"
 
 

@@ -17,8 +17,8 @@ from megatron_packed.config.optional_packages import required_packages
 from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.standard_streams import guard_standard_streams
+from megatron_packed.resume.stored_options import stored_options
 from megatron_packed.training.signals import SignalFlag
-from megatron_packed.training.stored_options import stored_options
 from megatron_packed.training.under_launcher import end_with_launcher
 
 
@@ -50,9 +50,11 @@ def launched() -> NoReturn:
 def explain(config: RunConfig) -> str:
     """Return the report of ``--explain``."""
     apply_environment(config.training)
-    from megatron_packed.training.explain import explain
+    from megatron_packed.explain.report import explain
+    from megatron_packed.inputs.known_data import known_data
+    from megatron_packed.resume.allowed_changes import refusal_of_stored_model
 
-    return explain(config)
+    return explain(config, known_data(config), refusal_of_stored_model(config))
 
 
 def _run(config: RunConfig, signal_flag: SignalFlag) -> NoReturn:

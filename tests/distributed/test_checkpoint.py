@@ -52,7 +52,7 @@ def save(
         {"step": step},
         rank=groups.rank,
         world_size=groups.world_size,
-        group=groups.dp_group,
+        group=groups.dp.group,
         keep_last=1,
         on_site=on_site,
         attached={"tokenizer.json": "{}"},
@@ -69,7 +69,7 @@ def load(path: str, groups: ParallelGroups, **more) -> tuple[int, bool, str]:
         whole_tensors({**found, **rng}),
         rank=groups.rank,
         world_size=groups.world_size,
-        group=groups.dp_group,
+        group=groups.dp.group,
         allow_missing=("rng/",),
         allow_extra=("rng/",),
         warn=lines.append,
@@ -100,7 +100,7 @@ def _round_trip(groups: ParallelGroups, root: str) -> dict:
         "sizes": [f.stat().st_size for f in sorted(saved.path.glob("rank_*"))],
         "loaded": load(root, groups),
         "attached": read_attachments(
-            root, rank=groups.rank, world_size=groups.world_size, group=groups.dp_group
+            root, rank=groups.rank, world_size=groups.world_size, group=groups.dp.group
         ).texts,
     }
 
@@ -213,7 +213,7 @@ def _damage(groups: ParallelGroups, root: str) -> dict:
             whole_tensors(wrong),
             rank=groups.rank,
             world_size=2,
-            group=groups.dp_group,
+            group=groups.dp.group,
             allow_extra=("rng/",),
         )
     except CheckpointMismatchError as error:
@@ -226,7 +226,7 @@ def _damage(groups: ParallelGroups, root: str) -> dict:
             pieces,
             rank=groups.rank,
             world_size=2,
-            group=groups.dp_group,
+            group=groups.dp.group,
             allow_extra=("rng/",),
         )
     except CheckpointMismatchError as error:
@@ -242,7 +242,7 @@ def _damage(groups: ParallelGroups, root: str) -> dict:
     ]
     try:
         save_checkpoint(
-            root, 30, overlapping, {}, rank=groups.rank, world_size=2, group=groups.dp_group
+            root, 30, overlapping, {}, rank=groups.rank, world_size=2, group=groups.dp.group
         )
     except CheckpointError as error:
         results["overlap"] = str(error)
@@ -254,7 +254,7 @@ def _damage(groups: ParallelGroups, root: str) -> dict:
     return results
 
 
-def test_both_ranks_decide_alike(tmp_path):
+def test_both_ranks_reach_the_same_decision(tmp_path):
     for step in (10, 20):
         run = ParallelGroups.single()
         shards = split_replicated(make_state(step), 0, 1) + whole_tensors(rng_state(0, step))
@@ -288,7 +288,7 @@ def _save_and_damage(groups: ParallelGroups, root: str) -> dict:
         rng_state(groups.rank, 20)
     )
     save_checkpoint(
-        root, 20, shards, {"step": 20}, rank=groups.rank, world_size=2, group=groups.dp_group
+        root, 20, shards, {"step": 20}, rank=groups.rank, world_size=2, group=groups.dp.group
     )
     return _damage(groups, root)
 

@@ -21,7 +21,7 @@ from megatron_packed.distributed.collectives import (
 )
 from megatron_packed.distributed.differentiable import linear_map
 from megatron_packed.distributed.flat_buffers import FlatBuffers
-from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.groups import Axis, ParallelGroups
 from megatron_packed.distributed.tensor_parallel_shards import Shard, SplitSegment
 from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.layers.context_parallel import ContextParallel
@@ -168,7 +168,7 @@ def train(run: Run, groups: ParallelGroups | None = None) -> dict[str, Any]:
     with mutated(PATCHES, run.mutation):
         model = build(run, groups)
         buffers = FlatBuffers(model) if run.flat else None
-        cp_group = None if groups is None else groups.cp_group
+        cp_group = None if groups is None else groups.cp.group
         sums, rows = [], []
         for seed, lengths in enumerate(PACKS):
             output = model(pack(lengths, run, seed=seed, slots=SLOTS))
@@ -187,7 +187,7 @@ def train(run: Run, groups: ParallelGroups | None = None) -> dict[str, Any]:
         if buffers is None and groups is not None:
             experts = {n for n, p in model.sharded_parameters().items() if p.is_expert}
             for name, gradient in gradients.items():
-                all_reduce_sum(gradient, groups.expert_dp_group if name in experts else cp_group)
+                all_reduce_sum(gradient, groups.expert_dp.group if name in experts else cp_group)
     return {
         "sums": all_reduce_sum(torch.cat([value.double().view(-1) for value in sums]), cp_group),
         "rows": rows,
@@ -314,7 +314,7 @@ def test_ranks_pass_the_states_of_scans(
 
 def halos(groups: ParallelGroups, width: int) -> tuple[list[float], list[float]]:
     """Return the halo of this rank's two rows, and their gradients from the halos of all ranks."""
-    cp = ContextParallel.of(groups, mamba_cp_comm_type="state")
+    cp = ContextParallel.from_groups(groups, mamba_cp_comm_type="state")
     rows_T1 = (2 * cp.rank + torch.tensor([[1.0], [2.0]])).requires_grad_()
     joined_T1 = torch.cat([StatePassing(cp, width).halo_of(rows_T1), rows_T1])
     joined_T1[: width - 1].sum().backward()
@@ -335,12 +335,12 @@ def test_a_halo_may_be_longer_than_the_part_of_a_rank(pools: WorkerPools) -> Non
 
 def rows_from_others(groups: ParallelGroups) -> list[list[list[float]]]:
     """Return the rows that this rank receives forward and back; rank r sends r + 1 and 10 (r + 1)."""
-    assert groups.cp_group is not None
+    assert groups.cp.group is not None
     own_12 = torch.tensor([[1.0, 10.0]]) * (
-        ContextParallel.of(groups, mamba_cp_comm_type="state").rank + 1
+        ContextParallel.from_groups(groups, mamba_cp_comm_type="state").rank + 1
     )
     return [
-        start_row_from_others(own_12, groups.cp_group, back=back).wait().tolist()
+        start_row_from_others(own_12, groups.cp.group, back=back).wait().tolist()
         for back in (False, True)
     ]
 
@@ -350,7 +350,9 @@ def place_in_pack(groups: ParallelGroups) -> tuple[int, int, list[int] | None]:
     packed: Any = SimpleNamespace(
         total_tokens=8, seq_idx=torch.tensor([[0, 0, 1, 1, 1, 2, 2, 3]], dtype=torch.int32)
     )
-    part = StatePassing(ContextParallel.of(groups, mamba_cp_comm_type="state"), 4).part(packed)
+    part = StatePassing(ContextParallel.from_groups(groups, mamba_cp_comm_type="state"), 4).part(
+        packed
+    )
     before = part.document_before_1
     return part.number, part.parts, None if before is None else before.tolist()
 
@@ -415,7 +417,7 @@ def rows_of_ranks(groups: ParallelGroups, runs: list[Run]) -> list[Tensor]:
         batch = pack(PACKS[0], run, slots=SLOTS)
         packed = model.prepare(batch.packed)
         mine_T = model(batch).per_token_loss_T
-        assert mine_T.shape[0] == SLOTS // groups.cp_size
+        assert mine_T.shape[0] == SLOTS // groups.cp.size
         found.append(model.cp.gather(mine_T, packed))
     return found
 
@@ -448,7 +450,7 @@ def collectives_of_layers(groups: ParallelGroups, runs: list[Run]) -> list[dict[
         model = build(run, groups)
         with Recorder() as preparing:
             packed = model.prepare(pack(PACKS[0], run, slots=SLOTS).packed)
-        hidden_TD = torch.randn(SLOTS // groups.cp_size, 32, dtype=run.dtype, requires_grad=True)
+        hidden_TD = torch.randn(SLOTS // groups.cp.size, 32, dtype=run.dtype, requires_grad=True)
         with Recorder() as forward:
             output_TD = model.layers[0](hidden_TD, packed)
         with Recorder() as backward:
@@ -591,7 +593,7 @@ def leaks(groups: ParallelGroups, runs: list[Run], joined: bool = False) -> list
         model = build(run, groups)
         moved = {"loss": 0.0, "input gradients": 0.0, "own": 0.0}
         cuts = CUT if run.comm_type == "a2a" else CUT_ALIGNED
-        if groups.world_size == 2 or groups.tp_size > 1:
+        if groups.world_size == 2 or groups.tp.size > 1:
             cuts = {name: lengths for name, lengths in cuts.items() if name in FEWER_CUTS}
         for lengths in cuts.values():
             batch = pack(lengths, run)
@@ -606,7 +608,7 @@ def leaks(groups: ParallelGroups, runs: list[Run], joined: bool = False) -> list
             for name, value in before.items():
                 own_T = changed_T
                 if name == "input gradients" and run.sequence_parallel:
-                    own_T = own_rows(changed_T, groups.tp_group)
+                    own_T = own_rows(changed_T, groups.tp.group)
                 difference_T = (value - after[name]).abs().view(len(own_T), -1).amax(dim=1)
                 for key, rows_T in ((name, ~own_T), ("own", own_T)):
                     moved[key] = max(moved[key], float((difference_T * rows_T).max()))
@@ -756,7 +758,7 @@ def test_a_missing_step_is_seen(pools: WorkerPools) -> None:
 def model_of(
     comm_type: str = "a2a", pattern: str = "M*", cp_size: int = 2, **changes: Any
 ) -> HybridModel:
-    groups = ParallelGroups(device=torch.device("cpu"), cp_size=cp_size)
+    groups = ParallelGroups(device=torch.device("cpu"), cp=Axis(size=cp_size))
     return HybridModel(
         cases.tiny_config(pattern, **changes),
         vocab_size=cases.VOCAB,

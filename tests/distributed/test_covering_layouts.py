@@ -21,7 +21,8 @@ from torch import Tensor
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPools
-from megatron_packed.training.build_job import build_model, job_of_model
+from megatron_packed.models.run_model import build_model
+from megatron_packed.training.build_job import job_of_model
 from support.covering_layouts import (
     NONE,
     STEPS,

@@ -44,14 +44,14 @@ def fused_to_columns(x_TW: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """
     x, dt, b = x_TW.split([12, 4, 8], dim=1)
     return rows_to_columns(
-        [x.unflatten(1, (4, 3)), dt, b.unflatten(1, (2, 4))], EqualExchange.of(group)
+        [x.unflatten(1, (4, 3)), dt, b.unflatten(1, (2, 4))], EqualExchange.over(group)
     )
 
 
 def fused_to_rows(x_TW: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Convert a fused ``(T, 6 + 2)`` tensor, two heads of 3 and two of 1 per rank, back to rows."""
     y, z = x_TW.split([6, 2], dim=1)
-    moved = heads_to_rows([y.unflatten(1, (2, 3)), z], EqualExchange.of(group))
+    moved = heads_to_rows([y.unflatten(1, (2, 3)), z], EqualExchange.over(group))
     return torch.cat([y.flatten(1) for y in moved], dim=1)
 
 
@@ -107,7 +107,7 @@ def inner(a: Tensor, b: Tensor, state: str, group: dist.ProcessGroup) -> float:
 
 
 def adjointness(groups: ParallelGroups) -> dict[str, tuple[float, float, bool, bool]]:
-    group, rank = groups.tp_group, groups.tp_rank
+    group, rank = groups.tp.group, groups.tp.rank
     assert group is not None
     found = {}
     for name, case in CASES.items():
@@ -156,8 +156,8 @@ def outputs(groups: ParallelGroups, dtype: torch.dtype) -> dict[str, tuple[Tenso
     """Return inputs and outputs; inputs are small integers, so sums are exact in every dtype."""
     found = {}
     for name, case in CASES.items():
-        x = (4 * draw(case.shape, case.domain, groups.tp_rank, 3)).round().to(dtype)
-        found[name] = (x, case.function(x, groups.tp_group))
+        x = (4 * draw(case.shape, case.domain, groups.tp.rank, 3)).round().to(dtype)
+        found[name] = (x, case.function(x, groups.tp.group))
     return found
 
 
@@ -231,10 +231,10 @@ def mlp(x: Tensor, w1: Tensor, w2: Tensor, groups: ParallelGroups, how: str) -> 
 
     ``x`` and the result are replicated, or split by rows with sequence parallelism.
     """
-    group = groups.tp_group
+    group = groups.tp.group
     w1, w2 = (
-        _mine(w1, groups.tp_rank, groups.tp_size, 0),
-        _mine(w2, groups.tp_rank, groups.tp_size, 1),
+        _mine(w1, groups.tp.rank, groups.tp.size, 0),
+        _mine(w2, groups.tp.rank, groups.tp.size, 1),
     )
     if how == "sequence parallel":
         return scatter_rows(F.gelu(gather_rows(x, group) @ w1.T) @ w2.T, group)
@@ -250,7 +250,7 @@ def mixer(x_TW: Tensor, decay_N: Tensor, groups: ParallelGroups) -> Tensor:
 
     Input ``(T/c, 4 x 3 + 2 x 3)``, output ``(T/c, 12)``.
     """
-    group, ranks, rank = groups.tp_group, groups.tp_size, groups.tp_rank
+    group, ranks, rank = groups.tp.group, groups.tp.size, groups.tp.rank
     x, b = x_TW.split([12, 6], dim=1)
     tensors = [x.unflatten(1, (4, 3)), b.unflatten(1, (2, 3))]
 
@@ -281,7 +281,7 @@ def train(groups: ParallelGroups, how: str) -> dict[str, Tensor]:
         name: torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
         for name, shape in shapes.items()
     }
-    group, rank, size = groups.tp_group, groups.tp_rank, groups.tp_size
+    group, rank, size = groups.tp.group, groups.tp.rank, groups.tp.size
     rows = how == "sequence parallel"
     x = _mine(weights["x"], rank, size, 0) if rows else weights["x"]
     h = x + mlp(x, weights["w1"], weights["w2"], groups, how)
@@ -318,7 +318,7 @@ def count_calls(groups: ParallelGroups) -> list[int]:
     dist.all_to_all_single = lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs)
     try:
         x = torch.randn(4, 24, requires_grad=True)
-        y = fused_to_columns(x, groups.tp_group)
+        y = fused_to_columns(x, groups.tp.group)
         forward = len(calls)
         y.sum().backward()
     finally:
@@ -331,8 +331,8 @@ def test_all_tensors_travel_in_one_message(pools: WorkerPools) -> None:
 
 
 def refusals(groups: ParallelGroups) -> list[str]:
-    group = groups.tp_group
-    exchange = EqualExchange.of(group)
+    group = groups.tp.group
+    exchange = EqualExchange.over(group)
     attempts = [
         lambda: scatter_rows(torch.ones(5, 2), group),
         lambda: split_rows(torch.ones(5, 2), group),

@@ -18,8 +18,8 @@ from megatron_packed.distributed import all_to_all
 from megatron_packed.distributed.all_to_all import EqualExchange, exchange_equal_parts
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPools
+from megatron_packed.models.equal_exchanges import exchange_line
 from megatron_packed.training.build_job import build_job
-from megatron_packed.training.equal_exchanges import exchange_line
 from support.layouts import VOCAB, Way, config_of, mine
 from support.shared_file_exchange import PIECE_BYTES, SharedFileExchange, stand_in_exchanges
 from support.whole_state import assembled, assert_same_bits, everything
@@ -93,10 +93,10 @@ def test_steps_are_those_with_collectives(name: str, pools: WorkerPools) -> None
 
 def forward_and_backward(groups: ParallelGroups) -> dict[str, bool]:
     """Exchange messages of all sizes and layouts, forward and backward, both ways."""
-    assert groups.tp_group is not None
-    plain, symmetric = EqualExchange(groups.tp_group), EqualExchange(groups.tp_group)
-    symmetric.memory = SharedFileExchange(groups.tp_group, groups.device, PIECE_BYTES)
-    ranks, equal = groups.tp_size, {}
+    assert groups.tp.group is not None
+    plain, symmetric = EqualExchange(groups.tp.group), EqualExchange(groups.tp.group)
+    symmetric.memory = SharedFileExchange(groups.tp.group, groups.device, PIECE_BYTES)
+    ranks, equal = groups.tp.size, {}
     for number, (rows, dtype) in enumerate(
         [(0, torch.float32), (1, torch.bfloat16), (77, torch.float64), (1500, torch.float32)]
     ):

@@ -153,7 +153,7 @@ def packs(replicas: int = 1) -> list[MicroBatch]:
 
 def train(run: Run, groups: ParallelGroups | None = None) -> dict[str, Any]:
     """Run this rank's packs; return their outputs and this rank's shards of all summed gradients."""
-    rank, ranks = (groups.dp_rank, groups.dp_size) if groups else (0, 1)
+    rank, ranks = (groups.dp.rank, groups.dp.size) if groups else (0, 1)
     with mutated(PATCHES, run.mutation):
         model = build(run, groups)
         if groups is None and model.global_balance is not None:
@@ -171,7 +171,7 @@ def train(run: Run, groups: ParallelGroups | None = None) -> dict[str, Any]:
             if groups is not None and not (
                 part.is_expert and run.mutation == "weights of experts without a sum"
             ):
-                group = groups.expert_dp_group if part.is_expert else groups.dp_cp_group
+                group = groups.expert_dp.group if part.is_expert else groups.dp_cp.group
                 all_reduce_sum(part.parameter.grad, group)
         return {
             "outputs": outputs,
@@ -183,7 +183,7 @@ def train(run: Run, groups: ParallelGroups | None = None) -> dict[str, Any]:
 
 def of_pack(output: HybridOutput, groups: ParallelGroups | None) -> list[Tensor]:
     """Combine the outputs of all context-parallel ranks for a pack."""
-    group = groups.cp_group if groups else None
+    group = groups.cp.group if groups else None
     together = {
         name: all_gather_rows(value.detach(), group)
         if name == "per_token_loss_T"
@@ -240,7 +240,7 @@ class PlainBalance(torch.nn.Module):
 
 
 def train_ranks(groups: ParallelGroups, runs: list[Run]) -> list[dict[str, Any]]:
-    return [train(replace(run, replicas=groups.dp_size), groups) for run in runs]
+    return [train(replace(run, replicas=groups.dp.size), groups) for run in runs]
 
 
 def replicas_of(world_size: int, layout: dict[str, int]) -> int:
@@ -482,7 +482,7 @@ def test_a_buffer_that_is_too_small_is_known_to_all_who_share_it(
     check(pools, world_size, layout, repeated)
 
 
-def test_the_size_of_the_buffer_is_told(pools: WorkerPools) -> None:
+def test_the_size_of_the_buffer_is_reported(pools: WorkerPools) -> None:
     T, K, D = packs()[0].packed.total_tokens, 2, 32
     single = build(Run(pattern="E"), None).expert_buffer(T)
     assert single is not None and (single.rows, single.worst_rows, single.bytes_per_row) == (
@@ -517,7 +517,7 @@ def optimized(run: Run, groups: ParallelGroups | None, distributed: bool) -> dic
 
     Return norms, this rank's shards of the parameters, and exact counts of routed tokens.
     """
-    rank, ranks = (groups.dp_rank, groups.dp_size) if groups else (0, 1)
+    rank, ranks = (groups.dp.rank, groups.dp.size) if groups else (0, 1)
     groups = groups or ParallelGroups.single()
     model = build(run, groups)
     ownership = (Ownership.over if distributed else Ownership.undivided)(groups)
@@ -649,20 +649,20 @@ def leaks(groups: ParallelGroups, runs: list[Run]) -> list[dict[str, float]]:
         at = sum(cases.AWKWARD) - 10
         for seen, change in ((before, 0), (after, 1)):
             other = batch.with_buffer(batch.buffer.clone())
-            if groups.dp_rank == 0:
+            if groups.dp.rank == 0:
                 other.tokens[at] = (other.tokens[at] + change) % cases.VOCAB
                 other.labels[at - 1] = other.tokens[at]
             seen |= observe(model, other)
         others_T = (
             batch.packed.seq_idx[0] != batch.packed.seq_idx[0, at]
-            if groups.dp_rank == 0
+            if groups.dp.rank == 0
             else slice(None)
         )
         changes = {}
         for name in before:
             rows_T = others_T
-            if name == "input gradients" and run.sequence_parallel and groups.dp_rank == 0:
-                rows_T = own_rows(others_T, groups.tp_group)
+            if name == "input gradients" and run.sequence_parallel and groups.dp.rank == 0:
+                rows_T = own_rows(others_T, groups.tp.group)
             changes[name] = float((before[name][rows_T] - after[name][rows_T]).abs().max())
         changes["own"] = float((before["loss"] - after["loss"]).abs().max())
         found.append(changes)

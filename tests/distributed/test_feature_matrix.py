@@ -68,14 +68,14 @@ def step_of(way: Way, groups: ParallelGroups, packing: bool, number: int) -> lis
     main, aux, later = scales_of(LENGTHS)
     scales = (main, aux * len(LENGTHS) / len(packs), later)
     made = []
-    for first in range(0, len(packs), groups.dp_size):
-        together = packs[first : first + groups.dp_size]
+    for first in range(0, len(packs), groups.dp.size):
+        together = packs[first : first + groups.dp.size]
         size = CAPTURE_SIZES.smallest_for(max(map(len, together)), SLOTS)
         assert size is not None
         alignment = config_of(way).document_alignment
         made.append(
             MicroBatch.build(
-                together[groups.dp_rank], SLOTS, size.capacity, scales, size.max_seqlen, alignment
+                together[groups.dp.rank], SLOTS, size.capacity, scales, size.max_seqlen, alignment
             )
         )
     return made

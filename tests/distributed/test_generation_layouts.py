@@ -13,8 +13,9 @@ from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.models.decoder import Decoder
 from megatron_packed.models.generate import generate
+from megatron_packed.models.run_model import build_model
 from megatron_packed.models.sampling import Sampling
-from megatron_packed.training.build_job import Job, build_model, job_of_model
+from megatron_packed.training.build_job import Job, job_of_model
 from support.covering_layouts import NONE, VOCAB, Way, config_of, micro_batches
 from support.whole_state import Shards, everything, same_bits
 

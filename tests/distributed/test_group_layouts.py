@@ -31,7 +31,7 @@ def describe(groups: ParallelGroups) -> dict:
     """
     found, made = {}, {}
     for axis in GROUP_AXES:
-        group = getattr(groups, f"{axis}_group")
+        group = getattr(groups, axis).group
         total = torch.tensor([10**groups.rank], device=groups.device)
         if group is not None:
             dist.all_reduce(total, group=group)
@@ -43,20 +43,20 @@ def describe(groups: ParallelGroups) -> dict:
                 for rank in range(groups.world_size)
                 if str(int(total))[::-1][rank : rank + 1] == "1"
             ),
-            getattr(groups, f"{axis}_size"),
-            getattr(groups, f"{axis}_rank"),
+            getattr(groups, axis).size,
+            getattr(groups, axis).rank,
         )
     meshes = {}
     for mesh in (groups.mesh, groups.expert_mesh):
         for name in mesh.mesh_dim_names:
             meshes[name] = tuple(dist.get_process_group_ranks(mesh.get_group(name)))
-            assert mesh.get_group(name) is getattr(groups, f"{name}_group")
-            assert mesh.get_local_rank(name) == getattr(groups, f"{name}_rank")
+            assert mesh.get_group(name) is getattr(groups, name).group
+            assert mesh.get_local_rank(name) == getattr(groups, name).rank
         assert mesh.mesh.flatten().tolist() == list(range(groups.world_size))
     timeouts = {
         group._get_backend(groups.device).options._timeout
         for axis in GROUP_AXES
-        if (group := getattr(groups, f"{axis}_group")) is not None
+        if (group := getattr(groups, axis).group) is not None
     }
     return {
         "axes": found,
@@ -108,7 +108,7 @@ def check(layout: ParallelLayout, ranks: list[dict], timeout: timedelta) -> None
         assert found["timeouts"] == {timeout}
 
 
-def test_equal_groups_are_one_but_gradients_never_wait_behind_tokens(pools: WorkerPools) -> None:
+def test_equal_groups_are_one_but_gradients_never_wait_for_tokens(pools: WorkerPools) -> None:
     found = pools.run(describe, 4, layout={"tp_size": 2, "ep_size": 4, "expert_tp_size": 1})[0]
     made, is_world = found["made"], found["is_world"]
     assert (

@@ -100,7 +100,7 @@ def exchanged(x: Tensor, group: dist.ProcessGroup, parts: int) -> tuple[list[str
 
 def orders(groups: ParallelGroups) -> list[tuple[list[str], list[str]]]:
     x = torch.randn(4, 8, 3, generator=torch.Generator().manual_seed(groups.rank))
-    return [exchanged(x.clone().requires_grad_(), groups.cp_group, parts) for parts in (1, 2, 4)]
+    return [exchanged(x.clone().requires_grad_(), groups.cp.group, parts) for parts in (1, 2, 4)]
 
 
 def test_the_next_part_is_on_its_way_before_a_part_is_computed(pools: WorkerPools) -> None:

@@ -52,7 +52,7 @@ def compare(
     assert way.tp_overlap == (
         job.model.tp.products is not None and job.model.tp.products.memory is not None
     )
-    packs = LENGTHS[: 2 * groups.dp_size]
+    packs = LENGTHS[: 2 * groups.dp.size]
     steps = [
         step_of(way, groups, number, lengths)
         for number, lengths in enumerate(((TOO_MANY, *packs[1:]), packs[::-1]))

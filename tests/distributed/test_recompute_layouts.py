@@ -54,7 +54,7 @@ def one_step(config: RunConfig, groups: ParallelGroups) -> tuple[list[object], i
 
     The state shows the gradients, because the first moments are gradients after one step.
     """
-    seed_all(5, groups.dp_rank, cp_rank=groups.cp_rank, tp_rank=groups.tp_rank)
+    seed_all(5, groups.dp.rank, cp_rank=groups.cp.rank, tp_rank=groups.tp.rank)
     job = build_job(config, groups, VOCAB)
     with Recorder() as recorder:
         metrics = job.step(micro_batches(config, groups, 0), 0.1)

@@ -25,10 +25,12 @@ from megatron_packed.distributed.sequence_parallel_products import (
 from megatron_packed.distributed.symmetric_memory import connect, workspace_bytes
 from megatron_packed.distributed.tensor_parallel_shards import SplitSegment
 from megatron_packed.distributed.testing import WorkerPools
+from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.build import Build
 from megatron_packed.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_packed.layers.tensor_parallel import TensorParallel
+from megatron_packed.models.tensor_overlap import overlap_line
 from megatron_packed.training.build_job import build_job
-from megatron_packed.training.tensor_overlap import overlap_line
 from support.blockwise_memory import BlockwiseMemory, stand_in_memory
 from support.layouts import VOCAB, Way, config_of, mine
 from support.recorder import Recorder
@@ -63,11 +65,11 @@ CASES: dict[str, tuple[TensorOverlap, dict[str, int]]] = {
 
 
 def tensor_parallel(groups: ParallelGroups, overlap: TensorOverlap, rows: int) -> TensorParallel:
-    tp = TensorParallel.of(groups, sequence_parallel=True, overlap=overlap)
-    assert tp.products is not None and groups.tp_group is not None
+    tp = TensorParallel.from_groups(groups, sequence_parallel=True, overlap=overlap)
+    assert tp.products is not None and groups.tp.group is not None
     if overlap.fuses:
         needed = workspace_bytes(rows, WIDTH, torch.float64)
-        tp.products.memory = BlockwiseMemory(groups.tp_group, needed)
+        tp.products.memory = BlockwiseMemory(groups.tp.group, needed)
     return tp
 
 
@@ -91,10 +93,10 @@ def run_layers(
     """
     tp = tensor_parallel(groups, overlap, ROWS)
     segment = SplitSegment(noun="channels", count=INNER, width=1)
-    options: dict[str, Any] = {"bias": bias, "tp": tp, "device": "cpu", "dtype": torch.float64}
-    column = ColumnParallelLinear(WIDTH, tp.shard(segment), **options)
-    row = RowParallelLinear(tp.shard(segment, dim=1), WIDTH, **options)
-    generator = torch.Generator().manual_seed(groups.tp_rank)
+    build = Build(backends=Backends(), tp=tp, device="cpu", dtype=torch.float64)
+    column = ColumnParallelLinear(WIDTH, tp.shard(segment), bias=bias, build=build)
+    row = RowParallelLinear(tp.shard(segment, dim=1), WIDTH, bias=bias, build=build)
+    generator = torch.Generator().manual_seed(groups.tp.rank)
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
@@ -199,8 +201,8 @@ def order_of_work(groups: ParallelGroups, overlap: TensorOverlap) -> list[str]:
     """Return the operations of the backward pass of a column-parallel layer, in order."""
     tp = tensor_parallel(groups, overlap, ROWS)
     rows = tp.shard(SplitSegment(noun="channels", count=INNER, width=1))
-    options: dict[str, Any] = {"bias": False, "tp": tp, "device": "cpu", "dtype": torch.float64}
-    layer = ColumnParallelLinear(WIDTH, rows, **options)
+    build = Build(backends=Backends(), tp=tp, device="cpu", dtype=torch.float64)
+    layer = ColumnParallelLinear(WIDTH, rows, bias=False, build=build)
     layer.weight.data.normal_()
     y = layer(torch.randn(ROWS, WIDTH, dtype=torch.float64, requires_grad=True))
     order = Order()
@@ -346,8 +348,8 @@ def test_steps_are_those_without_overlap(way: Way, pools: WorkerPools) -> None:
 
 
 def connected_on_the_cpu(groups: ParallelGroups) -> object:
-    assert groups.tp_group is not None
-    return connect(groups.tp_group, groups, torch.bfloat16, 1024)
+    assert groups.tp.group is not None
+    return connect(groups.tp.group, groups, torch.bfloat16, 1024)
 
 
 def test_a_cpu_has_no_symmetric_memory(pools: WorkerPools) -> None:

@@ -15,7 +15,7 @@ import megatron_packed.layers.tensor_parallel as tensor_parallel
 from megatron_packed.distributed.collectives import own_rows
 from megatron_packed.distributed.differentiable import reduce_from
 from megatron_packed.distributed.flat_buffers import FlatBuffers
-from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.groups import Axis, ParallelGroups
 from megatron_packed.distributed.tensor_parallel_gradients import SharedGradients
 from megatron_packed.distributed.tensor_parallel_shards import Shard, ShardPiece, SplitSegment
 from megatron_packed.distributed.testing import WorkerPools
@@ -343,7 +343,7 @@ def after_a_rounding(groups: ParallelGroups) -> dict[str, Tensor]:
     }
     copies = {n: p for n, p in copies.items() if ".mixer.norm." not in n}
     for number, parameter in enumerate(copies.values()):
-        parameter.main_grad.fill_(1.0 + number + 1e-3 * groups.tp_rank)
+        parameter.main_grad.fill_(1.0 + number + 1e-3 * groups.tp.rank)
     model.shared_gradients().sum()
     return {name: parameter.main_grad.clone() for name, parameter in copies.items()}
 
@@ -537,7 +537,7 @@ def leaks(groups: ParallelGroups, runs: list[Run]) -> list[dict[str, float]]:
         for name in before:
             rows_T = others_T
             if name == "input gradients" and run.sequence_parallel:
-                rows_T = own_rows(others_T, groups.tp_group)
+                rows_T = own_rows(others_T, groups.tp.group)
             changes[name] = float((before[name][rows_T] - after[name][rows_T]).abs().max())
         changes["own"] = float(
             (before["outputs"][~others_T] - after["outputs"][~others_T]).abs().max()
@@ -576,7 +576,7 @@ def test_other_documents_do_not_change_by_a_bit(
 def test_pieces_of_segments() -> None:
     B = SplitSegment(noun="groups", count=2, width=16, shareable=True)
     x = SplitSegment(noun="heads", count=8, width=4)
-    shard = Shard.of([x, B], rank=3, size=4)
+    shard = Shard.from_segments([x, B], rank=3, size=4)
     assert shard.pieces == (
         ShardPiece(start=24, length=8),
         ShardPiece(start=32 + 16, length=16, shared_by=2),
@@ -587,7 +587,7 @@ def test_pieces_of_segments() -> None:
 
 
 def test_ranges_along_an_inner_dimension() -> None:
-    shard = Shard.of([SplitSegment(noun="channels", count=6)], rank=1, size=2, dim=1)
+    shard = Shard.from_segments([SplitSegment(noun="channels", count=6)], rank=1, size=2, dim=1)
     assert shard.global_shape((2, 3, 5)) == (2, 6, 5)
     assert torch.equal(
         shard.take(torch.arange(60).view(2, 6, 5)), torch.arange(60).view(2, 6, 5)[:, 3:]
@@ -622,7 +622,9 @@ def test_ranges_along_an_inner_dimension() -> None:
 def test_sizes_that_do_not_fit_are_refused(
     pattern: str, changes: dict[str, Any], tp_size: int, message: str
 ) -> None:
-    groups = ParallelGroups(device=torch.device("cpu"), tp_size=tp_size, expert_tp_size=tp_size)
+    groups = ParallelGroups(
+        device=torch.device("cpu"), tp=Axis(size=tp_size), expert_tp=Axis(size=tp_size)
+    )
     with pytest.raises(ValueError, match=message):
         HybridModel(
             cases.tiny_config(pattern, **changes),

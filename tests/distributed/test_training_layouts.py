@@ -19,15 +19,15 @@ from megatron_packed.distributed.collectives import all_reduce_sum
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.rng import seed_all
 from megatron_packed.distributed.testing import WorkerPools
+from megatron_packed.explain.op_requests import op_requests
 from megatron_packed.layers import attention
 from megatron_packed.layers.moe.capacity import expert_capacity
 from megatron_packed.models.isolation import check_isolation
 from megatron_packed.models.lm_head_and_loss import HybridOutput
 from megatron_packed.ops.backend_dispatch import Choices
 from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.reporting.loss_spikes_and_skipped_steps import bad_places
 from megatron_packed.training.build_job import Job, build_job
-from megatron_packed.training.loss_spikes_and_skipped_steps import bad_places
-from megatron_packed.training.op_requests import op_requests
 from megatron_packed.training.replica_checks import ReplicaCheck, ReplicaMismatchError
 from support.layouts import MODEL, VOCAB, Way, config_of, mine, packs_of, run_state, step_values
 from support.whole_state import Shards, assembled, assert_same_bits, everything, same_bits
@@ -140,7 +140,7 @@ def dropped(groups: ParallelGroups, way: Way) -> tuple[list[float], Tensor]:
     job.model.forward = counted  # type: ignore[method-assign]
     job.step(mine(groups, way, 0, way.dp_size), 1e-2)
     counts = job.step.layout.counts_of(job.step.numbers.tolist())
-    return list(counts["dropped_assignments"]), all_reduce_sum(beyond, groups.dp_cp_group)
+    return list(counts["dropped_assignments"]), all_reduce_sum(beyond, groups.dp_cp.group)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def spoil(job: Job, last: bool, where: str, reduce: Callable[[], None]) -> None:
     [Way(2, 2), Way(4, 2, True), Way(4, 2, False, True), Way(4, ep_size=4), Way(4, cp_size=2)],
     ids=str,
 )
-def test_what_one_rank_finds_is_decided_alike_by_all(way: Way, pools: WorkerPools) -> None:
+def test_a_problem_of_one_rank_is_decided_by_all_ranks(way: Way, pools: WorkerPools) -> None:
     for rank in pools.run(spoilt, way.world_size, way, layout=way.layout):
         for where, found in rank.items():
             values = found["values"]

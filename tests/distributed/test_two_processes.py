@@ -36,21 +36,21 @@ def describe(groups: ParallelGroups) -> dict:
     result = {
         "sizes": (
             groups.world_size,
-            groups.dp_size,
-            groups.dp_cp_size,
-            groups.expert_dp_size,
-            groups.tp_size,
+            groups.dp.size,
+            groups.dp_cp.size,
+            groups.expert_dp.size,
+            groups.tp.size,
         ),
         "ranks": (
             groups.rank,
-            groups.dp_rank,
-            groups.dp_cp_rank,
-            groups.expert_dp_rank,
-            groups.tp_rank,
+            groups.dp.rank,
+            groups.dp_cp.rank,
+            groups.expert_dp.rank,
+            groups.tp.rank,
         ),
         "axes": groups.mesh.mesh_dim_names,
-        "sum": all_reduce_sum(ones.clone(), groups.dp_group),
-        "max": all_reduce_max(ones.clone(), groups.dp_group),
+        "sum": all_reduce_sum(ones.clone(), groups.dp.group),
+        "max": all_reduce_max(ones.clone(), groups.dp.group),
         "gathered": all_gather_json(["ü"] * groups.rank * 3, groups),
     }
     barrier(groups)
@@ -71,7 +71,7 @@ def take_turns(
     def action() -> tuple[float, float, int]:
         start = time.monotonic()
         if together:
-            waiting = (groups.tp_group, groups.cp_group, groups.ep_group)
+            waiting = (groups.tp.group, groups.cp.group, groups.ep.group)
             dist.barrier(next(group for group in waiting if group is not None))
         else:
             time.sleep(0.1)
@@ -119,7 +119,7 @@ def gradients(groups: ParallelGroups) -> dict:
         calls.append(args[0].numel()) or original(*args, **kwargs)
     )
     buffers.zero_grad()
-    for rank in (groups.dp_rank,) if groups.world_size == 2 else (0, 1):
+    for rank in (groups.dp.rank,) if groups.world_size == 2 else (0, 1):
         loss = module(batch(rank)).square().sum()
         loss.backward()
         buffers.extras["loss"].add_(loss.detach())

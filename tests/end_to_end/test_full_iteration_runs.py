@@ -16,7 +16,7 @@ import pytest
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.cuda_graphs.whole_step_graphs import FullIterationGraphs
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.training.run_data import build_data
+from megatron_packed.inputs.run_data import build_data
 from support.captured_runs import assert_same_run, run_captured
 from support.captures import capture_on_cpu
 from support.faults import poison_forward, stands_still, watched

@@ -20,7 +20,7 @@ from megatron_packed.cli.main import main
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.cuda_graphs.slot_graphs import SlotGraphs
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.training.run_data import RunData, build_data
+from megatron_packed.inputs.run_data import RunData, build_data
 from megatron_packed.training.train_step import TrainStep
 from support.captured_runs import assert_same_run, run_captured, without_graphs
 from support.captures import capture_on_cpu, forget_to_accumulate, move_a_buffer, while_moving

@@ -15,10 +15,10 @@ import pytest
 
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.inputs.run_data import build_data
 from megatron_packed.models.flops import FlopCounter
+from megatron_packed.reporting.metric_names import tracked_name
 from megatron_packed.reporting.run_report import write_report
-from megatron_packed.training.metric_names import tracked_name
-from megatron_packed.training.run_data import build_data
 from support.faults import hide_package
 from support.runs import LAST, Data, command_line, in_folder, run, steps, tiny_options
 

@@ -8,8 +8,8 @@ import pytest
 
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.inputs.run_data import build_data
 from megatron_packed.reporting.curves import read_jsonl
-from megatron_packed.training.run_data import build_data
 from support.runs import (
     LAST,
     Data,

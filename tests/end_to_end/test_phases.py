@@ -12,8 +12,8 @@ from megatron_packed.checkpoint.manifest import read_manifest
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.data.packing.pack_plan import PackPlan
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.inputs.run_data import build_data
 from megatron_packed.reporting.run_report import write_report
-from megatron_packed.training.run_data import build_data
 from support.faults import kill_at, kill_in_save
 from support.phases import STEPS, three_phases
 from support.runs import (
@@ -83,7 +83,7 @@ def test_three_phases_that_are_killed_equal_undisturbed_ones(
     """Kills of a run with two ranks, before the first save of a phase, in it, and in its last save.
 
     `test_resume.py` kills runs with one rank.
-    `tests/soak/phases.py` kills each phase at random moments.
+    `tools/phases.py` kills each phase at random moments.
     """
     ranks = 2
     phases, expected = undisturbed(ranks)

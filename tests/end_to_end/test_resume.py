@@ -14,7 +14,7 @@ import pytest
 
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.training.run_data import build_data
+from megatron_packed.inputs.run_data import build_data
 from support.faults import LOG_SITE, SITES, kill_at, kill_in_save, tear_line
 from support.runs import (
     LAST,

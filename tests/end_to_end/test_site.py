@@ -58,7 +58,7 @@ def test_every_guide_is_two_clicks_from_the_start(site) -> None:
 
 
 def test_the_api_describes_public_classes(site) -> None:
-    page = (site / "api" / "megatron_packed.packed.html").read_text()
+    page = (site / "api" / "megatron_packed.html").read_text()
     assert "megatron_packed.packed.params.PackedSeqParams" in page
     assert "cu_seqlens" in page
 

@@ -9,8 +9,8 @@ import torch
 
 from megatron_packed.cli.quickstart.command import answer_and_report
 from megatron_packed.config.parser.parse import parse, parse_or_exit
-from megatron_packed.training.load_for_inference import load_model
-from megatron_packed.training.open_documents import build_tokenizer
+from megatron_packed.inputs.open_documents import build_tokenizer
+from megatron_packed.resume.load_for_inference import load_model
 from support.runs import (
     Data,
     assert_same_log,

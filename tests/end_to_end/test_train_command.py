@@ -1,7 +1,7 @@
 """`megatron-packed train` ends with the exit code and the sentence of the run, and nothing else.
 
 Two nodes are tested in `test_slurm.py`, and the launcher without training in
-`tests/unit/training/test_launch.py`.
+`tests/unit/launch/test_launcher.py`.
 """
 
 import json
@@ -268,7 +268,7 @@ def test_a_port_of_another_program_ends_all_machines(
         assert line.startswith("the machines did not meet at 127.0.0.1:"), line
 
 
-def test_the_loss_of_the_first_machine_is_told_without_backtraces(
+def test_the_loss_of_the_first_machine_is_reported_without_backtraces(
     data: Data, quick: dict[str, str], tmp_path: Path
 ) -> None:
     """The second machine ends soon after the first, which hosts all stores, was killed.

@@ -15,6 +15,7 @@ import torch
 from megatron_packed.config.triton_assembler import assembler_variables
 
 if TYPE_CHECKING:
+    from megatron_packed.distributed.groups import ParallelGroups
     from megatron_packed.distributed.testing import WorkerPools
 
 # Otherwise each process compiles flash-attn 4 again, which takes a minute in tests of two processes.
@@ -60,6 +61,28 @@ def two_tilings_per_kernel():
     yield
     for kernel, configs in kept:
         kernel.configs = configs
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[ParallelGroups]:
+    """Yield groups of one process on the first GPU, with deterministic algorithms."""
+    from megatron_packed.distributed.determinism import configure_determinism
+    from megatron_packed.distributed.groups import ParallelGroups
+
+    configure_determinism()
+    yield ParallelGroups.single(torch.device("cuda", 0))
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="module")
+def one_gpu() -> Iterator[WorkerPools]:
+    """Yield processes that share a GPU; NCCL does not accept them."""
+    from megatron_packed.distributed.testing import WorkerPools
+    from support.fork_server import fork_server
+
+    fork_server()
+    with WorkerPools(collective_timeout=120) as started:
+        yield started
 
 
 @pytest.fixture(scope="module")

@@ -124,7 +124,7 @@ def test_no_device_memory_and_two_blocks_of_host_memory(tmp_path):
 def _over_nccl(groups: ParallelGroups, root: str) -> bool:
     state = make_state("cuda")
     shards = split_replicated(state, groups.rank, groups.world_size)
-    more = {"rank": groups.rank, "world_size": groups.world_size, "group": groups.dp_group}
+    more = {"rank": groups.rank, "world_size": groups.world_size, "group": groups.dp.group}
     save_checkpoint(root, 1, shards, {"a": 1}, **more)
     found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     assert load_checkpoint(root, whole_tensors(found), **more).metadata == {"a": 1}

@@ -17,32 +17,11 @@ from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import DistributedError, run_distributed
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.packed.micro_batch import MicroBatch
+from support import gpu_layouts
 
-VOCAB, TOKENS, HIDDEN = 512, 1024, 256
+VOCAB, TOKENS = 512, 1024
 LENGTHS = [1, 3, 130, 257, 2, 300, 64, 90]
 """Lengths of documents; contiguous slices divide the sixth document."""
-CONFIG = {
-    "hidden_size": HIDDEN,
-    "ffn_hidden_size": 512,
-    "num_attention_heads": 4,
-    "num_query_groups": 2,
-    "kv_channels": 64,
-    "mamba_num_heads": 16,
-    "mamba_head_dim": 64,
-    "mamba_state_dim": 64,
-    "mamba_num_groups": 2,
-    "mamba_chunk_size": 128,
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
-    "num_experts": None,
-    "add_bias_linear": False,
-    "normalization": "RMSNorm",
-    "squared_relu": True,
-    "position_embedding_type": "rope",
-    "untie_embeddings_and_output_weights": False,
-}
 SIZES: dict[str, Any] = {"vocab_size": VOCAB, "max_positions": TOKENS, "device": "cuda"}
 LARGEST_ERROR = 3e-2
 """Largest relative difference of gradients, unless rounded weights move a gradient by half of it or more.
@@ -79,7 +58,7 @@ def train(
     ``moved`` is the largest change in this rank's other rows after one document changed.
     """
     model = HybridModel(
-        ModelConfig(hybrid_layer_pattern=pattern, **CONFIG),
+        ModelConfig(hybrid_layer_pattern=pattern, **gpu_layouts.LAYERS),
         groups=groups,
         cp_comm_type=comm_type,
         mamba_cp_comm_type=mamba_comm_type,
@@ -88,7 +67,7 @@ def train(
         **SIZES,
     ).train()
     alignment = 1 if comm_type == "a2a" else 4
-    batch, group = pack(alignment), None if groups is None else groups.cp_group
+    batch, group = pack(alignment), None if groups is None else groups.cp.group
     output = model(batch)
     output.loss.backward()
     found = {"loss": all_reduce_sum(output.loss.detach().clone(), group)}
@@ -149,7 +128,7 @@ def compare_with_one(*arguments: Any) -> None:
 
 def largest_moves(pattern: str) -> dict[str, float]:
     """Return how far rounded weights move each gradient of a model in float32, in one process."""
-    config = ModelConfig(hybrid_layer_pattern=pattern, **CONFIG)
+    config = ModelConfig(hybrid_layer_pattern=pattern, **gpu_layouts.LAYERS)
     model = HybridModel(config, dtype=torch.float32, backends={}, **SIZES).train()
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     generator = torch.Generator(device="cuda").manual_seed(0)
@@ -181,7 +160,7 @@ def test_no_kernel_for_float32_keys_that_travel() -> None:
 
 
 def in_float32(groups: ParallelGroups) -> None:
-    config = ModelConfig(hybrid_layer_pattern="*", **CONFIG)
+    config = ModelConfig(hybrid_layer_pattern="*", **gpu_layouts.LAYERS)
     model = HybridModel(
         config,
         vocab_size=VOCAB,

@@ -2,8 +2,6 @@
 documents.
 """
 
-import subprocess
-import sys
 import time
 from itertools import combinations, pairwise
 
@@ -14,6 +12,7 @@ from megatron_packed.cuda_graphs.audit import AuditMismatchError
 from megatron_packed.layers.backends import Backends
 from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
+from support.gpu_capture import assert_ends
 from support.graph_jobs import (  # the import sets variables that make libraries deterministic
     CAPTURE_SIZES,
     DEVICE,
@@ -370,7 +369,7 @@ def test_borrowed_memory_is_the_same_bytes(dtype):
         whole[:, :1].expand(6, 10, 14),
     ]
     for view in views:
-        borrowed = backend.borrowed(view)
+        borrowed = backend.without_ownership(view)
         assert (borrowed.dtype, borrowed.shape, borrowed.stride()) == (
             view.dtype,
             view.shape,
@@ -378,7 +377,7 @@ def test_borrowed_memory_is_the_same_bytes(dtype):
         )
         assert view.numel() == 0 or borrowed.data_ptr() == view.data_ptr()
         assert torch.equal(borrowed, view)
-    target = backend.borrowed(whole[2:5, :, 3:9])
+    target = backend.without_ownership(whole[2:5, :, 3:9])
     target.fill_(1)
     assert (whole[2:5, :, 3:9] == 1).all() and not (whole[0] == 1).all()
 
@@ -392,7 +391,7 @@ def test_borrowing_does_not_own():
         blocks = [block for segment in torch.cuda.memory_snapshot() for block in segment["blocks"]]
         return (address, "active_allocated") in [(one["address"], one["state"]) for one in blocks]
 
-    borrowed = new_backend().borrowed(tensor)
+    borrowed = new_backend().without_ownership(tensor)
     assert is_allocated() and borrowed.data_ptr() == address
     del tensor
     assert not is_allocated() and borrowed.shape == (1 << 20,)
@@ -458,8 +457,4 @@ def test_a_closed_runner_lets_the_process_exit(tmp_path):
 
     Graphs that still exist would prevent the destruction of the process group.
     """
-    command = [sys.executable, "-c", EXIT, str(tmp_path / "rendezvous")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and done.stdout.endswith("the end\n"), (
-        done.stdout + done.stderr[-3000:]
-    )
+    assert_ends(EXIT, tmp_path)

@@ -9,22 +9,21 @@ import dataclasses
 import pytest
 import torch
 
-from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
 from megatron_packed.training.build_job import build_job
 from support.gpu_graph_steps import (
-    CAPTURE_SIZES,
     DEVICE,
     PACKS,
+    captured,
     config_of,
     different,
     state_of,
     steps_of,
+    with_graphs,
 )
 from support.gpu_layouts import MODEL, VOCAB
-from support.host_waits import waiting
+from support.host_waits import assert_no_wait, waiting
 
 pytestmark = pytest.mark.gpu
 
@@ -34,15 +33,10 @@ def test_replayed_steps_drop_and_count_what_eager_steps_do(impl: str) -> None:
     configure_determinism()
     groups = ParallelGroups.single(DEVICE)
     config = config_of(dataclasses.replace(MODEL, moe_expert_capacity_factor=0.1))
-    eager, job = (build_job(config, groups, VOCAB) for _ in range(2))
-    config = dataclasses.replace(config, cuda_graph=CudaGraphConfig(cuda_graph_impl=impl))
-    graphs = build_graphs(config, job, CAPTURE_SIZES, groups, print)
-    assert graphs is not None
+    eager = build_job(config, groups, VOCAB)
     steps = steps_of(groups, 1, overflow=True)[:6]
     try:
-        with released(graphs):
-            capture_graphs(graphs, job.step, PACKS, groups, first=True)
-            job.step.graphs = graphs
+        with captured(with_graphs(config, impl), groups) as (job, graphs):
             for micro_batches in steps:
                 for one in (eager, job):
                     one.step(micro_batches, 1e-3)
@@ -53,7 +47,6 @@ def test_replayed_steps_drop_and_count_what_eager_steps_do(impl: str) -> None:
                 assert sum(counts["expert_counts"]) == 2 * tokens
                 assert all(0 < dropped < 2 * tokens for dropped in counts["dropped_assignments"])
             assert graphs.counters.replays >= 5 * PACKS
-            found = waiting(job.step, steps_of(groups, 1, overflow=False)[:6])
-            assert found["finite"] and found["waits"] == [] and found["pageable"] == [], found
+            assert_no_wait(waiting(job.step, steps_of(groups, 1, overflow=False)[:6]))
     finally:
         torch.use_deterministic_algorithms(False)

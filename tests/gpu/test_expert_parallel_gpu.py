@@ -17,31 +17,19 @@ from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import run_distributed
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.packed.micro_batch import MicroBatch
+from support.gpu_capture import capture
+from support.gpu_layouts import LAYERS
 
 VOCAB, TOKENS, HIDDEN = 512, 1024, 256
 LENGTHS = ([1, 3, 130, 257, 2, 300, 64, 90], [700, 5])
 """Lengths of the documents of two packs."""
 CONFIG = {
-    "hidden_size": HIDDEN,
-    "ffn_hidden_size": 512,
-    "num_attention_heads": 4,
-    "num_query_groups": 2,
-    "kv_channels": 64,
-    "mamba_num_heads": 16,
-    "mamba_head_dim": 64,
-    "mamba_state_dim": 64,
-    "mamba_num_groups": 2,
-    "mamba_chunk_size": 128,
+    **LAYERS,
     "num_experts": 8,
     "moe_ffn_hidden_size": 384,
     "moe_router_topk": 2,
     "moe_aux_loss_coeff": 1e-2,
     "moe_shared_expert_intermediate_size": 256,
-    "add_bias_linear": False,
-    "normalization": "RMSNorm",
-    "squared_relu": True,
-    "position_embedding_type": "rope",
-    "untie_embeddings_and_output_weights": False,
 }
 ALLGATHER: dict[str, Any] = {"moe_token_dispatcher_type": "allgather"}
 BOUNDED: dict[str, Any] = {**ALLGATHER, "moe_expert_rank_capacity_factor": 1.5}
@@ -66,7 +54,7 @@ def build(
         vocab_size=VOCAB,
         max_positions=TOKENS,
         groups=groups,
-        sequence_parallel=groups is not None and groups.tp_size > 1,
+        sequence_parallel=groups is not None and groups.tp.size > 1,
         device="cuda",
         dtype=torch.bfloat16,
     ).train()
@@ -86,7 +74,7 @@ def train(groups: ParallelGroups | None, changes: dict[str, Any]) -> dict[str, T
     """Return the loss of this rank's packs, and gradients summed over ranks with the same
     parameters.
     """
-    rank, ranks = (groups.dp_rank, groups.dp_size) if groups else (0, 1)
+    rank, ranks = (groups.dp.rank, groups.dp.size) if groups else (0, 1)
     model = build(groups, changes)
     shared = model.shared_gradients()
     loss, overflow = torch.zeros(2, device="cuda").unbind()
@@ -96,7 +84,7 @@ def train(groups: ParallelGroups | None, changes: dict[str, Any]) -> dict[str, T
         loss, overflow = loss + output.loss.detach(), overflow + output.expert_overflow
     shared.sum()
     found = {
-        "loss": all_reduce_sum(loss, groups.dp_cp_group if groups else None),
+        "loss": all_reduce_sum(loss, groups.dp_cp.group if groups else None),
         "overflow": overflow,
     }
     for name, part in model.sharded_parameters().items():
@@ -104,7 +92,7 @@ def train(groups: ParallelGroups | None, changes: dict[str, Any]) -> dict[str, T
         assert gradient is not None
         if groups is not None:
             gradient = all_reduce_sum(
-                gradient, groups.expert_dp_group if part.is_expert else groups.dp_cp_group
+                gradient, groups.expert_dp.group if part.is_expert else groups.dp_cp.group
             )
         whole = torch.zeros(part.global_shape, device="cuda")
         part.shard.place(gradient.float(), whole)
@@ -195,15 +183,7 @@ def replay(groups: ParallelGroups, changes: dict[str, Any]) -> float:
         (dx_TD,) = torch.autograd.grad(y_TD, x_TD, dy_TD)
         return y_TD.detach(), dx_TD
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        static = run()
+    graph, static = capture(run, capture_error_mode="thread_local")
     worst = 0.0
     for _ in range(3):  # other tokens go to other experts
         with torch.no_grad():

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import subprocess
-import sys
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -15,12 +13,11 @@ import pytest
 import torch
 
 from megatron_packed.config.run import RunConfig
-from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
-from megatron_packed.config.sections.parallel import ParallelConfig
 from megatron_packed.cuda_graphs.whole_step_graphs import FullIterationGraphs
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.testing import WorkerPool
+from megatron_packed.distributed.testing import WorkerPools
+from megatron_packed.models.metrics_layout import StepValues
 from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import NO_LABEL, MicroBatch
 from megatron_packed.training.build_graphs import (
@@ -30,7 +27,7 @@ from megatron_packed.training.build_graphs import (
     released,
 )
 from megatron_packed.training.build_job import Job, build_job
-from megatron_packed.training.metrics_layout import StepValues
+from support.gpu_capture import assert_ends, poison_pool
 from support.gpu_graph_steps import (
     CAPTURE_SIZES,
     DEVICE,
@@ -40,15 +37,12 @@ from support.gpu_graph_steps import (
     different,
     state_of,
     steps_of,
+    with_graphs,
 )
-from support.gpu_layouts import LAYOUTS, MODEL, VOCAB
-from support.host_waits import waiting
+from support.gpu_layouts import LAYOUTS, MODEL, VOCAB, sizes_of
+from support.host_waits import assert_no_wait, waiting
 
 pytestmark = pytest.mark.gpu
-
-
-def whole_steps(config: RunConfig) -> RunConfig:
-    return dataclasses.replace(config, cuda_graph=CudaGraphConfig(cuda_graph_impl="full_iteration"))
 
 
 def build(
@@ -56,7 +50,7 @@ def build(
 ) -> tuple[Job, FullIterationGraphs]:
     """Return a job with graphs of whole steps that are not captured yet."""
     job = build_job(config, groups, VOCAB)
-    graphs = build_graphs(whole_steps(config), job, capture_sizes, groups, print)
+    graphs = build_graphs(with_graphs(config, "full_iteration"), job, capture_sizes, groups, print)
     assert isinstance(graphs, FullIterationGraphs)
     job.step.graphs = graphs
     return job, graphs
@@ -81,29 +75,6 @@ def jobs(groups: ParallelGroups) -> Iterator[tuple[Job, Job, FullIterationGraphs
     torch.use_deterministic_algorithms(False)
 
 
-class _Bytes:
-    def __init__(self, address: int, size: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (size,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
-
-
-def poison_pool(graphs: FullIterationGraphs) -> None:
-    """Set all bits of the graph pool, because nothing in it may be needed between two replays."""
-    torch.cuda.synchronize()
-    found = 0
-    for segment in torch.cuda.memory_snapshot():
-        if tuple(segment["segment_pool_id"]) == tuple(graphs.backend.pool):
-            torch.as_tensor(_Bytes(segment["address"], segment["total_size"]), device=DEVICE).fill_(
-                255
-            )
-            found += segment["total_size"]
-    assert found > 0, "no memory of the graphs was found"
-
-
 @pytest.mark.shows("graphs: full_iteration", of=lambda: (1, config_of()))
 def test_steps_over_a_hundred_packings_are_the_eager_ones_bit_for_bit(
     jobs: tuple[Job, Job, FullIterationGraphs], groups: ParallelGroups
@@ -120,7 +91,7 @@ def test_steps_over_a_hundred_packings_are_the_eager_ones_bit_for_bit(
     left = iter(packs)
     for number, k in enumerate([1, 2, 4] * 14 + [2]):
         micro_batches = list(islice(left, k))
-        poison_pool(graphs)
+        poison_pool(graphs.backend.pool)
         lr = 1e-3 / (1 + number)
         metrics = [
             one.step(micro_batches, lr, stop_requested=number == 7).clone() for one in (eager, job)
@@ -142,8 +113,8 @@ def test_k_micro_batches_are_k_and_one_launches_without_a_wait(
         for number, packs in enumerate(steps_of(groups, 1, overflow=False)[:9])
     ]
     found = waiting(job.step, steps)
-    assert found["finite"] and found["launches"] == sum(map(len, steps)) + len(steps), found
-    assert found["waits"] == [] and found["pageable"] == [], found
+    assert found["launches"] == sum(map(len, steps)) + len(steps), found
+    assert_no_wait(found)
     waiting(eager.step, steps)  # so that both jobs have the same state in later tests
 
 
@@ -339,20 +310,10 @@ def test_the_process_ends_with_collectives_captured(tmp_path):
 
     One collective runs on another stream, like an overlapped reduction, and one on the main stream.
     """
-    command = [sys.executable, "-c", EXIT, str(tmp_path / "rendezvous")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and done.stdout.endswith("the end\n"), (
-        done.stdout + done.stderr[-3000:]
-    )
+    assert_ends(EXIT, tmp_path)
 
 
 # Two GPUs.
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    with WorkerPool(2, backend="nccl", collective_timeout=300) as started:
-        yield started
 
 
 def compare(groups: ParallelGroups, options: dict[str, Any]) -> dict[str, Any]:
@@ -371,12 +332,12 @@ def compare(groups: ParallelGroups, options: dict[str, Any]) -> dict[str, Any]:
         differing = different(state_of(job), state_of(eager))
         steady = steps_of(groups, alignment, overflow=False)[:6]
         bad, before = steps_of(groups, alignment, overflow=False)[0], state_of(job)
-        if groups.dp_rank == groups.dp_size - 1:
+        if groups.dp.rank == groups.dp.size - 1:
             bad[1].scales[0] = float("nan")
         values = StepValues.from_list(job.step(bad, 1e-3).tolist())
         changed = different(state_of(job), before)
         spike = steps_of(groups, alignment, overflow=False)[1]
-        if groups.dp_rank == groups.dp_size - 1:
+        if groups.dp.rank == groups.dp.size - 1:
             spike[1].scales[0] *= 1000
         spikes = StepValues.from_list(job.step(spike, 1e-3).tolist()).spikes
         left_out = set(different(state_of(job), before)) <= {"spikes"}
@@ -400,14 +361,11 @@ def compare(groups: ParallelGroups, options: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.shows("graphs: full_iteration", of=lambda name: (2, config_of(**LAYOUTS[name])))
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("name", ["dp2 zero", "dp2 overlap", "dp2 zero overlap", "tp2 sp", "ep2"])
-def test_layouts_of_two_gpus(name: str, pool: WorkerPool) -> None:
+def test_layouts_of_two_gpus(name: str, nccl_pools: WorkerPools) -> None:
     options = {key: value for key, value in LAYOUTS[name].items() if key not in GATHERED_LATER}
-    sizes = {
-        axis: size
-        for axis, size in ParallelConfig(**options).layout_sizes.items()
-        if size is not None
-    }
-    for rank, found in enumerate(pool.run(compare, options, layout=sizes, timeout=300)):
+    for rank, found in enumerate(
+        nccl_pools.run(compare, 2, options, layout=sizes_of(options), timeout=300)
+    ):
         print(
             f"{name}, rank {rank}: graphs hold {found['graph_mib']:.0f} MiB, {found['launches']} launches"
         )
@@ -419,7 +377,5 @@ def test_layouts_of_two_gpus(name: str, pool: WorkerPool) -> None:
         assert "loss" in found["spikes"] and found["left_out"], found
         assert sum(found["fallbacks"].values()) == 1, found
         assert found["audited"].endswith("(largest difference 0.0e+00)"), found
-        assert found["finite"] and found["launches"] == found["expected"] and found["nccl"] > 0, (
-            found
-        )
-        assert found["waits"] == [] and found["pageable"] == [], found
+        assert found["launches"] == found["expected"] and found["nccl"] > 0, found
+        assert_no_wait(found)

@@ -12,9 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
-from megatron_packed.config.sections.parallel import ParallelConfig
-from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.layers.backends import Backends
@@ -24,10 +21,16 @@ from megatron_packed.models.generate import generate
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.sampling import Sampling
 from megatron_packed.packed.params import PackedSeqParams
-from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
 from megatron_packed.training.build_job import build_job
-from support.gpu_graph_steps import CAPTURE_SIZES, DEVICE, PACKS, config_of, state_of, steps_of
-from support.gpu_layouts import LAYOUTS, MODEL, VOCAB, T
+from support.gpu_graph_steps import (
+    DEVICE,
+    captured,
+    config_of,
+    state_of,
+    steps_of,
+    with_graphs,
+)
+from support.gpu_layouts import LAYOUTS, MODEL, VOCAB, T, sizes_of
 
 pytestmark = pytest.mark.gpu
 PROMPTS = [
@@ -133,32 +136,17 @@ def answers_on(groups: ParallelGroups, options: dict[str, Any]) -> list[list[int
 @pytest.mark.parametrize("name", ["tp2 sp", "cp2 a2a", "ep2 zero overlap"])
 def test_ranks_give_the_same_answers(name: str, nccl_pools: WorkerPools) -> None:
     options = LAYOUTS[name]
-    sizes = ParallelConfig(**options).layout_sizes.items()
-    layout = {axis: size for axis, size in sizes if size is not None}
-    first, second = nccl_pools.run(answers_on, 2, options, layout=layout, timeout=300)
+    first, second = nccl_pools.run(answers_on, 2, options, layout=sizes_of(options), timeout=300)
     assert first == second and [len(answer) for answer in first] == [6] * 2 * len(PROMPTS)
-
-
-@pytest.fixture(scope="module")
-def groups() -> Iterator[ParallelGroups]:
-    configure_determinism()
-    yield ParallelGroups.single(DEVICE)
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("impl", ["local", "full_iteration"])
 def test_training_with_graphs_is_unmoved(impl: str, groups: ParallelGroups) -> None:
     """Generation between the steps changes no bit of the training state, and no replay."""
-    config = dataclasses.replace(config_of(), cuda_graph=CudaGraphConfig(cuda_graph_impl=impl))
     found = []
     for generates in (False, True):
         torch.manual_seed(11)
-        job = build_job(config, groups, VOCAB)
-        graphs = build_graphs(config, job, CAPTURE_SIZES, groups, print)
-        assert graphs is not None
-        job.step.graphs = graphs
-        with released(graphs):
-            capture_graphs(graphs, job.step, PACKS, groups, first=True)
+        with captured(with_graphs(config_of(), impl), groups) as (job, graphs):
             for micro_batches in steps_of(groups, 1, overflow=False)[:3]:
                 if generates:
                     sampling = Sampling(temperature=1.0, top_p=0.9, seed=3)

@@ -4,7 +4,11 @@ import pytest
 import torch
 
 from megatron_packed.config.errors import ConfigError
-from megatron_packed.training.kernels import check_kernels, chosen_kernels, slow_kernel_warnings
+from megatron_packed.explain.kernel_reasons import (
+    check_kernels,
+    chosen_kernels,
+    slow_kernel_warnings,
+)
 from support.kernel_calls import called_in_a_step, config_of
 
 pytestmark = pytest.mark.gpu

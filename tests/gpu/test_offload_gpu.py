@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -13,9 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.config.sections.memory import OFFLOADED_IN, MemoryConfig
-from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import run_distributed
 from megatron_packed.layers.mlp import MLP
@@ -28,7 +25,7 @@ from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
 from megatron_packed.training.build_job import Job, build_job
-from support.gpu_graph_steps import PACKS, config_of, steps_of
+from support.gpu_graph_steps import PACKS, config_of, steps_of, with_graphs
 from support.gpu_layouts import MODEL, VOCAB, with_depths
 from support.gpu_memory_modes import (
     HIDDEN,
@@ -43,7 +40,7 @@ from support.gpu_memory_modes import (
     replayed,
     without,
 )
-from support.host_waits import waiting
+from support.host_waits import assert_no_wait, waiting
 
 pytestmark = pytest.mark.gpu
 
@@ -113,13 +110,6 @@ def offload_stays_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OffloadFigures, "cannot_pay", None)
 
 
-@pytest.fixture(scope="module")
-def groups() -> Iterator[ParallelGroups]:
-    configure_determinism()
-    yield ParallelGroups.single(DEVICE)
-    torch.use_deterministic_algorithms(False)
-
-
 # Steps.
 
 
@@ -166,7 +156,7 @@ def test_dropped_numbers_are_drawn_again(groups: ParallelGroups) -> None:
 def test_eager_steps_wait_for_nothing(mode: str, groups: ParallelGroups) -> None:
     job = build_job(config_with(MODES[mode], deterministic=False), groups, VOCAB)
     found = waiting(job.step, steps_of(groups, 1, overflow=False)[:6])
-    assert found["finite"] and found["waits"] == [] and found["pageable"] == [], found
+    assert_no_wait(found)
     # These are copies of offloaded tensors and one copy of metrics for each step.
     assert found["to_host"] > 6 * PACKS, found
 
@@ -179,10 +169,7 @@ def test_replayed_steps_are_those_without_and_wait_for_nothing(
 ) -> None:
     if impl == "local" and mode == "groups":
         pytest.skip("groups of layers are refused with graphs of layers")
-    config = dataclasses.replace(
-        config_with(MODES[mode]), cuda_graph=CudaGraphConfig(cuda_graph_impl=impl)
-    )
-    found = replayed(config, groups, run)
+    found = replayed(with_graphs(config_with(MODES[mode]), impl), groups, run)
     assert found["to_host"] > 6 * PACKS, found
 
 
@@ -211,8 +198,7 @@ def test_steps_of_transformer_engines_layers_are_those_without(
 def test_replayed_steps_of_transformer_engines_layers(
     impl: str, mode: str, groups: ParallelGroups
 ) -> None:
-    config = config_with(MODES[mode], transformer_engine=True)
-    config = dataclasses.replace(config, cuda_graph=CudaGraphConfig(cuda_graph_impl=impl))
+    config = with_graphs(config_with(MODES[mode], transformer_engine=True), impl)
     assert replayed(config, groups, run, transformer_engine=True)["to_host"] > 6 * PACKS
 
 
@@ -221,9 +207,7 @@ def test_a_layer_that_runs_eagerly_among_replayed_ones(
 ) -> None:
     """The copy of an eager layer's input must finish before a graph reuses the memory."""
     monkeypatch.setattr(offload_module, "streams_of", lambda device: DelayedStreams("copy"))
-    config = dataclasses.replace(
-        config_with(MODES["2 buffers"]), cuda_graph=CudaGraphConfig(cuda_graph_impl="local")
-    )
+    config = with_graphs(config_with(MODES["2 buffers"]), "local")
     with captured(config, groups) as (job, graphs):
         job.model.layers[2].eval()  # an MLP layer, which computes the same in both modes
         compared(job, run(job, packs(groups)), without(0.0, transformer_engine=False))
@@ -246,9 +230,7 @@ def test_captures_that_fail_leave_nothing_of_themselves(
     monkeypatch.setattr(MLP, "forward", asking)
     # Not from the cache: a replaced `forward` has kernels without the residual, and their bits.
     expected = without.__wrapped__(0.0, transformer_engine=False)
-    config = dataclasses.replace(
-        config_with(MODES["2 buffers"]), cuda_graph=CudaGraphConfig(cuda_graph_impl=impl)
-    )
+    config = with_graphs(config_with(MODES["2 buffers"]), impl)
     with captured(config, groups, all_of_it=False) as (job, graphs):
         compared(job, run(job, packs(groups)), expected)
         assert job.model.offload is not None and not job.model.offload._with_sources
@@ -313,11 +295,8 @@ def test_graphs_hold_less_by_the_inputs_that_are_away(impl: str, groups: Paralle
     }
     held = []
     for memory in (MemoryConfig(**whole), inputs()):
-        config = dataclasses.replace(
-            config_of(LARGE, TOKENS, deterministic=False),
-            memory=memory,
-            cuda_graph=CudaGraphConfig(cuda_graph_impl=impl),
-        )
+        config = config_of(LARGE, TOKENS, deterministic=False)
+        config = with_graphs(dataclasses.replace(config, memory=memory), impl)
         job = build_job(config, groups, VOCAB)
         graphs = build_graphs(config, job, CaptureSizes.of([16], TOKENS), groups, print)
         assert graphs is not None
@@ -470,7 +449,8 @@ def test_everything_is_given_back() -> None:
         return torch.cuda.memory_allocated()
 
     model = layers()
-    gradients(model, None)
+    # A layer's second run is in autograd's thread, whose matrix products then keep a workspace.
+    gradients(model, Offload(DEVICE, forced_buffers=0))
     model.zero_grad()
     before = held()
     offload = Offload(DEVICE, headroom_mib=0, min_elements=1)

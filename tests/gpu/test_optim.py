@@ -4,6 +4,7 @@ oracle.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.optim.adamw import OP, AdamWInputs
 from megatron_packed.optim.optimizer import Optimizer
+from support.gpu_capture import capture
 
 pytestmark = pytest.mark.gpu
 
@@ -163,14 +165,9 @@ def test_a_captured_step_replays_with_new_rates_gradients_and_flags(
     gradients[2][5] = float("nan")
 
     initial = {name: t.clone() for name, t in optimizer.state_shards().items()}
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        optimizer.step(0.0)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        stats = optimizer.step(loss=buffers.extras["loss"])
+    graph, stats = capture(
+        lambda: optimizer.step(loss=buffers.extras["loss"]), lambda: optimizer.step(0.0), times=1
+    )
     optimizer.load_state(initial)
 
     flags = []
@@ -196,17 +193,12 @@ def test_forward_backward_and_step_in_one_graph() -> None:
     data = batches(5)
     static_TD = data[0].clone()
     initial = {name: t.clone() for name, t in optimizer.state_shards().items()}
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            queue_gradients(model, buffers, static_TD)
-            optimizer.step(0.0)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def step(lr: float | None = None, **options: Any) -> None:
         queue_gradients(model, buffers, static_TD)
-        optimizer.step(loss=buffers.extras["loss"])
+        optimizer.step(lr, **options)
+
+    graph, _ = capture(lambda: step(loss=buffers.extras["loss"]), lambda: step(0.0))
     optimizer.load_state(initial)
     buffers.check_addresses()
     for x_TD in data:

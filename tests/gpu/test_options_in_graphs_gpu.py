@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import torch
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.config.sections.packing import PackingConfig
-from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.layers import side_stream
 from megatron_packed.training.build_graphs import audit_graphs
@@ -24,19 +22,12 @@ from megatron_packed.training.build_job import build_job
 from support.captured_runs import assert_same_run
 from support.gpu_graph_steps import config_of, state_of, steps_of
 from support.gpu_layouts import MODEL, VOCAB, T
-from support.gpu_memory_modes import DEVICE, PACKS, STEPS, captured, compared, packs, run, without
+from support.gpu_memory_modes import PACKS, STEPS, captured, compared, packs, run, without
 from support.phases import phase_options
 from support.runs import REPOSITORY, command_line, in_folder, steps
 from support.te_runs import SIZES
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="module")
-def groups() -> Iterator[ParallelGroups]:
-    configure_determinism()
-    yield ParallelGroups.single(DEVICE)
-    torch.use_deterministic_algorithms(False)
 
 
 def of_samples() -> RunConfig:

@@ -10,62 +10,43 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_packed.config.run import RunConfig
-from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
-from megatron_packed.config.sections.data import DataConfig
-from megatron_packed.config.sections.optim import OptimizerConfig
-from megatron_packed.config.sections.packing import PackingConfig
 from megatron_packed.config.sections.parallel import ParallelConfig
-from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.training.build_graphs import (
     audit_graphs,
-    build_graphs,
-    capture_graphs,
-    released,
 )
 from megatron_packed.training.build_job import build_job
-from support.gpu_graph_steps import CAPTURE_SIZES, EPOCHS, PACKS, STEPS, options_of, steps_of
-from support.gpu_layouts import EVERY_LAYOUT, VOCAB, T, model_of
-from support.host_waits import waiting
+from support.gpu_graph_steps import (
+    EPOCHS,
+    STEPS,
+    captured,
+    config_of,
+    options_of,
+    steps_of,
+    with_graphs,
+)
+from support.gpu_layouts import EVERY_LAYOUT, VOCAB, model_of, sizes_of
+from support.host_waits import assert_no_wait, waiting
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu]
 
 
 def compare(groups: ParallelGroups, name: str, impl: str) -> dict[str, Any]:
     configure_determinism()
-    config = RunConfig(
-        model=model_of(name),
-        data=DataConfig(train_data_path=("none.jsonl",)),
-        packing=PackingConfig(seq_length=T, global_batch_size=PACKS),
-        optim=OptimizerConfig(lr=1e-3),
-        parallel=ParallelConfig(**options_of(name, impl)),
-        training=TrainingConfig(
-            train_iters=STEPS,
-            bf16=True,
-            device="cuda",
-            deterministic_mode=True,
-            loss_spike_policy="skip",
-            loss_spike_window=4,
-        ),
-    )
+    parallel = ParallelConfig(**options_of(name, impl))
+    config = dataclasses.replace(config_of(model_of(name)), parallel=parallel)
     eager = build_job(config, groups, VOCAB)
     # A bound that cannot overflow, because these steps are not repeated.
     model = dataclasses.replace(config.model, moe_expert_rank_capacity_factor=8.0)
-    graphs_config = CudaGraphConfig(cuda_graph_impl=impl)
-    config = dataclasses.replace(config, cuda_graph=graphs_config, model=model)
+    config = with_graphs(dataclasses.replace(config, model=model), impl)
     job = build_job(config, groups, VOCAB)
-    graphs = build_graphs(config, job, CAPTURE_SIZES, groups, print)
-    assert graphs is not None
     alignment = config.parallel.document_alignment
     # Detached: a reference to a parameter's autograd node, which belongs to another stream, would
     # prevent the capture of whole steps.
     first_weight = job.model.embedding.weight.detach().clone()
-    with released(graphs):
-        capture_graphs(graphs, job.step, PACKS, groups, first=True)
-        job.step.graphs = graphs
+    with captured(config, groups, job) as (_, graphs):
         equal = []
         for micro_batches in EPOCHS * steps_of(groups, alignment, overflow=True):
             metrics = [one.step(micro_batches, 1e-3).clone() for one in (eager, job)]
@@ -101,11 +82,7 @@ def compare(groups: ParallelGroups, name: str, impl: str) -> dict[str, Any]:
 def test_replayed_steps_are_the_eager_ones_and_wait_for_nothing(
     name: str, processes: int, impl: str, nccl_pools: WorkerPools
 ) -> None:
-    sizes = {
-        axis: size
-        for axis, size in ParallelConfig(**options_of(name, impl)).layout_sizes.items()
-        if size is not None
-    }
+    sizes = sizes_of(options_of(name, impl))
     for rank, found in enumerate(
         nccl_pools.run(compare, processes, name, impl, layout=sizes, timeout=300)
     ):
@@ -116,5 +93,5 @@ def test_replayed_steps_are_the_eager_ones_and_wait_for_nothing(
         assert found["fallbacks"] == EPOCHS and len(found["steps"]) == EPOCHS * STEPS, found
         assert found["replays"] > 0 and not found["module_fallbacks"], found
         assert found["audited"].endswith("(largest difference 0.0e+00)"), found
-        assert found["finite"] and found["launches"] > 0 and found["nccl"] > 0, found
-        assert found["waits"] == [] and found["pageable"] == [], found
+        assert found["launches"] > 0 and found["nccl"] > 0, found
+        assert_no_wait(found)

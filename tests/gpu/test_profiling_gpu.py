@@ -11,8 +11,8 @@ import torch
 
 from megatron_packed.config.sections.profiling import ProfilingConfig
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.training.out_of_memory import MemoryHistory
-from megatron_packed.training.profiling import StepProfiler
+from megatron_packed.reporting.out_of_memory import MemoryHistory
+from megatron_packed.reporting.profiling import StepProfiler
 
 pytestmark = pytest.mark.gpu
 

@@ -4,20 +4,16 @@ memory.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.config.sections.memory import RECOMPUTED_IN, MemoryConfig
-from megatron_packed.config.sections.parallel import ParallelConfig
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.testing import WorkerPool
+from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.training.build_job import build_job
 from support.gpu_graph_steps import (
     GATHERED_LATER,
@@ -25,10 +21,10 @@ from support.gpu_graph_steps import (
     different,
     state_of,
     steps_of,
+    with_graphs,
 )
-from support.gpu_layouts import LAYOUTS, MODEL, VOCAB, with_depths
+from support.gpu_layouts import LAYOUTS, MODEL, VOCAB, sizes_of, with_depths
 from support.gpu_memory_modes import (
-    DEVICE,
     HIDDEN,
     NONE,
     PATTERN,
@@ -41,7 +37,7 @@ from support.gpu_memory_modes import (
     run,
     without,
 )
-from support.host_waits import waiting
+from support.host_waits import assert_no_wait, waiting
 
 pytestmark = pytest.mark.gpu
 needs_transformer_engine = pytest.mark.skipif(
@@ -67,13 +63,6 @@ MODES = {
     "parts": selective(*RECOMPUTED_IN, "layernorm"),
     "small parts": selective("core_attn", "layernorm", "moe_act"),
 }
-
-
-@pytest.fixture(scope="module")
-def groups() -> Iterator[ParallelGroups]:
-    configure_determinism()
-    yield ParallelGroups.single(DEVICE)
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.shows("recompute", of=lambda: (1, MODEL))
@@ -116,17 +105,15 @@ def test_with_transformer_engines_layers(mode: str, groups: ParallelGroups) -> N
 def test_replayed_steps_are_those_without_and_wait_for_nothing(
     impl: str, mode: str, groups: ParallelGroups
 ) -> None:
-    graphs = CudaGraphConfig(cuda_graph_impl=impl)
-    replayed(dataclasses.replace(config_with(MODES[mode]), cuda_graph=graphs), groups)
+    replayed(with_graphs(config_with(MODES[mode]), impl), groups)
 
 
 @pytest.mark.shows("graphs: transformer_engine", "recompute", "TE layers", of=lambda: (1, MODEL))
 @needs_transformer_engine
 @pytest.mark.parametrize("mode", ["parts", "small parts"])
 def test_replays_of_transformer_engines_layers(mode: str, groups: ParallelGroups) -> None:
-    graphs = CudaGraphConfig(cuda_graph_impl="transformer_engine")
     config = config_with(MODES[mode], transformer_engine=True)
-    replayed(dataclasses.replace(config, cuda_graph=graphs), groups, transformer_engine=True)
+    replayed(with_graphs(config, "transformer_engine"), groups, transformer_engine=True)
 
 
 @pytest.mark.shows("no host sync", "recompute", of=lambda: (1, MODEL))
@@ -135,8 +122,7 @@ def test_eager_steps_wait_for_nothing_random_states_included(
     mode: str, groups: ParallelGroups
 ) -> None:
     job = build_job(config_with(MODES[mode], dropout=0.1, deterministic=False), groups, VOCAB)
-    found = waiting(job.step, steps_of(groups, 1, overflow=False)[:6])
-    assert found["finite"] and found["waits"] == [] and found["pageable"] == [], found
+    assert_no_wait(waiting(job.step, steps_of(groups, 1, overflow=False)[:6]))
 
 
 # Memory.
@@ -167,12 +153,6 @@ def test_memory_falls_by_what_sizes_of_tensors_say(groups: ParallelGroups) -> No
 # Two GPUs.
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    with WorkerPool(2, backend="nccl", collective_timeout=300) as started:
-        yield started
-
-
 def compare(groups: ParallelGroups, options: dict[str, Any]) -> dict[str, tuple[bool, list[str]]]:
     """Return for each mode whether metrics are equal, and the parts of the state that differ."""
     configure_determinism()
@@ -194,12 +174,7 @@ def compare(groups: ParallelGroups, options: dict[str, Any]) -> dict[str, tuple[
 @pytest.mark.shows("recompute", of=lambda name: (2, config_of(**LAYOUTS[name])))
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("name", ["dp2 zero overlap", "tp2 sp", "cp2 a2a", "cp2 p2p", "ep2"])
-def test_layouts_of_two_gpus(name: str, pool: WorkerPool) -> None:
+def test_layouts_of_two_gpus(name: str, nccl_pools: WorkerPools) -> None:
     options = {key: value for key, value in LAYOUTS[name].items() if key not in GATHERED_LATER}
-    sizes = {
-        axis: size
-        for axis, size in ParallelConfig(**options).layout_sizes.items()
-        if size is not None
-    }
-    for found in pool.run(compare, options, layout=sizes, timeout=300):
+    for found in nccl_pools.run(compare, 2, options, layout=sizes_of(options), timeout=300):
         assert all(answer == (True, []) for answer in found.values()), found

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ from megatron_packed.distributed.symmetric_exchange import (
 from megatron_packed.distributed.symmetric_memory import OVERLAPPING_DEVICES
 from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.ops.permute.used_rows import used_rows
-from support.fork_server import fork_server
+from support.gpu_capture import capture
 
 pytestmark = pytest.mark.gpu
 
@@ -46,22 +45,15 @@ SLOW_CYCLES = 5_000_000
 """Cycles, some milliseconds, by which a rank is late."""
 
 
-@pytest.fixture(scope="module")
-def one_gpu() -> Iterator[WorkerPools]:
-    fork_server()
-    with WorkerPools(collective_timeout=120) as made:
-        yield made
-
-
 def connected(groups: ParallelGroups, piece_bytes: int = PIECE_BYTES) -> SymmetricExchange:
-    assert groups.ep_group is not None
+    assert groups.ep.group is not None
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # as in every run
-    found = connect_exchange(groups.ep_group, groups)
+    found = connect_exchange(groups.ep.group, groups)
     assert isinstance(found, SymmetricExchange), found
     if piece_bytes == PIECE_BYTES:
         return found
     found.close()
-    return SymmetricExchange(groups.ep_group, groups.device, piece_bytes)
+    return SymmetricExchange(groups.ep.group, groups.device, piece_bytes)
 
 
 def message(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -77,7 +69,7 @@ def wanted(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0)
 
 def sizes_and_replays(groups: ParallelGroups, piece_bytes: int) -> dict[str, Any]:
     """Exchange messages of all sizes, then replay a captured exchange over changing data."""
-    memory, rank = connected(groups, piece_bytes), groups.ep_rank
+    memory, rank = connected(groups, piece_bytes), groups.ep.rank
     eager = [
         torch.equal(memory.exchange(message(rank, *one)), wanted(rank, *one)) for one in SHAPES
     ]
@@ -91,7 +83,7 @@ def sizes_and_replays(groups: ParallelGroups, piece_bytes: int) -> dict[str, Any
         x.copy_(message(rank, shape, dtype, seed))
         graph.replay()
         replayed.append(torch.equal(found, wanted(rank, shape, dtype, seed)))
-    dist.barrier(groups.ep_group)
+    dist.barrier(groups.ep.group)
     graph.reset()
     memory.close()
     return {"eager": all(eager), "replayed": all(replayed)}
@@ -99,7 +91,7 @@ def sizes_and_replays(groups: ParallelGroups, piece_bytes: int) -> dict[str, Any
 
 def partly_used(groups: ParallelGroups, piece_bytes: int) -> dict[str, Any]:
     """Replay an exchange of parts whose used rows change, beside rows that are not used."""
-    memory, rank = connected(groups, piece_bytes), groups.ep_rank
+    memory, rank = connected(groups, piece_bytes), groups.ep.rank
     shape, dtype, certain = (4099, 336), torch.bfloat16, 3000
     counts = torch.zeros(2, 2, dtype=torch.int64, device="cuda")
     x = message(rank, shape, dtype)
@@ -122,7 +114,7 @@ def partly_used(groups: ParallelGroups, piece_bytes: int) -> dict[str, Any]:
             last = min(max(row, certain), shape[0])
             equal.append(torch.equal(found[sender, :last], right[sender, :last]))
             untouched.append(bool((found[sender, last + 1 :] == -1).all()))
-    dist.barrier(groups.ep_group)
+    dist.barrier(groups.ep.group)
     graph.reset()
     memory.close()
     return {"used": all(equal), "untouched": all(untouched)}
@@ -172,32 +164,28 @@ class Layers:
 
 def replayed_layers(groups: ParallelGroups) -> dict[str, Any]:
     """Compare replays of several layers, forward and backward, with eager steps over NCCL."""
-    assert groups.ep_group is not None
-    plain, symmetric = EqualExchange(groups.ep_group), EqualExchange(groups.ep_group)
+    assert groups.ep.group is not None
+    plain, symmetric = EqualExchange(groups.ep.group), EqualExchange(groups.ep.group)
     symmetric.memory = connected(groups, 2**20)
     over_nccl, layers = Layers(plain), Layers(symmetric)
     shape = (2, ROWS, WIDTH)
     x = torch.zeros(shape, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     dy = torch.zeros_like(x).detach()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        layers.step(x, dy)
-        over_nccl.step(x, dy)
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        captured = layers.step(x, dy)
+    graph, captured = capture(
+        lambda: layers.step(x, dy),
+        lambda: (layers.step(x, dy), over_nccl.step(x, dy)),
+        times=1,
+        capture_error_mode="thread_local",
+    )
     equal = []
     for number in range(REPLAYS):
-        generator = torch.Generator("cuda").manual_seed(2 * number + groups.ep_rank)
+        generator = torch.Generator("cuda").manual_seed(2 * number + groups.ep.rank)
         with torch.no_grad():
             for tensor in (x, dy):
                 tensor.copy_(torch.randn(shape, generator=generator, device="cuda"))
-        if number % 4 == groups.ep_rank:  # a late GPU, in turns
+        if number % 4 == groups.ep.rank:  # a late GPU, in turns
             torch.cuda._sleep(SLOW_CYCLES)
-        if number % 10 == 5 * groups.ep_rank:  # a late host
+        if number % 10 == 5 * groups.ep.rank:  # a late host
             torch.cuda.synchronize()
             time.sleep(0.02)
         graph.replay()
@@ -207,7 +195,7 @@ def replayed_layers(groups: ParallelGroups) -> dict[str, Any]:
             equal.append(all(map(torch.equal, replayed, eager)))
         equal.append(all(map(torch.equal, replayed, over_nccl.step(x, dy))))
     finite = bool(replayed[0].isfinite().all()) and bool(replayed[1].any())
-    dist.barrier(groups.ep_group)
+    dist.barrier(groups.ep.group)
     graph.reset()
     symmetric.close()
     return {"equal": all(equal), "count": len(equal), "finite": finite}
@@ -215,7 +203,7 @@ def replayed_layers(groups: ParallelGroups) -> dict[str, Any]:
 
 def from_two_streams(groups: ParallelGroups) -> dict[str, bool]:
     """Start exchanges from two streams, which then run beside products."""
-    memory, rank = connected(groups, 2**20), groups.ep_rank
+    memory, rank = connected(groups, 2**20), groups.ep.rank
     streams = [torch.cuda.Stream() for _ in range(2)]
     shape, dtype = (2 * 2**20 + 3,), torch.bfloat16
     messages = [message(rank, shape, dtype, seed) for seed in range(8)]
@@ -232,13 +220,13 @@ def from_two_streams(groups: ParallelGroups) -> dict[str, bool]:
     same = [
         torch.equal(result, wanted(rank, shape, dtype, seed)) for seed, result in enumerate(results)
     ]
-    dist.barrier(groups.ep_group)
+    dist.barrier(groups.ep.group)
     memory.close()
     return {"same": all(same)}
 
 
 def on_two_gpus(groups: ParallelGroups) -> dict[str, Any]:
-    assert groups.ep_group is not None
+    assert groups.ep.group is not None
     return {
         **sizes_and_replays(groups, PIECE_BYTES),
         **partly_used(groups, PIECE_BYTES),

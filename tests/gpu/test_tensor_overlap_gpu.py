@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -30,9 +29,11 @@ from megatron_packed.distributed.symmetric_memory import (
     workspace_bytes,
 )
 from megatron_packed.distributed.testing import WorkerPools
+from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.build import Build
 from megatron_packed.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_packed.layers.tensor_parallel import TensorParallel
-from support.fork_server import fork_server
+from support.gpu_capture import capture
 
 pytestmark = pytest.mark.gpu
 
@@ -41,22 +42,15 @@ ROWS, WIDTH, INNER = 256, 512, 384
 FUSED = TensorOverlap(all_gather=True, reduce_scatter=True, reduce_scatter_dgrad=True)
 
 
-@pytest.fixture(scope="module")
-def one_gpu() -> Iterator[WorkerPools]:
-    fork_server()
-    with WorkerPools(collective_timeout=120) as made:
-        yield made
-
-
 def connected(groups: ParallelGroups) -> tuple[ParallelGroups, SymmetricMemory]:
     """Return the groups with the GPU that all ranks share, and their symmetric memory."""
     os.environ[OVERLAPPING_DEVICES] = "1"
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     groups = dataclasses.replace(groups, device=device)
-    assert groups.tp_group is not None
+    assert groups.tp.group is not None
     needed = workspace_bytes(ROWS, WIDTH, torch.bfloat16)
-    memory = connect(groups.tp_group, groups, torch.bfloat16, needed)
+    memory = connect(groups.tp.group, groups, torch.bfloat16, needed)
     assert isinstance(memory, SymmetricMemory), memory
     return groups, memory
 
@@ -72,15 +66,15 @@ def gathered(own: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 def scattered(term: Tensor, groups: ParallelGroups) -> Tensor:
     """Return this rank's rows of the sum of all terms, rounded once."""
-    terms = gathered(term[None], groups.tp_group).float().sum(dim=0).to(term.dtype)
-    return terms.chunk(groups.tp_size)[groups.tp_rank]
+    terms = gathered(term[None], groups.tp.group).float().sum(dim=0).to(term.dtype)
+    return terms.chunk(groups.tp.size)[groups.tp.rank]
 
 
 def compare_products(groups: ParallelGroups) -> dict[str, Any]:
     groups, memory = connected(groups)
-    own, x = drawn(groups.tp_rank, ROWS, WIDTH), drawn(10 + groups.tp_rank, 2 * ROWS, INNER)
+    own, x = drawn(groups.tp.rank, ROWS, WIDTH), drawn(10 + groups.tp.rank, 2 * ROWS, INNER)
     inwards, outwards = drawn(20, INNER, WIDTH), drawn(30, WIDTH, INNER)
-    whole = gathered(own, groups.tp_group)
+    whole = gathered(own, groups.tp.group)
     found_x, found_y = memory.all_gather_matmul(own, inwards.t(), keep=True)
     absent, again = memory.all_gather_matmul(own, inwards.t(), keep=False)
     found = memory.matmul_reduce_scatter(x, outwards.t())
@@ -91,7 +85,7 @@ def compare_products(groups: ParallelGroups) -> dict[str, Any]:
         "scattered product": torch.equal(found, scattered(x @ outwards.t(), groups)),
         "largest workspace": memory.holds(memory.nbytes) and not memory.holds(memory.nbytes + 1),
     }
-    dist.barrier(groups.tp_group)
+    dist.barrier(groups.tp.group)
     memory.close()
     return result
 
@@ -105,9 +99,9 @@ def layers_of(tp: TensorParallel, rank: int) -> tuple[ColumnParallelLinear, RowP
     from megatron_packed.distributed.tensor_parallel_shards import SplitSegment
 
     segment = SplitSegment(noun="channels", count=2 * INNER, width=1)
-    options: dict[str, Any] = {"bias": False, "tp": tp, "device": "cuda", "dtype": torch.bfloat16}
-    column = ColumnParallelLinear(WIDTH, tp.shard(segment), **options)
-    row = RowParallelLinear(tp.shard(segment, dim=1), WIDTH, **options)
+    build = Build(backends=Backends(), tp=tp, device="cuda", dtype=torch.bfloat16)
+    column = ColumnParallelLinear(WIDTH, tp.shard(segment), bias=False, build=build)
+    row = RowParallelLinear(tp.shard(segment, dim=1), WIDTH, bias=False, build=build)
     for number, layer in enumerate((column, row)):
         layer.weight.data.copy_(drawn(40 + 2 * number + rank, *layer.weight.shape))
         layer.weight.main_grad = torch.zeros_like(layer.weight, dtype=torch.float32)
@@ -117,17 +111,17 @@ def layers_of(tp: TensorParallel, rank: int) -> tuple[ColumnParallelLinear, RowP
 def replay_and_compare(groups: ParallelGroups) -> dict[str, Any]:
     """Capture forward and backward of two layers, and replay them over other inputs."""
     groups, memory = connected(groups)
-    assert groups.tp_group is not None
-    products = SequenceParallelProducts(groups.tp_group, FUSED)
+    assert groups.tp.group is not None
+    products = SequenceParallelProducts(groups.tp.group, FUSED)
     products.memory = memory
     tp = TensorParallel(
-        group=groups.tp_group,
+        group=groups.tp.group,
         size=2,
-        rank=groups.tp_rank,
+        rank=groups.tp.rank,
         sequence_parallel=True,
         products=products,
     )
-    column, row = layers_of(tp, groups.tp_rank)
+    column, row = layers_of(tp, groups.tp.rank)
     x = drawn(1, ROWS, WIDTH).requires_grad_()
     dy = drawn(2, ROWS, WIDTH)
     static_y = torch.empty_like(dy)
@@ -141,28 +135,20 @@ def replay_and_compare(groups: ParallelGroups) -> dict[str, Any]:
 
     for layer in (column, row):
         layer.weight.requires_grad_(False)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph, _ = capture(step, times=1)
     captured_grad = x.grad
     same = []
     for number in range(3):
         with torch.no_grad():
-            x.copy_(drawn(50 + 2 * number + groups.tp_rank, ROWS, WIDTH))
-            dy.copy_(drawn(60 + 2 * number + groups.tp_rank, ROWS, WIDTH))
+            x.copy_(drawn(50 + 2 * number + groups.tp.rank, ROWS, WIDTH))
+            dy.copy_(drawn(60 + 2 * number + groups.tp.rank, ROWS, WIDTH))
         graph.replay()
         torch.cuda.synchronize()
         replayed = (static_y.clone(), captured_grad.clone())
         step()
         torch.cuda.synchronize()
         same.append(torch.equal(replayed[0], static_y) and torch.equal(replayed[1], x.grad))
-    dist.barrier(groups.tp_group)
+    dist.barrier(groups.tp.group)
     graph.reset()
     products.close()
     return {
@@ -187,23 +173,23 @@ OVERLAPS = {
 
 def both_layers(groups: ParallelGroups, overlap: TensorOverlap) -> dict[str, Any]:
     """Return output and gradients of a column- and a row-parallel layer, eagerly and by replay."""
-    assert groups.tp_group is not None
-    products = SequenceParallelProducts(groups.tp_group, overlap)
+    assert groups.tp.group is not None
+    products = SequenceParallelProducts(groups.tp.group, overlap)
     if overlap.fuses:
         needed = workspace_bytes(ROWS, WIDTH, torch.bfloat16)
-        memory = connect(groups.tp_group, groups, torch.bfloat16, needed)
+        memory = connect(groups.tp.group, groups, torch.bfloat16, needed)
         assert isinstance(memory, SymmetricMemory), memory
         products.memory = memory
     tp = TensorParallel(
-        group=groups.tp_group,
+        group=groups.tp.group,
         size=2,
-        rank=groups.tp_rank,
+        rank=groups.tp.rank,
         sequence_parallel=True,
         products=products,
     )
-    column, row = layers_of(tp, groups.tp_rank)
-    x = drawn(1 + groups.tp_rank, ROWS, WIDTH).requires_grad_()
-    dy = drawn(3 + groups.tp_rank, ROWS, WIDTH)
+    column, row = layers_of(tp, groups.tp.rank)
+    x = drawn(1 + groups.tp.rank, ROWS, WIDTH).requires_grad_()
+    dy = drawn(3 + groups.tp.rank, ROWS, WIDTH)
     weights = [layer.weight for layer in (column, row)]
 
     def step() -> list[Tensor]:
@@ -215,19 +201,17 @@ def both_layers(groups: ParallelGroups, overlap: TensorOverlap) -> dict[str, Any
         # Detached: a living autograd node of another stream would prevent the capture.
         return [y.detach(), x.grad, *(weight.main_grad for weight in weights)]
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        eager = [tensor.clone() for tensor in step()]
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        captured = step()
+    eager: list[Tensor] = []
+    graph, captured = capture(
+        step,
+        lambda: eager.extend(tensor.clone() for tensor in step()),
+        times=1,
+        capture_error_mode="thread_local",
+    )
     graph.replay()
     torch.cuda.synchronize()
     replayed = [tensor.clone() for tensor in captured]
-    dist.barrier(groups.tp_group)
+    dist.barrier(groups.tp.group)
     graph.reset()
     products.close()
     return {"eager": eager, "replayed": replayed, "unfused": dict(products.unfused)}

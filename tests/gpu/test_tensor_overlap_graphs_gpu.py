@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
@@ -29,19 +28,18 @@ from megatron_packed.distributed.sequence_parallel_products import (
     TensorOverlap,
 )
 from megatron_packed.layers.tensor_parallel import TensorParallel
+from megatron_packed.models import run_model as building
+from megatron_packed.models import tensor_overlap
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.training import build_job as building
-from megatron_packed.training import tensor_overlap
-from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
 from megatron_packed.training.build_job import build_job
 from support.gpu_graph_steps import (
-    CAPTURE_SIZES,
     DEVICE,
-    PACKS,
+    captured,
     config_of,
     different,
     state_of,
     steps_of,
+    with_graphs,
 )
 from support.gpu_layouts import VOCAB
 
@@ -93,7 +91,7 @@ def of_one_rank(group: dist.ProcessGroup, overlap: TensorOverlap) -> Iterator[No
     products = SequenceParallelProducts(group, overlap)
     tp = TensorParallel(group=group, sequence_parallel=True, products=products)
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(TensorParallel, "of", lambda *_, **__: tp))
+        stack.enter_context(mock.patch.object(TensorParallel, "from_groups", lambda *_, **__: tp))
         for module in (building, tensor_overlap):
             stack.enter_context(mock.patch.object(module, "overlap_of", lambda _: overlap))
         yield
@@ -119,17 +117,12 @@ def test_replayed_steps_are_the_eager_ones_without_overlap(
     group: dist.ProcessGroup,
     wanted: tuple[list[Tensor], dict[str, Tensor]],
 ) -> None:
-    graph_options = CudaGraphConfig(cuda_graph_impl=impl)
-    config = dataclasses.replace(config_of(MODEL), cuda_graph=graph_options)
+    config = with_graphs(config_of(MODEL), impl)
     with of_one_rank(group, overlap):
         job = build_job(config, GROUPS, VOCAB)
     products = job.model.tp.products
     assert products is not None and (products.memory is not None) == overlap.fuses, products.reason
-    graphs = build_graphs(config, job, CAPTURE_SIZES, GROUPS, print)
-    assert graphs is not None
-    with released(graphs):
-        capture_graphs(graphs, job.step, PACKS, GROUPS, first=True)
-        job.step.graphs = graphs
+    with captured(config, GROUPS, job) as (_, graphs):
         metrics = [job.step(packs, 1e-3).clone() for packs in steps()]
         torch.cuda.synchronize()
         job.step.graphs = None

@@ -22,12 +22,12 @@ from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.transformer_impl import implementation
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.isolation import check_isolation
+from megatron_packed.models.metrics_layout import StepValues
 from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.resume.run_and_random_state import held_state
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
 from megatron_packed.training.build_job import Job, build_job
-from megatron_packed.training.metrics_layout import StepValues
-from megatron_packed.training.run_state import held_state
 from support.gpu_layouts import STEPS, VOCAB, batches
 from support.gpu_layouts import T as SLOTS
 from support.graph_jobs import Job as GraphJob

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_packed.distributed.collectives import all_gather_rows, own_rows
-from megatron_packed.training import tensor_overlap
+from megatron_packed.models import tensor_overlap
 
 
 class BlockwiseMemory:

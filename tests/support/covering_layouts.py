@@ -145,7 +145,7 @@ def micro_batches(config: RunConfig, groups: ParallelGroups, step: int) -> list[
         np.array([np.count_nonzero(mask[1:]) for _, mask in documents]),
         packer=Packer.from_config(config.packing, config.document_alignment),
         packs_per_step=config.packs_per_step(),
-        dp_size=groups.dp_size,
+        dp_size=groups.dp.size,
         depth_targets=[
             np.array([np.count_nonzero(mask[1 + depth :]) for _, mask in documents])
             for depth in range(1, config.model.mtp_depths + 1)
@@ -158,5 +158,5 @@ def micro_batches(config: RunConfig, groups: ParallelGroups, step: int) -> list[
             scales=plan.scales,
             alignment=config.document_alignment,
         )
-        for pieces in plan.packs[groups.dp_rank]
+        for pieces in plan.packs[groups.dp.rank]
     ]

@@ -26,15 +26,16 @@ from megatron_packed.data.loader import Loader
 from megatron_packed.distributed import failure_watch, groups
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.hang_detection import HangDetector
+from megatron_packed.inputs import open_documents as run_documents
 from megatron_packed.layers import attention
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.packed.micro_batch import NO_LABEL
-from megatron_packed.training import failures, pretrain, run_writers
-from megatron_packed.training import open_documents as run_documents
-from megatron_packed.training import run_state as run_state
+from megatron_packed.reporting import run_writers
+from megatron_packed.reporting.metric_writers import JsonlWriter
+from megatron_packed.resume import run_and_random_state as run_state
+from megatron_packed.training import failures, pretrain
 from megatron_packed.training.late_metrics import LateMetrics
-from megatron_packed.training.metric_writers import JsonlWriter
 from megatron_packed.training.train_step import TrainStep
 from megatron_packed.training.trainer import Trainer
 

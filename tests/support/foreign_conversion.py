@@ -17,13 +17,13 @@ from torch import Tensor
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.manifest import read_manifest
 from megatron_packed.checkpoint.read_tensors import read_tensor
+from megatron_packed.cli.export_trained import export_trained
 from megatron_packed.cli.main import main
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.export_huggingface import to_huggingface
 from megatron_packed.models.convert.huggingface_files import ModelFiles
 from megatron_packed.models.convert.import_huggingface import from_huggingface
 from megatron_packed.models.hybrid_model import HybridModel
-from megatron_packed.training.export_trained import export_trained
 from support import hybrid_cases as cases
 
 TOLERANCE = 2e-4

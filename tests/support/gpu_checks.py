@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_packed.ops.backend_dispatch import NoBackendError, Op
 from megatron_packed.packed.params import PackedSeqParams
+from support.gpu_capture import capture
 
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
 
@@ -137,15 +138,7 @@ def check_replay(
         outputs = _tuple(kernel(*leaves))
         return [*(y.detach() for y in outputs), *torch.autograd.grad(outputs, leaves, upstream)]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            both()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        static = both()
+    graph, static = capture(both)
     for number, update in enumerate(updates):
         update()
         for leaf in leaves:

@@ -5,7 +5,10 @@ Importing this module sets the variables of deterministic libraries.
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 # The libraries read these at import or first use; child processes inherit them.
@@ -24,6 +27,7 @@ import numpy as np
 import torch
 
 from megatron_packed.config.run import RunConfig
+from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.config.sections.data import DataConfig
 from megatron_packed.config.sections.logging import LoggingConfig
 from megatron_packed.config.sections.model import ModelConfig
@@ -31,10 +35,12 @@ from megatron_packed.config.sections.optim import OptimizerConfig
 from megatron_packed.config.sections.packing import PackingConfig
 from megatron_packed.config.sections.parallel import ParallelConfig
 from megatron_packed.config.sections.training import TrainingConfig
+from megatron_packed.cuda_graphs.step_graphs import StepGraphs
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.training.build_job import Job
+from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
+from megatron_packed.training.build_job import Job, build_job
 from support.gpu_layouts import LAYOUTS, LAYOUTS_OF_FOUR, MODEL, VOCAB, T
 
 CAPTURE_SIZES = CaptureSizes.of([8, 32], T)
@@ -62,8 +68,8 @@ def steps_of(groups: ParallelGroups, alignment: int, *, overflow: bool) -> list[
         )
         scales = (main, 1 / PACKS, *depths)
         mine = []
-        for first in range(0, PACKS, groups.dp_size):
-            together = packs[first : first + groups.dp_size]
+        for first in range(0, PACKS, groups.dp.size):
+            together = packs[first : first + groups.dp.size]
             most = max(map(len, together))
             capture_size = CAPTURE_SIZES.smallest_for(most, T)
             room = (
@@ -73,7 +79,7 @@ def steps_of(groups: ParallelGroups, alignment: int, *, overflow: bool) -> list[
             )
             mine.append(
                 MicroBatch.build(
-                    together[groups.dp_rank], T, room[0], scales, room[1], alignment
+                    together[groups.dp.rank], T, room[0], scales, room[1], alignment
                 ).pin_memory()
             )
         steps.append(mine)
@@ -88,6 +94,24 @@ def options_of(name: str, impl: str) -> dict[str, Any]:
         for option, value in (LAYOUTS | LAYOUTS_OF_FOUR)[name].items()
         if option not in late
     }
+
+
+def with_graphs(config: RunConfig, impl: str) -> RunConfig:
+    return dataclasses.replace(config, cuda_graph=CudaGraphConfig(cuda_graph_impl=impl))
+
+
+@contextmanager
+def captured(
+    config: RunConfig, groups: ParallelGroups, job: Job | None = None
+) -> Iterator[tuple[Job, StepGraphs]]:
+    """Yield a job whose steps replay graphs, and its graphs."""
+    job = job or build_job(config, groups, VOCAB)
+    graphs = build_graphs(config, job, CAPTURE_SIZES, groups, print)
+    assert graphs is not None
+    with released(graphs):
+        capture_graphs(graphs, job.step, PACKS, groups, first=True)
+        job.step.graphs = graphs
+        yield job, graphs
 
 
 DEVICE = torch.device("cuda", 0)

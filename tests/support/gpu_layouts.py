@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.config.sections.parallel import ParallelConfig
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.packed.micro_batch import MicroBatch
 
@@ -35,6 +36,29 @@ def host_batches(count: int) -> list[list[MicroBatch]]:
     return steps
 
 
+LAYERS: dict[str, Any] = {
+    "hidden_size": 256,
+    "ffn_hidden_size": 512,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "kv_channels": 64,
+    "mamba_num_heads": 16,
+    "mamba_head_dim": 64,
+    "mamba_state_dim": 64,
+    "mamba_num_groups": 2,
+    "mamba_chunk_size": 128,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "num_experts": None,
+    "add_bias_linear": False,
+    "normalization": "RMSNorm",
+    "squared_relu": True,
+    "position_embedding_type": "rope",
+    "untie_embeddings_and_output_weights": False,
+}
+"""Options of models that one micro-batch compares on one and two GPUs."""
 MODEL = ModelConfig(
     hybrid_layer_pattern="M*-EG",
     hidden_size=256,
@@ -130,6 +154,12 @@ def model_of(name: str) -> ModelConfig:
     return with_depths(model) if name in DEPTHS else model
 
 
+def sizes_of(options: dict[str, Any]) -> dict[str, int]:
+    """Return the sizes of the process groups of a layout's options."""
+    sizes = ParallelConfig(**options).layout_sizes.items()
+    return {axis: size for axis, size in sizes if size is not None}
+
+
 def with_depths(model: ModelConfig) -> ModelConfig:
     """Return the model with two depths of multi-token prediction that share their layers."""
     return dataclasses.replace(
@@ -144,7 +174,7 @@ def batches(groups: ParallelGroups, alignment: int) -> list[list[MicroBatch]]:
     """Return steps of two pinned micro-batches, with documents padded to ``alignment``."""
     if alignment == 1:
         return host_batches(STEPS)
-    random = np.random.default_rng(groups.dp_rank)
+    random = np.random.default_rng(groups.dp.rank)
     return [
         [
             MicroBatch.build(

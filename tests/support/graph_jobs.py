@@ -20,6 +20,7 @@ from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
+from support.gpu_capture import poison_pool
 
 DEVICE, DTYPE = torch.device("cuda", 0), torch.bfloat16
 T, HIDDEN, VOCAB = 1024, 256, 512
@@ -243,27 +244,7 @@ class Job:
                     tensor.fill_(float("nan"))
 
     def poison_pool(self):
-        """Set every bit of the graph pool: floats become NaN, integers become -1."""
-        torch.cuda.synchronize()
-        found = 0
-        for segment in torch.cuda.memory_snapshot():
-            if tuple(segment["segment_pool_id"]) == tuple(self.runner.backend.pool):
-                torch.as_tensor(
-                    _Bytes(segment["address"], segment["total_size"]), device=DEVICE
-                ).fill_(255)
-                found += segment["total_size"]
-        assert found > 0, "no memory of the graphs was found"
-        return found
-
-
-class _Bytes:
-    def __init__(self, address, size):
-        self.__cuda_array_interface__ = {
-            "shape": (size,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
+        return poison_pool(self.runner.backend.pool)
 
 
 def different(found, wanted):

@@ -13,9 +13,9 @@ import torch
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.config.run import RunConfig
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.explain.op_requests import op_requests
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_job import build_job
-from megatron_packed.training.op_requests import op_requests
 
 FLAGS = [
     "--hidden-size",

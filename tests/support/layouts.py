@@ -18,10 +18,10 @@ from megatron_packed.config.sections.parallel import ParallelConfig
 from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.config.serialise import to_dict
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.models.metrics_layout import StepValues
 from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.resume.run_and_random_state import RunState
 from megatron_packed.training.build_job import Job
-from megatron_packed.training.metrics_layout import StepValues
-from megatron_packed.training.run_state import RunState
 
 SLOTS, VOCAB = 48, 211
 MODEL = ModelConfig(
@@ -154,7 +154,7 @@ def scales_of(packs: list[list[int]]) -> tuple[float, ...]:
 
 
 def mine(groups: ParallelGroups, way: Way, step: int, count: int) -> list[MicroBatch]:
-    return packs_of(way, step, count)[groups.dp_rank :: groups.dp_size]
+    return packs_of(way, step, count)[groups.dp.rank :: groups.dp.size]
 
 
 def run_state(job: Job, groups: ParallelGroups, way: Way) -> RunState:

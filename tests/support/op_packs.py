@@ -7,6 +7,8 @@
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from support.gpu_capture import capture
+
 PACKS = {
     "shorter than the convolution": [1, 2, 3, 1, 1, 2],
     "around a chunk of 16": [15, 16, 17, 1, 31, 33],
@@ -26,10 +28,42 @@ def boundaries(lengths, device="cpu"):
     return seq_idx.to(device), cu_seqlens.to(device)
 
 
+def with_gradients(run, values, weight=None, output="y"):
+    """Return the output of ``run``, which takes the dict of values, and the gradient of each value.
+
+    Without ``weight`` the upstream gradient has a different value for each element.
+    """
+    values = {name: value.clone().requires_grad_() for name, value in values.items()}
+    y = run(values)
+    if weight is None:
+        weight = torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view(y.shape)
+    gradients = torch.autograd.grad((y * weight.to(y.dtype)).sum(), values.values())
+    return {output: y.detach(), **dict(zip((f"d{name}" for name in values), gradients))}
+
+
 def relative_error(got, want):
     return (
         (got.double() - want.double()).abs().max() / want.double().abs().max().clamp_min(1e-30)
     ).item()
+
+
+def norm_error(got, want, least=0.0):
+    """Return the norm of the difference, relative to the norm of ``want``, or to ``least``."""
+    want = want.double()
+    return ((got.double() - want).norm() / want.norm().clamp_min(least)).item()
+
+
+def different(first, second):
+    """Return the names of results that are not equal bit for bit."""
+    return {name for name in first if not torch.equal(first[name], second[name])}
+
+
+def assert_repeats(run, times=5):
+    """Check that repeated runs have the same bits, and return the results of the first."""
+    first = run()
+    for _ in range(times):
+        assert different(first, run()) == set()
+    return first
 
 
 def leaks(run, inputs, lengths, victims=None):
@@ -74,8 +108,8 @@ def run_without_values(function, *tensors):
         function(*fake).sum().backward()
 
 
-def replayed(run, static, changes):
-    """Capture ``run(static)`` once, then compare a replay with an eager run for each change.
+def assert_replays(run, static, changes):
+    """Capture ``run(static)`` once; for each change, a replay must equal an eager run bit for bit.
 
     Args:
         run: takes the dict of static tensors and returns a dict of results. It runs forward and
@@ -83,18 +117,10 @@ def replayed(run, static, changes):
         static: tensors whose addresses the graph reads.
         changes: dicts of new contents, copied into the tensors of the same names before a replay.
     Returns:
-        For each change a dict: name -> (replayed, eager).
+        For each change the results.
     """
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            run(static)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run(static)
-    outcomes = []
+    graph, captured = capture(lambda: run(static))
+    results = []
     for change in changes:
         for name, value in change.items():
             static[name].copy_(value)
@@ -102,9 +128,9 @@ def replayed(run, static, changes):
             value.fill_(7)  # remains in a result that the replay does not write
         graph.replay()
         again = {name: value.clone() for name, value in captured.items()}
-        eager = run(static)
-        outcomes.append({name: (again[name], eager[name]) for name in eager})
-    return outcomes
+        results.append(run(static))
+        assert different(results[-1], again) == set()
+    return results
 
 
 def no_sync(run, *args):

@@ -36,13 +36,13 @@ def step_of(way: Way, groups: ParallelGroups, number: int, lengths: Any) -> list
     packs = [[(draw.integers(0, VOCAB, length), None) for length in pack] for pack in lengths]
     scales = scales_of(lengths)
     made = []
-    for first in range(0, len(packs), groups.dp_size):
-        together = packs[first : first + groups.dp_size]
+    for first in range(0, len(packs), groups.dp.size):
+        together = packs[first : first + groups.dp.size]
         documents = max(map(len, together))
         size = CAPTURE_SIZES.smallest_for(documents, SLOTS)
         room = (documents, None) if size is None else (size.capacity, size.max_seqlen)
         made.append(
-            MicroBatch.build(together[groups.dp_rank], SLOTS, room[0], scales, room[1], alignment)
+            MicroBatch.build(together[groups.dp.rank], SLOTS, room[0], scales, room[1], alignment)
         )
     return made
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_packed.distributed.symmetric_exchange import (
-    SLOTS,
+    PIECE_SLOTS,
     SymmetricExchange,
     UsedBytes,
     piece_of_peer,
@@ -74,7 +74,7 @@ class Machine:
     def __init__(self, ranks: int, piece_bytes: int) -> None:
         self.queues: list[Queue] = []
         piece = piece_of_peer(ranks, piece_bytes)
-        shape = (SLOTS, max(ranks - 1, 1), piece)
+        shape = (PIECE_SLOTS, max(ranks - 1, 1), piece)
         self.slots = [torch.full(shape, 255, dtype=torch.uint8) for _ in range(ranks)]
         self.arrived = [0] * ranks
         self.ranks = [QueuedExchange(self, rank, ranks, piece) for rank in range(ranks)]

@@ -7,7 +7,7 @@ from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.sections.optim import OptimizerConfig
 from megatron_packed.config.sections.packing import PackingConfig
 from megatron_packed.config.sections.training import TrainingConfig
-from megatron_packed.training import run_data as run_data
+from megatron_packed.inputs import run_data as run_data
 
 SLOTS, SEED = 2048, 5
 

@@ -19,9 +19,9 @@ import torch
 import transformers
 
 from megatron_packed.cli.main import main
+from megatron_packed.inputs.prompts import encode_prompts, texts
 from megatron_packed.models.generate import generate
 from megatron_packed.models.hybrid_model import HybridModel
-from megatron_packed.training.prompts import encode_prompts, texts
 from megatron_packed.training.trained_model import TrainedModel
 from support import hybrid_cases as cases
 from support.huggingface_models import NO_STEP_LIMIT, filled

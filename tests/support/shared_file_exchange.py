@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_packed.distributed.symmetric_exchange import SLOTS, SymmetricExchange, UsedBytes
-from megatron_packed.training import equal_exchanges
+from megatron_packed.distributed.symmetric_exchange import PIECE_SLOTS, SymmetricExchange, UsedBytes
+from megatron_packed.models import equal_exchanges
 
 PIECE_BYTES = 1024
 """Small pieces, so that the messages of a tiny model have more pieces than slots."""
@@ -31,11 +31,11 @@ class SharedFileExchange(SymmetricExchange):
         )
         self._staging = self._pulling = stream  # type: ignore[assignment]
         self._buffer = None
-        shape = (SLOTS, max(self.size - 1, 1), self.piece_bytes)
+        shape = (PIECE_SLOTS, max(self.size - 1, 1), self.piece_bytes)
         named = [f"{self.group.group_name}-{dist.get_process_group_ranks(self.group)[0]}"]
         dist.broadcast_object_list(named, group=self.group, group_src=0)
         paths = [Path(gettempdir()) / f"exchange-{named[0]}-{rank}" for rank in range(self.size)]
-        size = SLOTS * shape[1] * self.piece_bytes
+        size = PIECE_SLOTS * shape[1] * self.piece_bytes
         self._slots = [
             torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8).view(shape)
             for path in paths

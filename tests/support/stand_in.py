@@ -68,7 +68,7 @@ class RecordingBackend:
         yield
 
     @contextmanager
-    def lent(self):
+    def library_capture(self):
         """Yield this backend to a capture function from outside the project, which captures with
         it.
         """
@@ -78,7 +78,7 @@ class RecordingBackend:
     def take_stream(self):
         self.stream_taken += 1
 
-    def borrowed(self, tensor):
+    def without_ownership(self, tensor):
         return tensor
 
     def random_state(self, device):

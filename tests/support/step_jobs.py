@@ -17,11 +17,11 @@ from megatron_packed.config.sections.optim import OptimizerConfig
 from megatron_packed.config.sections.packing import PackingConfig
 from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.models.metrics_layout import StepValues
 from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.resume.run_and_random_state import held_state
 from megatron_packed.training.build_job import build_job
-from megatron_packed.training.metrics_layout import StepValues
-from megatron_packed.training.run_state import held_state
 
 SLOTS, VOCAB = 48, 61
 CONFIG = ModelConfig(

@@ -1,10 +1,6 @@
 """Record of a step as in the log."""
 
-from megatron_packed.training.metrics import (
-    MemoryFigures,
-    StepFacts,
-    step_record,
-)
+from megatron_packed.reporting.step_record import MemoryFigures, StepFacts, step_record
 
 
 def record(

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_packed.checkpoint.tensor_extent import Extent
+from megatron_packed.resume.run_and_random_state import held_state
 from megatron_packed.training.build_job import Job
-from megatron_packed.training.run_state import held_state
 
 Shards = list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]
 

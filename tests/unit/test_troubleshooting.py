@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_packed.training.exit_codes import ExitCode
-from megatron_packed.training.metrics import StepRecord
+from megatron_packed.config.exit_codes import ExitCode
+from megatron_packed.reporting.step_record import StepRecord
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()

@@ -27,7 +27,7 @@ from megatron_packed.cli.doctor.system_calls import system_call_finding
 from megatron_packed.cli.doctor.verdict import machine_verdict, problem_findings
 from megatron_packed.cli.errors import UsageError
 from megatron_packed.config.kernel_options import OPTION_OF
-from megatron_packed.config.kinds import KINDS
+from megatron_packed.config.kinds.layer_kind import KINDS
 from megatron_packed.config.optional_packages import (
     PACKAGES,
     Package,

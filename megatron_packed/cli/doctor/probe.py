@@ -20,8 +20,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from megatron_packed.config.kinds import KINDS
 from megatron_packed.config.kinds.attention import SYMBOL as ATTENTION
+from megatron_packed.config.kinds.layer_kind import KINDS
 
 _TOKENS = 512
 _FLAGS = shlex.split("""
@@ -101,7 +101,7 @@ def _job() -> tuple[Any, Any, dict[str, Any]]:
     import torch
 
     from megatron_packed.config.parser.parse import parse_or_exit
-    from megatron_packed.training.op_requests import op_requests
+    from megatron_packed.explain.op_requests import op_requests
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     layers = ["--hybrid-layer-pattern", "".join(KINDS)]
@@ -123,7 +123,7 @@ def _kernels() -> dict[str, Any]:
     """Return, for each op, the backend that 'auto' chooses on this machine, all backends in order,
     and the reasons why some cannot be used.
     """
-    from megatron_packed.training.kernels import choose, layer_reasons, without_module
+    from megatron_packed.explain.kernel_reasons import choose, layer_reasons, without_module
 
     config, device, ops = _job()
     kernels: dict[str, Any] = {}
@@ -177,7 +177,7 @@ def _one_layer(symbol: str, device: Any, backends: Any) -> Any:
     """Return a model of one layer."""
     from megatron_packed.models.hybrid_model import HybridModel
     from megatron_packed.models.isolation import VOCAB, small_config
-    from megatron_packed.training.build_job import dtype_of
+    from megatron_packed.models.run_model import dtype_of
 
     config, _, _ = _job()
     return HybridModel(

@@ -12,7 +12,6 @@ _REQUIRED = {package.name for package in PACKAGES if package.required}
 
 
 def problem_findings(sections: Sections) -> list[Finding]:
-    """Return the findings that count as problems."""
     return [
         finding for section in sections.values() for finding in section if finding.state.problem
     ]

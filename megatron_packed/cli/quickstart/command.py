@@ -57,7 +57,7 @@ def quickstart_command(arguments: argparse.Namespace, run_flags: Sequence[str]) 
         ) from None
     if arguments.prepare:
         return 0
-    from megatron_packed.training.launch import LaunchOptions, launch
+    from megatron_packed.launch.launcher import LaunchOptions, launch
 
     flags = [f"@{flags_file}", *run_flags]
     code = launch(LaunchOptions(processes=processes), flags)
@@ -128,10 +128,10 @@ def _answers(config: RunConfig) -> list[tuple[str, str, str]]:
     import numpy as np
 
     from megatron_packed.cli.quickstart.questions import read_questions
+    from megatron_packed.inputs.open_documents import build_tokenizer
+    from megatron_packed.inputs.prompts import encode_prompts, texts
     from megatron_packed.models.generate import generate
-    from megatron_packed.training.load_for_inference import load_model
-    from megatron_packed.training.open_documents import build_tokenizer
-    from megatron_packed.training.prompts import encode_prompts, texts
+    from megatron_packed.resume.load_for_inference import load_model
 
     questions = read_questions(Path(config.data.valid_data_path[0]))
     generator = np.random.default_rng(config.training.seed)
@@ -151,7 +151,7 @@ def _loss_of_single_tokens(config: RunConfig) -> float:
     """Return the entropy of single target tokens of the validation data, in nats."""
     from megatron_packed.data.sources.tokenized_dataset import open_dataset
     from megatron_packed.data.tokenizers.chat_format import chat_format
-    from megatron_packed.training.open_documents import build_tokenizer
+    from megatron_packed.inputs.open_documents import build_tokenizer
 
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)
     chat = chat_format(tokenizer)

@@ -310,7 +310,6 @@ class ExpertOptions(StackOptions, group=EXPERTS):
         yield from self._group_rules(sound)
 
     def _group_rules(self, sound: Sound) -> Iterator[Problem]:
-        """Yield problems of the groups of experts."""
         groups, chosen = self.moe_router_num_groups, self.moe_router_group_topk
         if chosen is None or groups is None:
             return  # as in Megatron, all groups are open

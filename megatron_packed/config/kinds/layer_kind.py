@@ -5,12 +5,13 @@ Modules that kinds import, for example ``conditions``, read `KINDS` only inside 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 if TYPE_CHECKING:
     from megatron_packed.config.errors import Problem
@@ -54,11 +55,24 @@ class LayerPart:
         path: path of the module in the layer.
         saves: tensors that are offloaded: the `INPUT` of a norm or projection, that of an
             `ACTIVATION` function, or `EVERYTHING` that is saved between two projections.
+    Raises:
+        ValueError: the path is outside of norm and mixer, or ``saves`` is none of the three.
     """
 
     name: str
     path: str
     saves: str = INPUT
+
+    def __post_init__(self) -> None:
+        if self.path != "norm" and not self.path.startswith("mixer."):
+            raise ValueError(
+                f"the part {self.name!r} has the path {self.path!r}; write 'norm', or 'mixer.' and "
+                "the name of a module in the mixer"
+            )
+        if self.saves not in (INPUT, ACTIVATION, EVERYTHING):
+            raise ValueError(
+                f"the part {self.name!r} has saves {self.saves!r}; choose {INPUT!r}, {ACTIVATION!r} or {EVERYTHING!r}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -133,6 +147,14 @@ class LayerKind:
                 f"the kind {self.name} has the symbol {symbol!r}; choose one character that is no "
                 f"lower-case letter, no blank and none of {' '.join(RESERVED)}"
             )
+        if len(named) < len(self.parts):
+            raise ValueError(
+                f"the kind {self.name} has parts {[part.name for part in self.parts]}; give each part another name"
+            )
+        if unknown := [name for name in self.inside_norm if name not in named]:
+            raise ValueError(
+                f"the kind {self.name} has no part {unknown}, which `inside_norm` names"
+            )
         for name, inside in self.recomputed.items():
             wanted = 2 if name in named and named[name].saves == ACTIVATION else 1
             if not {name, *inside} <= named.keys() or len(inside) != wanted or inside[0] != name:
@@ -179,10 +201,10 @@ class Kinds(Mapping[str, LayerKind]):
     def _records(self) -> dict[str, LayerKind]:
         package = __name__.rpartition(".")[0]
         files = sorted(Path(__file__).parent.glob("[!_]*.py"))
-        modules = [import_module(f"{package}.{file.stem}") for file in files]
         records: dict[str, LayerKind] = {}
-        for module in modules:
-            kind: LayerKind | None = getattr(module, "KIND", None)
+        for file in files:
+            module = import_module(f"{package}.{file.stem}")
+            kind = record_of(module, "KIND", LayerKind)
             if kind is None:
                 continue
             if kind.symbol in records:
@@ -191,7 +213,50 @@ class Kinds(Mapping[str, LayerKind]):
                 )
             records[kind.symbol] = kind
         in_order = sorted(records.values(), key=lambda kind: (kind.place, kind.symbol))
+        check_names(in_order)
         return {kind.symbol: kind for kind in in_order}
+
+
+_Record = TypeVar("_Record")
+
+
+def record_of(module: ModuleType, name: str, record: type[_Record]) -> _Record | None:
+    """Return the record ``name`` of a module in a folder of kinds; None for a module of helpers.
+
+    Raises:
+        ImportError: the module has a record with another name, or another value with this name.
+    """
+    value = vars(module).get(name)
+    if isinstance(value, record):
+        return value
+    other_names = [key for key, each in vars(module).items() if isinstance(each, record)]
+    if value is not None or other_names:
+        raise ImportError(
+            f"{module.__name__} has no {record.__name__} with the name {name}, but "
+            f"{' and '.join(other_names) or type(value).__name__}; call the record {name}"
+        )
+    return None
+
+
+def check_names(kinds: Iterable[LayerKind]) -> None:
+    """Check that options can tell the modules of all kinds apart; kinds may share an equal part.
+
+    Raises:
+        ValueError: two kinds have the same name for different modules.
+    """
+    owners: dict[tuple[str, str], tuple[LayerKind, object]] = {}
+    for kind in kinds:
+        for option, modules in (
+            ("--cuda-graph-modules", dict.fromkeys(kind.graph_modules, kind)),
+            ("--recompute-modules", dict.fromkeys(kind.recompute_modules, kind)),
+            ("--offload-modules", {part.name: part for part in kind.parts}),
+        ):
+            for name, module in modules.items():
+                owner, other = owners.setdefault((option, name), (kind, module))
+                if other != module:
+                    raise ValueError(
+                        f"the kinds {owner.name} and {kind.name} both have {name!r} for {option}; choose another name"
+                    )
 
 
 KINDS = Kinds()

@@ -212,7 +212,6 @@ class _Script:
         self.lines: list[MegatronLine] = []
 
     def read(self, line: int, command: list[_Word]) -> None:
-        """Follow one command."""
         declares = command[0].head in DECLARATIONS
         if command[0].head in CONTROL:
             shown = printable(command[0].head, 40)

@@ -148,7 +148,6 @@ def _explanation(field: Field, value: str, brief: bool) -> str:
 
 
 def default_text(field: Field) -> str:
-    """Return the default as text."""
     default = field.default
     if field.required:
         return "required"

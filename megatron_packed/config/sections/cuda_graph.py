@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from megatron_packed.config.conditions import option_is_not
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.kinds import KINDS
+from megatron_packed.config.kinds.layer_kind import KINDS
 from megatron_packed.config.options import Related, option
 from megatron_packed.config.section import Section, Sound, section_fields
 from megatron_packed.config.sections.model import ModelConfig
@@ -91,7 +91,6 @@ class CudaGraphConfig(Section, title="cuda_graph"):
 
     @property
     def enabled(self) -> bool:
-        """Return whether CUDA graphs are requested."""
         return self.cuda_graph_impl != "none"
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import new_class
 from typing import TYPE_CHECKING
 
-from megatron_packed.config.kinds import KINDS
+from megatron_packed.config.kinds.layer_kind import KINDS
 
 if TYPE_CHECKING:
     # The bases for type checkers. Another kind is found without an entry here.

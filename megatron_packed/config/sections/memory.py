@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_packed.config.conditions import Condition, option_given
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.kinds import KINDS
 from megatron_packed.config.kinds.attention import CORE_ATTENTION
-from megatron_packed.config.kinds.layer_kind import ACTIVATION, EVERYTHING, INPUT, LAYER_NORM
+from megatron_packed.config.kinds.layer_kind import ACTIVATION, EVERYTHING, INPUT, KINDS, LAYER_NORM
 from megatron_packed.config.options import Related, option
 from megatron_packed.config.section import Section, Sound
 from megatron_packed.config.sections.cuda_graph import LOCAL, CudaGraphConfig
@@ -171,7 +170,6 @@ class MemoryConfig(RecomputeOptions, title="memory", group="offload"):
 
     @property
     def recomputes_layers(self) -> bool:
-        """Return whether whole layers are recomputed."""
         return self.recompute_granularity == FULL
 
     @property

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from megatron_packed.config.conditions import Condition, layers
+from megatron_packed.config.conditions import TRAINS, Condition, layers
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.kinds import KINDS, LayerKind
+from megatron_packed.config.kinds.layer_kind import KINDS, LayerKind
 from megatron_packed.config.layer_pattern import DEPTH, pattern_problems
 from megatron_packed.config.options import derived_option, option, required_option
 from megatron_packed.config.section import Section, Sound, section_fields
@@ -114,6 +114,16 @@ class ModelConfig(  # dataclass fields follow the bases from right to left
         "The vocabulary is padded to a multiple of this number times the tensor-parallel size.",
         unit="tokens",
         minimum=1,
+    )
+    freeze_params: tuple[str, ...] = option(
+        (),
+        "Do not train the parameters whose name matches one of these patterns (*, ? and [...] as "
+        "in a shell), for example 'embedding.*' 'layers.0.*'. They have no gradient and no "
+        "optimizer state. Tied tables have one name, so embedding.* also freezes the output.",
+        group="frozen parameters",
+        training_only=True,
+        resume="trained parameters",
+        only_if=TRAINS,
     )
 
     @property

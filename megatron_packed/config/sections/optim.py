@@ -229,7 +229,6 @@ class OptimizerConfig(  # dataclass fields follow the bases from right to left
 
     @property
     def weight_decay_changes(self) -> bool:
-        """Return whether the weight decay depends on the step."""
         return self.weight_decay_incr_style != "constant"
 
     def rules(self, sound: Sound) -> Iterator[Problem]:

@@ -14,7 +14,7 @@ from megatron_packed.config.conditions import (
 )
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.exchanged_heads import parts_of_layers
-from megatron_packed.config.kinds import LayerKind
+from megatron_packed.config.kinds.layer_kind import LayerKind
 from megatron_packed.config.options import Related, derived_option, option
 from megatron_packed.config.parallel_layout import layout_problems
 from megatron_packed.config.section import Sound, section_fields

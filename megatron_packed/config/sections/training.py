@@ -14,7 +14,7 @@ from megatron_packed.config.conditions import (
     option_is_not,
 )
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.kinds import KINDS
+from megatron_packed.config.kinds.layer_kind import KINDS
 from megatron_packed.config.options import Related, option
 from megatron_packed.config.section import KERNELS, Section, Sound
 from megatron_packed.config.sections.data_parts.files import VALIDATION_STEPS

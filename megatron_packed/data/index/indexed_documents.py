@@ -6,18 +6,19 @@ import hashlib
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_packed.config import flag_names as flags
+from megatron_packed.data.documents import Documents, TokensAndTargets
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.index.indexed_file import IndexedFile
+from megatron_packed.packed.array_types import Int64Array, IntegerArray
 
 _SAMPLES = 64
 """Number of documents whose tokens are checked when a data set is opened."""
 _SAMPLE_TOKENS = 2**14
 
 
-class IndexedDocuments:
+class IndexedDocuments(Documents):
     """Documents (`documents.Documents`) of ``<prefix>.bin`` and ``<prefix>.idx``.
 
     Every token except the first of a document is a target. The sequences of a document are joined.
@@ -48,8 +49,8 @@ class IndexedDocuments:
         places = self._file.document_starts()
         lengths = np.diff(places)
         used = lengths >= 2
-        self._starts: NDArray[np.int64] = places[:-1][used]
-        self.lengths: NDArray[np.int64] = lengths[used]
+        self._starts: Int64Array = places[:-1][used]
+        self.lengths: Int64Array = lengths[used]
         self._left_out = int(lengths.size - self.lengths.size)
         if not self.lengths.size:
             raise DataError(
@@ -57,24 +58,15 @@ class IndexedDocuments:
             )
         self._ended = self._look()
 
-    def __len__(self) -> int:
-        return len(self.lengths)
-
     @property
-    def source_lengths(self) -> NDArray[np.int64]:
-        return self.lengths
-
-    @property
-    def source_targets(self) -> NDArray[np.int64]:
+    def source_targets(self) -> Int64Array:
         return self.lengths - 1
 
     @property
     def content_hash(self) -> str:
         return hashlib.sha256(self._file.fingerprint()).hexdigest()
 
-    def document(
-        self, index: int, start: int = 0, length: int | None = None
-    ) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
+    def document(self, index: int, start: int = 0, length: int | None = None) -> TokensAndTargets:
         """Return tokens and target marks of a document or piece; see `documents.Documents`.
 
         Raises:
@@ -86,11 +78,11 @@ class IndexedDocuments:
             raise IndexError(
                 f"document {index} does not exist; {self.prefix} has {len(self)} documents, numbered from 0."
             )
-        whole = int(self.lengths[index])
-        stop = whole if length is None else start + length
-        if not 0 <= start < stop <= whole:
+        size = int(self.lengths[index])
+        stop = size if length is None else start + length
+        if not 0 <= start < stop <= size:
             raise IndexError(
-                f"document {index} of {self.prefix} has {whole} tokens; tokens {start} to {stop} do not exist."
+                f"document {index} of {self.prefix} has {size} tokens; tokens {start} to {stop} do not exist."
             )
         first = int(self._starts[index])
         tokens = self._file.tokens(first + start, first + stop)
@@ -105,10 +97,10 @@ class IndexedDocuments:
 
     def count_targets(
         self,
-        documents: NDArray[np.integer],
-        starts: NDArray[np.integer],
-        lengths: NDArray[np.integer],
-    ) -> NDArray[np.int64]:
+        documents: IntegerArray,
+        starts: IntegerArray,
+        lengths: IntegerArray,
+    ) -> Int64Array:
         return np.asarray(lengths, np.int64) - 1
 
     def sentences(self) -> list[str]:

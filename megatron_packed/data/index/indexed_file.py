@@ -32,10 +32,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from megatron_packed.config.checksums import crc32c
 from megatron_packed.config.regular_files import open_regular
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.index.tokens_in_file import TokensInFile
-from megatron_packed.data.sources.checked_arrays import BLOCK_BYTES, checksum
+from megatron_packed.data.sources.checked_arrays import (
+    CHECKSUM_BLOCK_BYTES,
+    CHECKSUMS,
+    CheckedBlocks,
+)
+from megatron_packed.packed.array_types import AnyArray, Int32Array, Int64Array, UInt8Array
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -54,7 +60,6 @@ CODES: dict[int, np.dtype[Any]] = {
     )
 }
 """Type of the tokens for each code of the header."""
-CHECKSUMS = np.dtype("<u4")
 _AT_ONCE = 2**22
 """Number of entries of an index that are checked together, which limits the memory used."""
 
@@ -108,9 +113,9 @@ class IndexedFile:
         lengths, at = _view(raw, "<i4", self.num_sequences, at)
         starts, at = _view(raw, "<i8", self.num_sequences, at)
         documents, at = _view(raw, "<i8", entries, at)
-        self.lengths: NDArray[np.int32] = lengths
+        self.lengths: Int32Array = lengths
         """``(S,)`` number of tokens of each sequence."""
-        self.document_index: NDArray[np.int64] = documents
+        self.document_index: Int64Array = documents
         """``(D,)`` first sequence of each document; the last entry is S."""
         self.modes: NDArray[np.int8] | None = (
             None if at == len(raw) else _view(raw, "i1", self.num_sequences, at)[0]
@@ -118,11 +123,15 @@ class IndexedFile:
         """``(S,)`` modes of multimodal data; None for text."""
         self._starts = starts
         mapped = self._map_tokens()
-        self._values: NDArray[Any] | TokensInFile = (
+        self._values: AnyArray | TokensInFile = (
             mapped if map_tokens else TokensInFile(self._tokens, self.dtype)
         )
         self._checksums = self._read_checksums(raw)
-        self._checked = np.zeros(0 if self._checksums is None else len(self._checksums), np.bool_)
+        self._blocks: CheckedBlocks | None = None
+        if self._checksums is not None:
+            name = checksums_path(self.prefix).name
+            cure = f"(CRC32C differs from {name}); test the disk, and make or copy the file again."
+            self._blocks = CheckedBlocks(self._values, self._checksums, self._tokens, cure)
         self._check_sequences()
         self._check_documents()
 
@@ -133,7 +142,7 @@ class IndexedFile:
     def num_tokens(self) -> int:
         return len(self._values)
 
-    def sequence(self, number: int, start: int = 0, length: int | None = None) -> NDArray[Any]:
+    def sequence(self, number: int, start: int = 0, length: int | None = None) -> AnyArray:
         """Return the tokens of a sequence, or ``length`` of its tokens from ``start``.
 
         The tokens are read-only and have the type of the file.
@@ -146,36 +155,31 @@ class IndexedFile:
             raise IndexError(
                 f"{self.prefix} has sequences 0 to {self.num_sequences - 1}, but no sequence {number}."
             )
-        whole = int(self.lengths[number])
-        stop = whole if length is None else start + length
-        if not 0 <= start <= stop <= whole:
+        size = int(self.lengths[number])
+        stop = size if length is None else start + length
+        if not 0 <= start <= stop <= size:
             raise IndexError(
-                f"sequence {number} of {self.prefix} has {whole} tokens; tokens {start} to {stop} do not exist."
+                f"sequence {number} of {self.prefix} has {size} tokens; tokens {start} to {stop} do not exist."
             )
         first = int(self._starts[number]) // self.dtype.itemsize
         return self.tokens(first + start, first + stop)
 
-    def document_starts(self) -> NDArray[np.int64]:
+    def document_starts(self) -> Int64Array:
         """Return the place of each document's first token in ``.bin``, ``(D,)``.
 
         The last entry is the number of all tokens.
         """
         ends = np.append(self._starts // self.dtype.itemsize, self.num_tokens)
-        places: NDArray[np.int64] = ends[self.document_index]
+        places: Int64Array = ends[self.document_index]
         return places
 
-    def tokens(self, start: int, stop: int) -> NDArray[Any]:
+    def tokens(self, start: int, stop: int) -> AnyArray:
         """Return the tokens ``start`` to ``stop - 1`` of ``.bin``, read-only.
 
         Raises:
             DataError: the tokens changed since they were written.
         """
-        if self._checksums is not None and stop > start:
-            item = self.dtype.itemsize
-            first, last = start * item // BLOCK_BYTES, (stop * item - 1) // BLOCK_BYTES
-            if not self._checked[first : last + 1].all():
-                self._check_blocks(first, last)
-        return self._values[start:stop]
+        return self._values[start:stop] if self._blocks is None else self._blocks.read(start, stop)
 
     def fingerprint(self) -> bytes:
         """Return bytes that change when the data changes; path and time of the files do not count.
@@ -188,19 +192,17 @@ class IndexedFile:
         parts = [f"some:{self.num_tokens}".encode()]
         raw = _map(self._index)
         for at in range(0, len(raw), _AT_ONCE):
-            parts.append(checksum(raw[at : at + _AT_ONCE].tobytes()).to_bytes(4, "little"))
-        step = max(BLOCK_BYTES // self.dtype.itemsize, 1)
+            parts.append(crc32c(raw[at : at + _AT_ONCE].tobytes()).to_bytes(4, "little"))
+        step = max(CHECKSUM_BLOCK_BYTES // self.dtype.itemsize, 1)
         for sample in range(16):
             start = max(self.num_tokens - step, 0) * sample // 15
-            parts.append(
-                checksum(self._values[start : start + step].tobytes()).to_bytes(4, "little")
-            )
+            parts.append(crc32c(self._values[start : start + step].tobytes()).to_bytes(4, "little"))
         return b"".join(parts)
 
     # ------------------------------------------------------------------------------------------------------
     # validation
 
-    def _header(self, raw: NDArray[np.uint8]) -> tuple[int, int, int]:
+    def _header(self, raw: UInt8Array) -> tuple[int, int, int]:
         """Return ``(code, S, D)`` of the header, after checking them against the size of the index."""
         if len(raw) < HEADER.size:
             raise self._bad(
@@ -232,7 +234,7 @@ class IndexedFile:
             raise self._bad("has no document entry, but the entry 0 is required", "it is damaged")
         return code, sequences, entries
 
-    def _map_tokens(self) -> NDArray[Any]:
+    def _map_tokens(self) -> AnyArray:
         raw = _map(self._tokens)
         if len(raw) % self.dtype.itemsize:
             raise DataError(
@@ -250,19 +252,19 @@ class IndexedFile:
         for at in range(0, self.num_sequences, _AT_ONCE):
             lengths = self.lengths[at : at + _AT_ONCE].astype(np.int64)
             if lengths.min() < 0:
-                wrong = at + int(lengths.argmin())
+                number = at + int(lengths.argmin())
                 raise self._bad(
-                    f"gives sequence {wrong} a length of {self.lengths[wrong]} tokens",
+                    f"gives sequence {number} a length of {self.lengths[number]} tokens",
                     "it is damaged",
                 )
             ends = place + np.cumsum(lengths * item)
             expected = np.concatenate([[place], ends[:-1]])
             different = np.flatnonzero(self._starts[at : at + _AT_ONCE] != expected)
             if different.size:
-                wrong = int(different[0])
+                number = int(different[0])
                 raise self._bad(
-                    f"lets sequence {at + wrong} begin at byte {self._starts[at + wrong]}, but the sequences before it "
-                    f"end at byte {expected[wrong]}",
+                    f"lets sequence {at + number} begin at byte {self._starts[at + number]}, but the sequences before "
+                    f"it end at byte {expected[number]}",
                     "it is damaged",
                 )
             place = int(ends[-1])
@@ -295,7 +297,7 @@ class IndexedFile:
                     "it is damaged",
                 )
 
-    def _read_checksums(self, raw: NDArray[np.uint8]) -> NDArray[np.uint32] | None:
+    def _read_checksums(self, raw: UInt8Array) -> NDArray[np.uint32] | None:
         """Return the checksums of the blocks of ``.bin``, or None without a file of checksums.
 
         See `indexed_writer` for the layout of the file.
@@ -309,13 +311,15 @@ class IndexedFile:
                 stored = np.frombuffer(file.read(), CHECKSUMS)
         except (OSError, ValueError) as error:
             raise DataError(f"{path} cannot be read ({error}); {cure}.") from None
-        of_index = -(-len(raw) // BLOCK_BYTES)
-        of_tokens = -(-self.num_tokens * self.dtype.itemsize // BLOCK_BYTES)
-        if len(stored) != of_index + of_tokens + 1 or checksum(stored[:-1].tobytes()) != stored[-1]:
+        of_index = -(-len(raw) // CHECKSUM_BLOCK_BYTES)
+        of_tokens = -(-self.num_tokens * self.dtype.itemsize // CHECKSUM_BLOCK_BYTES)
+        if len(stored) != of_index + of_tokens + 1 or crc32c(stored[:-1].tobytes()) != stored[-1]:
             raise DataError(f"{path} is damaged, or contains the checksums of other files; {cure}.")
         for block in range(of_index):
             if (
-                checksum(raw[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES].tobytes())
+                crc32c(
+                    raw[block * CHECKSUM_BLOCK_BYTES : (block + 1) * CHECKSUM_BLOCK_BYTES].tobytes()
+                )
                 != stored[block]
             ):
                 raise DataError(
@@ -323,28 +327,11 @@ class IndexedFile:
                 )
         return stored[of_index:-1]
 
-    def _check_blocks(self, first: int, last: int) -> None:
-        assert self._checksums is not None
-        step = BLOCK_BYTES // self.dtype.itemsize
-        for block in range(first, last + 1):
-            if self._checked[block]:
-                continue
-            if (
-                checksum(self._values[block * step : (block + 1) * step].tobytes())
-                != self._checksums[block]
-            ):
-                raise DataError(
-                    f"{self._tokens}: bytes {block * BLOCK_BYTES} to {(block + 1) * BLOCK_BYTES - 1} changed since "
-                    f"they were written (CRC32C differs from {checksums_path(self.prefix).name}); test the disk, and "
-                    "make or copy the file again."
-                )
-            self._checked[block] = True
-
     def _bad(self, finding: str, meaning: str) -> DataError:
         return DataError(f"{self._index} {finding}; {meaning}: make or copy the file again.")
 
 
-def _map(path: Path) -> NDArray[np.uint8]:
+def _map(path: Path) -> UInt8Array:
     try:
         if path.stat().st_size == 0:
             return np.zeros(0, np.uint8)
@@ -360,12 +347,15 @@ def _map(path: Path) -> NDArray[np.uint8]:
         ) from None
 
 
-def _view(
-    raw: NDArray[np.uint8], dtype: DTypeLike, count: int, at: int
-) -> tuple[NDArray[Any], int]:
+def _view(raw: UInt8Array, dtype: DTypeLike, count: int, at: int) -> tuple[AnyArray, int]:
     """Return a view of ``count`` items from byte ``at``, and the byte after the items.
 
     The items may be unaligned, because the header has an odd size. numpy can read them.
     """
     end = at + count * np.dtype(dtype).itemsize
     return raw[at:end].view(dtype), end
+
+
+def names_indexed(path: str) -> bool:
+    """Return True if a data path is the prefix of an indexed data set and is no file itself."""
+    return not Path(path).exists() and is_indexed(path)

@@ -24,11 +24,11 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
+from megatron_packed.config.checksums import crc32c
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.index.indexed_file import (
-    CHECKSUMS,
     CODES,
     HEADER,
     MAGIC,
@@ -37,7 +37,8 @@ from megatron_packed.data.index.indexed_file import (
     index_path,
     tokens_path,
 )
-from megatron_packed.data.sources.checked_arrays import BLOCK_BYTES, checksum
+from megatron_packed.data.sources.checked_arrays import CHECKSUMS, BlockWriter
+from megatron_packed.packed.array_types import AnyArray, IntegerArray
 
 _CODE_OF = {dtype: code for code, dtype in CODES.items() if dtype.kind != "f"}
 _SUFFIX = ".part"
@@ -72,9 +73,7 @@ class IndexedWriter:
     def num_documents(self) -> int:
         return len(self._documents) - 1
 
-    def add_document(
-        self, tokens: NDArray[np.integer], lengths: Sequence[int] | None = None
-    ) -> None:
+    def add_document(self, tokens: IntegerArray, lengths: Sequence[int] | None = None) -> None:
         """Append a document.
 
         Args:
@@ -88,7 +87,7 @@ class IndexedWriter:
         self._append(tokens, np.array([len(tokens)] if lengths is None else lengths, np.int64))
         self._documents.append(len(self._lengths))
 
-    def _append(self, tokens: NDArray[np.integer], lengths: NDArray[np.integer]) -> None:
+    def _append(self, tokens: IntegerArray, lengths: IntegerArray) -> None:
         tokens = np.asarray(tokens)
         if int(lengths.sum()) != tokens.size or lengths.min(initial=0) < 0:
             raise ValueError(
@@ -109,7 +108,7 @@ class IndexedWriter:
             raise self._unwritable(error) from error
         self._lengths.frombytes(lengths.astype(np.int32).tobytes())
 
-    def add_documents(self, tokens: NDArray[np.integer], lengths: NDArray[np.integer]) -> None:
+    def add_documents(self, tokens: IntegerArray, lengths: IntegerArray) -> None:
         """Append documents of one sequence each.
 
         Args:
@@ -132,10 +131,8 @@ class IndexedWriter:
         try:
             temporary.append(index := _open(index_path(self.prefix)))
             self._write_index(index)
-            sums = np.frombuffer(index.finish() + self._tokens.finish(), np.uint32).astype(
-                CHECKSUMS
-            )
-            closing = np.array([checksum(sums.tobytes())], CHECKSUMS)
+            sums = np.concatenate([index.finish(), self._tokens.finish()])
+            closing = np.array([crc32c(sums.tobytes())], CHECKSUMS)
             temporary.append(beside := _open(checksums_path(self.prefix)))
             beside.write(sums.tobytes() + closing.tobytes())
             beside.finish()
@@ -227,23 +224,17 @@ class _Summed:
             self._file.close()  # another writer renamed or removed the file after it was opened here
             raise BlockingIOError
         self._file.truncate(0)
-        self._block = bytearray()
-        self._sums = array("I")
+        self._blocks = BlockWriter(self._file)
 
     def write(self, data: bytes) -> None:
-        self._block += data
-        whole = len(self._block) // BLOCK_BYTES * BLOCK_BYTES
-        if whole:
-            self._write(bytes(self._block[:whole]))
-            del self._block[:whole]
+        self._blocks.write(data)
 
-    def finish(self) -> array[int]:
+    def finish(self) -> AnyArray:
         """Flush the file to the disk and return the checksums of all blocks."""
-        self._write(bytes(self._block))
-        self._block.clear()
+        checksums = self._blocks.finish()
         self._file.flush()
         os.fsync(self._file.fileno())
-        return self._sums
+        return checksums
 
     def publish(self) -> None:
         os.replace(self._path, self._final)
@@ -256,9 +247,3 @@ class _Summed:
             # Closing writes the rest of the buffer, which a full disk refuses again.
             with suppress(OSError):
                 self._file.close()
-
-    def _write(self, data: bytes) -> None:
-        self._sums.extend(
-            checksum(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)
-        )
-        self._file.write(data)

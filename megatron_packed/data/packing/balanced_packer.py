@@ -20,9 +20,9 @@ from bisect import bisect_left, insort
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_packed.data.keyed_random import KeyedRandom
+from megatron_packed.packed.array_types import Int64Array
 
 LEFT_OVER = -1
 """Value that marks a document as not packed in this window."""
@@ -34,13 +34,13 @@ The factor changes the documents that share a pack from epoch to epoch, even if 
 complete data set. `exchange` corrects the less even bins that the factor causes.
 """
 
-ROUNDS = 30
+EXCHANGE_ROUNDS = 30
 """Largest number of rounds of exchange."""
 
 PATIENCE = 8
 """Number of successive rounds without a swap after which exchange stops."""
 
-SLOTS = 64
+EXCHANGE_SLOTS = 64
 """Largest number of documents of a bin that exchange may move. The other documents of a bin with
 more documents stay in the bin.
 """
@@ -48,17 +48,17 @@ more documents stay in the bin.
 EXTRA = 2
 """Number of documents that exchange may add to the largest count of a bin, within the limit."""
 
-WIDTH = 16
+EXCHANGE_WIDTH = 16
 """W, the documents considered per bin in one round of exchange."""
 
 PARTNERS = 64
 """Largest number of partner bins of one overfull bin in one round."""
 
-Lengths = NDArray[np.int64]
-BinOf = NDArray[np.int64]
+Lengths = Int64Array
+BinOf = Int64Array
 
 
-def long_first_order(lengths: Lengths, random: KeyedRandom) -> NDArray[np.int64]:
+def long_first_order(lengths: Lengths, random: KeyedRandom) -> Int64Array:
     """Return the documents sorted by decreasing length, with random factors (`JITTER`)."""
     factors = 1024 + random.below(int(1024 * JITTER) + 1, (lengths.size,)) - int(512 * JITTER)
     return np.argsort(-lengths * factors, kind="stable")
@@ -102,25 +102,27 @@ def longest_first(
 
 
 class _Bins(NamedTuple):
-    """Table of the documents of each bin, in K slots per bin; K is at most `SLOTS`."""
+    """Table of the documents of each bin, in K slots per bin; K is at most `EXCHANGE_SLOTS`."""
 
-    length: NDArray[np.int64]
+    length: Int64Array
     """``(B, K)`` length of the document in each slot; 0 for a free slot."""
-    document: NDArray[np.int64]
+    document: Int64Array
     """``(B, K)`` number of the document in each slot; -1 for a free slot."""
-    filled: NDArray[np.int64]
+    filled: Int64Array
     """``(B,)`` number of filled slots of each bin."""
-    tokens: NDArray[np.int64]
+    tokens: Int64Array
     """``(B,)`` tokens of all documents of each bin, including documents without a slot."""
 
     @classmethod
-    def of(cls, lengths: Lengths, bin_of: BinOf, num_bins: int, max_documents: int) -> _Bins:
+    def from_assignment(
+        cls, lengths: Lengths, bin_of: BinOf, num_bins: int, max_documents: int
+    ) -> _Bins:
         count = np.bincount(bin_of, minlength=num_bins)
-        num_slots = min(int(count.max()) + EXTRA, max_documents, SLOTS)
+        num_slots = min(int(count.max()) + EXTRA, max_documents, EXCHANGE_SLOTS)
         by_bin = np.argsort(bin_of, kind="stable")
         slot = np.arange(bin_of.size) - np.repeat(np.cumsum(count) - count, count)
-        known = slot < num_slots
-        rows, slot, documents = bin_of[by_bin][known], slot[known], by_bin[known]
+        has_slot = slot < num_slots
+        rows, slot, documents = bin_of[by_bin][has_slot], slot[has_slot], by_bin[has_slot]
         length = np.zeros((num_bins, num_slots), dtype=np.int64)
         document = np.full((num_bins, num_slots), -1, dtype=np.int64)
         length[rows, slot] = lengths[documents]
@@ -128,7 +130,7 @@ class _Bins(NamedTuple):
         tokens = np.bincount(bin_of, weights=lengths, minlength=num_bins).astype(np.int64)
         return cls(length, document, np.minimum(count, num_slots), tokens)
 
-    def choose(self, bins: NDArray[np.int64], random: KeyedRandom) -> NDArray[np.int64]:
+    def choose(self, bins: Int64Array, random: KeyedRandom) -> Int64Array:
         """Choose the slots of each bin to consider, ``bins.shape + (W,)``.
 
         The choice is among the filled slots and the first free slot of a bin. If these are more
@@ -136,16 +138,16 @@ class _Bins(NamedTuple):
         """
         num_slots = self.length.shape[1]
         filled = self.filled[bins][..., None]
-        if num_slots <= WIDTH:
+        if num_slots <= EXCHANGE_WIDTH:
             return np.minimum(np.arange(num_slots), filled)
-        return random.below(np.minimum(filled + 1, num_slots), (*bins.shape, WIDTH))
+        return random.below(np.minimum(filled + 1, num_slots), (*bins.shape, EXCHANGE_WIDTH))
 
     def swap(
         self,
-        bin_a: NDArray[np.int64],
-        slot_a: NDArray[np.int64],
-        bin_b: NDArray[np.int64],
-        slot_b: NDArray[np.int64],
+        bin_a: Int64Array,
+        slot_a: Int64Array,
+        bin_b: Int64Array,
+        slot_b: Int64Array,
     ) -> None:
         """Swap pairs of documents; no bin may occur twice.
 
@@ -188,9 +190,9 @@ def exchange(
     Returns:
         ``(n,)`` the new bin of each document.
     """
-    bins = _Bins.of(lengths, bin_of, num_bins, max_documents)
+    bins = _Bins.from_assignment(lengths, bin_of, num_bins, max_documents)
     idle = 0
-    for _ in range(ROUNDS):
+    for _ in range(EXCHANGE_ROUNDS):
         overfull = np.flatnonzero(bins.tokens > slots)
         roomy = np.flatnonzero(bins.tokens < slots)
         if overfull.size == 0 or roomy.size == 0 or idle == PATIENCE:
@@ -210,8 +212,8 @@ def exchange(
 
 def _exchange_round(
     bins: _Bins,
-    overfull: NDArray[np.int64],
-    partners: NDArray[np.int64],
+    overfull: Int64Array,
+    partners: Int64Array,
     slots: int,
     random: KeyedRandom,
 ) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_packed.data.packing.packer import Packs
+from megatron_packed.packed.array_types import Int64Array, IntegerArray
 
 
 class Companions(NamedTuple):
@@ -49,13 +49,13 @@ def companions(first: Packs, second: Packs) -> Companions:
     return Companions(pairs, _pairs(together), pairs * pairs_second / possible if possible else 0.0)
 
 
-def _pack_of(packs: Packs) -> NDArray[np.int64]:
+def _pack_of(packs: Packs) -> Int64Array:
     """Return the pack of each document, ``(S,)``."""
     pack_of = np.empty(packs.order.size, dtype=np.int64)
     pack_of[packs.order] = np.repeat(np.arange(len(packs)), packs.documents_per_pack)
     return pack_of
 
 
-def _pairs(counts: NDArray[np.integer]) -> int:
+def _pairs(counts: IntegerArray) -> int:
     counts = counts.astype(np.int64)
     return int((counts * (counts - 1) // 2).sum())

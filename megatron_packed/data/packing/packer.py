@@ -33,18 +33,19 @@ from numbers import Integral
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_packed.config.sections.packing import PackingConfig
 from megatron_packed.data.keyed_random import KeyedRandom
 from megatron_packed.data.packing.balanced_packer import (
     LEFT_OVER,
+    Lengths,
     balance,
     best_fit,
     long_first_order,
 )
 from megatron_packed.data.packing.packs import Packs as Packs
 from megatron_packed.data.packing.packs import check_lengths
+from megatron_packed.packed.array_types import Int64Array, IntegerArray
 from megatron_packed.packed.capture_sizes import DOCUMENT_COST
 from megatron_packed.packed.cu_seqlens import aligned, as_lengths
 
@@ -52,8 +53,6 @@ METHODS = ("balanced", "best_fit_decreasing", "sequential")
 
 GOOD_WASTE = 0.01
 """Share of empty slots above which best fit is tried too for a window."""
-
-Lengths = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +115,7 @@ class Packer:
         return replace(self, room=room)
 
     def pack_lengths(
-        self, lengths: Iterable[int] | NDArray[np.integer], *, seed: int = 1234, epoch: int = 0
+        self, lengths: Iterable[int] | IntegerArray, *, seed: int = 1234, epoch: int = 0
     ) -> list[list[int]]:
         """Return the numbers of the documents of each pack of one epoch, in training order.
 
@@ -142,7 +141,7 @@ class Packer:
 
     def pack(
         self,
-        lengths: NDArray[np.integer],
+        lengths: IntegerArray,
         seed: int,
         epoch: int = 0,
         on_progress: Callable[[int], None] = lambda done: None,
@@ -180,7 +179,7 @@ class Packer:
 
     def _pack_stream(
         self, lengths: Lengths, random: KeyedRandom, on_progress: Callable[[int], None]
-    ) -> NDArray[np.int64]:
+    ) -> Int64Array:
         """Return the pack of each document of a stream, ``(S,)``, numbered from 0 without gaps."""
         if self.method == "sequential":
             return _sequential(lengths, self.slots, self.max_documents or lengths.size)
@@ -206,7 +205,7 @@ class Packer:
         return pack_of
 
 
-def _sequential(lengths: Lengths, slots: int, max_documents: int) -> NDArray[np.int64]:
+def _sequential(lengths: Lengths, slots: int, max_documents: int) -> Int64Array:
     ends = np.cumsum(lengths)
     starts = [0]
     while (start := starts[-1]) < lengths.size:
@@ -217,7 +216,7 @@ def _sequential(lengths: Lengths, slots: int, max_documents: int) -> NDArray[np.
     return np.repeat(np.arange(len(starts) - 1), np.diff(starts))
 
 
-def _best_fit_decreasing(lengths: Lengths, slots: int, max_documents: int) -> NDArray[np.int64]:
+def _best_fit_decreasing(lengths: Lengths, slots: int, max_documents: int) -> Int64Array:
     order = np.argsort(-lengths, kind="stable")
     bin_of = np.empty(lengths.size, dtype=np.int64)
     bin_of[order] = best_fit(lengths[order], slots, max_documents)
@@ -227,7 +226,7 @@ def _best_fit_decreasing(lengths: Lengths, slots: int, max_documents: int) -> ND
 class _Plan(NamedTuple):
     """Plan of one window: the bin of each document, or `LEFT_OVER` for the next window."""
 
-    bin_of: NDArray[np.int64]
+    bin_of: Int64Array
     num_bins: int
     most: int
     """Largest number of documents in a bin."""
@@ -237,7 +236,7 @@ class _Plan(NamedTuple):
     """Tokens of the documents that are left for the next window."""
 
     @classmethod
-    def of(cls, bin_of: NDArray[np.int64], num_bins: int, lengths: Lengths) -> _Plan:
+    def from_bins(cls, bin_of: Int64Array, num_bins: int, lengths: Lengths) -> _Plan:
         packed = bin_of != LEFT_OVER
         most = int(np.bincount(bin_of[packed], minlength=1).max())
         tokens = int(lengths[packed].sum())
@@ -262,22 +261,22 @@ class _Balancer:
         cannot be filled with these lengths.
         """
 
-    def pack(self, lengths: Lengths, last: bool) -> NDArray[np.int64]:
+    def pack(self, lengths: Lengths, last: bool) -> Int64Array:
         """Return the bin of each document, ``(n,)``, or `LEFT_OVER` for the next window.
 
         The last window leaves no document over.
         """
-        taken = lengths.size if last else self._prefix(lengths)
+        count = lengths.size if last else self._prefix(lengths)
         bin_of = np.full(lengths.size, LEFT_OVER, dtype=np.int64)
-        if taken == 0:
+        if count == 0:
             return bin_of
-        plan = self._choose(lengths[:taken], last)
+        plan = self._choose(lengths[:count], last)
         waste = 1 - plan.tokens / (plan.num_bins * self._slots)
         self._waste = waste if self._packs == 0 else min(self._waste, waste)
         self._packs += plan.num_bins
         self._tokens += plan.tokens
         self._most = max(self._most, plan.most)
-        bin_of[:taken] = plan.bin_of
+        bin_of[:count] = plan.bin_of
         return bin_of
 
     def _cost(self, plan: _Plan) -> float:
@@ -298,13 +297,13 @@ class _Balancer:
         The documents after them would open a nearly empty pack and wait for the next window.
         """
         ends = np.cumsum(self._occupied(lengths))
-        whole = int(ends[-1]) // self._slots
+        full_packs = int(ends[-1]) // self._slots
         if (
-            max(self._large(lengths), lengths.size // self._limit) > whole
+            max(self._large(lengths), lengths.size // self._limit) > full_packs
             # large documents or the limit on documents set the number of packs, not tokens
         ):
             return lengths.size
-        return int(np.searchsorted(ends, whole * self._slots, side="right"))
+        return int(np.searchsorted(ends, full_packs * self._slots, side="right"))
 
     def _occupied(self, lengths: Lengths) -> Lengths:
         """Return the slots that each document occupies.
@@ -361,7 +360,7 @@ class _Balancer:
         for order in (np.arange(lengths.size), long_first_order(lengths, self._random)):
             bin_of = np.empty(lengths.size, dtype=np.int64)
             bin_of[order] = best_fit(lengths[order], self._slots, cap)
-            plans.append(_Plan.of(bin_of, int(bin_of.max()) + 1, lengths))
+            plans.append(_Plan.from_bins(bin_of, int(bin_of.max()) + 1, lengths))
         return min(plans, key=self._cost)
 
     def _start(self, lengths: Lengths) -> int:
@@ -384,7 +383,7 @@ class _Balancer:
         num_bins = max(self._start(lengths), -(-lengths.size // cap))
         while True:
             bin_of = balance(lengths, num_bins, self._slots, cap, self._random)
-            plan = _Plan.of(bin_of, num_bins, lengths)
+            plan = _Plan.from_bins(bin_of, num_bins, lengths)
             allowed = 0 if last else max(self._slots, num_bins * self._slots // 500)
             if plan.left <= allowed:
                 return plan

@@ -58,7 +58,7 @@ class PackingReport:
     """
 
     @classmethod
-    def of(
+    def from_packs(
         cls,
         pieces: Pieces,
         packs: Packs,
@@ -86,8 +86,8 @@ class PackingReport:
             )
         per_pack = packs.documents_per_pack
         total = len(packs) * packer.slots
-        taken = int(aligned(pieces.length[packs.order], packer.alignment).sum())
-        one_more = taken * (1 + 1 / max(float(per_pack.mean()), 1)) <= total
+        occupied = int(aligned(pieces.length[packs.order], packer.alignment).sum())
+        one_more = occupied * (1 + 1 / max(float(per_pack.mean()), 1)) <= total
         return cls(
             method=packer.method,
             slots=packer.slots,
@@ -103,7 +103,7 @@ class PackingReport:
             targets=pieces.targets,
             padded_tokens=total - int(tokens.sum()),
             alignment=packer.alignment,
-            alignment_padding=taken - int(tokens.sum()),
+            alignment_padding=occupied - int(tokens.sum()),
             graph_capacities=() if capture_sizes is None else capture_sizes.capacities,
             packs_beyond=0
             if capture_sizes is None

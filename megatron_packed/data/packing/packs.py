@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+
+from megatron_packed.packed.array_types import Int64Array, IntegerArray
 
 _MOST_SHOWN = 5
 """Number of documents that an error names."""
@@ -15,27 +16,27 @@ _MOST_SHOWN = 5
 class Packs:
     """Packs of pieces. Pack i has the pieces ``order[offsets[i] : offsets[i + 1]]``, in this order."""
 
-    order: NDArray[np.int64]
-    offsets: NDArray[np.int64]
+    order: Int64Array
+    offsets: Int64Array
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def __getitem__(self, pack: int) -> NDArray[np.int64]:
+    def __getitem__(self, pack: int) -> Int64Array:
         return self.order[self.offsets[pack] : self.offsets[pack + 1]]
 
     @property
-    def documents_per_pack(self) -> NDArray[np.int64]:
+    def documents_per_pack(self) -> Int64Array:
         return np.diff(self.offsets)
 
-    def sums(self, values: NDArray[np.integer]) -> NDArray[np.int64]:
+    def sums(self, values: IntegerArray) -> Int64Array:
         """Sum a value per piece (lengths, targets, squared lengths) over each pack, ``(packs,)``."""
         running = np.concatenate([[0], np.cumsum(values[self.order], dtype=np.int64)])
-        sums: NDArray[np.int64] = running[self.offsets[1:]] - running[self.offsets[:-1]]
+        sums: Int64Array = running[self.offsets[1:]] - running[self.offsets[:-1]]
         return sums
 
 
-def check_lengths(lengths: NDArray[np.int64], slots: int) -> None:
+def check_lengths(lengths: Int64Array, slots: int) -> None:
     """Check that each document fits into a pack of ``slots`` tokens.
 
     Raises:
@@ -44,9 +45,9 @@ def check_lengths(lengths: NDArray[np.int64], slots: int) -> None:
     misfits = np.flatnonzero((lengths < 1) | (lengths > slots))
     if misfits.size:
         named = ", ".join(f"document {n} has {lengths[n]}" for n in misfits[:_MOST_SHOWN])
-        more = ", ..." if misfits.size > _MOST_SHOWN else ""
+        suffix = ", ..." if misfits.size > _MOST_SHOWN else ""
         raise ValueError(
-            f"{misfits.size} of {lengths.size} documents do not fit into a pack of {slots} tokens: {named}{more}. "
+            f"{misfits.size} of {lengths.size} documents do not fit into a pack of {slots} tokens: {named}{suffix}. "
             f"Documents have 1 to {slots} tokens; apply an over-long policy first: split, shorten or leave out the "
             "others."
         )

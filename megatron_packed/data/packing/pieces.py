@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_packed.config import flag_names as flags
+from megatron_packed.packed.array_types import BoolArray, Int64Array, IntegerArray
 
 OVERLONG_POLICIES = ("truncate_prompt", "truncate", "split", "drop", "error")
 """Policies for documents that are longer than the limit:
@@ -109,11 +109,11 @@ class TargetCounts:
 class Pieces:
     """Pieces of documents, none longer than ``max_tokens``, in document order."""
 
-    document: NDArray[np.int64]
+    document: Int64Array
     """``(S,)`` document number of each piece."""
-    start: NDArray[np.int64]
+    start: Int64Array
     """``(S,)`` first token of each piece within its document."""
-    length: NDArray[np.int64]
+    length: Int64Array
     """``(S,)`` number of tokens of each piece, at least 1."""
     max_tokens: int
     counts: TokenCounts
@@ -126,10 +126,10 @@ class Pieces:
     @classmethod
     def cut(
         cls,
-        document_lengths: NDArray[np.integer],
+        document_lengths: IntegerArray,
         max_tokens: int,
         policy: str = "truncate",
-        source_lengths: NDArray[np.integer] | None = None,
+        source_lengths: IntegerArray | None = None,
     ) -> Pieces:
         """Apply ``policy`` to documents of more than ``max_tokens`` tokens.
 
@@ -188,29 +188,29 @@ class Pieces:
         """Return the counts of tokens and targets as plain values for a JSON file."""
         return {**asdict(self.counts), **({} if self.targets is None else asdict(self.targets))}
 
-    def with_targets(self, targets: NDArray[np.integer]) -> Pieces:
+    def with_targets(self, targets: IntegerArray) -> Pieces:
         """Leave out the pieces without a target, and count them.
 
         Args:
             targets: ``(S,)`` targets of each piece.
         """
-        kept = np.asarray(targets) > 0
-        if kept.all():
+        has_target = np.asarray(targets) > 0
+        if has_target.all():
             return self
         counts = replace(
             self.counts,
-            tokens_kept=int(self.length[kept].sum()),
-            tokens_without_targets=int(self.length[~kept].sum()),
-            pieces_without_targets=int(np.count_nonzero(~kept)),
-            documents_of_pieces_without_targets=np.unique(self.document[~kept]).size,
+            tokens_kept=int(self.length[has_target].sum()),
+            tokens_without_targets=int(self.length[~has_target].sum()),
+            pieces_without_targets=int(np.count_nonzero(~has_target)),
+            documents_of_pieces_without_targets=np.unique(self.document[~has_target]).size,
         )
-        start, length = self.start[kept], self.length[kept]
+        start, length = self.start[has_target], self.length[has_target]
         return replace(
-            self, document=self.document[kept], start=start, length=length, counts=counts
+            self, document=self.document[has_target], start=start, length=length, counts=counts
         )
 
 
-def _check(lengths: NDArray[np.int64], max_tokens: int, policy: str) -> None:
+def _check(lengths: Int64Array, max_tokens: int, policy: str) -> None:
     if policy not in OVERLONG_POLICIES:
         raise ValueError(
             f"unknown over-long policy {policy!r}; choose one of {', '.join(OVERLONG_POLICIES)}."
@@ -232,14 +232,14 @@ def _check(lengths: NDArray[np.int64], max_tokens: int, policy: str) -> None:
 
 
 def _count(
-    sources: NDArray[np.int64],
-    lengths: NDArray[np.int64],
-    overlong: NDArray[np.bool_],
-    kept: NDArray[np.int64],
+    sources: Int64Array,
+    lengths: Int64Array,
+    overlong: BoolArray,
+    kept_lengths: Int64Array,
     policy: str,
 ) -> TokenCounts:
     dropped = overlong & (policy == "drop")
-    tokens_in, tokens_kept = int(sources.sum()), int(kept.sum())
+    tokens_in, tokens_kept = int(sources.sum()), int(kept_lengths.sum())
     tokens_dropped = int(lengths[dropped].sum())
     truncated = (sources > lengths) | (overlong & (policy == "truncate"))
     return TokenCounts(

@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-Costs = NDArray[np.float64]
+from megatron_packed.packed.array_types import Float64Array, Int64Array
+
+Costs = Float64Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,7 @@ class PackCost:
     per_squared_length: float = 0.0
     """Work per squared length; 0 if no layer is quadratic in the length of a document."""
 
-    def of(self, tokens: NDArray[np.int64], squares: NDArray[np.int64]) -> Costs:
+    def estimate(self, tokens: Int64Array, squares: Int64Array) -> Costs:
         """Return the costs of packs.
 
         Args:
@@ -54,7 +55,7 @@ BY_TOKENS = PackCost()
 class Spread(NamedTuple):
     """Packs of each rank, and the balance of their work."""
 
-    packs_SRB: NDArray[np.int64]
+    packs_SRB: Int64Array
     """Numbers of the packs of each step, rank and micro-batch (B = P / R)."""
     imbalance_S: Costs
     """Work of the busiest rank divided by the mean of all ranks; 1 for a step without work."""
@@ -85,7 +86,7 @@ def spread(costs_SP: Costs, ranks: int) -> Spread:
     return Spread(np.take_along_axis(in_turns, places_SBR, axis=2).swapaxes(1, 2), imbalance_S)
 
 
-def _lightest_takes_heaviest(costs_SBR: Costs) -> tuple[NDArray[np.int64], Costs]:
+def _lightest_takes_heaviest(costs_SBR: Costs) -> tuple[Int64Array, Costs]:
     """Give the pack with the most work of each turn to the rank with the least work so far.
 
     Returns:
@@ -103,7 +104,7 @@ def _lightest_takes_heaviest(costs_SBR: Costs) -> tuple[NDArray[np.int64], Costs
     return places_SBR, sums_SR
 
 
-def _back_and_forth(turns: int, ranks: int) -> NDArray[np.int64]:
+def _back_and_forth(turns: int, ranks: int) -> Int64Array:
     """Return for each turn and rank the position of the rank's pack within the turn, ``(B, R)``.
 
     Turn 0 goes from the first rank to the last, turn 1 from the last to the first, and so on.

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_packed.config import flag_names as flags
 from megatron_packed.data.packing.packer import Packer
 from megatron_packed.data.packing.packing_report import CAPACITIES
 from megatron_packed.data.packing.step_cost import StepCosts
+from megatron_packed.packed.array_types import Float64Array, Int64Array
 from megatron_packed.packed.capture_sizes import (
     DOCUMENT_COST,
     choose_capacities,
@@ -28,7 +28,7 @@ Times of repeated runs differ by about 1 %. Among equal packings the packing of 
 which is the first, is recommended, because its packs combine different documents in every epoch.
 """
 
-Counts = NDArray[np.int64]
+Counts = Int64Array
 EAGER = 0
 """Value that stands for the capacity of a pack that fits no graph and runs eagerly."""
 
@@ -44,22 +44,22 @@ class Packing:
     method: str
     documents: Counts
     """``(P,)`` number of documents of each pack."""
-    squares: NDArray[np.float64] | None = None
+    squares: Float64Array | None = None
     """``(P,)`` sum of the squared lengths of each pack's rows, the tail included."""
     fill: float | None = None
     """Share of the token slots that hold tokens of documents."""
 
     @classmethod
-    def of(cls, packer: Packer, lengths: Counts, seed: int) -> Packing:
+    def of_first_epoch(cls, packer: Packer, lengths: Counts, seed: int) -> Packing:
         """Pack the first epoch, as a run with this seed does.
 
         Args:
             lengths: ``(S,)`` tokens of each piece, none above the packer's slots.
         """
         packs = packer.pack(lengths, seed)
-        taken = aligned(lengths, packer.alignment)
-        tail = packer.slots - packs.sums(taken)
-        squares = packs.sums(taken**2) + tail**2
+        occupied = aligned(lengths, packer.alignment)
+        tail = packer.slots - packs.sums(occupied)
+        squares = packs.sums(occupied**2) + tail**2
         return cls(
             method=packer.method,
             documents=packs.documents_per_pack,
@@ -167,9 +167,12 @@ def recommended(
 
     If the costs of several packings differ by less than `TIE`, the first of them is returned.
     """
-    choices = [expected(one, capacities_for(one, costs), costs, packs_per_step) for one in packings]
-    least = min(one.relative for one in choices)
-    return next(one for one in choices if one.relative <= (1 + TIE) * least)
+    choices = [
+        expected(packing, capacities_for(packing, costs), costs, packs_per_step)
+        for packing in packings
+    ]
+    least = min(choice.relative for choice in choices)
+    return next(choice for choice in choices if choice.relative <= (1 + TIE) * least)
 
 
 def flags_for(choice: Expected, impl: str) -> list[str]:
@@ -178,31 +181,33 @@ def flags_for(choice: Expected, impl: str) -> list[str]:
     The balanced packer limits its packs to the largest capacity. Other packers need
     ``--max-documents-per-pack`` for that limit.
     """
-    words = [flags.PACKING_METHOD, choice.method, flags.CUDA_GRAPH_IMPL, impl]
-    words += [flags.CUDA_GRAPH_MAX_PACKED_SEQS, *map(str, choice.capacities)]
+    arguments = [flags.PACKING_METHOD, choice.method, flags.CUDA_GRAPH_IMPL, impl]
+    arguments += [flags.CUDA_GRAPH_MAX_PACKED_SEQS, *map(str, choice.capacities)]
     if choice.method != "balanced":
-        words += [flags.MAX_DOCUMENTS_PER_PACK, str(choice.capacities[-1])]
-    return words
+        arguments += [flags.MAX_DOCUMENTS_PER_PACK, str(choice.capacities[-1])]
+    return arguments
 
 
 def packings_of(
     packer: Packer, lengths: Counts, methods: Sequence[str], seed: int
 ) -> list[Packing]:
     """Pack the first epoch by each of ``methods``, with the other rules of ``packer``."""
-    return [Packing.of(replace(packer, method=method), lengths, seed) for method in methods]
+    return [
+        Packing.of_first_epoch(replace(packer, method=method), lengths, seed) for method in methods
+    ]
 
 
-def capacities_to_measure(packings: Sequence[Packing], asked: Sequence[int]) -> list[int]:
+def capacities_to_measure(packings: Sequence[Packing], requested: Sequence[int]) -> list[int]:
     """Return the capacities whose times `tune --measure` should measure.
 
     The result has four capacities that are evenly spaced in the logarithm, from the smallest median
     to the fullest pack. It also has the capacities recommended without a table, and the requested
     capacities.
     """
-    least = min(one.percentiles()["p50"] for one in packings)
-    most = max(one.most for one in packings)
+    least = min(packing.percentiles()["p50"] for packing in packings)
+    most = max(packing.most for packing in packings)
     between = np.geomspace(least, most, 4).round().astype(int).tolist()
-    return sorted({*between, *recommended(packings, None, 1).capacities, *asked})
+    return sorted({*between, *recommended(packings, None, 1).capacities, *requested})
 
 
 def as_dict(packing: Packing, capacities: Sequence[int]) -> dict[str, Any]:

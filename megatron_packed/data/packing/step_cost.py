@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.regular_files import open_regular
 from megatron_packed.config.written_files import resolve_output, write_file
+from megatron_packed.packed.array_types import Float64Array, IntegerArray
 
-FORMAT = "megatron_packed step costs 1"
+_FORMAT = "megatron_packed step costs 1"
 _LARGEST = 1e300
 """Bound of times and sums of squares, which become float64."""
 _LARGEST_COUNT = 2**63
@@ -67,10 +68,13 @@ class StepCosts:
     versions: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        times = [self.update_ms, *(one for pack in self.packs for one in (pack.squares, pack.ms))]
+        times = [
+            self.update_ms,
+            *(number for pack in self.packs for number in (pack.squares, pack.ms)),
+        ]
         counts = [self.tokens, *(pack.documents for pack in self.packs), *self.capacities]
         if not all(map(_is_finite, times)) or not all(
-            type(one) is int and 0 <= one < _LARGEST_COUNT for one in counts
+            type(count) is int and 0 <= count < _LARGEST_COUNT for count in counts
         ):
             raise ValueError(
                 "the table of step costs has a time or a count that is no number; measure the "
@@ -96,9 +100,7 @@ class StepCosts:
         """True if the table has times of packs that ran eagerly."""
         return any(pack.capacity is None for pack in self.packs)
 
-    def milliseconds(
-        self, capacity: NDArray[np.integer], squares: NDArray[np.number]
-    ) -> NDArray[np.float64]:
+    def milliseconds(self, capacity: IntegerArray, squares: NDArray[np.number]) -> Float64Array:
         """Return the time of forward and backward of each pack, in milliseconds.
 
         Args:
@@ -109,7 +111,10 @@ class StepCosts:
             ValueError: a pack runs eagerly, and no eager time was measured.
         """
         lines = np.array(
-            [_line([p for p in self.packs if p.capacity == one]) for one in self.capacities]
+            [
+                _line([p for p in self.packs if p.capacity == measured])
+                for measured in self.capacities
+            ]
         )
         base = np.interp(capacity, self.capacities, lines[:, 0])
         slope = np.interp(capacity, self.capacities, lines[:, 1])
@@ -119,8 +124,8 @@ class StepCosts:
                 raise ValueError("some packs run eagerly, but the table has no eager time.")
             base_eager, slope_eager = _line([pack for pack in self.packs if pack.capacity is None])
             base, slope = np.where(eager, base_eager, base), np.where(eager, slope_eager, slope)
-        found: NDArray[np.float64] = base + slope * np.asarray(squares, dtype=np.float64)
-        return found
+        times: Float64Array = base + slope * np.asarray(squares, dtype=np.float64)
+        return times
 
     def document_cost(self) -> float | None:
         """Return the cost of one more document of capacity, as a share of a pack's time.
@@ -136,7 +141,7 @@ class StepCosts:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the table to a JSON file."""
-        text = json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
+        text = json.dumps({"format": _FORMAT, **asdict(self)}, indent=1)
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         write_file(resolve_output(path), f"{text}\n".encode())
 
@@ -150,11 +155,11 @@ class StepCosts:
         """
         try:
             with open_regular(path) as file:
-                kept = json.loads(file.read(_MOST_BYTES))
-            if kept.pop("format") != FORMAT:
+                fields = json.loads(file.read(_MOST_BYTES))
+            if fields.pop("format") != _FORMAT:
                 raise ValueError("it has another format")
-            packs = tuple(Timed(**pack) for pack in kept.pop("packs"))
-            return cls(packs=packs, **kept)
+            packs = tuple(Timed(**pack) for pack in fields.pop("packs"))
+            return cls(packs=packs, **fields)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(
                 f"{path} is not a table of step costs written by `tune {flags.MEASURE}`: {error}"

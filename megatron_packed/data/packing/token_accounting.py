@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_packed.data.documents import Documents
 from megatron_packed.data.packing.pieces import Pieces, TargetCounts
+from megatron_packed.packed.array_types import Int64Array, IntegerArray
 
 
 def cut_documents(
     documents: Documents, max_tokens: int, policy: str, *, only_with_targets: bool
-) -> tuple[Pieces, NDArray[np.int64]]:
+) -> tuple[Pieces, Int64Array]:
     """Cut documents that are longer than ``max_tokens``, and count the lost tokens and targets.
 
     Args:
@@ -27,17 +27,22 @@ def cut_documents(
     cut = Pieces.cut(documents.lengths, max_tokens, policy, documents.source_lengths)
     targets = documents.count_targets(cut.document, cut.start, cut.length)
     every = np.arange(len(documents.lengths))
-    whole = documents.count_targets(every, np.zeros_like(every), documents.lengths)
-    kept = np.zeros(every.size, np.int64)
-    np.add.at(kept, cut.document, targets)
-    pieces = replace(cut, targets=_account(documents.source_targets, whole, kept, policy))
+    document_targets = documents.count_targets(every, np.zeros_like(every), documents.lengths)
+    kept_targets = np.zeros(every.size, np.int64)
+    np.add.at(kept_targets, cut.document, targets)
+    pieces = replace(
+        cut, targets=_account(documents.source_targets, document_targets, kept_targets, policy)
+    )
     if not only_with_targets:
         return pieces, targets
     return pieces.with_targets(targets), targets[targets > 0]
 
 
 def _account(
-    sources: NDArray[np.int64], whole: NDArray[np.int64], kept: NDArray[np.int64], policy: str
+    sources: Int64Array,
+    document_targets: Int64Array,
+    kept_targets: Int64Array,
+    policy: str,
 ) -> TargetCounts:
     """Count the targets that each policy lost.
 
@@ -46,19 +51,19 @@ def _account(
 
     Args:
         sources: ``(D,)`` targets of each document before it was shortened.
-        whole: ``(D,)`` targets of each tokenised document.
-        kept: ``(D,)`` targets of the pieces of each document.
+        document_targets: ``(D,)`` targets of each tokenised document.
+        kept_targets: ``(D,)`` targets of the pieces of each document.
     """
-    cut = int((whole - kept).sum())
+    cut = int((document_targets - kept_targets).sum())
     split, dropped = (cut if policy == name else 0 for name in ("split", "drop"))
     counts = TargetCounts(
         documents_in=sources.size,
         targets_in=int(sources.sum()),
-        targets_kept=int(kept.sum()),
-        targets_truncated=int((sources - whole).sum()) + cut - split - dropped,
+        targets_kept=int(kept_targets.sum()),
+        targets_truncated=int((sources - document_targets).sum()) + cut - split - dropped,
         targets_split=split,
         targets_dropped=dropped,
-        documents_without_targets=int(np.count_nonzero(kept == 0)),
+        documents_without_targets=int(np.count_nonzero(kept_targets == 0)),
     )
     accounted = (
         counts.targets_kept
@@ -71,8 +76,8 @@ def _account(
 
 
 def targets_of_depths(
-    documents: Documents, pieces: Pieces, targets: NDArray[np.integer], depths: int
-) -> list[NDArray[np.int64]]:
+    documents: Documents, pieces: Pieces, targets: IntegerArray, depths: int
+) -> list[Int64Array]:
     """Return the targets of each piece, ``(S,)``, at each depth of multi-token prediction.
 
     At depth k these are the targets of the piece except those among its first k + 1 tokens, as no
@@ -82,9 +87,9 @@ def targets_of_depths(
         targets: ``(S,)`` targets of each piece.
         depths: number of depths.
     """
-    found = []
+    depth_targets = []
     for depth in range(1, depths + 1):
         first = np.minimum(pieces.length, depth + 1)
         skipped = documents.count_targets(pieces.document, pieces.start, first)
-        found.append(np.asarray(targets) - skipped)
-    return found
+        depth_targets.append(np.asarray(targets) - skipped)
+    return depth_targets

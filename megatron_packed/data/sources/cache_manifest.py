@@ -6,22 +6,22 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megatron_packed.config.checksums import crc32c
 from megatron_packed.data.errors import DataError, printable
-from megatron_packed.data.sources.checked_arrays import checksum
 
-FORMAT = 4
+CACHE_FORMAT = 4
 """Version of the cache. Increase this number when a change of the code stores the same sources
 differently."""
-MANIFEST = "manifest.json"
+_MANIFEST = "manifest.json"
 
 
-def read_manifest(directory: Path) -> dict[str, Any]:
+def read_cache_manifest(directory: Path) -> dict[str, Any]:
     """Read and check the manifest of a cache directory.
 
     Raises:
         DataError: the manifest is missing, damaged, or of another format.
     """
-    path = directory / MANIFEST
+    path = directory / _MANIFEST
     try:
         value = json.loads(path.read_bytes())
         stored = value.pop("crc32c")
@@ -33,21 +33,21 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         raise DataError(
             f"{path} is damaged ({printable(str(error), 80)}); remove {directory} to build it again."
         ) from None
-    if checksum(canonical_json(value)) != stored:
+    if crc32c(canonical_json(value)) != stored:
         raise DataError(
             f"{path} is damaged (CRC32C differs); remove {directory} to build it again."
         )
-    if value["format"] != FORMAT:
+    if value["format"] != CACHE_FORMAT:
         raise DataError(
-            f"{directory} has format {value['format']}, expected {FORMAT}; remove it to build it again."
+            f"{directory} has format {value['format']}, expected {CACHE_FORMAT}; remove it to build it again."
         )
     return dict(value)
 
 
 def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
     """Write ``manifest`` and its checksum to ``manifest.json`` of a cache directory."""
-    manifest = {**manifest, "crc32c": checksum(canonical_json(manifest))}
-    (directory / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    manifest = {**manifest, "crc32c": crc32c(canonical_json(manifest))}
+    (directory / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
 
 
 def canonical_json(value: Any) -> bytes:

@@ -338,18 +338,18 @@ class LineTally:
         self._counts.schemas[schema] = self._counts.schemas.get(schema, 0) + count
         self._of_file[str(file)] += count
 
-    def left_out(self, file: Path, line: RawLine, bad: BadLine) -> None:
+    def left_out(self, file: Path, line: RawLine, bad_line: BadLine) -> None:
         """Count a line that is left out, and list it in the quarantine file."""
         self._counts.lines += line.num_lines
         self._of_file[str(file)] += line.num_lines
-        is_empty = bad.reason in EMPTY
+        is_empty = bad_line.reason in EMPTY
         counts = self._counts.empty if is_empty else self._counts.bad
-        counts[bad.reason] = counts.get(bad.reason, 0) + 1
+        counts[bad_line.reason] = counts.get(bad_line.reason, 0) + 1
         if is_empty:
             self._empty_of_file[str(file)] += 1
         elif not self._counts.first_bad:
-            self._counts.first_bad = _place_of(file, line, bad)
-        self._quarantine.add(file, line, bad)
+            self._counts.first_bad = _place_of(file, line, bad_line)
+        self._quarantine.add(file, line, bad_line)
 
     def close(self) -> None:
         """Find the files with many empty lines."""
@@ -360,15 +360,15 @@ class LineTally:
         }
 
 
-def place_and_reason(file: Path, line: RawLine, bad: BadLine) -> str:
+def place_and_reason(file: Path, line: RawLine, bad_line: BadLine) -> str:
     """Return the place of a bad line, and why it cannot be used."""
-    return f"{_place_of(file, line, bad)} ({REASONS[bad.reason]})"
+    return f"{_place_of(file, line, bad_line)} ({REASONS[bad_line.reason]})"
 
 
-def _place_of(file: Path, line: RawLine, bad: BadLine) -> str:
+def _place_of(file: Path, line: RawLine, bad_line: BadLine) -> str:
     """Return the place of a bad line, its reason and the detail."""
     place = str(file) if line.kind == WHOLE_FILE else f"{file}, {line.kind} {line.number}"
-    return f"{place}: {bad}"
+    return f"{place}: {bad_line}"
 
 
 class Quarantine:
@@ -386,15 +386,15 @@ class Quarantine:
         self._temporary = temporary_path(path)
         self._file: Any = None
 
-    def add(self, file: Path, line: RawLine, bad: BadLine) -> None:
+    def add(self, file: Path, line: RawLine, bad_line: BadLine) -> None:
         if self._file is None:
             self._file = self._open()
         start = printable(line.data[:200].decode("utf-8", errors="backslashreplace"))
         entry = {
             line.kind: line.number,
             "file": str(file),  # after the number, because the kind of a plain text is "file", too
-            "reason": bad.reason,
-            "detail": bad.detail,
+            "reason": bad_line.reason,
+            "detail": bad_line.detail,
             "start": start,
         }
         with self._writing():

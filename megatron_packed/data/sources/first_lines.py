@@ -20,7 +20,7 @@ from megatron_packed.data.progress_bar import say, warn
 from megatron_packed.data.sources.data_report import HOPELESS, LineCounts, LineTally, Quarantine
 from megatron_packed.data.sources.jsonl_lines import RawLine
 from megatron_packed.data.sources.line_fields import absent, field_names, has_field
-from megatron_packed.data.sources.line_schema import Sample
+from megatron_packed.data.sources.line_schema import LineSample
 from megatron_packed.data.sources.strict_json import parse_object
 from megatron_packed.data.tokenizers.encode import SampleEncoder
 
@@ -37,7 +37,7 @@ _said: set[tuple[Path, int, DataFields | None]] = set()
 def check_first_lines(
     files: Sequence[Path],
     reader_of_file: Callable[[Path], Iterable[RawLine]],
-    parsed: Callable[[RawLine], tuple[str, list[Sample]]],
+    parsed: Callable[[RawLine], tuple[str, list[LineSample]]],
     encoder: SampleEncoder | None,
     *,
     fields: DataFields | None,
@@ -95,7 +95,7 @@ class _FirstLines:
         self._encoder = encoder
         self._trial = LineCounts(files=len(files))
         """Counts of the lines that were rendered and encoded."""
-        self._to_try: list[tuple[Path, RawLine, list[Sample]]] = []
+        self._to_try: list[tuple[Path, RawLine, list[LineSample]]] = []
         self._fields = fields
         self.quarantine = quarantine
         self.counts = LineCounts(files=len(files))
@@ -113,13 +113,13 @@ class _FirstLines:
         self,
         file: Path,
         lines: Iterable[RawLine],
-        parsed: Callable[[RawLine], tuple[str, list[Sample]]],
+        parsed: Callable[[RawLine], tuple[str, list[LineSample]]],
     ) -> None:
         """Count the first lines of one file."""
         counts, share = self.counts, len(self._files)
         lines_left = min(_LINES, max(_ALL_LINES // share, 1))
         bytes_left = min(_BYTES, _ALL_BYTES // share)
-        bad, not_blank, tried = counts.num_bad, counts.not_blank, len(self._to_try)
+        num_bad, not_blank, tried = counts.num_bad, counts.not_blank, len(self._to_try)
         most_tried = tried + max(_TRIED // share, 1)
         for line in lines:
             if lines_left <= 0 or bytes_left <= 0:
@@ -130,19 +130,19 @@ class _FirstLines:
             samples = self._add(file, line, parsed)
             if samples and len(self._to_try) < min(most_tried, _TRIED):
                 self._to_try.append((file, line, samples))
-        of_file = (counts.num_bad - bad) / max(counts.not_blank - not_blank, 1)
+        of_file = (counts.num_bad - num_bad) / max(counts.not_blank - not_blank, 1)
         self._bad_bytes += file.stat().st_size * of_file
 
     def _add(
-        self, file: Path, line: RawLine, parsed: Callable[[RawLine], tuple[str, list[Sample]]]
-    ) -> list[Sample]:
+        self, file: Path, line: RawLine, parsed: Callable[[RawLine], tuple[str, list[LineSample]]]
+    ) -> list[LineSample]:
         """Count a line and return its samples; none for a line that is blank or unusable."""
         try:
             if self._unseen and line.reason is None and not line.is_blank:
                 self._look_for_fields(line)
             schema, samples = parsed(line)
-        except BadLine as bad:
-            self.tally.left_out(file, line, bad)
+        except BadLine as bad_line:
+            self.tally.left_out(file, line, bad_line)
             return []
         if schema:
             self.tally.used(file, schema)

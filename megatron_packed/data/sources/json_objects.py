@@ -45,35 +45,35 @@ def read_object_head(file: Path) -> ObjectHead | None:
     if not start.startswith(b"{"):
         return None
     keys, list_key, end = _scan(start)
-    rest = head.lstrip(_BLANK)[end:] if end is not None else b""
+    after_object = head.lstrip(_BLANK)[end:] if end is not None else b""
     return ObjectHead(
         keys,
         list_key,
         b"\n" in start[:end].rstrip(_BLANK),
-        None if end is None else not rest.strip(),
+        None if end is None else not after_object.strip(),
     )
 
 
 def _scan(text: bytes) -> tuple[tuple[str, ...], str | None, int | None]:
     """Return the keys of an object, the first key with a list of objects, and the object's end."""
     keys: list[str] = []
-    list_key, depth, expects_key, before = None, 0, True, b""
-    for found in _TOKEN.finditer(text):
-        token = found[0]
-        if token == b"{" and before == b"[" and depth == 2 and list_key is None and keys:
+    list_key, depth, expects_key, previous_token = None, 0, True, b""
+    for match in _TOKEN.finditer(text):
+        token = match[0]
+        if token == b"{" and previous_token == b"[" and depth == 2 and list_key is None and keys:
             list_key = keys[-1]
         if token in (b"{", b"["):
             depth += 1
         elif token in (b"}", b"]"):
             depth -= 1
             if depth == 0:
-                return tuple(keys), list_key, found.end()
+                return tuple(keys), list_key, match.end()
         elif depth == 1 and token == b",":
             expects_key = True
         elif depth == 1 and expects_key:
             keys.append(_text(token))
             expects_key = False
-        before = token
+        previous_token = token
     return tuple(keys), list_key, None
 
 

@@ -69,7 +69,7 @@ class LineReader:
         self.file = file
         self.max_line_bytes = max_line_bytes
         self.unread_columns: tuple[str, ...] = ()
-        """Empty: lines are read with all of their fields."""
+        """Columns of a table that are not read; none of lines and texts."""
         self._blocks = Blocks(file)
 
     @property
@@ -125,9 +125,9 @@ class LineReader:
                     is_first = True
                 else:
                     element.add(block[begin:at])
-                    found = element.take(number)
-                    if mark == b"," or not is_first or not found.is_blank:  # [] has no element
-                        yield found
+                    raw_line = element.take(number)
+                    if mark == b"," or not is_first or not raw_line.is_blank:  # [] has no element
+                        yield raw_line
                         number += 1
                     is_first = False
                 begin = at + 1
@@ -197,21 +197,21 @@ class _ArrayScanner:
                     return
                 at = quote + 1
                 self._in_string = False
-            found = _MARKS[min(self.depth, 2)].search(content, at)
-            if found is None:
+            match = _MARKS[min(self.depth, 2)].search(content, at)
+            if match is None:
                 return
-            at, mark = found.end(), found[0]
+            at, mark = match.end(), match[0]
             if self.depth == 0:
                 self.depth = int(mark == b"[")
                 self.is_lost = self.depth == 0
-                yield found.start()
+                yield match.start()
             elif mark == b'"':
                 self._in_string = True
             elif mark in (b"[", b"{"):
                 self.depth += 1
             elif mark == b"," or (mark == b"]" and self.depth == 1):
                 self.depth -= int(mark == b"]")
-                yield found.start()
+                yield match.start()
             elif (
                 self.depth > 1
             ):  # a `}` too many stays in its element, which then is not valid JSON

@@ -20,7 +20,7 @@ from megatron_packed.config.parser.did_you_mean import did_you_mean, nearest
 from megatron_packed.data.errors import BadLine, DataError, printable
 from megatron_packed.data.sources.line_messages import has_messages, is_message
 from megatron_packed.data.sources.message_masks import LISTED_MASK
-from megatron_packed.data.sources.strict_json import type_name
+from megatron_packed.data.sources.strict_json import JsonObject, expect
 
 _NO_TEXTS = frozenset({"messages", "conversations", "tools", "history", LABEL})
 """Targets that keep their value. All other targets are texts, or messages."""
@@ -52,7 +52,7 @@ _MOST_NAME = 60
 _MOST_FLAG = 1000
 
 
-def renamed(line: dict[str, Any], fields: DataFields) -> list[dict[str, Any]]:
+def renamed(line: JsonObject, fields: DataFields) -> list[JsonObject]:
     """Return the targets of each document of a line. Fields that no path names are left out.
 
     A path with ``[*]`` gives one document for each element; other paths give the same value to all
@@ -79,26 +79,25 @@ def _elements(value: Any, steps: Sequence[str]) -> Iterator[tuple[Any, ...]]:
     if not steps:
         yield ()
         return
-    found = _follow(value, steps[0].split("."))
-    if found is not None and not isinstance(found, list):
-        shown = printable(steps[0], _MOST_NAME)
-        raise BadLine("wrong_type", f"{shown} is a {type_name(found)}, not a list")
-    for element in found or [None]:
+    elements = _follow(value, steps[0].split("."))
+    if elements is not None:
+        expect(printable(steps[0], _MOST_NAME), elements, list)
+    for element in elements or [None]:
         for inner in _elements(element, steps[1:]):
             yield (element, *inner)
 
 
-def _targets(elements: Sequence[Any], fields: DataFields) -> dict[str, Any]:
+def _targets(elements: Sequence[Any], fields: DataFields) -> JsonObject:
     """Return the targets of one document.
 
     Args:
         elements: the line, and the element of each list of `DataFields.lists`.
     """
     required = (*fields.required, LABEL)
-    targets: dict[str, Any] = {}
+    targets: JsonObject = {}
     for target, path in fields.paths:
-        *_, rest = path.split(EACH)
-        names = rest.removeprefix(".")
+        *_, inner_path = path.split(EACH)
+        names = inner_path.removeprefix(".")
         value = _follow(elements[len(lists_of(path))], names.split(".") if names else [])
         if value is None:
             if target in ANSWERS:
@@ -137,13 +136,13 @@ def first_names(fields: DataFields) -> set[str]:
     }
 
 
-def lost_fields(line: dict[str, Any], fields: DataFields) -> set[str]:
+def lost_fields(line: JsonObject, fields: DataFields) -> set[str]:
     """Return the `OPTIONAL_FIELDS` that a line has with a value and that no path names."""
     present = {name for name in OPTIONAL_FIELDS if line.get(name) not in (None, "", [], {})}
     return present - first_names(fields)
 
 
-def has_field(line: dict[str, Any], path: str) -> bool:
+def has_field(line: JsonObject, path: str) -> bool:
     """Return True if a line has the field of a path with a value that is not null."""
     return _follow(line, without_each(path).split(".")) is not None
 
@@ -157,40 +156,42 @@ def absent(target: str, path: str, where: str, intro: str, names: Sequence[str])
         names: fields that exist.
     """
     shown = ", ".join(printable(name, _MOST_NAME) for name in names[:_MOST_SHOWN]) or "none"
-    more = f" and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
-    found = [
+    suffix = f" and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
+    suggestions = [
         printable(name, _MOST_NAME) for name in nearest(without_each(path), names[:_MOST_SHOWN])
     ]
-    cure = did_you_mean(found, "name one of them")
-    return DataError(f"{flags.DATA_FIELDS} {target}={path}: {where}; {intro} {shown}{more}; {cure}")
+    cure = did_you_mean(suggestions, "name one of them")
+    return DataError(
+        f"{flags.DATA_FIELDS} {target}={path}: {where}; {intro} {shown}{suffix}; {cure}"
+    )
 
 
-def field_names(line: dict[str, Any]) -> list[str]:
+def field_names(line: JsonObject) -> list[str]:
     """Return the paths of the fields of a line, for example ``id`` and ``answers.text``."""
     return list(dict.fromkeys(_paths(line, "", 0)))
 
 
-def suggestion(line: dict[str, Any]) -> str:
+def suggestion(line: JsonObject) -> str:
     """Return the ``--data-fields`` that a line with unknown fields may need; empty if none fits.
 
     They name the optional fields that the line has, too, so that the cure loses none of them. A
     line with an answer is not suggested as text, because its question would be trained too.
     """
-    found = {target: path for target in _USUAL if (path := _usual_path(line, target))}
+    paths = {target: path for target in _USUAL if (path := _usual_path(line, target))}
     schemas = [("messages",), ("instruction", "output")]
-    if "output" not in found:
+    if "output" not in paths:
         schemas.append(("text",))
     for targets in schemas:
-        if found.keys() >= set(targets):
-            given = [(target, found[target]) for target in targets]
-            if targets[-1] == "output" and "input" in found:
-                given.insert(1, ("input", found["input"]))
-            if pairs_fault(given) is None:
-                return flag_of(with_optional(line, given))
+        if paths.keys() >= set(targets):
+            pairs = [(target, paths[target]) for target in targets]
+            if targets[-1] == "output" and "input" in paths:
+                pairs.insert(1, ("input", paths["input"]))
+            if pairs_fault(pairs) is None:
+                return data_fields_flag(with_optional(line, pairs))
     return ""
 
 
-def suggestion_for_prompt(line: dict[str, Any]) -> str:
+def suggestion_for_prompt(line: JsonObject) -> str:
     """Return the ``--data-fields`` for a line with a ``prompt`` and another name of its answer.
 
     The targets ``prompt`` and ``completion`` have no optional fields. So a line with such fields is
@@ -201,12 +202,12 @@ def suggestion_for_prompt(line: dict[str, Any]) -> str:
     if not answer:
         return ""
     question = "instruction" if isinstance(line.get("instruction"), str) else "prompt"
-    given = [("instruction", question), ("output", answer)]
+    pairs = [("instruction", question), ("output", answer)]
     if isinstance(line[question], str) and not isinstance(line.get(answer), list | dict):
-        with_others = with_optional(line, given)
-        if len(with_others) > len(given) or question == "instruction":
-            return flag_of(with_others)
-    return flag_of([("prompt", "prompt"), ("completion", answer)])
+        with_others = with_optional(line, pairs)
+        if len(with_others) > len(pairs) or question == "instruction":
+            return data_fields_flag(with_others)
+    return data_fields_flag([("prompt", "prompt"), ("completion", answer)])
 
 
 def _answers(value: Any) -> bool:
@@ -214,13 +215,13 @@ def _answers(value: Any) -> bool:
     return value is None or isinstance(value, str) or has_messages(value) or is_message(value)
 
 
-def flag_of(pairs: Sequence[tuple[str, str]]) -> str:
+def data_fields_flag(pairs: Sequence[tuple[str, str]]) -> str:
     """Return the ``--data-fields`` with pairs of targets and paths."""
-    words = ",".join(f"{target}={path}" for target, path in pairs)
-    return f"{flags.DATA_FIELDS} {printable(words, _MOST_FLAG)}"
+    assignments = ",".join(f"{target}={path}" for target, path in pairs)
+    return f"{flags.DATA_FIELDS} {printable(assignments, _MOST_FLAG)}"
 
 
-def with_optional(line: dict[str, Any], given: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+def with_optional(line: JsonObject, required: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     """Return pairs of targets and paths, with those of the optional fields that a line has.
 
     The fields are found in the line and in the object of the first path. Empty fields count,
@@ -230,15 +231,15 @@ def with_optional(line: dict[str, Any], given: Sequence[tuple[str, str]]) -> lis
         ``{"query": ..., "response": ..., "system_prompt": ...}`` with ``instruction=query`` and
         ``output=response`` gets ``system=system_prompt``.
     """
-    pairs = list(given)
+    pairs = list(required)
     inside, _, _ = pairs[0][1].rpartition(".")
     places = ("", f"{inside}.") if inside else ("",)
     for target, names in _OPTIONAL.items():
-        taken = {path for _, path in pairs}
+        used_paths = {path for _, path in pairs}
         values = {
             path: _follow(line, without_each(path).split("."))
             for path in (f"{place}{name}" for name in names for place in places)
-            if path not in taken
+            if path not in used_paths
         }
         paths = [path for path, value in values.items() if _is_optional(target, value)]
         paths.sort(key=lambda path: not values[path])
@@ -254,7 +255,7 @@ def _is_optional(target: str, value: Any) -> bool:
     return isinstance(value, str | list)
 
 
-def _usual_path(line: dict[str, Any], target: str) -> str:
+def _usual_path(line: JsonObject, target: str) -> str:
     """Return the path of the first field with a usual name of a target; empty without one.
 
     The name of a text counts more than the name of an object around it. A list of objects gives
@@ -288,7 +289,7 @@ def _is_usual(name: str, target: str) -> bool:
     return lower in _USUAL[target] or lower.removesuffix(ending) in _USUAL[target]
 
 
-def _with_elements(line: dict[str, Any], names: Sequence[str]) -> tuple[str, Any]:
+def _with_elements(line: JsonObject, names: Sequence[str]) -> tuple[str, Any]:
     """Return a path with ``[*]`` after each list of objects, and the first value at the path."""
     parts: list[str] = []
     value: Any = line
@@ -320,24 +321,22 @@ def _follow(value: Any, names: Sequence[str]) -> Any:
     if not names or value is None:
         return value
     if isinstance(value, dict):
-        whole = ".".join(names)  # a field may have dots in its name
-        return value[whole] if whole in value else _follow(value.get(names[0]), names[1:])
+        dotted_name = ".".join(names)  # a field may have dots in its name
+        return (
+            value[dotted_name] if dotted_name in value else _follow(value.get(names[0]), names[1:])
+        )
     if not isinstance(value, list):
         return None
     if _INDEX.fullmatch(names[0]):
         index = int(names[0])
         inside = -len(value) <= index < len(value)
         return _follow(value[index], names[1:]) if inside else None
-    found = [_follow(element, names) for element in value]
-    kept = [part for part in found if part is not None]
-    return kept if kept or not value else None
+    parts = [_follow(element, names) for element in value]
+    present = [part for part in parts if part is not None]
+    return present if present or not value else None
 
 
 def _text(value: Any, path: str) -> str:
-    if isinstance(value, str):
-        return value
     if isinstance(value, list):
         return "\n".join(_text(part, path) for part in value if part is not None)
-    raise BadLine(
-        "wrong_type", f"{printable(path, _MOST_NAME)} is a {type_name(value)}, not a string"
-    )
+    return expect(printable(path, _MOST_NAME), value, str)

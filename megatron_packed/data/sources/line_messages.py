@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_packed.data.errors import BadLine, printable
 from megatron_packed.data.sources.message_masks import TRAIN, check_listed_mask, unify_masks
-from megatron_packed.data.sources.strict_json import type_name
+from megatron_packed.data.sources.strict_json import JsonObject, expect, type_name
 from megatron_packed.data.sources.tool_fields import (
     calls_of_text,
     parse_tool_calls,
@@ -100,7 +100,7 @@ def is_dialogue(value: Any) -> bool:
 
 def parse_messages(
     name: str, turns: Any, *, sharegpt: bool = False, listed_mask: Any = None
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     """Return the messages of a list, or of a text of turns, in the form that templates get.
 
     Args:
@@ -112,9 +112,7 @@ def parse_messages(
     """
     if is_dialogue(turns):
         turns = _turns_of_dialogue(turns)
-    if not isinstance(turns, list):
-        raise BadLine("wrong_type", f"{name} is a {type_name(turns)}, not a list")
-    if not turns:
+    if not expect(name, turns, list):
         raise BadLine("empty_messages")
     masks = check_listed_mask(listed_mask, len(turns))
     messages = []
@@ -127,21 +125,18 @@ def parse_messages(
     return messages
 
 
-def unknown_fields(messages: Iterable[dict[str, Any]]) -> set[str]:
+def unknown_fields(messages: Iterable[JsonObject]) -> set[str]:
     """Return the names of the fields of parsed messages that are not in `KNOWN_FIELDS`."""
     return set().union(*(message.keys() - KNOWN_FIELDS for message in messages))
 
 
-def _with_role(where: str, turn: Any, sharegpt: bool) -> dict[str, Any]:
+def _with_role(where: str, turn: Any, sharegpt: bool) -> JsonObject:
     """Return a copy of a message with a valid role, without null values except the content."""
-    if not isinstance(turn, dict):
-        raise BadLine("wrong_type", f"{where} is a {type_name(turn)}, not an object")
-    fields = {name: without_nulls(part) for name, part in turn.items() if part is not None}
+    present = expect(where, turn, dict).items()
+    fields = {name: without_nulls(part) for name, part in present if part is not None}
     if sharegpt:
         return _from_sharegpt(where, turn, fields)
-    role = fields.get("role")
-    if not isinstance(role, str):
-        raise BadLine("wrong_type", f"{where}.role is a {type_name(role)}, not a string")
+    role = expect(f"{where}.role", fields.get("role"), str)
     if role not in _ROLES:
         raise BadLine("unknown_role", f"{where}.role is {printable(role, 40)!r}")
     fields["role"] = _ROLES[role]
@@ -150,19 +145,17 @@ def _with_role(where: str, turn: Any, sharegpt: bool) -> dict[str, Any]:
     return fields
 
 
-def _from_sharegpt(where: str, turn: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+def _from_sharegpt(where: str, turn: JsonObject, fields: JsonObject) -> JsonObject:
     """Return a turn of ShareGPT as a message.
 
     Args:
         fields: fields of the turn that are not null.
     """
     key = "from" if "from" in fields else "role"
-    role = fields.get(key)
-    if not isinstance(role, str):
-        raise BadLine("wrong_type", f"{where}.{key} is a {type_name(role)}, not a string")
+    role = expect(f"{where}.{key}", fields.get(key), str)
     if role not in _SHAREGPT_ROLES:
         raise BadLine("unknown_role", f"{where}.{key} is {printable(role, 40)!r}")
-    message: dict[str, Any] = {"role": _SHAREGPT_ROLES[role]}
+    message: JsonObject = {"role": _SHAREGPT_ROLES[role]}
     name = next((name for name in CONTENTS if name in fields), None)
     if role == _CALL_ROLE:
         if name is None:
@@ -177,7 +170,7 @@ def _from_sharegpt(where: str, turn: dict[str, Any], fields: dict[str, Any]) -> 
     }
 
 
-def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+def _with_reasoning(message: JsonObject) -> JsonObject:
     """Return a message with its thoughts in both fields that templates read.
 
     Source: transformers 5.24, which does the same before it renders a template.
@@ -188,7 +181,7 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     return {"thinking": thoughts, **message, "reasoning_content": thoughts}
 
 
-def _check_calls_and_content(where: str, message: dict[str, Any]) -> None:
+def _check_calls_and_content(where: str, message: JsonObject) -> None:
     """Parse the tool calls of a message in place, and make one string of its content."""
     answers = message["role"] == "assistant"
     if answers and "tool_calls" not in message and isinstance(message.get(_CALL_ROLE), dict):
@@ -206,7 +199,7 @@ def _check_calls_and_content(where: str, message: dict[str, Any]) -> None:
         raise BadLine("empty_assistant", where)
 
 
-def _take_thoughts(where: str, message: dict[str, Any]) -> None:
+def _take_thoughts(where: str, message: JsonObject) -> None:
     """Move the thoughts at the beginning of a content list to ``reasoning_content``, in place.
 
     Several thoughts are joined by an empty line. Empty texts take their places, so that the places
@@ -231,7 +224,7 @@ def _take_thoughts(where: str, message: dict[str, Any]) -> None:
         message["reasoning_content"] = text
 
 
-def _thought(where: str, part: dict[str, Any]) -> str:
+def _thought(where: str, part: JsonObject) -> str:
     """Return the text of a part with thoughts, which may be a list of parts with a text."""
     names = _THOUGHT_PARTS[part["type"]]
     name = next((name for name in names if name in part), names[0])
@@ -239,39 +232,31 @@ def _thought(where: str, part: dict[str, Any]) -> str:
     texts: list[str] = []
     for text in value if isinstance(value, list) else [value]:
         text = text.get("text") if isinstance(text, dict) else text
-        if not isinstance(text, str):
-            raise BadLine("wrong_type", f"{where}.{name} is a {type_name(text)}, not a string")
-        texts.append(text)
+        texts.append(expect(f"{where}.{name}", text, str))
     return "\n\n".join(texts)
 
 
-def _content(where: str, message: dict[str, Any]) -> str:
+def _content(where: str, message: JsonObject) -> str:
     """Return the content of a message as one string."""
     content = message.get("content")
-    if isinstance(content, str):
-        return content
     if isinstance(content, list):
         return "".join(_part(f"{where}[{at}]", part) for at, part in enumerate(content))
     answers = message["role"] == "assistant" and ("content" in message or "tool_calls" in message)
     if content is None and answers:
         return ""
-    raise BadLine("wrong_type", f"{where} is a {type_name(content)}, not a string")
+    return expect(where, content, str)
 
 
 def _part(where: str, part: Any) -> str:
     """Return the text of one part of a content list."""
     if isinstance(part, str):
         return part
-    if not isinstance(part, dict):
-        raise BadLine("wrong_type", f"{where} is a {type_name(part)}, not an object")
-    kind, text = part.get("type"), part.get("text")
+    kind, text = expect(where, part, dict).get("type"), part.get("text")
     if kind not in _TEXT_PARTS:
         shown = printable(kind, 40) if isinstance(kind, str) else type_name(kind)
         place = ", which only begins an answer" if kind in _THOUGHT_PARTS else ""
         raise BadLine("not_text", f"{where}.type is {shown!r}{place}")
-    if not isinstance(text, str):
-        raise BadLine("wrong_type", f"{where}.text is a {type_name(text)}, not a string")
-    return text
+    return expect(f"{where}.text", text, str)
 
 
 def _turns_of_dialogue(text: str) -> list[dict[str, str]]:

@@ -38,7 +38,7 @@ from megatron_packed.data.notes import Notes
 from megatron_packed.data.sources.line_fields import (
     ANSWER_FIELDS,
     OPTIONAL_FIELDS,
-    flag_of,
+    data_fields_flag,
     lost_fields,
     renamed,
     suggestion,
@@ -54,10 +54,10 @@ from megatron_packed.data.sources.line_messages import (
 )
 from megatron_packed.data.sources.message_masks import LISTED_MASK, TRAIN
 from megatron_packed.data.sources.preference_lines import PREFERENCE_FIELDS, check_no_preferences
-from megatron_packed.data.sources.strict_json import parse_object, type_name
+from megatron_packed.data.sources.strict_json import JsonObject, expect, parse_object
 from megatron_packed.data.sources.token_lines import (
     TOKEN_FIELDS,
-    TOKENS,
+    TOKEN_ID_FIELDS,
     token_sequence,
 )
 from megatron_packed.data.sources.token_lines import TokenSequence as TokenSequence
@@ -72,7 +72,7 @@ from megatron_packed.data.sources.tool_fields import (
 class Conversation(NamedTuple):
     """Messages of one document, and the tools that its assistant can call."""
 
-    messages: list[dict[str, Any]]
+    messages: list[JsonObject]
     tools: list[Any] | None = None
     schema: str = "messages"
     instruction: str | None = None
@@ -88,7 +88,7 @@ class Text(NamedTuple):
     text: str
 
 
-Sample = Conversation | PromptCompletion | Text | TokenSequence
+LineSample = Conversation | PromptCompletion | Text | TokenSequence
 """Type of one document before tokenisation."""
 TEXT_SCHEMA = "text"
 TOKEN_SCHEMA = "input_ids"  # noqa: S105 (no password)
@@ -100,7 +100,7 @@ _OF_CHAT = frozenset({"system", "tools", LISTED_MASK})
 """Fields that are read beside a list of messages."""
 _OF_ALPACA = frozenset({"instruction", "input", "context", "system", "history", "tools"})
 DECIDING = frozenset(
-    {*_CHATS, "prompt", "instruction", "text", "chosen", "preferred_output", *TOKENS}
+    {*_CHATS, "prompt", "instruction", "text", "chosen", "preferred_output", *TOKEN_ID_FIELDS}
 )
 """Fields of which a line needs one to have a schema. The others only add to a schema."""
 FIELDS = (
@@ -118,15 +118,14 @@ FIELDS = (
 class _Parsed(NamedTuple):
     """Samples of a line, and the fields that they come from."""
 
-    samples: list[Sample]
+    samples: list[LineSample]
     read: Iterable[str]
     """Fields of the line that were read."""
     unknown: Iterable[str] = ()
     """Fields of its messages whose meaning is not known."""
 
 
-def schema_name(sample: Sample) -> str:
-    """Return the name of the schema of a sample, for reports."""
+def schema_name(sample: LineSample) -> str:
     if isinstance(sample, Conversation):
         return sample.schema
     if isinstance(sample, PromptCompletion):
@@ -136,7 +135,7 @@ def schema_name(sample: Sample) -> str:
 
 def parse_line(
     data: bytes, fields: DataFields | None = None, notes: Notes | None = None
-) -> list[Sample]:
+) -> list[LineSample]:
     """Parse one line into its samples, at least one.
 
     Args:
@@ -154,15 +153,15 @@ def parse_line(
         values = [line]
     else:
         values = [_accepted(value) for value in renamed(line, fields)]
-    samples: list[Sample] = []
+    samples: list[LineSample] = []
     unread: set[str] = set()
     for value in values:
         if b"null" in data:
             value = _without_null_fields(value)
         try:
             parsed = _parse(value)
-        except BadLine as bad:
-            raise _with_cure(bad, value, fields) from None
+        except BadLine as bad_line:
+            raise _with_cure(bad_line, value, fields) from None
         samples += parsed.samples
         unread.update(f"messages[].{name}" for name in parsed.unknown)
         if fields is None:
@@ -185,23 +184,25 @@ def parse_line(
     return samples
 
 
-def _with_cure(bad: BadLine, value: dict[str, Any], fields: DataFields | None) -> BadLine:
+def _with_cure(bad_line: BadLine, value: JsonObject, fields: DataFields | None) -> BadLine:
     """Return an error with the flag that reads ShareGPT's roles in ``messages``, if it does."""
-    if bad.reason != "unknown_role" or "messages" not in value:
-        return bad
+    if bad_line.reason != "unknown_role" or "messages" not in value:
+        return bad_line
     try:
         parse_messages("messages", value["messages"], sharegpt=True)
     except BadLine:
-        return bad
+        return bad_line
     if fields is None:
         pairs = with_optional(value, [("conversations", "messages")])
     else:
         renaming = {"messages": "conversations"}
         pairs = [(renaming.get(name, name), path) for name, path in fields.paths]
-    return BadLine(bad.reason, f"{bad.detail}; {flag_of(pairs)} reads such roles")
+    return BadLine(
+        bad_line.reason, f"{bad_line.detail}; {data_fields_flag(pairs)} reads such roles"
+    )
 
 
-def _accepted(value: dict[str, Any]) -> dict[str, Any]:
+def _accepted(value: JsonObject) -> JsonObject:
     """Return the targets of a line without its label, which must be true."""
     label = value.pop(LABEL, True)
     if not isinstance(label, bool) and label not in (0, 1):
@@ -212,21 +213,21 @@ def _accepted(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-def _without_null_fields(value: dict[str, Any]) -> dict[str, Any]:
+def _without_null_fields(value: JsonObject) -> JsonObject:
     """Return a line without null fields, as a row of a table has them, and without null keys of
     tools. A null answer stays.
     """
-    kept = {name: part for name, part in value.items() if part is not None or name in ANSWERS}
-    if DECIDING.isdisjoint(kept):
+    fields = {name: part for name, part in value.items() if part is not None or name in ANSWERS}
+    if DECIDING.isdisjoint(fields):
         name = next((name for name in value if name in DECIDING), None)
         if name is not None:
             raise BadLine("wrong_type", f"{name} is a null")
-    if "tools" in kept:
-        kept["tools"] = without_nulls(kept["tools"])
-    return kept
+    if "tools" in fields:
+        fields["tools"] = without_nulls(fields["tools"])
+    return fields
 
 
-def _parse(value: dict[str, Any]) -> _Parsed:
+def _parse(value: JsonObject) -> _Parsed:
     """Parse a line with the fields of a schema."""
     for name in _CHATS:
         if name in value:
@@ -240,17 +241,17 @@ def _parse(value: dict[str, Any]) -> _Parsed:
         if not text.strip():
             raise BadLine("empty_text")
         return _Parsed([Text(text)], {"text"})
-    if any(name in value for name in TOKENS):
+    if any(name in value for name in TOKEN_ID_FIELDS):
         return _Parsed([token_sequence(value)], TOKEN_FIELDS)
     raise BadLine("no_known_field", _fields_and_cure(value, suggestion(value)))
 
 
-def _fields_and_cure(value: dict[str, Any], cure: str) -> str:
+def _fields_and_cure(value: JsonObject, cure: str) -> str:
     names = printable(", ".join(value)) or "none"
     return f"fields: {names}{f'; perhaps {cure}' * bool(cure)}"
 
 
-def _chat(name: str, value: dict[str, Any]) -> _Parsed:
+def _chat(name: str, value: JsonObject) -> _Parsed:
     """Parse a line with a list of messages."""
     is_sharegpt = name == "conversations" or has_sharegpt_names(value[name])
     messages = parse_messages(
@@ -260,7 +261,7 @@ def _chat(name: str, value: dict[str, Any]) -> _Parsed:
     return _conversations(value, messages, schema, {name, *_OF_CHAT})
 
 
-def _prompt(value: dict[str, Any]) -> _Parsed:
+def _prompt(value: JsonObject) -> _Parsed:
     """Parse a line with a prompt and a completion: texts, or messages.
 
     A text that completes messages is an answer of the assistant.
@@ -270,8 +271,8 @@ def _prompt(value: dict[str, Any]) -> _Parsed:
         completion = {"role": "assistant", "content": completion}
     if has_messages(prompt) and (has_messages(completion) or is_message(completion)):
         messages = []
-        for name, given in (("prompt", prompt), ("completion", completion)):
-            turns = [given] if is_message(given) else given
+        for name, part in (("prompt", prompt), ("completion", completion)):
+            turns = [part] if is_message(part) else part
             messages.append(parse_messages(name, turns, sharegpt=has_sharegpt_names(turns)))
         for message in messages[0]:
             if message["role"] == "assistant":
@@ -289,16 +290,16 @@ def _prompt(value: dict[str, Any]) -> _Parsed:
     return _Parsed([PromptCompletion(prompt, completion)], {"prompt", "completion"})
 
 
-def _alpaca(value: dict[str, Any]) -> _Parsed:
+def _alpaca(value: JsonObject) -> _Parsed:
     """Parse an Alpaca or Dolly line."""
     name = "response" if value.get("output") is None and "response" in value else "output"
     answer = "" if value[name] is None else _string(value, name)
     if not answer.strip():
         raise BadLine("empty_assistant", name)
     instruction = question = _string(value, "instruction")
-    for more in ("input", "context"):
-        if value.get(more):
-            question += "\n\n" + _string(value, more)
+    for field in ("input", "context"):
+        if value.get(field):
+            question += "\n\n" + _string(value, field)
     history = value.get("history") or []
     if not isinstance(history, list) or not all(
         isinstance(pair, list) and len(pair) == 2 for pair in history
@@ -313,8 +314,8 @@ def _alpaca(value: dict[str, Any]) -> _Parsed:
 
 
 def _conversations(
-    value: dict[str, Any],
-    messages: list[dict[str, Any]],
+    value: JsonObject,
+    messages: list[JsonObject],
     schema: str,
     read: Iterable[str],
     instruction: str | None = None,
@@ -342,7 +343,7 @@ def _conversations(
     )
 
 
-def _system_message(value: dict[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _system_message(value: JsonObject, messages: list[JsonObject]) -> list[JsonObject]:
     """Return the message of the ``system`` field; no message if the messages begin with it."""
     if not value.get("system"):
         return []
@@ -359,8 +360,5 @@ def _system_message(value: dict[str, Any], messages: list[dict[str, Any]]) -> li
     return []
 
 
-def _string(value: dict[str, Any], field: str) -> str:
-    text = value[field]
-    if not isinstance(text, str):
-        raise BadLine("wrong_type", f"{field} is a {type_name(text)}, not a string")
-    return text
+def _string(value: JsonObject, field: str) -> str:
+    return expect(field, value[field], str)

@@ -69,9 +69,9 @@ def refusal_of_folder(directory: Path, files: Iterable[Path], kinds: str) -> Dat
     first = others[0]
     suffix = other_format(first.name)
     assert suffix is not None
-    more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+    further = f" and {len(others) - 1} more" if len(others) > 1 else ""
     return DataError(
-        f"{directory} contains no {kinds}; {first.relative_to(directory)}{more} cannot be read: a "
+        f"{directory} contains no {kinds}; {first.relative_to(directory)}{further} cannot be read: a "
         f"{suffix} file is not read; {_cure(first, suffix)}."
     )
 

@@ -9,16 +9,17 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_packed.data.errors import BadLine
-from megatron_packed.data.sources.line_fields import flag_of, with_optional
+from megatron_packed.data.sources.line_fields import data_fields_flag, with_optional
 from megatron_packed.data.sources.line_messages import has_messages, is_dialogue, is_message
+from megatron_packed.data.sources.strict_json import JsonObject
 
-LABELS = ("label", "kto_tag")
+KTO_LABELS = ("label", "kto_tag")
 """Names of the field that is true for an accepted answer: TRL and ms-swift, LLaMA-Factory."""
 _REJECTED_BESIDE = ("rejected_response", "rejected_messages")
 """Fields of ms-swift that hold a rejected answer beside messages with the chosen one."""
 _PREFERRED = "preferred_output"
 """Field of OpenAI's pairs that holds the chosen answer."""
-PREFERENCE_ANSWERS = frozenset({"chosen", "rejected", _PREFERRED, *_REJECTED_BESIDE, *LABELS})
+PREFERENCE_ANSWERS = frozenset({"chosen", "rejected", _PREFERRED, *_REJECTED_BESIDE, *KTO_LABELS})
 """Fields that recognise preference data."""
 _CHOSEN, _NO_DPO = "the chosen side", "and the DPO loss is not built"
 _ASKING = ("prompt", "question", "query", "instruction", "input", "messages", "conversations")
@@ -31,7 +32,7 @@ _Pairs = list[tuple[str, str]]
 """Targets and paths of ``--data-fields``."""
 
 
-def check_no_preferences(line: dict[str, Any]) -> None:
+def check_no_preferences(line: JsonObject) -> None:
     """Check that a line is no preference pair and no labelled answer.
 
     Raises:
@@ -52,7 +53,7 @@ def check_no_preferences(line: dict[str, Any]) -> None:
     if _PREFERRED in line:
         cure = _cure(line, [("prompt", "input.messages"), ("completion", _PREFERRED)], _CHOSEN)
         raise BadLine("preference_data", f"`{_PREFERRED}` is one of a pair, {_NO_DPO}; {cure}")
-    label = next((name for name in LABELS if isinstance(line.get(name), bool)), None)
+    label = next((name for name in KTO_LABELS if isinstance(line.get(name), bool)), None)
     fields = [] if label is None else _fields_of_answer(line)
     if label is not None and fields:
         cure = _cure(line, [*fields, ("label", label)], "the answers whose label is true")
@@ -62,15 +63,15 @@ def check_no_preferences(line: dict[str, Any]) -> None:
         )
 
 
-def _cure(line: dict[str, Any], fields: _Pairs, part: str) -> str:
+def _cure(line: JsonObject, fields: _Pairs, part: str) -> str:
     """Return the flag that trains on a part of the data, and the fields that it leaves out."""
     paths = {path for _, path in fields}
     lost = [name for name in _BESIDE if line.get(name) and name not in paths]
     without = f", without {' and '.join(lost)}" if lost else ""
-    return f"{flag_of(fields)} trains on {part}{without}"
+    return f"{data_fields_flag(fields)} trains on {part}{without}"
 
 
-def _fields_of_chosen(line: dict[str, Any]) -> _Pairs:
+def _fields_of_chosen(line: JsonObject) -> _Pairs:
     """Return the fields that train on the chosen side of a pair; none if there is no question."""
     chosen = line["chosen"]
     asking = next((name for name in _ASKING if line.get(name)), None)
@@ -98,7 +99,7 @@ def _is_alone(chosen: Any) -> bool:
     return is_message(chosen) or len(chosen) == 1
 
 
-def _fields_of_answer(line: dict[str, Any]) -> _Pairs:
+def _fields_of_answer(line: JsonObject) -> _Pairs:
     """Return the fields of a line with an answer; none if the line has none."""
     for name in ("messages", "conversations"):
         if line.get(name):

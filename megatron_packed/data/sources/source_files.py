@@ -80,17 +80,17 @@ def expand_paths(
 
 
 def _expand(path: str, say: Callable[[str], None]) -> list[Path]:
-    here = Path(path)
-    if here.is_dir():
+    local = Path(path)
+    if local.is_dir():
         try:
-            return saved_files(here) if is_saved_dataset(here) else _files_of(here, say)
+            return saved_files(local) if is_saved_dataset(local) else _files_of(local, say)
         except OSError as error:  # another process changes the directory at the same time
             raise DataError(
-                f"{here} cannot be listed: {error.filename or here}: {error.strerror}; give a directory that does "
+                f"{local} cannot be listed: {error.filename or local}: {error.strerror}; give a directory that does "
                 "not change while it is read."
             ) from None
-    if here.exists() or here.is_symlink():
-        return [here]
+    if local.exists() or local.is_symlink():
+        return [local]
     if any(c in path for c in "*?["):
         matched = [
             Path(name)
@@ -114,30 +114,30 @@ def _expand(path: str, say: Callable[[str], None]) -> list[Path]:
 def _files_of(directory: Path, say: Callable[[str], None]) -> list[Path]:
     """Return the data files of a directory, and report them."""
     # A broken link or a pipe stays in the list, so that its refusal says which data is missing.
-    found = sorted(
+    data_files = sorted(
         file
         for file in _visible_paths(directory)
         if is_data_name(file.name)
         and not file.name.endswith(QUARANTINE_SUFFIX)
         and not file.is_dir()
     )
-    described = (file for file in found if may_be_description(file.name) and file.is_file())
-    left_out = [file for file in described if _is_description(file)]
-    plain = [file for file in found if is_plain_name(file.name)]
-    taken = [file for file in found if file not in left_out and file not in plain]
+    descriptions = (file for file in data_files if may_be_description(file.name) and file.is_file())
+    left_out = [file for file in descriptions if _is_description(file)]
+    plain = [file for file in data_files if is_plain_name(file.name)]
+    used_files = [file for file in data_files if file not in left_out and file not in plain]
     not_read = f"; {_named(left_out, directory)} not read: no list of examples" if left_out else ""
-    if not taken:
-        taken = plain
+    if not used_files:
+        used_files = plain
     elif plain:
         not_read += f"; {_named(plain, directory)} not read: text next to data"
-    if not taken:
+    if not used_files:
         files = filter(Path.is_file, _visible_paths(directory))
         others = refusal_of_folder(directory, files, DATA_FILE_NAMES)
         raise others or DataError(
             f"{directory} contains no {DATA_FILE_NAMES}{not_read}; give the files or another directory."
         )
-    say(f"{directory}: {_named(taken, directory)} read{not_read}")
-    return taken
+    say(f"{directory}: {_named(used_files, directory)} read{not_read}")
+    return used_files
 
 
 def _visible_paths(directory: Path) -> Iterator[Path]:
@@ -149,9 +149,9 @@ def _visible_paths(directory: Path) -> Iterator[Path]:
 
 def _named(files: Sequence[Path], directory: Path) -> str:
     names = [str(file.relative_to(directory)) for file in files[:_SHOWN_NAMES]]
-    more = len(files) - len(names)
+    num_more = len(files) - len(names)
     count = f"{len(files)} file{'s' * (len(files) > 1)}"
-    return f"{count} ({', '.join(names)}{f' and {more} more' * (more > 0)})"
+    return f"{count} ({', '.join(names)}{f' and {num_more} more' * (num_more > 0)})"
 
 
 def _is_description(file: Path) -> bool:
@@ -186,6 +186,11 @@ def _check_file(file: Path) -> None:
     if not is_table(file):
         check_other_format(file)
     check_compression(file)
+
+
+def quarantine_of(path: Path) -> Path:
+    """Return the path of the file that lists the bad lines of a cache or of an indexed data set."""
+    return path.with_name(f"{path.name}{QUARANTINE_SUFFIX}")
 
 
 def file_identity(file: Path) -> str:

@@ -10,10 +10,12 @@ import json
 import math
 import re
 from collections import Counter
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_packed.data.errors import BadLine, printable
 
+JsonObject = dict[str, Any]
+"""Object of JSON: its keys, and values of any type of JSON."""
 _MAX_NUMBER_CHARS = 4000
 _MAX_DEPTH = 128
 """Deepest allowed nesting of objects and lists. Python's own limit differs between versions."""
@@ -22,7 +24,7 @@ _SUSPECT = re.compile(rb"\\u[dD][89a-fA-F]|\\u[fF][dD][dD][0-2]|\xef\xb7[\x90-\x
 _RESERVED = re.compile("[\ufdd0-\ufdd2]")
 
 
-def parse_object(data: bytes) -> dict[str, Any]:
+def parse_object(data: bytes) -> JsonObject:
     """Parse one line strictly as a JSON object.
 
     Raises:
@@ -103,7 +105,7 @@ def check_characters(value: Any) -> None:
         raise BadLine("reserved_character")
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> JsonObject:
     value = dict(pairs)
     if len(value) != len(pairs):
         counts = Counter(key for key, _ in pairs)
@@ -141,6 +143,23 @@ _DECODER = json.JSONDecoder(
     parse_int=_integer,
     parse_float=_float,
 )
+
+
+_NOUNS: dict[type, str] = {str: "a string", list: "a list", dict: "an object"}
+T = TypeVar("T")
+
+
+def expect(where: str, value: Any, kind: type[T]) -> T:
+    """Return a value that must be a string, a list or an object.
+
+    Args:
+        where: place of the value in the line, for the message.
+    Raises:
+        BadLine: the value has another type.
+    """
+    if not isinstance(value, kind):
+        raise BadLine("wrong_type", f"{where} is a {type_name(value)}, not {_NOUNS[kind]}")
+    return value
 
 
 def type_name(value: Any) -> str:

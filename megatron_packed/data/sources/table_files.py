@@ -86,11 +86,11 @@ def _description(path: Path, field: str, kind: type, *, optional: bool = False) 
     try:
         with open_regular(path) as file:
             value = json.loads(file.read(_MOST_BYTES))
-        found = value.get(field) or [] if optional else value[field]
-        if not isinstance(found, list) or not all(isinstance(entry, kind) for entry in found):
+        entries = value.get(field) or [] if optional else value[field]
+        if not isinstance(entries, list) or not all(isinstance(entry, kind) for entry in entries):
             raise ValueError(f"{field} does not have the expected form")
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise DataError(
             f"{path} is damaged ({printable(str(error), 80)}); save the data set again."
         ) from None
-    return found
+    return entries

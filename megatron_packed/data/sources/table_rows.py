@@ -32,7 +32,7 @@ from megatron_packed.data.sources.table_files import (
     check_pyarrow,
     is_table,
 )
-from megatron_packed.data.sources.token_lines import TOKEN_FIELDS, TOKENS
+from megatron_packed.data.sources.token_lines import TOKEN_FIELDS, TOKEN_ID_FIELDS
 
 _BATCH_ROWS = 128
 _BUFFER_BYTES = 2**20
@@ -191,7 +191,7 @@ class RowReader:
         Data sets keep their texts next to the tokens, and a schema of texts comes first.
         """
         columns = set(self.columns)
-        decide = DECIDING & columns - set(TOKENS)
+        decide = DECIDING & columns - set(TOKEN_ID_FIELDS)
         return columns if decide.isdisjoint(names) else columns - (TOKEN_FIELDS - {LISTED_MASK})
 
     def _lines(self, batch: Any) -> Iterator[tuple[bytes, str | None]]:

@@ -11,13 +11,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from megatron_packed.data.errors import BadLine, printable
-from megatron_packed.data.sources.strict_json import type_name
+from megatron_packed.data.sources.strict_json import JsonObject, expect, type_name
 
-TOKENS = ("input_ids", "token_ids")
+TOKEN_ID_FIELDS = ("input_ids", "token_ids")
 """Names of the field of the tokens."""
 _LABELS, _ATTENTION = "labels", "attention_mask"
 _MASKS = ("loss_mask", "completion_mask", "assistant_masks")
-TOKEN_FIELDS = frozenset({*TOKENS, _LABELS, _ATTENTION, *_MASKS})
+TOKEN_FIELDS = frozenset({*TOKEN_ID_FIELDS, _LABELS, _ATTENTION, *_MASKS})
 """Fields of a line of tokens."""
 _NOT_LEARNED = -100
 _LARGEST = 2**31 - 1
@@ -31,35 +31,39 @@ class TokenSequence(NamedTuple):
     """1 for each token that is learned, else 0; None if the line has no labels and no mask."""
 
 
-def token_sequence(line: dict[str, Any]) -> TokenSequence:
+def token_sequence(line: JsonObject) -> TokenSequence:
     """Return the document of a line with tokens.
 
     Raises:
         BadLine: a field is no list of numbers, has another length, or contradicts another field.
     """
-    name = next(name for name in TOKENS if name in line)
+    name = next(name for name in TOKEN_ID_FIELDS if name in line)
     ids = _numbers(name, line[name], None)
     if not ids:
         raise BadLine("empty_text", name)
-    found: dict[str, list[int]] = {}
+    targets_by_field: dict[str, list[int]] = {}
     if line.get(_LABELS) is not None:
         labels = _numbers(_LABELS, line[_LABELS], len(ids), lowest=_NOT_LEARNED)
-        found[_LABELS] = [_is_learned(at, *pair) for at, pair in enumerate(zip(labels, ids))]
+        targets_by_field[_LABELS] = [
+            _is_learned(at, *pair) for at, pair in enumerate(zip(labels, ids))
+        ]
     for mask in _MASKS:
         if line.get(mask) is not None:
-            found[mask] = _mask(mask, line[mask], len(ids))
-    names = list(found)
+            targets_by_field[mask] = _mask(mask, line[mask], len(ids))
+    names = list(targets_by_field)
     for other in names[1:]:
-        if found[other] != found[names[0]]:
+        if targets_by_field[other] != targets_by_field[names[0]]:
             at = next(
-                n for n, pair in enumerate(zip(found[other], found[names[0]])) if len({*pair}) > 1
+                n
+                for n, pair in enumerate(zip(targets_by_field[other], targets_by_field[names[0]]))
+                if len({*pair}) > 1
             )
             raise BadLine("contradictory_masks", f"{names[0]} and {other} differ at token {at}")
-    targets = found[names[0]] if names else None
+    targets = targets_by_field[names[0]] if names else None
     if line.get(_ATTENTION) is not None:
-        kept = _mask(_ATTENTION, line[_ATTENTION], len(ids))
-        ids = [token for token, keeps in zip(ids, kept) if keeps]
-        targets = targets and [target for target, keeps in zip(targets, kept) if keeps]
+        attention = _mask(_ATTENTION, line[_ATTENTION], len(ids))
+        ids = [token for token, keeps in zip(ids, attention) if keeps]
+        targets = targets and [target for target, keeps in zip(targets, attention) if keeps]
         if not ids:
             raise BadLine("empty_text", f"{_ATTENTION} is 0 for all tokens")
     return TokenSequence(ids, targets)
@@ -67,9 +71,7 @@ def token_sequence(line: dict[str, Any]) -> TokenSequence:
 
 def _numbers(name: str, value: Any, length: int | None, lowest: int = 0) -> list[int]:
     """Return a list of token numbers after a check of its elements and of its length."""
-    if not isinstance(value, list):
-        raise BadLine("wrong_type", f"{name} is a {type_name(value)}, not a list")
-    for at, number in enumerate(value):
+    for at, number in enumerate(expect(name, value, list)):
         if not isinstance(number, int) or isinstance(number, bool):
             raise BadLine(
                 "wrong_type", f"{name}[{at}] is a {type_name(number)}, not a token number"
@@ -82,7 +84,7 @@ def _numbers(name: str, value: Any, length: int | None, lowest: int = 0) -> list
         raise BadLine(
             "wrong_type", f"{name} has {len(value)} numbers, but the line has {length} tokens"
         )
-    return value
+    return list(value)
 
 
 def _mask(name: str, value: Any, length: int) -> list[int]:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.data_fields import DataFields
@@ -32,13 +31,14 @@ from megatron_packed.data.sources.line_schema import (
     FIELDS,
     TEXT_SCHEMA,
     TOKEN_SCHEMA,
-    Sample,
+    LineSample,
     parse_line,
     schema_name,
 )
 from megatron_packed.data.sources.table_rows import reader_of
 from megatron_packed.data.tokenizers.chat_format import ChatFormat
 from megatron_packed.data.tokenizers.encode import EncodedDocument, SampleEncoder
+from megatron_packed.packed.array_types import Int64Array
 
 _CHUNK_LINES = 512
 _CHUNK_BYTES = 2**20
@@ -78,7 +78,7 @@ class _Outcome(NamedTuple):
     schema: str
     documents: list[EncodedDocument]
     notes: Notes
-    bad: BadLine | None
+    bad_line: BadLine | None
 
 
 def build_arrays(
@@ -140,7 +140,7 @@ def check_before_building(
         DataError: the lines cannot be used, or are of the wrong kind.
     """
 
-    def parsed(line: RawLine) -> tuple[str, list[Sample]]:
+    def parsed(line: RawLine) -> tuple[str, list[LineSample]]:
         samples, _ = _parse(line, options.fields)
         if isinstance(samples, BadLine):
             raise samples
@@ -163,7 +163,7 @@ def check_before_building(
 
 def documents_of_lines(
     files: Sequence[Path], encoder: SampleEncoder, options: BuildOptions
-) -> dict[Path, NDArray[np.int64]]:
+) -> dict[Path, Int64Array]:
     """Return for each file the number of documents that each line makes, as ``(lines,)``.
 
     Blank and bad lines make 0 documents.
@@ -209,8 +209,8 @@ def _account(
     tally: LineTally,
     writer: _DatasetWriter,
 ) -> None:
-    if outcome.bad is not None:
-        tally.left_out(file, outcome.line, outcome.bad)
+    if outcome.bad_line is not None:
+        tally.left_out(file, outcome.line, outcome.bad_line)
         return
     if not outcome.documents:
         tally.blank(outcome.line)
@@ -305,7 +305,7 @@ def _without_read_fields(notes: Notes, chat: ChatFormat) -> Notes:
     )
 
 
-def _parse(line: RawLine, fields: DataFields | None) -> tuple[list[Sample] | BadLine, Notes]:
+def _parse(line: RawLine, fields: DataFields | None) -> tuple[list[LineSample] | BadLine, Notes]:
     """Return the samples of a line (none for a blank line), or the reason why it is unusable.
 
     The notes name the fields of the line that are not read.
@@ -317,8 +317,8 @@ def _parse(line: RawLine, fields: DataFields | None) -> tuple[list[Sample] | Bad
         return [], notes
     try:
         return parse_line(line.data, fields, notes), notes
-    except BadLine as bad:
-        return bad, notes
+    except BadLine as bad_line:
+        return bad_line, notes
 
 
 class _DatasetWriter:
@@ -340,8 +340,10 @@ class _DatasetWriter:
         self._targets.append(document.targets)
         self._offsets.append(np.array([self._end], np.int64))
         self._target_counts.append(np.array([num_targets], np.int64))
-        before = (len(document.ids), num_targets) if document.cut is None else document.cut[:2]
-        for (_, counts), count in zip(self._sources.values(), before):
+        source_sizes = (
+            (len(document.ids), num_targets) if document.cut is None else document.cut[:2]
+        )
+        for (_, counts), count in zip(self._sources.values(), source_sizes):
             counts.append(count)
         return len(document.ids), num_targets
 

@@ -22,19 +22,19 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.data_fields import DataFields
 from megatron_packed.config.hub_paths import is_hub_path
 from megatron_packed.config.sections.data_parts.tokenizer import DATA_RULES, EARLIER_RULES, TOKENS
+from megatron_packed.data.documents import TokensAndTargets
 from megatron_packed.data.errors import DataError, NotTokenizedError
 from megatron_packed.data.progress_bar import say, warn
 from megatron_packed.data.sources.cache_directory import get_or_build
 from megatron_packed.data.sources.cache_manifest import (
-    FORMAT,
+    CACHE_FORMAT,
     canonical_json,
-    read_manifest,
+    read_cache_manifest,
     write_manifest,
 )
 from megatron_packed.data.sources.checked_arrays import CheckedArray
@@ -42,15 +42,16 @@ from megatron_packed.data.sources.data_report import DataReport
 from megatron_packed.data.sources.jsonl_lines import MAX_LINE_BYTES
 from megatron_packed.data.sources.line_schema import NO_CHAT
 from megatron_packed.data.sources.source_files import (
-    QUARANTINE_SUFFIX,
     expand_paths,
     file_identity,
+    quarantine_of,
 )
 from megatron_packed.data.sources.tokenize_files import BuildOptions, build_arrays, check_kind
 from megatron_packed.data.tokenizers.base import Tokenizer
 from megatron_packed.data.tokenizers.chat_format import ChatFormat
 from megatron_packed.data.tokenizers.encode import SampleEncoder
 from megatron_packed.data.tokenizers.shorten_conversations import ShorteningEncoder
+from megatron_packed.packed.array_types import Int64Array, IntegerArray, UInt8Array
 
 _SHORTENING = 2
 """Version of the shortening. Increase this number when a change of the code shortens the same
@@ -74,25 +75,25 @@ class TokenizedDataset:
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
-        self.manifest = read_manifest(self.directory)
+        self.manifest = read_cache_manifest(self.directory)
         entries = self.manifest["arrays"]
         self._tokens = CheckedArray(self.directory, "tokens", "<i4", entries["tokens"])
         self._targets = CheckedArray(self.directory, "targets", "u1", entries["targets"])
         self._offsets = CheckedArray(
             self.directory, "offsets", "<i8", entries["offsets"]
         ).read_all()
-        self.target_counts: NDArray[np.int64] = CheckedArray(
+        self.target_counts: Int64Array = CheckedArray(
             self.directory, "target_counts", "<i8", entries["target_counts"]
         ).read_all()
         """``(D,)`` number of targets of each document."""
-        self.lengths: NDArray[np.int64] = np.diff(self._offsets)
+        self.lengths: Int64Array = np.diff(self._offsets)
         """``(D,)`` number of tokens of each document, end of document included; at least 2."""
         sources = {"source_lengths": self.lengths, "source_targets": self.target_counts}
         for name in sources.keys() & entries.keys():
             sources[name] = CheckedArray(self.directory, name, "<i8", entries[name]).read_all()
-        self.source_lengths: NDArray[np.int64] = sources["source_lengths"]
+        self.source_lengths: Int64Array = sources["source_lengths"]
         """``(D,)`` number of tokens of each document before it was shortened."""
-        self.source_targets: NDArray[np.int64] = sources["source_targets"]
+        self.source_targets: Int64Array = sources["source_targets"]
         """``(D,)`` number of targets of each document before it was shortened."""
         self.report = DataReport(**self.manifest["report"])
         self.vocab_size: int = self.manifest["vocab_size"]
@@ -113,9 +114,7 @@ class TokenizedDataset:
         arrays = self.manifest["arrays"]
         return hashlib.sha256(canonical_json({name: arrays[name] for name in _CONTENT})).hexdigest()
 
-    def document(
-        self, index: int, start: int = 0, length: int | None = None
-    ) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
+    def document(self, index: int, start: int = 0, length: int | None = None) -> TokensAndTargets:
         """Return read-only views of the tokens and target marks of a document or of a piece of it.
 
         ``targets[t]`` is 1 if the model is trained to predict token t from the tokens before it. In
@@ -133,21 +132,21 @@ class TokenizedDataset:
         first, stop = self._place(index, start, length)
         return self._tokens.read(first, stop), self._targets.read(first, stop)
 
-    def target_mask(self, index: int) -> NDArray[np.uint8]:
+    def target_mask(self, index: int) -> UInt8Array:
         """Return the target marks of a complete document."""
         return self._targets.read(*self._place(index, 0, None))
 
     def count_targets(
         self,
-        documents: NDArray[np.integer],
-        starts: NDArray[np.integer],
-        lengths: NDArray[np.integer],
-    ) -> NDArray[np.int64]:
+        documents: IntegerArray,
+        starts: IntegerArray,
+        lengths: IntegerArray,
+    ) -> Int64Array:
         """Return the number of targets of pieces of documents; all arrays are ``(S,)``.
 
         The first token of a piece does not count, because no token of the piece predicts it.
         """
-        counts: NDArray[np.int64] = self.target_counts[documents]
+        counts: Int64Array = self.target_counts[documents]
         for piece in np.flatnonzero(np.asarray(lengths) != self.lengths[documents]):
             first, stop = self._place(
                 int(documents[piece]), int(starts[piece]), int(lengths[piece])
@@ -312,7 +311,7 @@ class _Contents:
 
     def _identity(self, shortening: int) -> list[object]:
         identity: list[object] = [
-            FORMAT,
+            CACHE_FORMAT,
             self.identities,
             self.tokenizer.fingerprint,
             self.chat.fingerprint,
@@ -407,7 +406,7 @@ class _Contents:
         write_manifest(
             directory,
             {
-                "format": FORMAT,
+                "format": CACHE_FORMAT,
                 "key": final.name,
                 "vocab_size": self.tokenizer.vocab_size,
                 "tokenizer": self.tokenizer.fingerprint,
@@ -432,11 +431,6 @@ def cache_directory(path: str | Path, files: Sequence[Path], cache_root: str | P
     if cache_root is not None:
         return Path(cache_root)
     return (Path() if is_hub_path(str(path)) else files[0].parent) / DEFAULT_CACHE_NAME
-
-
-def quarantine_of(directory: Path) -> Path:
-    """Return the path of the file that lists the bad lines of a cache directory."""
-    return directory.with_name(f"{directory.name}{QUARANTINE_SUFFIX}")
 
 
 def _is_valid(directory: Path) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from megatron_packed.data.errors import BadLine
-from megatron_packed.data.sources.strict_json import parse_text, type_name
+from megatron_packed.data.sources.strict_json import JsonObject, expect, parse_text, type_name
 
 
 def without_nulls(value: Any) -> Any:
@@ -40,7 +40,7 @@ def null_arguments(value: Any) -> list[str]:
     return names
 
 
-def text_arguments(messages: Iterable[dict[str, Any]]) -> list[str]:
+def text_arguments(messages: Iterable[JsonObject]) -> list[str]:
     """Return the name of the function of each call whose arguments are a text.
 
     Args:
@@ -56,7 +56,7 @@ def text_arguments(messages: Iterable[dict[str, Any]]) -> list[str]:
     return names
 
 
-def parse_objects(where: str, value: Any) -> list[dict[str, Any]] | None:
+def parse_objects(where: str, value: Any) -> list[JsonObject] | None:
     """Return the objects of a list of tools or tool calls; None if the list is empty or null.
 
     Args:
@@ -70,12 +70,11 @@ def parse_objects(where: str, value: Any) -> list[dict[str, Any]] | None:
         value = _parsed(where, value, "a list") if value.strip() else None
     if value is None:
         return None
-    if not isinstance(value, list):
-        raise BadLine("wrong_type", f"{where} is a {type_name(value)}, not a list")
-    return [_object(f"{where}[{number}]", element) for number, element in enumerate(value)] or None
+    elements = enumerate(expect(where, value, list))
+    return [_object(f"{where}[{number}]", element) for number, element in elements] or None
 
 
-def parse_tool_calls(where: str, value: Any) -> list[dict[str, Any]] | None:
+def parse_tool_calls(where: str, value: Any) -> list[JsonObject] | None:
     """Return the tool calls of a message with parsed arguments; None for no call.
 
     Raises:
@@ -85,7 +84,7 @@ def parse_tool_calls(where: str, value: Any) -> list[dict[str, Any]] | None:
     return None if calls is None else [_with_parsed_arguments(call) for call in calls]
 
 
-def calls_of_text(where: str, value: Any) -> list[dict[str, Any]]:
+def calls_of_text(where: str, value: Any) -> list[JsonObject]:
     """Return the tool calls that a turn with the role ``function_call`` makes.
 
     Args:
@@ -112,7 +111,7 @@ def calls_of_text(where: str, value: Any) -> list[dict[str, Any]]:
     return [_with_parsed_arguments(call) for call in calls]
 
 
-def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
+def _with_parsed_arguments(call: JsonObject) -> JsonObject:
     """Return a call with an object in place of a JSON text of its arguments.
 
     Arguments are at ``function.arguments``, or at ``arguments`` in data without OpenAI's outer
@@ -136,16 +135,14 @@ def _arguments(text: str) -> Any:
     return value if isinstance(value, dict) else text
 
 
-def _object(where: str, value: Any) -> dict[str, Any]:
+def _object(where: str, value: Any) -> JsonObject:
     if isinstance(value, str):
         value = _parsed(where, value, "an object")
-    if not isinstance(value, dict):
-        raise BadLine("wrong_type", f"{where} is a {type_name(value)}, not an object")
-    return dict(value)
+    return dict(expect(where, value, dict))
 
 
 def _parsed(where: str, text: str, kind: str) -> Any:
     try:
         return parse_text(text)
-    except BadLine as bad:
-        raise BadLine("wrong_type", f"{where} is no JSON text of {kind} ({bad})") from None
+    except BadLine as bad_line:
+        raise BadLine("wrong_type", f"{where} is no JSON text of {kind} ({bad_line})") from None

@@ -19,15 +19,15 @@ from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.regular_files import open_regular
 from megatron_packed.data.errors import BadLine, DataError, printable
 from megatron_packed.data.tokenizers.turn_markers import special_pattern
+from megatron_packed.packed.array_types import Int32Array, Int64Array, IntegerArray
 
-TokenIds = NDArray[np.int32]
-Offsets = NDArray[np.int64]
+TokenIds = Int32Array
+Offsets = Int64Array
 """``(L, 2)``: position of the first character of each token, and of the character after the
 token."""
 
@@ -36,7 +36,7 @@ TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
 PADDING = "<|padding|>"
 OWN_SPECIAL_TOKENS = (END_OF_DOCUMENT, TURN_START, TURN_END, PADDING)
 """Special tokens of the tokenizers that this project builds itself."""
-MOST_BYTES = 256 << 20
+MOST_TOKENIZER_BYTES = 256 << 20
 """Maximum bytes of a file of a tokenizer; tokenizer.json of 260,000 tokens has 35 MB."""
 _COMPARED_TOKENS = 4096
 """Number of tokens whose texts decide `meaning_hash`."""
@@ -86,9 +86,7 @@ class Tokenizer(Protocol):
 
     def encode_batch(self, texts: Sequence[str], *, special: bool = False) -> list[TokenIds]: ...
 
-    def decode(
-        self, ids: Sequence[int] | NDArray[np.integer], *, skip_special: bool = False
-    ) -> str: ...
+    def decode(self, ids: Sequence[int] | IntegerArray, *, skip_special: bool = False) -> str: ...
 
     def close(self) -> None:
         """Release processes; the tokenizer stays usable."""
@@ -96,7 +94,18 @@ class Tokenizer(Protocol):
 
 
 class InProcess:
-    """Base class of tokenizers that run in this process."""
+    """Base class of tokenizers that run in this process, with the usual attributes."""
+
+    prefix_ids: tuple[int, ...] = ()
+    splits_cleanly = True
+    chat_template: str | None = None
+    tool_chat_template: str | None = None
+
+    def encode(self, text: str, *, special: bool = False) -> TokenIds:
+        raise NotImplementedError
+
+    def encode_batch(self, texts: Sequence[str], *, special: bool = False) -> list[TokenIds]:
+        return [self.encode(text, special=special) for text in texts]
 
     def close(self) -> None:
         """Do nothing, because there is no child process to end."""
@@ -145,9 +154,9 @@ def probe_splits(tokenizer: Tokenizer) -> bool:
     pieces = np.concatenate([tokenizer.encode(text) for text in _PROBE])
     if tokenizer.decode(tokenizer.encode("".join(_PROBE))) != tokenizer.decode(pieces):
         return False
-    before, after = tokenizer.encode("a ").tolist(), tokenizer.encode(" b\n").tolist()
+    left, right = tokenizer.encode("a ").tolist(), tokenizer.encode(" b\n").tolist()
     return all(
-        tokenizer.encode(f"a {content} b\n", special=True).tolist() == [*before, number, *after]
+        tokenizer.encode(f"a {content} b\n", special=True).tolist() == [*left, number, *right]
         for content, number in tokenizer.special_tokens.items()
     )
 
@@ -175,7 +184,7 @@ def optional_package(name: str, version: str, needed: str) -> ModuleType:
     return module
 
 
-def read_bytes(file: Path, most_bytes: int = MOST_BYTES) -> bytes:
+def read_bytes(file: Path, most_bytes: int = MOST_TOKENIZER_BYTES) -> bytes:
     """Read a file of a tokenizer as bytes.
 
     Raises:
@@ -195,7 +204,7 @@ def read_bytes(file: Path, most_bytes: int = MOST_BYTES) -> bytes:
     return data
 
 
-def read_text(file: Path, most_bytes: int = MOST_BYTES) -> str:
+def read_text(file: Path, most_bytes: int = MOST_TOKENIZER_BYTES) -> str:
     """Read a text file of a tokenizer.
 
     Raises:
@@ -220,11 +229,11 @@ def answer_text(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
     Tokens outside of the tokenizer's vocabulary have no text. A model can generate them if its
     ``--vocab-size`` is larger.
     """
-    known = [token for token in tokens if token < tokenizer.vocab_size]
-    return tokenizer.decode(known, skip_special=True).strip()
+    ids = [token for token in tokens if token < tokenizer.vocab_size]
+    return tokenizer.decode(ids, skip_special=True).strip()
 
 
-def known_tokens(ids: Sequence[int] | NDArray[np.integer], vocab_size: int) -> list[int]:
+def known_tokens(ids: Sequence[int] | IntegerArray, vocab_size: int) -> list[int]:
     """Return ``ids`` as a list of Python integers.
 
     Raises:
@@ -250,13 +259,9 @@ class ByteTokenizer(InProcess):
     vocab_size = 256 + len(OWN_SPECIAL_TOKENS)
     eod_id = 256
     pad_id = 256 + OWN_SPECIAL_TOKENS.index(PADDING)
-    prefix_ids: tuple[int, ...] = ()
     special_tokens: Mapping[str, int] = {
         token: 256 + n for n, token in enumerate(OWN_SPECIAL_TOKENS)
     }
-    splits_cleanly = True
-    chat_template: str | None = None
-    tool_chat_template: str | None = None
     template_variables: Mapping[str, str] = {
         "eos_token": END_OF_DOCUMENT,
         "bos_token": "",
@@ -275,12 +280,7 @@ class ByteTokenizer(InProcess):
             return np.array([self.special_tokens[piece]], np.int32)
         return np.frombuffer(piece.encode("utf-8"), np.uint8).astype(np.int32)
 
-    def encode_batch(self, texts: Sequence[str], *, special: bool = False) -> list[TokenIds]:
-        return [self.encode(text, special=special) for text in texts]
-
-    def decode(
-        self, ids: Sequence[int] | NDArray[np.integer], *, skip_special: bool = False
-    ) -> str:
+    def decode(self, ids: Sequence[int] | IntegerArray, *, skip_special: bool = False) -> str:
         raw = bytearray()
         for token in known_tokens(ids, self.vocab_size):
             if token < 256:
@@ -300,11 +300,7 @@ class NullTokenizer(InProcess):
         eod_id: number of the end-of-document token; by default the last number.
     """
 
-    prefix_ids: tuple[int, ...] = ()
     special_tokens: Mapping[str, int] = {}
-    splits_cleanly = True
-    chat_template: str | None = None
-    tool_chat_template: str | None = None
     template_variables: Mapping[str, str] = {}
 
     def __init__(self, vocab_size: int, eod_id: int | None = None) -> None:
@@ -313,8 +309,8 @@ class NullTokenizer(InProcess):
         self.fingerprint = f"numbers-1:{vocab_size}:{self.eod_id}"
 
     def encode(self, text: str, *, special: bool = False) -> TokenIds:
-        words = text.split()
-        for word in words:
+        numbers = text.split()
+        for word in numbers:
             if not (
                 word.isascii()
                 and word.isdecimal()
@@ -325,14 +321,9 @@ class NullTokenizer(InProcess):
                     "not_a_token_number",
                     f"{printable(word, 40)!r} is not a number below {self.vocab_size}",
                 )
-        return np.array(words, np.int32)
+        return np.array(numbers, np.int32)
 
-    def encode_batch(self, texts: Sequence[str], *, special: bool = False) -> list[TokenIds]:
-        return [self.encode(text) for text in texts]
-
-    def decode(
-        self, ids: Sequence[int] | NDArray[np.integer], *, skip_special: bool = False
-    ) -> str:
+    def decode(self, ids: Sequence[int] | IntegerArray, *, skip_special: bool = False) -> str:
         tokens = known_tokens(ids, self.vocab_size)
         return " ".join(
             str(token) for token in tokens if not (skip_special and token == self.eod_id)

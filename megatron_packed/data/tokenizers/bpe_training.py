@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 import tokenizers
-from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megatron_packed.config import flag_names as flags
@@ -29,7 +28,7 @@ from megatron_packed.data.sources.line_schema import (
     TokenSequence,
     parse_line,
 )
-from megatron_packed.data.sources.source_files import QUARANTINE_SUFFIX, expand_paths, file_identity
+from megatron_packed.data.sources.source_files import expand_paths, file_identity, quarantine_of
 from megatron_packed.data.sources.table_rows import reader_of
 from megatron_packed.data.sources.tokenize_files import BuildOptions, documents_of_lines
 from megatron_packed.data.tokenizers.base import (
@@ -41,12 +40,12 @@ from megatron_packed.data.tokenizers.base import (
 from megatron_packed.data.tokenizers.chat_format import ChatFormat
 from megatron_packed.data.tokenizers.encode import SampleEncoder
 from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
-from megatron_packed.data.tokenizers.huggingface_settings import CONFIG
+from megatron_packed.data.tokenizers.huggingface_settings import CONFIG, TOKENIZER_JSON
+from megatron_packed.packed.array_types import BoolArray
 
 MIN_VOCAB_SIZE = 256 + len(OWN_SPECIAL_TOKENS)
 TRAINING_BYTES = 64 * 2**20
 """Bytes of text that the vocabulary is learned from. More text changes the vocabulary little."""
-TOKENIZER = "tokenizer.json"
 _FORMAT = "bpe-1"
 _NAMED = {"eos_token": END_OF_DOCUMENT, "pad_token": PADDING}
 
@@ -113,7 +112,7 @@ def train_bpe(
         )
     # Paths of a blend may name a file more than once.
     each = [expand_paths([path], download=build_missing) for path in paths]
-    files = list(dict.fromkeys(file for found in each for file in found))
+    files = list(dict.fromkeys(file for path_files in each for file in path_files))
     key = _key(files, paths, vocab_size, training_bytes, share, fields)
     directory = Path(cache_root) / f"tokenizer-{key}"
     if not build_missing and not _is_valid(directory):
@@ -121,28 +120,28 @@ def train_bpe(
 
     def build(temporary: Path) -> None:
         unusable: list[str] = []
-        before_training(files, directory.with_name(directory.name + QUARANTINE_SUFFIX))
+        before_training(files, quarantine_of(directory))
         if share is not None:
             log("reading all data, to learn the vocabulary only from the training documents")
         chosen = None if share is None else _lines_of(share, paths, fields)
         texts = _texts(files, training_bytes, unusable, chosen, fields)
-        (temporary / TOKENIZER).write_text(_train(texts, vocab_size, unusable), "utf-8")
+        (temporary / TOKENIZER_JSON).write_text(_train(texts, vocab_size, unusable), "utf-8")
         (temporary / CONFIG).write_text(json.dumps(_NAMED), encoding="utf-8")
 
     get_or_build(directory, is_valid=_is_valid, build=build, log=log)
     return HuggingFaceTokenizer(directory)
 
 
-def tokenizer_files(tokenizer: HuggingFaceTokenizer) -> dict[str, str]:
+def files_of_trained(tokenizer: HuggingFaceTokenizer) -> dict[str, str]:
     """Return the texts of the files of a trained tokenizer, by file name."""
-    return {TOKENIZER: tokenizer.text, CONFIG: json.dumps(_NAMED)}
+    return {TOKENIZER_JSON: tokenizer.text, CONFIG: json.dumps(_NAMED)}
 
 
 def from_stored(text: str, file: Path) -> HuggingFaceTokenizer:
     """Return the trained tokenizer with this tokenizer.json.
 
     Args:
-        text: content of the tokenizer.json, from `tokenizer_files`.
+        text: content of the tokenizer.json, from `files_of_trained`.
         file: path for messages.
     Raises:
         DataError: the text is no tokenizer.json of such a tokenizer.
@@ -183,26 +182,26 @@ def _key(
 
 def _lines_of(
     share: TrainingShare, paths: Sequence[str | Path], fields: DataFields | None
-) -> dict[Path, NDArray[np.bool_]]:
+) -> dict[Path, BoolArray]:
     """Mark the lines of each file, ``(lines,)``, of which all documents are in the share."""
     encoder = SampleEncoder(tokenizer=Untrained(), chat=share.chat)
     options = BuildOptions(
         sft=share.sft, max_bad_fraction=1.0, max_line_bytes=MAX_LINE_BYTES, fields=fields
     )
-    chosen: dict[Path, NDArray[np.bool_]] = {}
+    chosen: dict[Path, BoolArray] = {}
     for path in paths:
         counts = documents_of_lines(expand_paths([path]), encoder, options)
         documents = sum(int(count.sum()) for count in counts.values())
         trained = np.zeros(documents, np.int64)
         order = drawing_order(documents) if share.shuffled else np.arange(documents)
         trained[order[: border_of(share.of_documents, documents)]] = 1
-        before, trained_before = 0, np.concatenate([[0], np.cumsum(trained)])
+        num_before, trained_before = 0, np.concatenate([[0], np.cumsum(trained)])
         for file, count in counts.items():
-            ends = before + np.cumsum(count)
+            ends = num_before + np.cumsum(count)
             trains = (count > 0) & (trained_before[ends] - trained_before[ends - count] == count)
             # A line of several paths must be in the training share of all of them.
             chosen[file] = trains & chosen.get(file, True)
-            before += int(count.sum())
+            num_before += int(count.sum())
     return chosen
 
 
@@ -241,7 +240,7 @@ def _texts(
     files: Sequence[Path],
     training_bytes: int,
     unusable: list[str],
-    chosen: Mapping[Path, NDArray[np.bool_]] | None,
+    chosen: Mapping[Path, BoolArray] | None,
     fields: DataFields | None,
 ) -> Iterator[str]:
     """Yield the texts to learn from.
@@ -261,7 +260,7 @@ def _texts(
         these = None if chosen is None else chosen[file]
         part = 1.0 if these is None or not these.size else float(these.mean())
         every = max(1, int(size * part / max(share, 1)))
-        taken = 0
+        num_characters = 0
         for line in reader_of(file, MAX_LINE_BYTES, FIELDS, fields):
             if line.reason is not None or line.is_blank or (line.number - 1) % every:
                 continue
@@ -274,9 +273,9 @@ def _texts(
             if these is not None and not these[line.number - 1]:
                 continue
             for text in texts:
-                taken += len(text)
+                num_characters += len(text)
                 yield text
-            if taken > 2 * share:
+            if num_characters > 2 * share:
                 break
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
@@ -30,14 +29,15 @@ from megatron_packed.data.tokenizers.chat_template import (
     DEFAULT_TEMPLATE,
     Rendered,
     TemplateError,
+    Tools,
 )
 from megatron_packed.data.tokenizers.conversation_documents import (
     ConversationRenderer,
     RenderingRules,
 )
 from megatron_packed.data.tokenizers.limited_process import CPU_SECONDS
-from megatron_packed.data.tokenizers.prompt_formats import PROMPT_FORMATS
-from megatron_packed.data.tokenizers.template_process import TemplateProcess, template_budget
+from megatron_packed.data.tokenizers.prompt_formats import FORMATS_BY_NAME
+from megatron_packed.data.tokenizers.template_process import TemplateProcess
 from megatron_packed.data.tokenizers.turn_ends import TurnCutter
 from megatron_packed.data.tokenizers.turn_markers import (
     PROBES,
@@ -52,7 +52,7 @@ BUILT_IN_TEMPLATES = {"chatml": DEFAULT_TEMPLATE}
 """Values of ``--chat-template`` that name a built-in template instead of a file."""
 OWN_TEMPLATES = {
     *BUILT_IN_TEMPLATES.values(),
-    *(form.template for form in PROMPT_FORMATS.values() if form.template),
+    *(form.template for form in FORMATS_BY_NAME.values() if form.template),
 }
 """Templates of this project, which need no process of their own."""
 
@@ -132,13 +132,11 @@ class ChatFormat(Protocol):
         """
         ...
 
-    def prompt(
-        self, messages: list[dict[str, Any]], tools: list[Any] | None = None
-    ) -> list[TextPiece]:
+    def prompt(self, messages: Messages, tools: Tools = None) -> list[TextPiece]:
         """Return the text after which the model generates an answer."""
         ...
 
-    def complete_text(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> str:
+    def complete_text(self, messages: Messages, tools: Tools = None) -> str:
         """Return all text of a conversation, also the text after the last answer.
 
         Raises:
@@ -190,12 +188,10 @@ class IdentityFormat:
         ]
         return [piece for piece in pieces if piece.text]
 
-    def prompt(
-        self, messages: list[dict[str, Any]], tools: list[Any] | None = None
-    ) -> list[TextPiece]:
+    def prompt(self, messages: Messages, tools: Tools = None) -> list[TextPiece]:
         return [TextPiece(self.complete_text(messages), False, True)]
 
-    def complete_text(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> str:
+    def complete_text(self, messages: Messages, tools: Tools = None) -> str:
         return "".join(message["content"] for message in messages)
 
     def reads_field(self, name: str) -> bool:
@@ -208,9 +204,7 @@ class IdentityFormat:
         pass
 
 
-def only_learned(
-    messages: Sequence[dict[str, Any]], learned: Collection[int]
-) -> list[dict[str, Any]]:
+def only_learned(messages: Sequence[dict[str, Any]], learned: Collection[int]) -> Messages:
     """Return messages in which only the given assistant messages are learned."""
     return [
         {**message, "train": False}
@@ -220,63 +214,32 @@ def only_learned(
     ]
 
 
-class _Renderers:
-    """Renderers of one template: in this process for own templates, else one process a thread.
+_Renderer = ConversationRenderer | TemplateProcess
 
-    Args:
-        source: the template.
-        tokenizer: provides the special tokens and the variables that templates expect.
-        cpu_seconds: limit of the CPU time for one conversation.
-        date: see `TemplateRenderer`.
-        kwargs: further variables of the template, as JSON.
+
+def _renderer(
+    source: str,
+    tokenizer: Tokenizer,
+    date: str | None,
+    kwargs: str | None,
+    rules: RenderingRules,
+    cpu_seconds: float,
+) -> _Renderer:
+    """Return the renderer of a template, which several threads may use.
+
+    Own templates are rendered in this process, others in child processes.
+
     Raises:
         DataError: the template does not compile.
     """
-
-    def __init__(
-        self,
-        source: str,
-        tokenizer: Tokenizer,
-        cpu_seconds: float,
-        date: str | None,
-        kwargs: str | None,
-    ) -> None:
-        variables = {**tokenizer.template_variables, **json.loads(kwargs or "{}")}
-        arguments = (source, variables, list(tokenizer.special_tokens), date)
-        self._start = partial(
-            TemplateProcess, *arguments, cpu_seconds=cpu_seconds, budget=template_budget()
-        )
-        self._own = ConversationRenderer(*arguments) if source in OWN_TEMPLATES else None
-        self._idle: list[TemplateProcess] = []
-        self._lock = threading.Lock()
-        if self._own is None:
-            try:
-                self._idle.append(self._start())
-            except TemplateError as error:
-                raise DataError(str(error)) from None
-
-    @contextmanager
-    def renderer(self) -> Iterator[ConversationRenderer | TemplateProcess]:
-        """Yield a renderer that no other thread uses."""
-        if self._own is not None:
-            yield self._own
-            return
-        with self._lock:
-            process = self._idle.pop() if self._idle else None
-        if process is None:
-            process = self._start()
-        try:
-            yield process
-        finally:
-            with self._lock:
-                self._idle.append(process)
-
-    def close(self) -> None:
-        with self._lock:
-            idle = self._idle
-            self._idle = []
-        for process in idle:
-            process.close()
+    variables = {**tokenizer.template_variables, **json.loads(kwargs or "{}")}
+    arguments = (source, variables, list(tokenizer.special_tokens), date, rules)
+    try:
+        if source in OWN_TEMPLATES:
+            return ConversationRenderer(*arguments)
+        return TemplateProcess(*arguments, cpu_seconds)
+    except TemplateError as error:
+        raise DataError(str(error)) from None
 
 
 class TemplateFormat:
@@ -324,7 +287,7 @@ class TemplateFormat:
         self.ends_documents = ends_documents
         self.ends_turns = answer_end == AT_TURN and not (trains_all or ends_documents)
         self.last_only = multi_turn == LAST_ANSWER
-        self._rendering = RenderingRules(
+        rules = RenderingRules(
             trains_all=trains_all,
             ends_once=self.ends_turns,
             last_only=self.last_only,
@@ -338,17 +301,22 @@ class TemplateFormat:
         self.fingerprint += ":everything" * trains_all + ":no-end" * ends_documents
         of_tools = None if tool_source is None else _hash(tool_source)
         self.rules: tuple[object, ...] = (multi_turn, unprinted_policy, date, kwargs, of_tools)
-        self._renderers = _Renderers(self._source, tokenizer, cpu_seconds, date, kwargs)
-        self._with_tools = self._renderers
-        if tool_source is not None:
-            self._with_tools = _Renderers(tool_source, tokenizer, cpu_seconds, date, kwargs)
+        build = partial(
+            _renderer,
+            tokenizer=tokenizer,
+            date=date,
+            kwargs=kwargs,
+            rules=rules,
+            cpu_seconds=cpu_seconds,
+        )
+        self._renderer = build(self._source)
+        self._with_tools = self._renderer if tool_source is None else build(tool_source)
 
     def documents(self, conversation: Conversation) -> tuple[list[ChatDocument], Notes]:
         if self.refusal is not None:
             raise DataError(self.refusal)
         messages, tools = conversation.messages, conversation.tools
-        with self._for(tools).renderer() as renderer:
-            rendered, notes = renderer.documents(messages, tools, self._rendering)
+        rendered, notes = self._for(tools).documents(messages, tools)
         if ("not_printed", "tools") in notes:  # later renderings of its parts go without tools
             conversation = conversation._replace(tools=None)
         documents = []
@@ -359,21 +327,14 @@ class TemplateFormat:
         return documents, notes
 
     def pieces(self, conversation: Conversation) -> list[TextPiece]:
-        with self._for(conversation.tools).renderer() as renderer:
-            rendered = renderer.conversation(
-                conversation.messages, conversation.tools, self._rendering
-            )
-        return divided(*self._cut(rendered))
+        messages, tools = conversation.messages, conversation.tools
+        return divided(*self._cut(self._for(tools).conversation(messages, tools)))
 
-    def prompt(
-        self, messages: list[dict[str, Any]], tools: list[Any] | None = None
-    ) -> list[TextPiece]:
-        with self._for(tools).renderer() as renderer:
-            return [TextPiece(renderer.prompt(messages, tools), False, True)]
+    def prompt(self, messages: Messages, tools: Tools = None) -> list[TextPiece]:
+        return [TextPiece(self._for(tools).prompt(messages, tools), False, True)]
 
-    def complete_text(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> str:
-        with self._for(tools).renderer() as renderer:
-            return renderer.complete_text(messages, tools)
+    def complete_text(self, messages: Messages, tools: Tools = None) -> str:
+        return self._for(tools).complete_text(messages, tools)
 
     def reads_field(self, name: str) -> bool:
         # A template can read a field only by its name, or by a loop over all fields of a message.
@@ -385,8 +346,7 @@ class TemplateFormat:
 
     @cached_property
     def turn_markers(self) -> frozenset[str]:
-        with self._renderers.renderer() as renderer:
-            return renderer.turn_markers
+        return self._renderer.turn_markers
 
     def sentences(self) -> list[str]:
         sentences = []
@@ -396,15 +356,13 @@ class TemplateFormat:
                 f"tokens every day; {flags.CHAT_TEMPLATE_DATE} sets a date."
             )
         for messages in PROBES if self.ends_turns else ():
-            with suppress(BadLine), self._renderers.renderer() as renderer:
-                return [*sentences, *self._sentences_of_blocks(renderer, messages)]
+            with suppress(BadLine):
+                return [*sentences, *self._sentences_of_blocks(messages)]
         return sentences
 
-    def _sentences_of_blocks(
-        self, renderer: ConversationRenderer | TemplateProcess, messages: Messages
-    ) -> list[str]:
+    def _sentences_of_blocks(self, messages: Messages) -> list[str]:
         """Return what the generation blocks of the template change about the served answers."""
-        [*_, document], _ = renderer.documents(messages, None, self._rendering)
+        [*_, document], _ = self._renderer.documents(messages)
         if document.as_served:
             return []
         sentences = []
@@ -415,7 +373,7 @@ class TemplateFormat:
                 f"{self.turn_end.token}, which ends an answer; this token is learned too, "
                 "because a model that never learns it does not stop."
             )
-        if document.spans and not document.text.startswith(renderer.prompt(messages[:-1])):
+        if document.spans and not document.text.startswith(self._renderer.prompt(messages[:-1])):
             sentences.append(
                 "The text before the last {% generation %} block differs from the prompt that the "
                 "chat template gives (add_generation_prompt), which a served model gets."
@@ -429,11 +387,11 @@ class TemplateFormat:
     def _cut(self, rendered: Rendered) -> Rendered:
         return self._cutter.cut(rendered) if self.ends_turns else rendered
 
-    def _for(self, tools: list[Any] | None) -> _Renderers:
-        return self._with_tools if tools else self._renderers
+    def _for(self, tools: Tools) -> _Renderer:
+        return self._with_tools if tools else self._renderer
 
     def close(self) -> None:
-        self._renderers.close()
+        self._renderer.close()
         self._with_tools.close()
 
 
@@ -483,7 +441,7 @@ def chat_format(
     Args:
         chat_template: a file with a jinja2 template, or one of `BUILT_IN_TEMPLATES`; None for the
             tokenizer's own template, or ``chatml`` if the tokenizer has none.
-        prompt_format: a key of `prompt_formats.PROMPT_FORMATS`; ``default`` uses the template.
+        prompt_format: a key of `prompt_formats.FORMATS_BY_NAME`; ``default`` uses the template.
             None uses the template and trains only on the assistant's text.
         answer_end, multi_turn, unprinted_policy, date, kwargs: see `TemplateFormat`; prompt formats
             ignore ``answer_end`` and ``multi_turn``.
@@ -504,7 +462,7 @@ def chat_format(
     of_tools = getattr(tokenizer, "tool_chat_template", None) if chat_template is None else None
     if prompt_format is None:
         return build(source, tool_source=of_tools, answer_end=answer_end, multi_turn=multi_turn)
-    form = PROMPT_FORMATS[prompt_format]
+    form = FORMATS_BY_NAME[prompt_format]
     missing = [token for token in form.special_tokens if token not in tokenizer.special_tokens]
     if missing:
         raise DataError(

@@ -158,6 +158,9 @@ class TemplateRenderer:
         ordered = sorted(self.special_tokens, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, ordered))) if ordered else None
 
+    def close(self) -> None:
+        """Do nothing, because there is no child process to end."""
+
     @cached_property
     def turn_markers(self) -> frozenset[str]:
         """Special tokens that begin and end turns and documents; see `find_turn_markers`."""
@@ -223,10 +226,13 @@ class TemplateRenderer:
         if message["role"] != "assistant":
             broken: dict[str, Any] = self._broken(message, notes)
             return broken
-        own = {name: message[name] for name in ("content", *REASONING) if name in message}
-        rest = {name: value for name, value in message.items() if name not in own}
+        answer_parts = {name: message[name] for name in ("content", *REASONING) if name in message}
+        other_fields = {name: value for name, value in message.items() if name not in answer_parts}
         # The order of the fields stays, because a template may print them by a loop.
-        protected = {**self._broken(own, notes, in_answer=True), **self._broken(rest, notes)}
+        protected = {
+            **self._broken(answer_parts, notes, in_answer=True),
+            **self._broken(other_fields, notes),
+        }
         return {name: protected[name] for name in message if name in protected}
 
     def _broken(self, value: Any, notes: Notes, in_answer: bool = False) -> Any:
@@ -271,11 +277,11 @@ def _attribute(environment: ImmutableSandboxedEnvironment, value: Any, name: Any
     if text in ("format", "format_map") or text.startswith("_"):
         return environment.unsafe_undefined(value, text)
     try:
-        found = getattr(value, text)
+        attribute = getattr(value, text)
     except AttributeError:
         return environment.undefined(obj=value, name=text)
-    if environment.is_safe_attribute(value, text, found):
-        return found
+    if environment.is_safe_attribute(value, text, attribute):
+        return attribute
     return environment.unsafe_undefined(value, text)
 
 

@@ -15,25 +15,25 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import ClassVar, NamedTuple, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_packed.config.sections.data_parts.tokenizer import LETTERS, TOKENS
 from megatron_packed.data.errors import BadLine, DataError
 from megatron_packed.data.notes import Notes
 from megatron_packed.data.sources.line_schema import (
     Conversation,
+    LineSample,
     PromptCompletion,
-    Sample,
     TokenSequence,
 )
 from megatron_packed.data.tokenizers.base import OffsetTokenizer, TokenIds, Tokenizer
 from megatron_packed.data.tokenizers.chat_format import ChatDocument, ChatFormat, TextPiece
-from megatron_packed.data.tokenizers.chat_template import BROKEN
+from megatron_packed.data.tokenizers.chat_template import BROKEN, Tools
 from megatron_packed.data.tokenizers.seams import with_natural_seams
-from megatron_packed.data.tokenizers.turn_markers import DOCUMENT_ENDS, special_pattern
+from megatron_packed.data.tokenizers.turn_markers import DOCUMENT_ENDS, Messages, special_pattern
+from megatron_packed.packed.array_types import UInt8Array
 
 KnownTokens = dict[bool, dict[str, TokenIds]]
 """Cache of the tokens of texts: ``known[special][text]``, where ``special`` is the encoding mode.
@@ -60,7 +60,7 @@ class EncodedDocument(NamedTuple):
 
     ids: TokenIds
     """``(L,)`` token numbers."""
-    targets: NDArray[np.uint8]
+    targets: UInt8Array
     """``(L,)``, 1 for tokens to train on; always 0 at index 0, because no token precedes it."""
     cut: Cut | None = None
     """Record of the shortening; None if the document was not shortened."""
@@ -71,7 +71,7 @@ class EncodedDocument(NamedTuple):
 class TextDocument(NamedTuple):
     """One document of a sample, as text."""
 
-    sample: Sample
+    sample: LineSample
     """The sample, or the part of a conversation that the document holds."""
     pieces: list[TextPiece]
 
@@ -102,12 +102,12 @@ class TextNotes:
         self._markers = chat.turn_markers - usual if self._special else frozenset()
         self._others = [token for token in self._special if not _IN_BRACKETS.fullmatch(token)]
 
-    def of(self, text: str) -> Notes:
+    def find(self, text: str) -> Notes:
         """Return the notes of one text."""
         notes: Notes = Counter()
-        found = [token for token in _IN_BRACKETS.findall(text) if token in self._special]
-        found += [token for token in self._others if token in text]
-        for token, count in Counter(found).items():
+        spelled = [token for token in _IN_BRACKETS.findall(text) if token in self._special]
+        spelled += [token for token in self._others if token in text]
+        for token, count in Counter(spelled).items():
             kind = "turn_markers" if token in self._markers else "letters"
             notes[kind, token] = 1 if kind == "turn_markers" else count
         if self._first and text.startswith(self._first):
@@ -143,7 +143,7 @@ class SampleEncoder:
     sizes.
     """
 
-    def encode(self, lines: Sequence[Sequence[Sample]]) -> list[EncodedLine | BadLine]:
+    def encode(self, lines: Sequence[Sequence[LineSample]]) -> list[EncodedLine | BadLine]:
         """Encode the documents of each line; an unusable line gives a `BadLine` instead.
 
         Each document ends with the end-of-document token, except conversations whose chat format
@@ -154,7 +154,7 @@ class SampleEncoder:
             DataError: the tokenizer makes a token outside of its vocabulary, or the chat template
                 exceeds its limits too often.
         """
-        known: KnownTokens | None = {} if self.shortens else None
+        cache: KnownTokens | None = {} if self.shortens else None
         outcomes: list[EncodedLine | BadLine] = []
         numbers: list[int] = []
         drafts: list[tuple[Notes, TextDocument | list[ChatDocument]]] = []
@@ -162,39 +162,39 @@ class SampleEncoder:
             notes: Notes = Counter()
             try:
                 of_line = [(notes, self._draft(sample, notes)) for sample in samples]
-            except BadLine as bad:
-                outcomes.append(bad)
+            except BadLine as bad_line:
+                outcomes.append(bad_line)
                 continue
             outcomes.append(EncodedLine([], notes))
             numbers += [number] * len(of_line)
             drafts += of_line
         parts = self._text_documents(drafts)
         encoded = iter(
-            encode_pieces(self.tokenizer, [part.pieces for group in parts for part in group], known)
+            encode_pieces(self.tokenizer, [part.pieces for group in parts for part in group], cache)
         )
         for number, group in zip(numbers, parts):
             documents = [next(encoded) for _ in group]
             outcome = outcomes[number]
             if isinstance(outcome, BadLine):
                 continue
-            finished = [self._finished(*pair, known) for pair in zip(documents, group)]
+            finished = [self._finished(*pair, cache) for pair in zip(documents, group)]
             refused = next((part for part in finished if isinstance(part, BadLine)), None)
             if refused is not None:
                 outcomes[number] = refused
                 continue
-            kept = [part for part in finished if isinstance(part, EncodedDocument)]
-            if len(kept) < len(finished):
-                outcome.notes["left_out", "question_too_long"] += len(finished) - len(kept)
-            last = len(kept) - 1
+            usable = [part for part in finished if isinstance(part, EncodedDocument)]
+            if len(usable) < len(finished):
+                outcome.notes["left_out", "question_too_long"] += len(finished) - len(usable)
+            last = len(usable) - 1
             outcome.documents.extend(
-                part._replace(later_documents=last - at) for at, part in enumerate(kept)
+                part._replace(later_documents=last - at) for at, part in enumerate(usable)
             )
         for number, outcome in enumerate(outcomes):
             if isinstance(outcome, EncodedLine) and lines[number] and not outcome.documents:
                 outcomes[number] = BadLine("question_too_long")
         return outcomes
 
-    def _draft(self, sample: Sample, notes: Notes) -> TextDocument | list[ChatDocument]:
+    def _draft(self, sample: LineSample, notes: Notes) -> TextDocument | list[ChatDocument]:
         """Return the document of a sample as text, or the documents of a conversation."""
         if isinstance(sample, Conversation):
             documents, of_sample = self.chat.documents(sample)
@@ -207,7 +207,7 @@ class SampleEncoder:
         if self.special_tokens_in_text == TOKENS:
             pieces = with_special_tokens(self.tokenizer, [TextPiece(sample.text, True, True)])
             return TextDocument(sample, pieces)
-        notes.update(self._text_notes.of(sample.text))
+        notes.update(self._text_notes.find(sample.text))
         return TextDocument(sample, [TextPiece(sample.text, True, False)])
 
     def _text_documents(
@@ -218,13 +218,13 @@ class SampleEncoder:
         natural = [(documents, 0) for documents in chats]
         if self.tokenizer.splits_cleanly and chats:
             natural = with_natural_seams(chats, self.chat, self.tokenizer, self._special_texts)
-        rest = iter(natural)
+        conversations = iter(natural)
         groups = []
         for notes, draft in drafts:
             if isinstance(draft, TextDocument):
                 groups.append([draft])
                 continue
-            documents, left_out = next(rest)
+            documents, left_out = next(conversations)
             if left_out:
                 notes["not_served", "answers of earlier turns"] += left_out
             groups.append([TextDocument(part.conversation, part.pieces) for part in documents])
@@ -241,8 +241,8 @@ class SampleEncoder:
             return with_special_tokens(
                 self.tokenizer, [TextPiece(prompt, False, True), TextPiece(completion, True, True)]
             )
-        notes.update(self._text_notes.of(prompt))
-        of_completion = self._text_notes.of(completion)
+        notes.update(self._text_notes.find(prompt))
+        of_completion = self._text_notes.find(completion)
         notes.update(key for key in of_completion if key[0] == "turn_markers")
         pieces = [TextPiece(prompt, False, False), TextPiece(completion, True, False)]
         if not self._special or self.special_tokens_in_text == LETTERS:
@@ -264,7 +264,7 @@ class SampleEncoder:
         special = self.tokenizer.special_tokens
         return special_pattern(special) if special else re.compile("(?!)")
 
-    def _has_end(self, sample: Sample, last: int) -> bool:
+    def _has_end(self, sample: LineSample, last: int) -> bool:
         """Return True if a document needs no end-of-document token after its token ``last``."""
         if not isinstance(sample, Conversation):
             return False
@@ -276,12 +276,12 @@ class SampleEncoder:
         return frozenset(self.tokenizer.special_tokens.values())
 
     def _finished(
-        self, document: EncodedDocument | BadLine, part: TextDocument, known: KnownTokens | None
+        self, document: EncodedDocument | BadLine, part: TextDocument, cache: KnownTokens | None
     ) -> EncodedDocument | BadLine | None:
         """Return a complete document; None to leave it out.
 
         Args:
-            known: cache of encoded texts for further renderings of the same line.
+            cache: tokens of encoded texts for further renderings of the same line.
         """
         if isinstance(part.sample, TokenSequence):
             return self._given_tokens(part.sample)
@@ -301,7 +301,7 @@ class SampleEncoder:
             return BadLine("no_trainable_token")
         return EncodedDocument(np.array(sample.ids, np.int32), targets)
 
-    def _finish(self, document: EncodedDocument, sample: Sample) -> EncodedDocument | BadLine:
+    def _finish(self, document: EncodedDocument, sample: LineSample) -> EncodedDocument | BadLine:
         ids, targets = document.ids, document.targets
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self.tokenizer.vocab_size:
             raise DataError(
@@ -322,27 +322,27 @@ class SampleEncoder:
 
 
 def encode_pieces(
-    tokenizer: Tokenizer, documents: Sequence[Sequence[TextPiece]], known: KnownTokens | None = None
+    tokenizer: Tokenizer, documents: Sequence[Sequence[TextPiece]], cache: KnownTokens | None = None
 ) -> list[EncodedDocument | BadLine]:
     """Encode documents given as pieces, without an end-of-document token.
 
     Documents without markup begin with the tokenizer's prefix.
 
     Args:
-        known: cache of texts that were encoded before; new texts are added. Only tokenizers that
+        cache: tokens of texts that were encoded before; new texts are added. Only tokenizers that
             split cleanly use the cache.
     """
     if not tokenizer.splits_cleanly:
         return _encode_whole(tokenizer, documents)
     try:
-        return _encode_split(tokenizer, documents, known)
-    except BadLine as bad:  # encode one by one, so that only the bad document is rejected
+        return _encode_split(tokenizer, documents, cache)
+    except BadLine as bad_line:  # encode one by one, so that only the bad document is rejected
         if len(documents) == 1:
-            return [bad]
+            return [bad_line]
         return [
             outcome
             for document in documents
-            for outcome in encode_pieces(tokenizer, [document], known)
+            for outcome in encode_pieces(tokenizer, [document], cache)
         ]
 
 
@@ -350,7 +350,7 @@ def encode_with_borders(
     tokenizer: Tokenizer,
     pieces: Sequence[TextPiece],
     borders: Sequence[int],
-    known: KnownTokens | None = None,
+    cache: KnownTokens | None = None,
 ) -> tuple[EncodedDocument, list[int]]:
     """Encode one document with markup, and find the tokens at given characters of its text.
 
@@ -364,7 +364,7 @@ def encode_with_borders(
     """
     if tokenizer.splits_cleanly:
         documents = []
-        for part in encode_pieces(tokenizer, _split_at(pieces, borders), known):
+        for part in encode_pieces(tokenizer, _split_at(pieces, borders), cache):
             if isinstance(part, BadLine):
                 raise part
             documents.append(part)
@@ -380,8 +380,8 @@ def encode_with_borders(
 def prompt_tokens(
     tokenizer: Tokenizer,
     chat: ChatFormat,
-    messages: list[dict[str, Any]],
-    tools: list[Any] | None = None,
+    messages: Messages,
+    tools: Tools = None,
 ) -> list[int]:
     """Return the tokens of a prompt with ``messages``, encoded as in the training data.
 
@@ -410,9 +410,9 @@ def answer_ends(tokenizer: Tokenizer, chat: ChatFormat | None = None) -> frozens
 
 
 def _encode_split(
-    tokenizer: Tokenizer, documents: Sequence[Sequence[TextPiece]], known: KnownTokens | None
+    tokenizer: Tokenizer, documents: Sequence[Sequence[TextPiece]], cache: KnownTokens | None
 ) -> list[EncodedDocument | BadLine]:
-    plain, special = _Batch(tokenizer, False, known), _Batch(tokenizer, True, known)
+    plain, special = _Batch(tokenizer, False, cache), _Batch(tokenizer, True, cache)
     breaks: re.Pattern[str] | None = (
         None  # built when first needed, because it is slow with thousands of special tokens
     )
@@ -453,10 +453,10 @@ def _encode_split(
 class _Batch:
     """Batch of texts: one call encodes all texts, then ``take`` returns them in order."""
 
-    def __init__(self, tokenizer: Tokenizer, special: bool, known: KnownTokens | None) -> None:
+    def __init__(self, tokenizer: Tokenizer, special: bool, cache: KnownTokens | None) -> None:
         self._tokenizer = tokenizer
         self._special = special
-        self._known = None if known is None else known.setdefault(special, {})
+        self._cache = None if cache is None else cache.setdefault(special, {})
         self._texts: list[str] = []
         self._encoded: list[TokenIds] = []
         self._next = 0
@@ -465,16 +465,16 @@ class _Batch:
         self._texts.append(text)
 
     def encode(self) -> None:
-        known = self._known
+        cache = self._cache
         new = (
             self._texts
-            if known is None
-            else [text for text in dict.fromkeys(self._texts) if text not in known]
+            if cache is None
+            else [text for text in dict.fromkeys(self._texts) if text not in cache]
         )
         encoded = self._tokenizer.encode_batch(new, special=self._special) if new else []
-        if known is not None:
-            known.update(zip(new, encoded))
-            encoded = [known[text] for text in self._texts]
+        if cache is not None:
+            cache.update(zip(new, encoded))
+            encoded = [cache[text] for text in self._texts]
         self._encoded = encoded
 
     def take(self) -> TokenIds:
@@ -489,17 +489,17 @@ def _split_at(pieces: Sequence[TextPiece], borders: Sequence[int]) -> list[list[
     which may be empty.
     """
     parts: list[list[TextPiece]] = []
-    rest = list(pieces)
+    remaining = list(pieces)
     for length in np.diff([0, *borders]).tolist():
         part = [TextPiece("", False, True)]
-        while rest and length:
-            piece = rest.pop(0)
+        while remaining and length:
+            piece = remaining.pop(0)
             part.append(piece._replace(text=piece.text[:length]))
             if len(piece.text) > length:
-                rest.insert(0, piece._replace(text=piece.text[length:]))
+                remaining.insert(0, piece._replace(text=piece.text[length:]))
             length -= len(part[-1].text)
         parts.append(part)
-    return [*parts, rest or [TextPiece("", False, True)]]
+    return [*parts, remaining or [TextPiece("", False, True)]]
 
 
 def _prefix(tokenizer: Tokenizer, pieces: Sequence[TextPiece]) -> TokenIds:
@@ -518,8 +518,8 @@ def _encode_whole(
     for pieces in documents:
         try:
             encoded.append(_encode_one(cast(OffsetTokenizer, tokenizer), pieces))
-        except BadLine as bad:
-            encoded.append(bad)
+        except BadLine as bad_line:
+            encoded.append(bad_line)
     return encoded
 
 
@@ -535,21 +535,24 @@ def _encode_one(tokenizer: OffsetTokenizer, pieces: Sequence[TextPiece]) -> Enco
         np.array([piece.train for piece in pieces], np.int64),
         np.array([len(piece.text) for piece in pieces], np.int64),
     )
-    before = np.concatenate([[0], np.cumsum(trained)])
+    num_trained = np.concatenate([[0], np.cumsum(trained)])
     starts, ends = offsets[:, 0], offsets[:, 1]
     ends = np.where(
         ends > starts, ends, np.minimum(starts + 1, len(text))
     )  # a token without characters counts with the next character
-    inside = before[ends] - before[starts]
+    inside = num_trained[ends] - num_trained[starts]
     special = tokenizer.special_tokens.values()
     for at in np.flatnonzero((inside != 0) & (inside != ends - starts)).tolist():
         covered = text[starts[at] : ends[at]]
         first = starts[at] + len(covered) - len(covered.lstrip())
         last = first + len(covered.strip())
         # A special token may include the white space next to it, as <|end|> of Phi-3 does.
-        if ids[at] not in special or before[last] - before[first] not in (0, last - first):
+        if ids[at] not in special or num_trained[last] - num_trained[first] not in (
+            0,
+            last - first,
+        ):
             raise BadLine("token_across_boundary", f"characters {starts[at]} to {ends[at]}")
-        inside[at] = before[last] - before[first]
+        inside[at] = num_trained[last] - num_trained[first]
     prefix = _prefix(tokenizer, pieces)
     targets = np.concatenate([np.zeros(len(prefix), np.uint8), (inside > 0).astype(np.uint8)])
     return EncodedDocument(np.concatenate([prefix, ids]), targets)

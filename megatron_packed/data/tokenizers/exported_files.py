@@ -27,13 +27,13 @@ from megatron_packed.data.tokenizers.huggingface_settings import (
     SPECIAL_TOKENS_MAP,
     TEMPLATE,
     TEMPLATE_FOLDER,
+    TOKENIZER_JSON,
     TOOL_USE,
     default_template,
     read_json,
     read_templates,
 )
 
-TOKENIZER = "tokenizer.json"
 Files = dict[str, "str | Path"]
 """Name of each file, with its text or with the file to copy."""
 
@@ -46,8 +46,8 @@ def files_of_huggingface(path: Path, chat_template: str | None) -> Files:
         chat_template: jinja2 source; None, or the default template of the files, leaves their
             templates, also that for conversations with tools.
     """
-    file = path / TOKENIZER if path.is_dir() else path
-    files: Files = {TOKENIZER: file}
+    file = path / TOKENIZER_JSON if path.is_dir() else path
+    files: Files = {TOKENIZER_JSON: file}
     for name in (SPECIAL_TOKENS_MAP, ADDED_TOKENS):
         if os.path.lexists(file.with_name(name)):
             files[name] = file.with_name(name)
@@ -87,11 +87,11 @@ def files_of_template(
         files[f"{TEMPLATE_FOLDER}/{TOOL_USE}.jinja"] = for_tools
     for name in (CONFIG, PROCESSOR_TEMPLATE):
         if name == CONFIG or os.path.lexists(directory / name):
-            given = settings if name == CONFIG else None
+            replacement = settings if name == CONFIG else None
             fields = (
-                json.loads(given)
-                if isinstance(given, str)
-                else read_json(given or directory / name)
+                json.loads(replacement)
+                if isinstance(replacement, str)
+                else read_json(replacement or directory / name)
             )
             files[name] = _text({**fields, "chat_template": chat_template})
     return files
@@ -120,7 +120,7 @@ def files_of_bytes(tokenizer: ByteTokenizer, chat_template: str | None) -> Files
     named = {name: token for name, token in tokenizer.template_variables.items() if token}
     config = _settings(named)
     config |= {} if chat_template is None else {"chat_template": chat_template}
-    return {TOKENIZER: engine.to_str(pretty=True), CONFIG: _text(config)}
+    return {TOKENIZER_JSON: engine.to_str(pretty=True), CONFIG: _text(config)}
 
 
 def files_of_sentencepiece(path: Path) -> Files:
@@ -141,7 +141,7 @@ def _byte_characters() -> dict[int, str]:
     }
 
 
-def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of tokenizer_config.json, with the defaults of an export.
 
     transformers would otherwise remove spaces before punctuation when it decodes.
@@ -149,7 +149,7 @@ def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        **given,
+        **fields,
     }
 
 

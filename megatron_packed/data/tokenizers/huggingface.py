@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import tokenizers
-from numpy.typing import NDArray
 
 from megatron_packed.config import flag_names as flags
 from megatron_packed.data.errors import DataError, printable
@@ -28,8 +27,8 @@ from megatron_packed.data.tokenizers.base import (
 )
 from megatron_packed.data.tokenizers.huggingface_settings import (
     CONFIG,
-    FLAGS,
     SPECIAL_TOKENS_MAP,
+    TOKEN_FLAGS,
     ListedToken,
     Settings,
     default_template,
@@ -38,6 +37,7 @@ from megatron_packed.data.tokenizers.huggingface_settings import (
     tool_template,
 )
 from megatron_packed.data.tokenizers.turn_markers import DOCUMENT_ENDS
+from megatron_packed.packed.array_types import IntegerArray
 
 _UNMADE = 100
 """Largest allowed number of entries of a GPT-2 vocabulary that no merge produces: special tokens.
@@ -57,9 +57,6 @@ class HuggingFaceTokenizer(InProcess):
         DataError: a file is missing or damaged, files give one number to several tokens, or no file
             names the token that ends a document.
     """
-
-    chat_template: str | None = None
-    tool_chat_template: str | None = None
 
     def __init__(self, path: str | Path) -> None:
         file = _tokenizer_file(Path(path))
@@ -164,11 +161,11 @@ class HuggingFaceTokenizer(InProcess):
         """
         engine = self._with_specials
         _check_listed(engine, settings.listed)
-        known = {token.content: token for token in engine.get_added_tokens_decoder().values()}
+        by_content = {token.content: token for token in engine.get_added_tokens_decoder().values()}
         changing = []
         for token in settings.tokens:
-            if token.content and known.get(token.content) != token:
-                known[token.content] = token
+            if token.content and by_content.get(token.content) != token:
+                by_content[token.content] = token
                 changing.append(token)
         if not changing:
             return []
@@ -177,7 +174,11 @@ class HuggingFaceTokenizer(InProcess):
             each.add_tokens(list(settings.tokens))
         _check_new(file, vocabulary, engine.get_vocab(with_added_tokens=True))
         return [
-            [engine.token_to_id(token.content), token.content, *(getattr(token, f) for f in FLAGS)]
+            [
+                engine.token_to_id(token.content),
+                token.content,
+                *(getattr(token, f) for f in TOKEN_FLAGS),
+            ]
             for token in changing
         ]
 
@@ -187,18 +188,15 @@ class HuggingFaceTokenizer(InProcess):
         )
 
     def encode_batch(self, texts: Sequence[str], *, special: bool = False) -> list[TokenIds]:
-        encoded = self._tokenizer_for(special).encode_batch_fast(
-            list(texts), add_special_tokens=False
-        )
+        tokenizer = self._tokenizer_for(special)
+        encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(item.ids, np.int32) for item in encoded]
 
     def encode_with_offsets(self, text: str, *, special: bool = False) -> tuple[TokenIds, Offsets]:
         encoded = self._tokenizer_for(special).encode(text, add_special_tokens=False)
         return np.array(encoded.ids, np.int32), np.array(encoded.offsets, np.int64).reshape(-1, 2)
 
-    def decode(
-        self, ids: Sequence[int] | NDArray[np.integer], *, skip_special: bool = False
-    ) -> str:
+    def decode(self, ids: Sequence[int] | IntegerArray, *, skip_special: bool = False) -> str:
         return str(
             self._with_specials.decode([int(n) for n in ids], skip_special_tokens=skip_special)
         )
@@ -220,9 +218,9 @@ class HuggingFaceTokenizer(InProcess):
             raise DataError(
                 f"{file}: eos_token is {name!r}, which is not in the vocabulary; correct eos_token."
             )
-        known = [name for name in DOCUMENT_ENDS if name in self.special_tokens]
-        if len(known) != 1:
-            found = "none" if not known else " and ".join(known)
+        end_names = [name for name in DOCUMENT_ENDS if name in self.special_tokens]
+        if len(end_names) != 1:
+            shown = "none" if not end_names else " and ".join(end_names)
             cure = f'put a {CONFIG} with "eos_token" into the same directory'
             if ignores_map:
                 cure = (
@@ -230,9 +228,9 @@ class HuggingFaceTokenizer(InProcess):
                     "its added_tokens_decoder"
                 )
             raise DataError(
-                f"{file} does not name the token that ends a document (usual names in its vocabulary: {found}); {cure}."
+                f"{file} does not name the token that ends a document (usual names in its vocabulary: {shown}); {cure}."
             )
-        return self.special_tokens[known[0]]
+        return self.special_tokens[end_names[0]]
 
     def _prefix(self) -> tuple[int, ...]:
         """Return the tokens that the tokenizer's post-processing puts before every text.
@@ -256,11 +254,15 @@ def _check_numbers(file: Path) -> None:
         numbers = list(json.loads(read_text(file)).values())
     except (ValueError, AttributeError, RecursionError):
         return  # the library reports the fault when it loads the file
-    wrong = next((one for one in numbers if type(one) is not int or not 0 <= one < 2**31), None)
-    if wrong is not None or len(set(numbers)) != len(numbers):
-        found = "the same number" if wrong is None else f"the number {printable(repr(wrong), 60)}"
+    invalid = next(
+        (number for number in numbers if type(number) is not int or not 0 <= number < 2**31), None
+    )
+    if invalid is not None or len(set(numbers)) != len(numbers):
+        problem = (
+            "the same number" if invalid is None else f"the number {printable(repr(invalid), 60)}"
+        )
         raise DataError(
-            f"{file} gives {found} to an entry; numbers are different whole numbers from 0, so make or copy the file "
+            f"{file} gives {problem} to an entry; numbers are different whole numbers from 0, so make or copy the file "
             "again."
         )
 
@@ -309,23 +311,23 @@ def _check_listed(engine: tokenizers.Tokenizer, listed: Iterable[ListedToken]) -
             )
 
 
-def _check_new(file: Path, before: Mapping[str, int], after: Mapping[str, int]) -> None:
+def _check_new(file: Path, old_numbers: Mapping[str, int], new_numbers: Mapping[str, int]) -> None:
     """Raise an error if the library gave a new token the number of another token.
 
     The library counts the entries of the vocabulary, so it does so if numbers are missing.
 
     Args:
-        before: number of each token of tokenizer.json.
-        after: number of each token after new tokens were added.
+        old_numbers: number of each token of tokenizer.json.
+        new_numbers: number of each token after new tokens were added.
     """
-    owners = {number: token for token, number in before.items()}
-    for content in after.keys() - before.keys():
-        other = owners.get(after[content])
+    owners = {number: token for token, number in old_numbers.items()}
+    for content in new_numbers.keys() - old_numbers.keys():
+        other = owners.get(new_numbers[content])
         if other is not None:
             raise DataError(
-                f"{file} has {len(before)} tokens, but numbers up to {max(owners)}, so the tokenizers library gives "
-                f"the new token {printable(content, 60)!r} the number {after[content]} of {printable(other, 60)!r}; "
-                "number the tokens of tokenizer.json without holes."
+                f"{file} has {len(old_numbers)} tokens, but numbers up to {max(owners)}, so the tokenizers library "
+                f"gives the new token {printable(content, 60)!r} the number {new_numbers[content]} of "
+                f"{printable(other, 60)!r}; number the tokens of tokenizer.json without holes."
             )
 
 

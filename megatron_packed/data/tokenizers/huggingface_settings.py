@@ -32,6 +32,7 @@ from megatron_packed.config import flag_names as flags
 from megatron_packed.data.errors import DataError, printable
 from megatron_packed.data.tokenizers.base import read_text
 
+TOKENIZER_JSON = "tokenizer.json"
 CONFIG, SPECIAL_TOKENS_MAP = "tokenizer_config.json", "special_tokens_map.json"
 ADDED_TOKENS, TEMPLATE = "added_tokens.json", "chat_template.jinja"
 TEMPLATE_FOLDER = "additional_chat_templates"
@@ -40,7 +41,7 @@ PROCESSOR_TEMPLATE = "chat_template.json"
 DEFAULT, TOOL_USE = "default", "tool_use"
 """Names of chat templates: the template of all conversations, and the one of those with tools."""
 
-FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 """Flags of a token that decide where it is found in a text."""
 
 _MAX_BYTES = 64 * 2**20
@@ -90,26 +91,29 @@ def read_settings(file: Path, tokenizer: Mapping[str, Any]) -> Settings:
     Raises:
         DataError: a file is damaged, or has a value that transformers does not accept either.
     """
-    config, given = read_json(file.with_name(CONFIG)), read_json(file.with_name(SPECIAL_TOKENS_MAP))
+    config, token_map = (
+        read_json(file.with_name(CONFIG)),
+        read_json(file.with_name(SPECIAL_TOKENS_MAP)),
+    )
     reads_map = _DECODER not in config
-    own = tokenizer.get("added_tokens") or []
+    added = tokenizer.get("added_tokens") or []
     fields = _SpecialTokenFields(file.with_name(CONFIG), config)
     if reads_map:
-        fields.update(file.with_name(SPECIAL_TOKENS_MAP), given)
+        fields.update(file.with_name(SPECIAL_TOKENS_MAP), token_map)
         numbered, listed = _numbered_file(file.with_name(ADDED_TOKENS), fields.special_texts())
         # A number of tokenizer.json replaces the same number of added_tokens.json.
-        numbered |= {item["id"]: _token(item, file) for item in own}
+        numbered |= {item["id"]: _token(item, file) for item in added}
     else:
         numbered, listed = _numbered_config(file.with_name(CONFIG), config[_DECODER])
     named, extra = fields.named(tokenizer.get("padding") or {}), fields.extra()
     # The order of earlier versions, because it is part of the tokenizer's fingerprint.
-    order = {name: place for place, name in enumerate({**given, **config})}
+    order = {name: place for place, name in enumerate({**token_map, **config})}
     ordered = sorted(named, key=lambda name: order.get(name, len(order)))
     return Settings(
         {name: _text(named[name]) for name in ordered},
-        _to_add({item["content"] for item in own}, numbered, named.values(), extra),
+        _to_add({item["content"] for item in added}, numbered, named.values(), extra),
         listed,
-        bool(given) and not reads_map,
+        bool(token_map) and not reads_map,
     )
 
 
@@ -138,22 +142,22 @@ class _SpecialTokenFields:
         if not isinstance(self._specific, dict):
             raise _unusable(file, _SPECIFIC, self._specific, "an object of names and tokens")
 
-    def update(self, file: Path, given: Mapping[str, Any]) -> None:
+    def update(self, file: Path, fields: Mapping[str, Any]) -> None:
         """Apply special_tokens_map.json.
 
         Args:
             file: path of special_tokens_map.json.
-            given: its content.
+            fields: its content.
         """
 
         def special(value: Any) -> Any:
             is_token = isinstance(value, dict)
             return _token({**value, "special": True}, file) if is_token else value
 
-        for name, value in given.items():
+        for name, value in fields.items():
             if isinstance(value, list) and name in (_EXTRA, _ADDITIONAL):
-                before = self._list(_EXTRA) if name == _EXTRA else []
-                self._values[name] = [*before, *map(special, value)]
+                earlier = self._list(_EXTRA) if name == _EXTRA else []
+                self._values[name] = [*earlier, *map(special, value)]
             else:
                 self._values[name] = value if name == _EXTRA else special(value)
         if isinstance(self._values.get(_EXTRA), dict):
@@ -235,7 +239,7 @@ def _numbered_file(
 
 
 def _to_add(
-    own: Iterable[str],
+    added_texts: Iterable[str],
     numbered: Mapping[int, AddedToken],
     named: Collection[str | AddedToken],
     extra: Iterable[str | AddedToken],
@@ -243,12 +247,12 @@ def _to_add(
     """Return the tokens for ``add_tokens`` of the library, as transformers gives them to it.
 
     Args:
-        own: spellings of the added tokens of tokenizer.json.
+        added_texts: spellings of the added tokens of tokenizer.json.
     """
     tokens: list[str | AddedToken] = [token for _, token in sorted(numbered.items())]
-    known = {*own, *map(_text, tokens)}
+    listed_texts = {*added_texts, *map(_text, tokens)}
     for token in (*named, *extra):
-        if _text(token) not in known and token not in tokens:
+        if _text(token) not in listed_texts and token not in tokens:
             tokens.append(token)
     texts = set(map(_text, named))
     added = [AddedToken(t, special=True) if isinstance(t, str) else t for t in tokens]
@@ -272,14 +276,13 @@ def _text(token: str | AddedToken) -> str:
 
 
 def _token(value: Any, file: Path) -> AddedToken:
-    """Return the token that an object describes."""
     if not isinstance(value, dict) or not isinstance(value.get("content"), str):
         raise _unusable(file, "a token", value, "an object with the text `content`")
-    given = {name: value[name] for name in FLAGS if value.get(name) is not None}
-    for name, flag in given.items():
+    token_flags = {name: value[name] for name in TOKEN_FLAGS if value.get(name) is not None}
+    for name, flag in token_flags.items():
         if not isinstance(flag, bool):
             raise _unusable(file, f"{name} of {value['content']}", flag, "true or false")
-    return AddedToken(value["content"], **given)
+    return AddedToken(value["content"], **token_flags)
 
 
 def _unusable(file: Path, name: str, value: Any, wanted: str) -> DataError:

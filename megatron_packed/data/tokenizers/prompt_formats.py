@@ -66,7 +66,7 @@ _NEMOTRON_NANO_V2 = (
 """
 )
 
-PROMPT_FORMATS = {
+FORMATS_BY_NAME = {
     "nemotron-h-aligned": PromptFormat(
         _NEMOTRON_H_ALIGNED, False, ("<SPECIAL_10>", "<SPECIAL_11>")
     ),

@@ -63,12 +63,12 @@ def with_natural_seams(
     tokens = dict(zip(ordered, tokenizer.encode_batch(ordered))) if ordered else {}
 
     def is_natural(seam: _Seam) -> bool:
-        whole, parts = tokens["".join(seam.parts)], [tokens[part] for part in seam.parts]
-        return np.array_equal(whole, np.concatenate(parts))
+        joined, parts = tokens["".join(seam.parts)], [tokens[part] for part in seam.parts]
+        return np.array_equal(joined, np.concatenate(parts))
 
     result = []
     for documents, of_conversation in zip(conversations, seams):
-        found: list[ChatDocument] = []
+        parted: list[ChatDocument] = []
         left_out = 0
         for document, of_document in zip(documents, of_conversation):
             alone = sorted({seam.answer for seam in of_document if not is_natural(seam)})
@@ -76,9 +76,9 @@ def with_natural_seams(
             if chat.last_only:
                 left_out += len(alone)
                 parts = parts[-1:]
-            found += parts
-        found.sort(key=lambda document: len(document.conversation.messages))
-        result.append((found, left_out))
+            parted += parts
+        parted.sort(key=lambda document: len(document.conversation.messages))
+        result.append((parted, left_out))
     return result
 
 
@@ -118,9 +118,9 @@ def _apart(document: ChatDocument, chat: ChatFormat, alone: Sequence[int]) -> li
         messages = only_learned(talk.messages[: numbers[answer] + 1], {numbers[answer]})
         part = talk._replace(messages=messages)
         documents.append(document._replace(conversation=part, pieces=chat.pieces(part)))
-    kept = [answer for answer in range(len(spans)) if answer not in alone]
-    messages = only_learned(talk.messages, {numbers[answer] for answer in kept})
-    pieces = divided(text, [spans[answer] for answer in kept])
+    remaining = [answer for answer in range(len(spans)) if answer not in alone]
+    messages = only_learned(talk.messages, {numbers[answer] for answer in remaining})
+    pieces = divided(text, [spans[answer] for answer in remaining])
     return [
         *documents,
         document._replace(conversation=talk._replace(messages=messages), pieces=pieces),

@@ -39,7 +39,6 @@ from itertools import count
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_packed.data.errors import BadLine
 from megatron_packed.data.sources.line_schema import (
@@ -58,6 +57,8 @@ from megatron_packed.data.tokenizers.encode import (
     encode_pieces,
     encode_with_borders,
 )
+from megatron_packed.data.tokenizers.turn_markers import Messages
+from megatron_packed.packed.array_types import Int64Array
 
 _NEAR_MISS = 8
 """Largest error, in tokens, of an estimate that is based on an exact count of other text."""
@@ -83,30 +84,30 @@ class ShorteningEncoder(SampleEncoder):
     shortens: ClassVar[bool] = True
 
     def _finished(
-        self, document: EncodedDocument | BadLine, part: TextDocument, known: KnownTokens | None
+        self, document: EncodedDocument | BadLine, part: TextDocument, cache: KnownTokens | None
     ) -> EncodedDocument | BadLine | None:
         """Return a complete document of at most `max_tokens` tokens; None if its question is too long.
 
         Documents whose tokens are given have no known turns and stay as they are.
         """
-        finished = super()._finished(document, part, known)
+        finished = super()._finished(document, part, cache)
         if not isinstance(finished, EncodedDocument) or len(finished.ids) <= self.max_tokens:
             return finished
         if isinstance(part.sample, TokenSequence):
             return finished
-        assert known is not None
+        assert cache is not None
         try:
-            return _Shortener(self, part, finished, known).shortened()
-        except BadLine as bad:
-            return None if bad.reason == "question_too_long" else bad
+            return _Shortener(self, part, finished, cache).shortened()
+        except BadLine as bad_line:
+            return None if bad_line.reason == "question_too_long" else bad_line
 
-    def rendered(self, talk: Conversation, known: KnownTokens) -> EncodedDocument:
+    def rendered(self, talk: Conversation, cache: KnownTokens) -> EncodedDocument:
         """Render and encode a conversation of any length, without shortening it.
 
         Raises:
             BadLine: the conversation cannot be rendered or encoded, or has no target.
         """
-        [document] = encode_pieces(self.tokenizer, [self.chat.pieces(talk)], known)
+        [document] = encode_pieces(self.tokenizer, [self.chat.pieces(talk)], cache)
         return self.finished(document, talk)
 
     def finished(self, document: EncodedDocument | BadLine, talk: Conversation) -> EncodedDocument:
@@ -139,7 +140,7 @@ class _Turns(NamedTuple):
     """Number of all turns, including those after the last answer."""
 
     @classmethod
-    def of(cls, messages: Sequence[dict[str, Any]]) -> _Turns:
+    def from_messages(cls, messages: Sequence[dict[str, Any]]) -> _Turns:
         roles = [message["role"] for message in messages]
         head = next((number for number, role in enumerate(roles) if role != "system"), len(roles))
         answers = [number for number, role in enumerate(roles) if role == "assistant"]
@@ -194,12 +195,12 @@ class _Shortener:
         encoder: ShorteningEncoder,
         part: TextDocument,
         document: EncodedDocument,
-        known: KnownTokens,
+        cache: KnownTokens,
     ) -> None:
         self._encoder = encoder
         self._part = part
         self._document = document
-        self._known = known
+        self._cache = cache
         self._limit = encoder.max_tokens
 
     def shortened(self) -> EncodedDocument:
@@ -210,7 +211,7 @@ class _Shortener:
         """
         sample = self._part.sample
         if isinstance(sample, Conversation):
-            return self._conversation(sample, _Turns.of(sample.messages))
+            return self._conversation(sample, _Turns.from_messages(sample.messages))
         # plain text is not shortened, because all of its tokens are trained
         assert isinstance(sample, PromptCompletion), sample
         return self._fitted(self._prompt_layout())
@@ -253,31 +254,29 @@ class _Shortener:
         """
         messages, head = talk.messages, talk.messages[: turns.head]
         places, exact = self._places(messages, turns.starts)
-        whole = len(self._document.ids)
+        size = len(self._document.ids)
         sizes = [
-            whole - place for place in reversed(places)
+            size - place for place in reversed(places)
         ]  # estimated sizes with the last 1, 2, ... turns; all have about the same error.
         # If no turn follows the last answer, the document with all turns is known to be too long.
         low, high = 0, len(turns.starts) + (turns.end < len(messages))
-        found, tries, room = None, 0, self._limit + 0.0
+        fitting, tries, room = None, 0, self._limit + 0.0
         while high - low > 1:
             at = bisect_right(sizes, room) if tries < _TRIES else (low + high) // 2
-            if exact and found is not None and at <= low and sizes[low] > room + _NEAR_MISS:
+            if exact and fitting is not None and at <= low and sizes[low] > room + _NEAR_MISS:
                 break
             at = min(max(at, low + 1), high - 1)
-            kept = talk._replace(messages=[*head, *messages[turns.starts[-at] : turns.end]])
-            document = self._encoder.rendered(kept, self._known)
+            shorter = talk._replace(messages=[*head, *messages[turns.starts[-at] : turns.end]])
+            document = self._encoder.rendered(shorter, self._cache)
             room = self._limit - (len(document.ids) - sizes[at - 1])
             tries += 1
             if len(document.ids) <= self._limit:
-                low, found = at, document
+                low, fitting = at, document
             else:
                 high = at
-        return low, found
+        return low, fitting
 
-    def _places(
-        self, messages: list[dict[str, Any]], starts: list[int]
-    ) -> tuple[list[float], bool]:
+    def _places(self, messages: Messages, starts: list[int]) -> tuple[list[float], bool]:
         """Estimate the token of the complete document at which each turn begins.
 
         The ends of the answers are exact if the targets have one run of tokens for each trained
@@ -314,16 +313,16 @@ class _Shortener:
         """
         messages, last = talk.messages, len(talk.messages) - 1
         layout = self._layout(talk, last)
-        asked = _last_user(messages, last)
-        steps = [n for n in range(asked + 1, last) if messages[n]["role"] == "assistant"]
+        question = _last_user(messages, last)
+        steps = [n for n in range(question + 1, last) if messages[n]["role"] == "assistant"]
         if layout.least_with_answer <= self._limit or not steps:
             return layout
         layouts = {0: layout}
 
         def fits(removed: int) -> bool:
             after = [*steps, last][removed]
-            kept = [*messages[: steps[0]], *messages[after:]]
-            layouts[removed] = self._layout(talk._replace(messages=kept), len(kept) - 1)
+            shorter = [*messages[: steps[0]], *messages[after:]]
+            layouts[removed] = self._layout(talk._replace(messages=shorter), len(shorter) - 1)
             return layouts[removed].least_with_answer <= self._limit
 
         with suppress(BadLine):  # the template may refuse the shorter turn
@@ -343,19 +342,19 @@ class _Shortener:
         """
         encoder = self._encoder
         pieces = self._part.pieces if talk == self._part.sample else encoder.chat.pieces(talk)
-        answer, asked = self._answer(talk, last, pieces)
+        answer, prompt_text = self._answer(talk, last, pieces)
 
-        def render(messages: list[dict[str, Any]]) -> str:
-            if asked is not None:
+        def render(messages: Messages) -> str:
+            if prompt_text is not None:
                 return _text(encoder.chat.prompt(messages[:last], talk.tools))
             return _text(encoder.chat.pieces(talk._replace(messages=messages)))
 
-        text = _text(pieces) if asked is None else asked
+        text = _text(pieces) if prompt_text is None else prompt_text
         places = _places_of(_passages(talk, last), talk.messages, text, render)
         places = [place for place in places if place[1] <= answer]
         borders = [border for start, stop, _ in places for border in (start, stop)]
         document, tokens = encode_with_borders(
-            encoder.tokenizer, pieces, [*borders, answer], self._known
+            encoder.tokenizer, pieces, [*borders, answer], self._cache
         )
         spans = self._spans(tokens, [kind for _, _, kind in places])
         return _Layout(encoder.finished(document, talk), tokens[-1], spans)
@@ -395,11 +394,11 @@ class _Shortener:
             The character, and the text of the prompt; None if the conversation does not begin with
             this text.
         """
-        before = talk.messages[:last]
+        history = talk.messages[:last]
         with suppress(BadLine):
-            asked = _text(self._encoder.chat.prompt(before, talk.tools))
-            if _text(pieces).startswith(asked) and (asked or not before):
-                return _trained_from(pieces, len(asked)), asked
+            prompt_text = _text(self._encoder.chat.prompt(history, talk.tools))
+            if _text(pieces).startswith(prompt_text) and (prompt_text or not history):
+                return _trained_from(pieces, len(prompt_text)), prompt_text
         at = len(_text(pieces))
         if not all(piece.train for piece in pieces):  # the last trained piece is the answer
             trained = max(number for number, piece in enumerate(pieces) if piece.train)
@@ -423,13 +422,13 @@ class _Shortener:
         room = max(self._limit - least - of_answer, int(least == 0 < answer))
         lengths = np.array([stop - start for start, stop, _ in spans], np.int64)
         system = np.array([kind == _SYSTEM for _, _, kind in spans], np.bool_)
-        kept = lengths.copy()
-        kept[~system] = _lowered(lengths[~system], room - int(lengths[system].sum()))
-        kept[system] = _lowered(lengths[system], room - int(kept[~system].sum()))
-        of_answer = min(of_answer, self._limit - least - int(kept.sum()))
+        lowered = lengths.copy()
+        lowered[~system] = _lowered(lengths[~system], room - int(lengths[system].sum()))
+        lowered[system] = _lowered(lengths[system], room - int(lowered[~system].sum()))
+        of_answer = min(of_answer, self._limit - least - int(lowered.sum()))
         stays = np.arange(size) < answer + of_answer
         question = False
-        for (start, stop, kind), length in zip(spans, kept.tolist()):
+        for (start, stop, kind), length in zip(spans, lowered.tolist()):
             stays[start + (length + 1) // 2 : stop - length // 2] = False
             question |= kind == _ASKED and length < stop - start
         targets = document.targets[stays]
@@ -467,7 +466,7 @@ class _Shortener:
 
 def _passages(talk: Conversation, last: int) -> list[_Passage]:
     """Return the passages of the prompt of the message ``last``. Empty passages are left out."""
-    asked = _last_user(talk.messages, last)
+    question = _last_user(talk.messages, last)
     passages = []
     for number, message in enumerate(talk.messages[:last]):
         if message["role"] == "assistant":
@@ -475,7 +474,7 @@ def _passages(talk: Conversation, last: int) -> list[_Passage]:
         content, instruction = message["content"], talk.instruction
         start, stop = 0, len(content)
         kind = _SYSTEM if message["role"] == "system" else _OTHER
-        if number == asked:
+        if number == question:
             kind = _ASKED
             if instruction is not None and content.startswith(instruction):
                 start = stop - len(content[len(instruction) :].lstrip())
@@ -511,9 +510,9 @@ def _question_start(text: str) -> int:
 
 def _places_of(
     passages: list[_Passage],
-    messages: list[dict[str, Any]],
+    messages: Messages,
     text: str,
-    render: Callable[[list[dict[str, Any]]], str],
+    render: Callable[[Messages], str],
 ) -> list[tuple[int, int, int]]:
     """Find the passages in a rendered text.
 
@@ -549,7 +548,7 @@ def _places_of(
 
 
 def _between(
-    segments: Sequence[str], passages: list[_Passage], messages: list[dict[str, Any]], text: str
+    segments: Sequence[str], passages: list[_Passage], messages: Messages, text: str
 ) -> list[tuple[int, int, int]]:
     """Find the passages between the segments of a text; return an empty list if they are not there."""
     places: list[tuple[int, int, int]] = []
@@ -580,7 +579,7 @@ def _is_printed(text: str, content: str) -> bool:
     )
 
 
-def _lowered(lengths: NDArray[np.int64], room: int) -> NDArray[np.int64]:
+def _lowered(lengths: Int64Array, room: int) -> Int64Array:
     """Lower the largest lengths to a common one, so that their sum is at most ``room``.
 
     Lengths that are not an exact share are 1 larger from the first on, so that the room is filled.
@@ -591,9 +590,9 @@ def _lowered(lengths: NDArray[np.int64], room: int) -> NDArray[np.int64]:
         return lengths
     levels = range(1, int(lengths.max()) + 1)
     level = bisect_right(levels, room, key=lambda level: np.minimum(lengths, level).sum())
-    kept = np.minimum(lengths, level)
-    kept[np.flatnonzero(lengths > level)[: room - int(kept.sum())]] += 1
-    return kept
+    lowered = np.minimum(lengths, level)
+    lowered[np.flatnonzero(lengths > level)[: room - int(lowered.sum())]] += 1
+    return lowered
 
 
 def _ends_with(text: str, end: str) -> bool:
@@ -603,9 +602,9 @@ def _ends_with(text: str, end: str) -> bool:
 def _without_what_follows(document: EncodedDocument) -> EncodedDocument:
     """Remove the tokens between the last answer and the end of the document."""
     ids, targets = document.ids, document.targets
-    kept = np.arange(len(ids)) <= np.flatnonzero(targets[:-1]).max(initial=-1)
-    kept[-1] = targets[-1]
-    return EncodedDocument(ids[kept], targets[kept])
+    stays = np.arange(len(ids)) <= np.flatnonzero(targets[:-1]).max(initial=-1)
+    stays[-1] = targets[-1]
+    return EncodedDocument(ids[stays], targets[stays])
 
 
 def _trained_from(pieces: Sequence[TextPiece], start: int) -> int:

@@ -37,8 +37,8 @@ class TurnCutter:
     def extends(self, rendered: Rendered) -> bool:
         """Return True if a range lacks the end of its turn, so that `cut` adds the end."""
         return any(
-            after > before
-            for (_, before), (_, after) in zip(rendered.spans, self.cut(rendered).spans)
+            new_end > old_end
+            for (_, old_end), (_, new_end) in zip(rendered.spans, self.cut(rendered).spans)
         )
 
     def _end_of_span(self, text: str, start: int, stop: int) -> int:
@@ -60,13 +60,13 @@ class TurnCutter:
         White space may separate the tokens. Each entry is the character after the token, and the
         token.
         """
-        found: list[tuple[int, str]] = []
+        ends: list[tuple[int, str]] = []
         while True:
             while stop > start and text[stop - 1].isspace():
                 stop -= 1
             last = (text[max(start, stop - length) : stop] for length in self._lengths)
             token = next((part for part in last if part in self._special), None)
             if token is None:
-                return found
-            found.append((stop, token))
+                return ends
+            ends.append((stop, token))
             stop -= len(token)

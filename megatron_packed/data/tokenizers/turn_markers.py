@@ -108,9 +108,9 @@ def find_turn_end(
             text = render(messages)
         except BadLine:
             continue
-        inner, found_2, rest = text.partition(_ANSWER)[2].partition(_QUESTION_2)
-        last = rest.partition(_ANSWER_2)[2] if found_2 else inner
-        if _ANSWER in text and (_ANSWER_2 in rest or messages is _ONE_TURN):
+        inner, found_2, remainder = text.partition(_ANSWER)[2].partition(_QUESTION_2)
+        last = remainder.partition(_ANSWER_2)[2] if found_2 else inner
+        if _ANSWER in text and (_ANSWER_2 in remainder or messages is _ONE_TURN):
             pattern = special_pattern(special)
             return _end_of(pattern.split(inner) if found_2 else [], pattern.split(last))
     return None
@@ -166,13 +166,13 @@ def _of_questions(
     """Yield the special tokens around the contents of system and user messages."""
     for messages in ([_ONE_TURN[0]], [_SYSTEM, _ONE_TURN[0]]):
         with suppress(BadLine):
-            rest = render(messages, tools)
+            remainder = render(messages, tools)
             for message in messages:
-                before, found, rest = rest.partition(message["content"])
-                if not found:
+                prefix, separator, remainder = remainder.partition(message["content"])
+                if not separator:
                     return
-                yield _outside_prose(before, pattern)
-            yield _outside_prose(rest, pattern)
+                yield _outside_prose(prefix, pattern)
+            yield _outside_prose(remainder, pattern)
 
 
 def _of_answers(
@@ -182,9 +182,9 @@ def _of_answers(
     for messages in PROBES:
         with suppress(BadLine):
             text = render(messages, tools)
-            inner, found_2, rest = text.partition(_ANSWER)[2].partition(_QUESTION_2)
+            inner, found_2, remainder = text.partition(_ANSWER)[2].partition(_QUESTION_2)
             yield _tokens(inner, pattern)
-            yield _tokens(rest.partition(_ANSWER_2)[2] if found_2 else "", pattern)
+            yield _tokens(remainder.partition(_ANSWER_2)[2] if found_2 else "", pattern)
     with suppress(BadLine):
         # After a plain answer, so that no token of a call is credited to the result.
         after = render([*_ONE_TURN, _RESULT], tools).partition(_ANSWER)[2]
@@ -202,8 +202,8 @@ def _of_headers(
     """Yield the special tokens of the header of an answer; a thought may begin in it."""
     for tools in (None, _TOOLS):
         with suppress(BadLine):
-            asked = [_ONE_TURN[0]]
-            yield _added_tokens(render(asked, tools), prompt(asked, tools), pattern)
+            question = [_ONE_TURN[0]]
+            yield _added_tokens(render(question, tools), prompt(question, tools), pattern)
 
 
 def _tags(render: Render, pattern: re.Pattern[str]) -> set[str]:
@@ -229,18 +229,18 @@ def _tokens(text: str, pattern: re.Pattern[str]) -> list[str]:
 def _outside_prose(text: str, pattern: re.Pattern[str]) -> list[str]:
     """Return the special tokens at the beginning and at the end of a text, up to its prose."""
     parts = pattern.split(text)
-    found: list[str] = []
+    tokens: list[str] = []
     for ordered in (parts, parts[::-1]):
         for at, part in enumerate(ordered):
             if at % 2:
-                found.append(part)
+                tokens.append(part)
             elif len(part.strip()) > _LONGEST_HEADER:
                 break
-    return found
+    return tokens
 
 
-def _added_tokens(before: str, after: str, pattern: re.Pattern[str]) -> list[str]:
-    """Return the special tokens of ``after`` from the first part that differs from ``before``."""
+def _added_tokens(base: str, after: str, pattern: re.Pattern[str]) -> list[str]:
+    """Return the special tokens of ``after`` from the first part that differs from ``base``."""
     parts = pattern.split(after)
-    same = sum(1 for _ in takewhile(lambda p: p[0] == p[1], zip(pattern.split(before), parts)))
+    same = sum(1 for _ in takewhile(lambda p: p[0] == p[1], zip(pattern.split(base), parts)))
     return [token for at, token in enumerate(parts) if at % 2 and at >= same]

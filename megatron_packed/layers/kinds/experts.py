@@ -67,19 +67,19 @@ def _small_sizes(config: ModelConfig, ranks: RankCounts) -> dict[str, object]:
 
 
 def _coupled(config: ModelConfig) -> list[str]:
-    found = []
+    couplings = []
     if config.moe_expert_capacity_factor is not None:
         factor = config.moe_expert_capacity_factor
-        found.append(
+        couplings.append(
             f"{flags.MOE_EXPERT_CAPACITY_FACTOR} {factor:g} (documents compete for the capacity of an expert)"
         )
     per_pack = config.moe_router_load_balancing_type != "none" and not config.balances_documents
     if per_pack and config.moe_aux_loss_coeff:
-        whole = "step" if config.balances_all_ranks else "pack"
-        found.append(
-            f"{flags.MOE_AUX_LOSS_COEFF} {config.moe_aux_loss_coeff:g} (a loss over all tokens of a {whole})"
+        shared_tokens = "step" if config.balances_all_ranks else "pack"
+        couplings.append(
+            f"{flags.MOE_AUX_LOSS_COEFF} {config.moe_aux_loss_coeff:g} (a loss over all tokens of a {shared_tokens})"
         )
-    return found
+    return couplings
 
 
 def _allowed_ulps(quantity: str, device: torch.device, backends: Backends) -> int:

@@ -122,7 +122,7 @@ class Dispatcher(ABC):
         self.backend = backends.permute
         self.num_experts = config.num_experts
         self.num_local = config.num_experts // ep.size
-        self.room = ExpertRoom.of(config.moe_expert_rank_capacity_factor)
+        self.room = ExpertRoom.from_factor(config.moe_expert_rank_capacity_factor)
         """Bounds of the buffers; the model sets the same object for all its layers."""
 
     @abstractmethod
@@ -164,9 +164,10 @@ class Dispatcher(ABC):
             return tokens
         # Each tensor-parallel rank may dispatch only a part of the rows, but the capacity counts all
         # rows. All rows of an expert may come from a single rank.
-        known = tokens * self.ep.token_parts
+        counted_tokens = tokens * self.ep.token_parts
         return min(
-            tokens, expert_capacity(known, self.config.moe_router_topk, self.num_experts, factor)
+            tokens,
+            expert_capacity(counted_tokens, self.config.moe_router_topk, self.num_experts, factor),
         )
 
     def worst_rows(self, tokens: int) -> int:
@@ -378,12 +379,12 @@ class PaddedAllToAllDispatcher(Dispatcher):
         )
         # (E C, D) -> (e, L, C, D), part r for rank r -> (e, L, C, D), part s from rank s
         # -> (L, e C, D)
-        there = exchange_equal_parts(
+        received = exchange_equal_parts(
             permuted.x_RD.view(ranks, local, capacity, -1), self.ep.exchange
         )
         ends_L = torch.arange(1, local + 1, dtype=torch.int32, device=x_TD.device)
         return Dispatched(
-            x_RD=there.transpose(0, 1).reshape(local * ranks * capacity, -1),
+            x_RD=received.transpose(0, 1).reshape(local * ranks * capacity, -1),
             offsets_E=ends_L * (ranks * capacity),
             overflow=_never(x_TD),
             rows_2=_no_rows(x_TD),

@@ -80,7 +80,7 @@ class GlobalBalance(nn.Module):
         self.register_buffer("count_LE", zeros, persistent=False)
 
     @classmethod
-    def of(
+    def from_config(
         cls,
         config: ModelConfig,
         layers: int,
@@ -90,7 +90,7 @@ class GlobalBalance(nn.Module):
         """Return the balance of a model; None if its load-balance loss is not that of all ranks."""
         if not config.balances_all_ranks:
             return None
-        return cls(config, layers, groups.dp_cp_group if groups else None, device)
+        return cls(config, layers, groups.dp_cp.group if groups else None, device)
 
     def begin_step(self) -> None:
         """Forget the loads of the previous step."""

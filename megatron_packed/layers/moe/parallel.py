@@ -53,26 +53,27 @@ class ExpertParallel:
 
     def __post_init__(self) -> None:
         if self.exchange is None:
-            object.__setattr__(self, "exchange", EqualExchange.of(self.group))
+            object.__setattr__(self, "exchange", EqualExchange.over(self.group))
 
     @classmethod
-    def of(cls, groups: ParallelGroups | None, tp: TensorParallel = SINGLE) -> ExpertParallel:
+    def from_groups(
+        cls, groups: ParallelGroups | None, tp: TensorParallel = SINGLE
+    ) -> ExpertParallel:
         if groups is None:
             return cls(tp=tp)
         matrices = TensorParallel(
-            group=groups.expert_tp_group, size=groups.expert_tp_size, rank=groups.expert_tp_rank
+            group=groups.expert_tp.group, size=groups.expert_tp.size, rank=groups.expert_tp.rank
         )
         return cls(
-            group=groups.ep_group,
-            size=groups.ep_size,
-            rank=groups.ep_rank,
+            group=groups.ep.group,
+            size=groups.ep.size,
+            rank=groups.ep.rank,
             tp=tp,
             matrices=matrices if matrices.size < tp.size else None,
         )
 
     @cached_property
     def split(self) -> TensorParallel:
-        """Split of the matrices of experts."""
         return self.matrices or self.tp
 
     @cached_property
@@ -147,12 +148,12 @@ class ExpertParallel:
             ValueError: the experts cannot be split evenly over the expert-parallel ranks, or the
                 segments over the ranks that share matrices.
         """
-        own = Shard.of(
+        local_experts = Shard.from_segments(
             [SplitSegment(noun="experts", count=num_experts)], self.rank, self.size, axis="ep_size"
         )
         if self.split.size == 1:
-            return own
-        (piece,) = own.pieces
+            return local_experts
+        (piece,) = local_experts.pieces
         inner = self.split.shard(*segments, dim=dim)
         first = ExpertRange(start=piece.start, length=piece.length, total=num_experts)
         return Shard(dim=dim, length=inner.length, pieces=inner.pieces, first=first)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_packed.models.convert.original_facts import IDS
+from megatron_packed.checkpoint.original_facts import IDS
 from megatron_packed.models.convert.trained_config import SpecialIds
 
 ENDS = "eos_token_id"
@@ -52,8 +52,8 @@ def with_ids(
     if generation is None:
         text = _text_model(config)
         generation = {name: text[name] for name in IDS if text.get(name) is not None}
-    known = {**generation, **numbers}
-    return changed, {name: value for name, value in known.items() if value is not None}
+    generation_fields = {**generation, **numbers}
+    return changed, {name: value for name, value in generation_fields.items() if value is not None}
 
 
 def _text_model(config: Mapping[str, Any]) -> Mapping[str, Any]:

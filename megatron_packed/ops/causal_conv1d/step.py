@@ -26,8 +26,8 @@ def last_inputs(x_TC: Tensor, lengths: Sequence[int], width: int) -> Tensor:
     end = 0
     for document_WC, length in zip(last_BWC, lengths, strict=True):
         end += length
-        kept = min(length, width - 1)
-        document_WC[width - 1 - kept :] = x_TC[end - kept : end]
+        num_inputs = min(length, width - 1)
+        document_WC[width - 1 - num_inputs :] = x_TC[end - num_inputs : end]
     return last_BWC
 
 

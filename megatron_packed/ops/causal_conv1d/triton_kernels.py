@@ -12,7 +12,7 @@ Letters: T tokens, C channels, W width of the filter.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_packed.ops.causal_conv1d.api import BLOCK_CHANNELS, run_length
+from megatron_packed.ops.causal_conv1d.api import BLOCK_CHANNELS, CausalConvInputs, run_length
 from megatron_packed.ops.causal_conv1d.triton_rows import (
     backward_step,
     document,
@@ -38,9 +38,6 @@ from megatron_packed.ops.column_slices import GradientSlot, gradient_like, gradi
 from megatron_packed.ops.partial_sums import add_partial_sums
 from megatron_packed.ops.triton_mode import fp32_reasons
 
-if TYPE_CHECKING:
-    from megatron_packed.ops.causal_conv1d.api import CausalConvInputs
-
 _FLOATING = (torch.bfloat16, torch.float16, torch.float32)
 _WIDEST = 4
 """Largest width of the filter: the kernels have one variable for each tap."""
@@ -55,8 +52,8 @@ _STAGES = 1
 def not_supported_reasons(inputs: CausalConvInputs) -> list[str]:
     """Return the reasons why the kernels do not support these inputs, if any."""
     reasons = fp32_reasons(inputs.device_type, inputs.dtype)
-    wrong = {inputs.weight_dtype, inputs.bias_dtype} - {None, *_FLOATING}
-    if wrong:
+    unsupported_dtypes = {inputs.weight_dtype, inputs.bias_dtype} - {None, *_FLOATING}
+    if unsupported_dtypes:
         reasons.append(
             f"weight ({inputs.weight_dtype}) and bias ({inputs.bias_dtype}) must be bfloat16, float16 or float32"
         )

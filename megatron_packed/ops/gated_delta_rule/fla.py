@@ -15,18 +15,15 @@ from __future__ import annotations
 import re
 from functools import partial
 from importlib.metadata import version
-from typing import TYPE_CHECKING
 
 import fla.utils
 import torch
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 from torch import Tensor
 
+from megatron_packed.ops.gated_delta_rule.api import GatedDeltaRuleInputs
 from megatron_packed.ops.gated_delta_rule.reference import gates
 from megatron_packed.ops.gated_delta_rule.tables import CHUNK, DeltaRuleTables, build_tables
-
-if TYPE_CHECKING:
-    from megatron_packed.ops.gated_delta_rule.api import GatedDeltaRuleInputs
 
 fla.utils.FLA_DISABLE_TENSOR_CACHE = True
 
@@ -44,8 +41,8 @@ def not_supported_reasons(inputs: GatedDeltaRuleInputs) -> list[str]:
     if inputs.device_type != "cuda":
         reasons.append(f"the kernel runs on CUDA devices, not on {inputs.device_type}")
     elif torch.cuda.get_device_capability()[0] == 9:
-        wrong, right = MISCOMPILING_TRITON
-        if wrong <= _version("triton") < right:
+        first_miscompiling, first_correct = MISCOMPILING_TRITON
+        if first_miscompiling <= _version("triton") < first_correct:
             reasons.append(
                 f"Triton {version('triton')} compiles the backward pass wrongly for Hopper; "
                 "it needs Triton 3.7.1 or later"

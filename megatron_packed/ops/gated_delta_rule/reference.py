@@ -17,7 +17,7 @@ heads per key head. Sums are fp32, or float64 for float64 inputs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,14 +25,6 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import softplus
 
 from megatron_packed.ops.gated_delta_rule.tables import CHUNK, DeltaRuleTables, build_tables
-
-if TYPE_CHECKING:
-    from megatron_packed.ops.gated_delta_rule.api import GatedDeltaRuleInputs
-
-
-def not_supported_reasons(inputs: GatedDeltaRuleInputs) -> list[str]:
-    """Return an empty list: the reference supports all inputs."""
-    return []
 
 
 def run(
@@ -51,10 +43,12 @@ def run(
     deterministic: bool,
 ) -> Tensor:
     """Run the op; see ``api.gated_delta_rule``."""
-    places = Places.of(tables or build_tables(cu_seqlens, k_TGK.shape[0]), k_TGK.shape[0])
+    places = Places.from_tables(tables or build_tables(cu_seqlens, k_TGK.shape[0]), k_TGK.shape[0])
     dtype = torch.promote_types(v_TNV.dtype, torch.float32)
     constants = (A_log_N, dt_bias_N, places)
-    chunks = Chunks.of(k_TGK, v_TNV, a_TN, b_TN, *constants, allow_neg_eigval=allow_neg_eigval)
+    chunks = Chunks.from_inputs(
+        k_TGK, v_TNV, a_TN, b_TN, *constants, allow_neg_eigval=allow_neg_eigval
+    )
     q_QG1LK = places.chunked(unit(q_TGK.to(dtype)) * q_TGK.shape[2] ** -0.5)[:, :, None]
 
     entering_QGRKV = chunks.entering_states(places)
@@ -100,7 +94,7 @@ class Places(NamedTuple):
     """``(D,)`` int64: last chunk of each document; meaningless for an empty document."""
 
     @classmethod
-    def of(cls, tables: DeltaRuleTables, tokens: int) -> Places:
+    def from_tables(cls, tables: DeltaRuleTables, tokens: int) -> Places:
         """Compute the places from the chunks of a pack with ``tokens`` tokens."""
         start_Q, device = tables.start_Q, tables.start_Q.device
         token_QL = start_Q[:, None] + torch.arange(CHUNK, device=device)
@@ -150,7 +144,7 @@ class Chunks(NamedTuple):
     add_QGRKV: Tensor
 
     @classmethod
-    def of(
+    def from_inputs(
         cls,
         k_TGK: Tensor,
         v_TNV: Tensor,
@@ -290,8 +284,8 @@ class _PassStates(torch.autograd.Function):
         entering_QNKV = torch.zeros_like(add_QNKV)
         starts = starts_Q.unbind()
         for i in range(1, len(starts)):
-            before = (add_QNKV[i - 1], keep_QNKK[i - 1], entering_QNKV[i - 1])
-            torch.baddbmm(*before, out=entering_QNKV[i]).masked_fill_(starts[i], 0)
+            previous_chunk = (add_QNKV[i - 1], keep_QNKK[i - 1], entering_QNKV[i - 1])
+            torch.baddbmm(*previous_chunk, out=entering_QNKV[i]).masked_fill_(starts[i], 0)
         ctx.save_for_backward(keep_QNKK, entering_QNKV, starts_Q)
         return entering_QNKV
 
@@ -303,6 +297,6 @@ class _PassStates(torch.autograd.Function):
         # The gradient of `add` is the gradient of the state after the chunk.
         d_add_QNKV = torch.zeros_like(gradient_QNKV)
         for i in range(len(starts) - 1, 0, -1):
-            after = (gradient_QNKV[i], keep_QNKK[i].mT, d_add_QNKV[i])
-            torch.baddbmm(*after, out=d_add_QNKV[i - 1]).masked_fill_(starts[i], 0)
+            next_chunk = (gradient_QNKV[i], keep_QNKK[i].mT, d_add_QNKV[i])
+            torch.baddbmm(*next_chunk, out=d_add_QNKV[i - 1]).masked_fill_(starts[i], 0)
         return d_add_QNKV @ entering_QNKV.mT, d_add_QNKV, None

@@ -37,10 +37,12 @@ def final_states(
     """
     tokens = sum(lengths)
     sizes = torch.tensor([0, *lengths], dtype=torch.int32, device=k_TGK.device)
-    places = Places.of(build_tables(sizes.cumsum(0, dtype=torch.int32), tokens), tokens)
+    places = Places.from_tables(build_tables(sizes.cumsum(0, dtype=torch.int32), tokens), tokens)
     k_TGK, v_TNV, a_TN, b_TN = (x[:tokens] for x in (k_TGK, v_TNV, a_TN, b_TN))
     constants = (A_log_N, dt_bias_N, places)
-    chunks = Chunks.of(k_TGK, v_TNV, a_TN, b_TN, *constants, allow_neg_eigval=allow_neg_eigval)
+    chunks = Chunks.from_inputs(
+        k_TGK, v_TNV, a_TN, b_TN, *constants, allow_neg_eigval=allow_neg_eigval
+    )
     leaving_QGRKV = chunks.keep_QGRKK @ chunks.entering_states(places) + chunks.add_QGRKV
     return leaving_QGRKV[places.last_chunk_D].flatten(1, 2)
 

@@ -57,7 +57,7 @@ class GroupedMLPInputs:
     """Reason why the three steps must be separate calls; empty if they may be joined."""
 
     @classmethod
-    def of(
+    def from_weights(
         cls,
         w1_EFD: Tensor,
         w2_EDF: Tensor,
@@ -156,7 +156,7 @@ def grouped_mlp_backend(
         raise ValueError(
             f"grouped_mlp: offsets has shape {list(offsets_E.shape)}; it must be (E,) with E = {experts}."
         )
-    inputs = GroupedMLPInputs.of(
+    inputs = GroupedMLPInputs.from_weights(
         w1_EFD,
         w2_EDF,
         activation=activation,

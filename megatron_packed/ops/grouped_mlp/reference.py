@@ -8,25 +8,14 @@ their number.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, split
 from torch.nn.functional import linear, pad
 
 from megatron_packed.ops.activation.api import Kind, activation
 
-if TYPE_CHECKING:
-    from megatron_packed.ops.grouped_mlp.api import GroupedMLPInputs
-
-
 _BLOCK = 256
 """Rows of the block that one product takes."""
-
-
-def not_supported_reasons(inputs: GroupedMLPInputs) -> list[str]:
-    """Return an empty list: the reference supports all inputs."""
-    return []
 
 
 def fc1(x_RD: Tensor, w1_EFD: Tensor, offsets_E: Tensor) -> Tensor:
@@ -47,9 +36,9 @@ def fc2(x_RF: Tensor, w2_EDF: Tensor, offsets_E: Tensor) -> Tensor:
 def _grouped_linear(x_RI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
     rows = x_RI.shape[0]
     # Only the last block is a copy. So recomputation, which frees x_RI early, frees the other blocks.
-    *whole, last = split(x_RI, _BLOCK)
+    *full_blocks, last = split(x_RI, _BLOCK)
     missing = -rows % _BLOCK
-    blocks = [*whole, pad(last, (0, 0, 0, missing)) if missing else last]
+    blocks = [*full_blocks, pad(last, (0, 0, 0, missing)) if missing else last]
     row_R1 = torch.arange(rows, device=x_RI.device)[:, None]
     start = torch.zeros_like(offsets_E[0])
     y_RO = x_RI.new_zeros(rows, weight_EOI.shape[1])

@@ -207,11 +207,15 @@ class _Repeated(torch.autograd.Function):
         ]
         with torch.enable_grad():
             results = ctx.function(*inputs)
-        wanted = [tensor for tensor, needs in zip(inputs, needed) if needs]
+        inputs_with_gradient = [tensor for tensor, needs in zip(inputs, needed) if needs]
         # If only x or B has a gradient, the logarithm of the decay has none.
         pairs = [(y, dy) for y, dy in zip(results, gradients) if y.requires_grad]
-        found = iter(torch.autograd.grad([y for y, _ in pairs], wanted, [dy for _, dy in pairs]))
-        return None, *(next(found) if needs else None for needs in needed)
+        gradients_of_inputs = iter(
+            torch.autograd.grad(
+                [y for y, _ in pairs], inputs_with_gradient, [dy for _, dy in pairs]
+            )
+        )
+        return None, *(next(gradients_of_inputs) if needs else None for needs in needed)
 
 
 def _repeated(function: Callable[..., Results], *tensors: Tensor) -> Results:

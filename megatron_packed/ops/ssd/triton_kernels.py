@@ -139,8 +139,10 @@ class _SegmentedScan(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TNP: Tensor) -> tuple[Tensor | None, ...]:
-        x_TNP, dt_TN, A_log_N, B_TGS, C_TGS, D_N, dt_bias_N, seq_idx_1T, *rest = ctx.saved_tensors
-        (before_1, entering_NPS), part = rest, ctx.part
+        x_TNP, dt_TN, A_log_N, B_TGS, C_TGS, D_N, dt_bias_N, seq_idx_1T, *part_tensors = (
+            ctx.saved_tensors
+        )
+        (before_1, entering_NPS), part = part_tensors, ctx.part
         if dy_TNP.stride(-1) != 1:
             dy_TNP = dy_TNP.contiguous()
         dx_TNP, ddt_TN, dB_TGS, dC_TGS = map(gradient_like, (x_TNP, dt_TN, B_TGS, C_TGS), ctx.slots)

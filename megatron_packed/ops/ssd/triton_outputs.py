@@ -88,8 +88,8 @@ def _scan(
     x_TNP, B_TGS, C_TGS = tensors[:3]
     (tokens, heads, head_dim), (groups, state_dim) = x_TNP.shape, B_TGS.shape[1:]
     tiles = plan.tiles["inputs" if reverse else "outputs"]
-    described = tiles.descriptors and plan.full and all(map(_copied_by_engine, tensors[:3]))
-    if described:
+    uses_descriptors = tiles.descriptors and plan.full and all(map(_copied_by_engine, tensors[:3]))
+    if uses_descriptors:
         columns = (plan.block_p, plan.block_s, plan.block_s)
         descriptors = [_descriptor(x, plan.length, n) for x, n in zip(tensors[:3], columns)]
         tensors = (*descriptors, *tensors[3:])
@@ -108,7 +108,7 @@ def _scan(
         S=state_dim,
         BLOCK_P=plan.block_p,
         BLOCK_S=plan.block_s,
-        DESCRIBED=described,
+        DESCRIBED=uses_descriptors,
         HEADS=heads,
         HEADS_PER_GROUP=heads // groups,
         L=plan.length,

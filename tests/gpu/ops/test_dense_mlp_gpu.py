@@ -5,8 +5,9 @@ import torch
 
 from megatron_packed.config.optional_packages import is_installed
 from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.build import Build
 from megatron_packed.layers.mlp import MLP
-from support.op_packs import no_sync, replayed
+from support.op_packs import assert_repeats, assert_replays, no_sync, norm_error
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,9 +24,7 @@ def mlp(hidden, inner, backend="quack", dtype=torch.bfloat16):
         inner,
         kind="squared_relu",
         bias=False,
-        backends=backends,
-        device="cuda",
-        dtype=dtype,
+        build=Build(backends=backends, device="cuda", dtype=dtype),
     )
     generator = torch.Generator("cuda").manual_seed(1)
     with torch.no_grad():
@@ -54,10 +53,6 @@ def run(layer, given, accumulate=False):
     return dict(zip(("y", "x", "fc1", "fc2"), (y.detach(), gradients[0], *of_weights)))
 
 
-def error(got, want):
-    return ((got.double() - want).norm() / want.norm()).item()
-
-
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("size", SIZES)
 def test_the_layer_equals_separate_layers_and_errs_no_more(size, accumulate):
@@ -68,7 +63,7 @@ def test_the_layer_equals_separate_layers_and_errs_no_more(size, accumulate):
     wide = {name: value.double() for name, value in given.items()}
     exact = run(mlp(*widths, "torch", torch.float64), wide)
     for name, want in exact.items():
-        assert error(got[name], want) <= 1.02 * error(apart[name], want) < 1e-2, name
+        assert norm_error(got[name], want) <= 1.02 * norm_error(apart[name], want) < 1e-2, name
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -81,16 +76,13 @@ def test_both_activations_are_those_of_the_rounded_values(size):
     assert torch.equal(activated, again) and torch.equal(activated, layer.mlp_act(hidden))
     exact = given["x"].double() @ layer.fc1.weight.double().t()
     apart = layer.fc1(given["x"])
-    assert error(hidden, exact) <= 1.02 * error(apart, exact)
+    assert norm_error(hidden, exact) <= 1.02 * norm_error(apart, exact)
 
 
 def test_every_run_gives_the_same_bits_and_a_row_depends_on_itself_only():
     tokens, *widths = SIZES[0]
     layer, given = mlp(*widths), values(tokens, widths[0])
-    first = run(layer, given)
-    for _ in range(3):
-        again = run(layer, given)
-        assert all(torch.equal(first[name], again[name]) for name in first)
+    first = assert_repeats(lambda: run(layer, given), times=3)
     others = torch.arange(tokens, device="cuda") != 300
     given["x"][300], given["dy"][300] = 5.0, torch.nan
     changed = run(layer, given)
@@ -104,12 +96,9 @@ def test_replay_with_other_data_equals_eager(accumulate):
     tokens, *widths = SIZES[1]
     layer = mlp(*widths)
     changes = [values(tokens, widths[0], seed) for seed in (1, 2)]
-    for outcome in replayed(
+    assert_replays(
         lambda static: run(layer, static, accumulate), values(tokens, widths[0]), changes
-    ):
-        assert {
-            name for name, (got, want) in outcome.items() if not torch.equal(got, want)
-        } == set()
+    )
 
 
 def test_nothing_waits_for_the_device_and_no_activation_is_saved():

@@ -9,7 +9,7 @@ import torch
 from megatron_packed.config.optional_packages import is_installed
 from megatron_packed.ops.grouped_mlp.api import grouped_mlp
 from megatron_packed.ops.permute.api import permute, unpermute
-from support.op_packs import no_sync, replayed
+from support.op_packs import assert_repeats, assert_replays, no_sync, norm_error
 
 pytestmark = pytest.mark.gpu
 
@@ -65,10 +65,6 @@ def layer(values, permute_backend="triton", mlp_backend="grouped_mm", accumulate
     return {"y": y.detach(), **{f"d_{name}": gradient for name, gradient in found.items()}}
 
 
-def error(got, want):
-    return ((got.double() - want.double()).norm() / want.double().norm()).item()
-
-
 @pytest.mark.parametrize("backend", GROUPED)
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("used", [E, K], ids=["all experts", "most experts without a row"])
@@ -80,9 +76,9 @@ def test_the_layer_equals_its_references(used, tail, accumulate, backend):
     want = layer(wide, "reference", "reference")
     for name in want:
         assert torch.isfinite(got[name]).all(), name
-        assert error(got[name], want[name]) < 1e-2 if want[name].any() else not got[name].any(), (
-            name
-        )
+        assert (
+            norm_error(got[name], want[name]) < 1e-2 if want[name].any() else not got[name].any()
+        ), name
     for name in ("d_w1", "d_w2"):
         assert not got[name][used:].any(), "the gradient of an expert without rows is zero"
 
@@ -105,7 +101,7 @@ def test_permute_kernels_equal_the_reference(dtype):
 
     for got, want in zip(run("triton"), run("reference")):
         assert torch.isfinite(got).all()
-        assert error(got, want) < (4e-3 if dtype == torch.bfloat16 else 1e-6)
+        assert norm_error(got, want) < (4e-3 if dtype == torch.bfloat16 else 1e-6)
 
 
 @pytest.mark.parametrize("backend", GROUPED)
@@ -131,7 +127,7 @@ def test_weight_gradients_are_sums_in_float32(out, inner, backend):
         products.add_weight_gradient(main_grad, dy, x, offsets)
         for expert, (start, end) in enumerate(zip([0, *ends], ends)):
             want[expert] += dy[start:end].double().t() @ x[start:end].double()
-    assert error(main_grad, want) < 1e-5
+    assert norm_error(main_grad, want) < 1e-5
     assert (main_grad[[0, 2]] == 3).all()
 
 
@@ -139,10 +135,7 @@ def test_weight_gradients_are_sums_in_float32(out, inner, backend):
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_every_run_gives_the_same_bits(accumulate, backend):
     values = make()
-    first = layer(values, mlp_backend=backend, accumulate=accumulate)
-    for _ in range(5):
-        again = layer(values, mlp_backend=backend, accumulate=accumulate)
-        assert {name for name in first if not torch.equal(first[name], again[name])} == set()
+    assert_repeats(partial(layer, values, mlp_backend=backend, accumulate=accumulate))
 
 
 @pytest.mark.parametrize("backend", GROUPED)
@@ -156,10 +149,7 @@ def test_replay_with_other_routing_equals_eager(accumulate, backend):
         make(seed=4, tail=T),
     ]
     run = partial(layer, mlp_backend=backend, accumulate=accumulate)
-    for outcome in replayed(run, static, changes):
-        assert {
-            name for name, (again, eager) in outcome.items() if not torch.equal(again, eager)
-        } == set()
+    assert_replays(run, static, changes)
 
 
 @pytest.mark.parametrize("backend", GROUPED)
@@ -193,4 +183,4 @@ def test_tokens_keep_their_results_when_others_are_routed_elsewhere(backend):
         assert (
             (first[name][half].float() - second[name][half].float()).abs().max() / scale
         ).item() <= ulps * 2**-8
-    assert error(second["y"][: T // 2], first["y"][: T // 2]) > 0.5
+    assert norm_error(second["y"][: T // 2], first["y"][: T // 2]) > 0.5

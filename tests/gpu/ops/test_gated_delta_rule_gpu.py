@@ -1,5 +1,7 @@
 """Triton kernels of the gated delta rule on a GPU: errors, isolation, determinism, poison, graphs."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -17,7 +19,14 @@ from support.delta_rule_cases import (
     repeated_keys,
     with_gradients,
 )
-from support.op_packs import leaks, no_sync, relative_error, replayed
+from support.op_packs import (
+    assert_repeats,
+    assert_replays,
+    leaks,
+    no_sync,
+    norm_error,
+    relative_error,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -33,9 +42,7 @@ LOCAL = ("o", *(f"d{name}" for name in PER_TOKEN))
 """Results with one row per token."""
 
 
-def error(got, want):
-    """Return the norm of the difference, relative to the norm of ``want``."""
-    return ((got.double() - want).norm() / want.norm().clamp_min(1e-9)).item()
+error = partial(norm_error, least=1e-9)
 
 
 def triton_rule(values, lengths, **options):
@@ -123,10 +130,7 @@ def test_documents_do_not_touch_each_other_by_a_bit():
 def test_same_bits_in_each_run_and_at_each_capacity():
     lengths = PACKS["around a chunk"]
     values = cast(inputs(sum(lengths), (16, 32, 128, 128), device="cuda"), torch.bfloat16)
-    first = triton_rule(values, lengths)
-    for _ in range(10):
-        again = triton_rule(values, lengths)
-        assert all(torch.equal(first[name], again[name]) for name in RESULTS)
+    first = assert_repeats(lambda: triton_rule(values, lengths), times=10)
     padded = triton_rule(values, [*lengths, *[0] * 500])
     assert all(torch.equal(first[name], padded[name]) for name in RESULTS)
 
@@ -169,6 +173,4 @@ def test_replays_of_many_packings_equal_eager_without_host_wait():
     run(static)
     no_sync(run, static)
     changes = [{**metadata(int(cuts)), "k": torch.randn_like(values["k"])} for cuts in range(1, 30)]
-    for outcome in replayed(run, static, changes):
-        for name, (replay, eager) in outcome.items():
-            assert torch.equal(replay, eager), name
+    assert_replays(run, static, changes)

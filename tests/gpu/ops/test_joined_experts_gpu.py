@@ -7,11 +7,12 @@ import torch
 
 from megatron_packed.config.optional_packages import is_installed
 from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.build import Build
 from megatron_packed.layers.moe.experts import GroupedExperts
 from megatron_packed.layers.moe.parallel import ExpertParallel
-from megatron_packed.ops.grouped_mlp.api import grouped_mlp
+from megatron_packed.ops.grouped_mlp.api import JOINED, grouped_mlp
 from support.gpu_memory_modes import requested_bytes
-from support.op_packs import no_sync, replayed
+from support.op_packs import assert_repeats, assert_replays, no_sync, norm_error
 
 pytestmark = [
     pytest.mark.gpu,
@@ -70,10 +71,6 @@ def exact(given):
     return run(wide | {"offsets": given["offsets"]}, "reference")
 
 
-def error(got, want):
-    return ((got.double() - want).norm() / want.norm()).item()
-
-
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
 @pytest.mark.parametrize("size", SIZES)
@@ -107,16 +104,13 @@ def test_micro_batches_are_summed_in_float32():
         y.backward(given["dy"])
     for name, weight in weights.items():
         want = sum(each[name].double() - 1 for each in singly)
-        assert error(weight.main_grad, want) < 1e-5 and weight.grad is None
+        assert norm_error(weight.main_grad, want) < 1e-5 and weight.grad is None
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_every_run_gives_the_same_bits(accumulate):
     given = values(SIZES[0], ENDS["unused experts and rows"])
-    first = run(given, accumulate=accumulate)
-    for _ in range(5):
-        again = run(given, accumulate=accumulate)
-        assert {name for name in first if not torch.equal(first[name], again[name])} == set()
+    assert_repeats(partial(run, given, accumulate=accumulate))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -143,11 +137,7 @@ def test_a_row_keeps_its_bits_wherever_it_and_other_rows_are(size):
 def test_replay_with_other_routings_equals_eager(accumulate):
     static = values(SIZES[1], ENDS["full"])
     changes = [values(SIZES[1], ends, seed) for seed, ends in enumerate(ENDS.values(), start=1)]
-    outcomes = replayed(partial(run, accumulate=accumulate), static, changes)
-    for outcome in outcomes:
-        assert {
-            name for name, (got, want) in outcome.items() if not torch.equal(got, want)
-        } == set()
+    assert_replays(partial(run, accumulate=accumulate), static, changes)
 
 
 def test_a_pack_without_slots():
@@ -176,26 +166,25 @@ def test_nothing_waits_for_the_device_and_no_activation_is_saved():
     assert abs(saved - R * inner * 2) <= 4096  # offsets
 
 
-def test_layers_join_unless_their_steps_are_observed():
+def test_layers_join_unless_their_steps_are_observed(monkeypatch):
+    runs, run_joined = [], JOINED.loaded.run
+    monkeypatch.setattr(JOINED.loaded, "run", lambda *x: runs.append(None) or run_joined(*x))
     hidden, inner = SIZES[0]
     layer = GroupedExperts(
         E,
         hidden,
         inner,
         kind="squared_relu",
-        backends=Backends(),
         ep=ExpertParallel(),
-        device="cuda",
-        dtype=torch.bfloat16,
+        build=Build(backends=Backends(), device="cuda", dtype=torch.bfloat16),
     )
     given = values(SIZES[0], ENDS["full"])
     with torch.no_grad():
         layer.fc1.copy_(given["w1"])
         layer.fc2.copy_(given["w2"])
     called = []
-    assert layer.joins("cuda")
     joined = layer(given["x"], given["offsets"])
+    assert len(runs) == 1
     layer.moe_act.register_forward_hook(lambda module, inputs, output: called.append(output.shape))
-    assert not layer.joins("cuda")
     assert torch.equal(layer(given["x"], given["offsets"]), joined)
-    assert called == [(R, inner)]
+    assert called == [(R, inner)] and len(runs) == 1

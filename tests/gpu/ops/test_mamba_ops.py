@@ -2,6 +2,8 @@
 
 import os
 
+from support.op_packs import assert_repeats, assert_replays, norm_error
+
 # The libraries read these at import or first use. They fix the order of sums and the tuned kernels.
 os.environ.setdefault("MAMBA_DETERMINISTIC", "1")
 os.environ.setdefault("CAUSAL_CONV1D_DETERMINISTIC", "1")
@@ -18,7 +20,7 @@ from megatron_packed.ops.gated_rms_norm.api import gated_rms_norm
 from megatron_packed.ops.ssd import int32_offsets
 from megatron_packed.ops.ssd.api import OP as SSD
 from megatron_packed.ops.ssd.api import ssd
-from support.op_packs import boundaries, leaks, no_sync, relative_error, replayed
+from support.op_packs import boundaries, leaks, no_sync, relative_error
 
 pytestmark = pytest.mark.gpu
 
@@ -86,10 +88,6 @@ def mixer(values, seq_idx, cu_seqlens, reference=False):
     return {"y": y.detach(), **dict(zip((f"d_{name}" for name in leaf), gradients))}
 
 
-def error(got, want):
-    return ((got.double() - want.double()).norm() / want.double().norm()).item()
-
-
 @pytest.mark.parametrize("lengths", PACKS.values(), ids=PACKS.keys())
 def test_the_layer_equals_its_references(lengths):
     values = make(sum(lengths))
@@ -100,8 +98,8 @@ def test_the_layer_equals_its_references(lengths):
 
 
 def assert_near(got, want, plain, limit=BF16):
-    errors = {name: error(got[name], want[name]) for name in want}
-    allowed = {name: max(limit, FACTOR * error(plain[name], want[name])) for name in want}
+    errors = {name: norm_error(got[name], want[name]) for name in want}
+    allowed = {name: max(limit, FACTOR * norm_error(plain[name], want[name])) for name in want}
     assert {
         name: (errors[name], allowed[name]) for name in want if not errors[name] <= allowed[name]
     } == {}
@@ -200,7 +198,7 @@ def test_ssd_errs_no_more_than_the_combined_function():
         "y": theirs,
         **dict(zip((f"d_{name}" for name in leaf), gradients)),
     }.items():
-        assert error(ours[name], want[name]) < 1.1 * error(value, want[name]) + 1e-4, name
+        assert norm_error(ours[name], want[name]) < 1.1 * norm_error(value, want[name]) + 1e-4, name
 
 
 def test_very_strong_decay_stays_finite():
@@ -246,10 +244,7 @@ def test_the_isolation_test_sees_a_sum_that_does_not_restart(monkeypatch):
 def test_every_run_gives_the_same_bits():
     lengths = PACKS["awkward"]
     values, boundary = make(sum(lengths)), boundaries(lengths, "cuda")
-    first = mixer(values, *boundary)
-    for _ in range(5):
-        again = mixer(values, *boundary)
-        assert {name for name in first if not torch.equal(first[name], again[name])} == set()
+    assert_repeats(lambda: mixer(values, *boundary))
 
 
 def test_replay_over_other_packings_equals_eager():
@@ -264,14 +259,10 @@ def test_replay_over_other_packings_equals_eager():
         {"seq_idx": boundaries(other, "cuda")[0], "zxbcdt": make(1024, seed=i + 1)["zxbcdt"]}
         for i, other in enumerate(others)
     ]
-    outcomes = replayed(
+    results = assert_replays(
         lambda tensors: mixer(tensors, tensors["seq_idx"], cu_seqlens), static, changes
     )
-    for outcome in outcomes:
-        assert {
-            name for name, (again, eager) in outcome.items() if not torch.equal(again, eager)
-        } == set()
-    assert not torch.equal(outcomes[0]["y"][1], outcomes[1]["y"][1])
+    assert not torch.equal(results[0]["y"], results[1]["y"])
 
 
 def test_no_host_sync():
@@ -318,7 +309,7 @@ def test_convolution_equals_its_reference(lengths, dtype, activation, backend):
 
     for slice_ in (x, odd):
         for got, want in zip(run(slice_, dtype, backend), run(slice_, torch.float32, "reference")):
-            assert error(got, want) < (BF16 if dtype == torch.bfloat16 else 1e-5)
+            assert norm_error(got, want) < (BF16 if dtype == torch.bfloat16 else 1e-5)
 
 
 def test_a_document_has_the_same_convolution_at_every_place_of_a_pack():
@@ -378,7 +369,7 @@ def test_gated_norm_equals_its_reference(dtype, limit, group_size):
         return [y, *torch.autograd.grad(y, leaves, dy.to(dtype))]
 
     for got, want in zip(run(dtype, "triton"), run(torch.float32, "reference")):
-        assert error(got, want) < limit
+        assert norm_error(got, want) < limit
 
 
 def test_offsets_beyond_32_bits_are_right():

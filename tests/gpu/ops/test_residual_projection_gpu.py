@@ -8,7 +8,7 @@ from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.ops.residual_projection.api import OP, ResidualProjectionInputs
 from megatron_packed.packed.micro_batch import MicroBatch
 from support.hybrid_cases import VOCAB, tiny_config
-from support.op_packs import no_sync, replayed
+from support.op_packs import assert_replays, no_sync, norm_error
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,18 +37,14 @@ def values(tokens, inner, channels, seed=0):
     return {"residual": draw(tokens, channels), "x": draw(tokens, inner), "weight": weight}
 
 
-def error(got, want):
-    return ((got.double() - want).norm() / want.norm()).item()
-
-
 @pytest.mark.parametrize("size", SIZES)
 def test_the_sum_errs_less_than_that_of_separate_operations(size):
     given = values(*size)
     residual, x, weight = given.values()
     got = product_of(*size[1:])(residual, x, weight)
     exact = residual.double() + x.double() @ weight.double().t()
-    assert error(got, exact) <= error(residual + x @ weight.t(), exact) < 5e-3
-    assert error(got, exact) < 1.05 * error(exact.bfloat16(), exact)  # one rounding
+    assert norm_error(got, exact) <= norm_error(residual + x @ weight.t(), exact) < 5e-3
+    assert norm_error(got, exact) < 1.05 * norm_error(exact.bfloat16(), exact)  # one rounding
 
 
 def test_every_run_gives_the_same_bits_and_a_row_depends_on_itself_only():
@@ -70,10 +66,7 @@ def test_replay_with_other_data_equals_eager_and_nothing_waits():
     product = product_of(*SIZES[0][1:])
     changes = [values(*SIZES[0], seed) for seed in (1, 2)]
     no_sync(lambda: product(*changes[0].values()))
-    for outcome in replayed(
-        lambda static: {"y": product(*static.values())}, values(*SIZES[0]), changes
-    ):
-        assert all(torch.equal(got, want) for got, want in outcome.values())
+    assert_replays(lambda static: {"y": product(*static.values())}, values(*SIZES[0]), changes)
 
 
 def run(backend, dtype=torch.bfloat16):

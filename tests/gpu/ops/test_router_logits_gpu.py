@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_packed.ops.router_logits.api import router_logits
-from support.op_packs import no_sync, replayed
+from support.op_packs import assert_repeats, assert_replays, no_sync
 
 pytestmark = pytest.mark.gpu
 
@@ -28,10 +28,6 @@ def run(values, backend="triton"):
     logits = router_logits(leaf["x"], leaf["w"], backend=backend)
     gradients = torch.autograd.grad(logits, leaf.values(), values["dlogits"], allow_unused=True)
     return {"logits": logits.detach(), "d_x": gradients[0], "d_w": leaf["w"].main_grad}
-
-
-def different(first, second):
-    return {name for name in first if not torch.equal(first[name], second[name])}
 
 
 @pytest.mark.parametrize("sizes", [(8192, 2688, 128), (1000, 1000, 20), (513, 264, 512)])
@@ -64,15 +60,11 @@ def test_a_row_depends_on_its_row_only():
 
 def test_every_run_gives_the_same_bits():
     values = make()
-    first = run(values)
-    assert [different(first, run(values)) for _ in range(3)] == [set()] * 3
+    assert_repeats(lambda: run(values), times=3)
 
 
 def test_replay_equals_eager():
-    for outcome in replayed(run, make(), [make(seed=1), make(seed=2)]):
-        assert {
-            name for name, (again, eager) in outcome.items() if not torch.equal(again, eager)
-        } == set()
+    assert_replays(run, make(), [make(seed=1), make(seed=2)])
 
 
 def test_no_host_sync():

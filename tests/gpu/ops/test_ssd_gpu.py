@@ -1,7 +1,10 @@
 """Our kernels of the Mamba-2 scan on a GPU: errors, isolation, determinism, poison, graphs."""
 
 import os
+from functools import partial
 from itertools import product
+
+from support.op_packs import assert_repeats, assert_replays, norm_error
 
 # The libraries read these at import or first use. They fix the order of sums and the tuned kernels.
 os.environ.setdefault("MAMBA_DETERMINISTIC", "1")
@@ -12,7 +15,7 @@ import torch
 
 from megatron_packed.ops.column_slices import split_columns
 from megatron_packed.ops.ssd.api import ssd
-from support.op_packs import boundaries, leaks, no_sync, replayed
+from support.op_packs import boundaries, leaks, no_sync
 from support.scan_cases import LOCAL, NAMES, PER_TOKEN, RESULTS, cast, make, results
 from support.scan_parts import results_in_parts
 
@@ -34,9 +37,7 @@ BF16 = 8e-3
 """Largest norm of the error of bf16 kernels, as in test_mamba_ops.py."""
 
 
-def error(got, want):
-    """Return the norm of the difference, relative to the norm of ``want``."""
-    return ((got.double() - want).norm() / want.norm().clamp_min(1e-9)).item()
+error = partial(norm_error, least=1e-9)
 
 
 def low_and_exact(lengths, sizes, **options):
@@ -147,10 +148,7 @@ def test_documents_do_not_touch_each_other_by_a_bit(sizes):
 def test_every_run_gives_the_same_bits(sizes):
     lengths = [8192 - 5000, 4000, 999, 1]
     values = cast(make(8192, sizes, device="cuda"), torch.bfloat16)
-    first = results(values, lengths)
-    for _ in range(5):
-        again = results(values, lengths)
-        assert {name for name in first if not torch.equal(first[name], again[name])} == set()
+    assert_repeats(lambda: results(values, lengths))
 
 
 def test_nothing_uninitialised_is_read():
@@ -185,9 +183,7 @@ def test_replays_of_other_packings_equal_eager_without_host_wait():
         {"seq_idx": boundaries(pack, "cuda")[0], "B": torch.randn_like(values["B"])}
         for pack in packs
     ]
-    for outcome in replayed(run, static, changes):
-        for name, (replay, eager) in outcome.items():
-            assert torch.equal(replay, eager), name
+    assert_replays(run, static, changes)
 
 
 def test_offsets_beyond_32_bits_are_right():

@@ -94,7 +94,7 @@ def test_staging_memory_is_used_again(tools):
     )
 
 
-def test_what_goes_wrong_is_raised_when_asked_and_the_next_save_is_sound(tmp_path, tools):
+def test_an_error_of_a_save_is_raised_by_take_and_the_next_save_succeeds(tmp_path, tools):
     def full(site: str) -> None:
         if site == "shard.synced":
             raise OSError(28, "No space left on device")

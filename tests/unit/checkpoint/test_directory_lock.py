@@ -22,7 +22,7 @@ def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path, tools):
     claim_directory(tmp_path / "new" / "run", patience=0).close()
 
 
-def test_a_run_waits_for_one_that_is_going(tmp_path, monkeypatch):
+def test_a_run_waits_for_the_end_of_a_previous_run(tmp_path, monkeypatch):
     first = claim_directory(tmp_path)
     monkeypatch.setattr(
         "megatron_packed.checkpoint.directory_lock.time.sleep", lambda seconds: first.close()
@@ -30,7 +30,7 @@ def test_a_run_waits_for_one_that_is_going(tmp_path, monkeypatch):
     claim_directory(tmp_path).close()
 
 
-def test_a_directory_that_cannot_be_made_is_told(tmp_path):
+def test_a_directory_that_cannot_be_created_is_an_error(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(
         CheckpointError, match=r"(?s)preparing .*file/run for checkpoints.*NotADirectoryError"

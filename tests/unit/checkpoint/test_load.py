@@ -6,14 +6,12 @@ import shutil
 import pytest
 import torch
 
-from megatron_packed.checkpoint import checksum
 from megatron_packed.checkpoint.errors import (
     CheckpointError,
     CheckpointMismatchError,
     NoCheckpointError,
 )
 from megatron_packed.checkpoint.load import find_checkpoints, load_checkpoint, newest_checkpoint
-from megatron_packed.checkpoint.manifest import read_manifest
 from megatron_packed.checkpoint.read_tensors import read_tensor
 from megatron_packed.checkpoint.save import save_checkpoint
 from megatron_packed.checkpoint.tensor_shard import TensorShard, whole_tensors
@@ -121,7 +119,7 @@ def test_names_may_be_allowed_to_differ_by_prefix(tmp_path, tools):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_values_that_are_not_finite_are_refused_unless_asked_for(tmp_path, tools, dtype, value):
+def test_values_that_are_not_finite_are_refused_unless_allowed(tmp_path, tools, dtype, value):
     good = {"w": torch.zeros(5000, dtype=dtype), "v": torch.zeros(3)}
     tools.write_by_hand(tmp_path, 10, good, 1, 1)
     bad = {**good, "w": good["w"].clone()}
@@ -145,7 +143,7 @@ def test_a_boolean_that_is_neither_0_nor_1_is_damage(tmp_path, tools):
         load_checkpoint(tmp_path, whole_tensors(tools.blank(state)), check_finite=False)
 
 
-def test_newest_means_published_last_and_a_step_can_be_asked_for(tmp_path, tools):
+def test_newest_means_published_last_and_a_step_can_be_requested(tmp_path, tools):
     for sequence, step in enumerate((10, 30, 20), start=1):
         tools.write_by_hand(tmp_path, step, {"w": torch.tensor(step)}, 1, sequence)
     assert [candidate.manifest.step for candidate in find_checkpoints(tmp_path)] == [20, 30, 10]
@@ -220,7 +218,7 @@ def test_a_file_of_another_size_has_the_cure_of_a_reader(tmp_path, tools):
         read_tensor(path, next(iter(state)))
 
 
-def test_a_step_that_was_asked_for_has_no_substitute(tmp_path, tools):
+def test_a_requested_step_has_no_substitute(tmp_path, tools):
     for sequence, step in enumerate((10, 20), start=1):
         tools.write_by_hand(tmp_path, step, {"w": torch.tensor(step)}, 1, sequence)
     os.truncate(tmp_path / "step_00000020" / "rank_00000.safetensors", 9)
@@ -232,7 +230,7 @@ def test_a_step_that_was_asked_for_has_no_substitute(tmp_path, tools):
         assert not isinstance(error.value, NoCheckpointError)
 
 
-def test_nothing_there_is_told_from_something_damaged(tmp_path, tools):
+def test_a_missing_checkpoint_is_distinguished_from_a_damaged_one(tmp_path, tools):
     for path in (tmp_path, tmp_path / "absent"):
         with pytest.raises(NoCheckpointError):
             load_checkpoint(path, [])
@@ -286,17 +284,6 @@ def test_the_hint_has_no_power(tmp_path, tools, kind):
     assert loaded.step == found.item() == 20
     assert len(lines) == (kind != "missing") and all("latest" in line for line in lines)
     assert list(loaded.problems) == [line.removeprefix("WARNING: ") for line in lines]
-
-
-def test_files_with_zlibs_checksums_are_read(tmp_path, tools, monkeypatch):
-    """Check that files with CRC-32 load; earlier versions wrote them without google-crc32c."""
-    with monkeypatch.context() as patch:
-        patch.setattr(checksum, "CRC32C", "crc32")
-        directory = tools.write_by_hand(tmp_path, 10, tools.make_state(), 2, 1)
-    assert {record.algorithm for record in read_manifest(directory).files} == {"crc32"}
-    found = tools.blank(tools.make_state())
-    load_checkpoint(tmp_path, whole_tensors(found), warn=pytest.fail)
-    assert tools.same_bytes(found, tools.make_state())
 
 
 def test_warnings_go_to_standard_error_by_default(tmp_path, tools, capsys):

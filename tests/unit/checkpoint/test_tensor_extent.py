@@ -63,7 +63,10 @@ def test_overlaps(other_stride: int) -> None:
         one, other = drawn(draw), drawn(draw, other_stride)
         here, there = elements(one), elements(other)
         found = [
-            (here[o.here + row * o.pitch_here + i], there[o.there + row * o.pitch_there + i])
+            (
+                here[o.start_here + row * o.pitch_here + i],
+                there[o.start_there + row * o.pitch_there + i],
+            )
             for o in overlaps(one, other)
             for row in range(o.rows)
             for i in range(o.length)

@@ -10,8 +10,8 @@ import pytest
 from megatron_packed.cli.main import main
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.data.tokenizers.base import ByteTokenizer
-from megatron_packed.training.open_documents import open_documents
-from megatron_packed.training.plan_packs import plan_training
+from megatron_packed.inputs.open_documents import open_documents
+from megatron_packed.inputs.plan_packs import plan_training
 
 SFT = ["--sft", "--seq-length", "64"]
 

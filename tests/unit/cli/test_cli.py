@@ -19,12 +19,12 @@ from megatron_packed.config.parser.parse import parse
 from megatron_packed.config.serialise import to_dict
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.inputs.open_documents import build_tokenizer
 from megatron_packed.models.generate import generate
 from megatron_packed.reporting.curves import OF_A_STEP
+from megatron_packed.resume.run_and_random_state import RunState
 from megatron_packed.training.build_job import build_job
-from megatron_packed.training.explain import explain
-from megatron_packed.training.open_documents import build_tokenizer
-from megatron_packed.training.run_state import RunState
+from support.explained import explain
 
 MODEL = [
     "--hybrid-layer-pattern",
@@ -325,7 +325,7 @@ def test_generate_stops_where_answers_end(form, stops, tmp_path, monkeypatch, ca
     An empty answer prints a message.
     """
     seen = []
-    load_model = "megatron_packed.training.load_for_inference.load_model"
+    load_model = "megatron_packed.resume.load_for_inference.load_model"
     loaded = tmp_path / "step_00000000"
     monkeypatch.setattr(load_model, lambda *_, on_loaded, **__: on_loaded(loaded))
     monkeypatch.setattr(

@@ -31,6 +31,7 @@ SHELL = {
         "cat",
         "cd",
         "conda",
+        "cp",
         "do",
         "diff",
         "docker",

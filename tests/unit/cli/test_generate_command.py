@@ -17,9 +17,9 @@ import torch
 from megatron_packed.checkpoint.sealed_json import seal, unseal
 from megatron_packed.cli.main import main
 from megatron_packed.config.run import RunConfig
+from megatron_packed.inputs.open_documents import build_tokenizer, open_documents
 from megatron_packed.models import generate as generation
 from megatron_packed.training.from_python import train
-from megatron_packed.training.open_documents import build_tokenizer, open_documents
 from megatron_packed.training.trained_model import TrainedModel
 from support.attached_files import remove_attached_files
 from support.data_helpers import byte_level, save_tokenizer

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from megatron_packed.cli.main import main
 from megatron_packed.cli.plan import _duration
 from megatron_packed.config.parser.parse import parse
+from megatron_packed.explain import op_requests
 from megatron_packed.models.flops import FlopCounter
-from megatron_packed.training import op_requests
 
 SEED = shlex.split("""--sft --bf16 --sequence-parallel --cp-comm-type p2p --use-distributed-optimizer
     --cuda-graph-impl transformer_engine --cuda-graph-scope mamba attn --cuda-graph-max-packed-seqs 64

@@ -8,15 +8,15 @@ import re
 import numpy as np
 import pytest
 
+from megatron_packed.cli import measure_capacities as measure
 from megatron_packed.cli import tune as tune_command
 from megatron_packed.cli.main import main
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.data.packing.packer import METHODS
 from megatron_packed.data.packing.step_cost import StepCosts, Timed
 from megatron_packed.data.tokenizers.base import ByteTokenizer
-from megatron_packed.training import measure_capacities as measure
-from megatron_packed.training.open_documents import open_documents
-from megatron_packed.training.plan_packs import plan_training
+from megatron_packed.inputs.open_documents import open_documents
+from megatron_packed.inputs.plan_packs import plan_training
 
 MODEL = """--hybrid-layer-pattern M* --hidden-size 16 --num-attention-heads 2 --mamba-head-dim 8 --mamba-num-groups 1
     --mamba-state-dim 8 --mamba-chunk-size 16 --disable-bias-linear --device cpu""".split()  # noqa: SIM905

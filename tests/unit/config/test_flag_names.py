@@ -12,7 +12,7 @@ from megatron_packed.config import flag_names
 from megatron_packed.config.parser.flag_registry import every_field, known_flags
 
 PACKAGE = Path(flag_names.__file__).parents[1]
-UPPER = {"config", "training", "cli"}
+UPPER = {"config", "resume", "inputs", "explain", "training", "launch", "cli"}
 """Packages that use the options directly; all others take spellings from `flag_names`."""
 FLAG = re.compile(r"(?<![\w-])(?<!var\()--[a-zA-Z][\w-]*\w")
 """A flag in a text; `var(--NAME)` is a colour of a page."""

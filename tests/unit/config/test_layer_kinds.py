@@ -5,13 +5,21 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import megatron_packed
 from megatron_packed.config.errors import ConfigError
-from megatron_packed.config.kinds import KINDS
-from megatron_packed.config.kinds.layer_kind import RESERVED, LayerKind, LayerPart
+from megatron_packed.config.kinds.layer_kind import (
+    EVERYTHING,
+    KINDS,
+    RESERVED,
+    LayerKind,
+    LayerPart,
+    check_names,
+    record_of,
+)
 from megatron_packed.config.layer_pattern import DEPTH, REFUSED_SYMBOLS
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.config.run import every_field
@@ -181,12 +189,55 @@ NORM = LayerPart("norm_of_it", "norm")
         ({"symbol": "SS"}, "'SS'; choose one character"),
         ({"symbol": ""}, "''; choose one character"),
         ({"recomputed": {"other": ("other",)}, "parts": (NORM,)}, "recomputed['other']"),
+        ({"parts": (NORM, LayerPart("norm_of_it", "mixer.fc1"))}, "give each part another name"),
+        ({"parts": (NORM,), "inside_norm": ("norm",)}, "no part ['norm'], which `inside_norm`"),
     ],
 )
 def test_a_wrong_record_is_refused(record: dict, said: str) -> None:
     with pytest.raises(ValueError) as error:
         LayerKind(**{"symbol": "S", "name": "short convolution", **record})
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "part, said",
+    [
+        ({"path": "fc1"}, "path 'fc1'; write 'norm', or 'mixer.'"),
+        ({"path": "mixer.fc1", "saves": "output"}, "saves 'output'; choose 'input'"),
+    ],
+)
+def test_a_wrong_part_is_refused(part: dict, said: str) -> None:
+    with pytest.raises(ValueError) as error:
+        LayerPart("short_fc1", **part)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "changes, option",
+    [
+        ({"graph_modules": ("mlp",)}, "'mlp' for --cuda-graph-modules"),
+        ({"mixer_module": "mamba"}, "'mamba' for --recompute-modules"),
+        (
+            {"parts": (LayerPart("mlp_fc1", "mixer.fc1", EVERYTHING),)},
+            "'mlp_fc1' for --offload-mod",
+        ),
+    ],
+)
+def test_two_kinds_with_one_name_for_different_modules_are_refused(changes, option) -> None:
+    check_names(KINDS.values())
+    with pytest.raises(ValueError) as error:
+        check_names([*KINDS.values(), LayerKind(symbol="S", name="short convolution", **changes)])
+    assert option in str(error.value)
+
+
+def test_a_record_with_another_name_is_refused() -> None:
+    module = ModuleType("short_convolution")
+    assert record_of(module, "KIND", LayerKind) is None
+    module.SHORT = KINDS["-"]
+    with pytest.raises(ImportError, match="no LayerKind with the name KIND, but SHORT; call the"):
+        record_of(module, "KIND", LayerKind)
+    module.KIND = KINDS["-"]
+    assert record_of(module, "KIND", LayerKind) is KINDS["-"]
 
 
 def test_reserved_symbols_are_those_of_the_pattern() -> None:

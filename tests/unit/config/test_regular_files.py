@@ -8,8 +8,8 @@ import pytest
 from megatron_packed.cli.main import main
 from megatron_packed.config.regular_files import limited_lines, open_regular
 from megatron_packed.data.errors import DataError
-from megatron_packed.data.packing.step_cost import FORMAT, StepCosts
-from megatron_packed.data.tokenizers.base import MOST_BYTES, ByteTokenizer, read_bytes
+from megatron_packed.data.packing.step_cost import StepCosts
+from megatron_packed.data.tokenizers.base import MOST_TOKENIZER_BYTES, ByteTokenizer, read_bytes
 from megatron_packed.data.tokenizers.chat_format import template_source
 from megatron_packed.reporting.curves import read_jsonl, read_run
 
@@ -45,7 +45,7 @@ def test_lines_have_a_limit(tmp_path):
 
 def test_files_of_tokenizers_have_a_limit(tmp_path):
     with pytest.raises(DataError, match="has more than 256 MiB, too many for a file of a tok"):
-        read_bytes(sparse(tmp_path / "tokenizer.json", MOST_BYTES + 1))
+        read_bytes(sparse(tmp_path / "tokenizer.json", MOST_TOKENIZER_BYTES + 1))
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(DataError, match="cannot be read: it is a pipe or a device"):
         read_bytes(tmp_path / "pipe")
@@ -97,7 +97,13 @@ def test_a_deep_table_of_costs_is_refused(tmp_path):
     ],
 )
 def test_costs_are_numbers(tmp_path, change, part):
-    table = {"format": FORMAT, "tokens": 64, "update_ms": 1.0, "packs": [PACK], "device": "cpu"}
+    table = {
+        "format": "megatron_packed step costs 1",
+        "tokens": 64,
+        "update_ms": 1.0,
+        "packs": [PACK],
+        "device": "cpu",
+    }
     (tmp_path / "costs.json").write_text(json.dumps(table))
     assert StepCosts.load(tmp_path / "costs.json").capacities == (2,)
     (tmp_path / "costs.json").write_text(json.dumps({**table, **change}))

@@ -109,7 +109,7 @@ def test_spoilt_metadata_is_found_and_the_module_named(job, monkeypatch, fault):
         job.runner.audit(pack(NOW), deterministic=True)
 
 
-def test_a_slot_that_is_not_filled_is_found_though_the_same_pack_lies_there(job, monkeypatch):
+def test_the_audit_detects_an_unfilled_slot_that_holds_the_same_pack(job, monkeypatch):
     job.step(pack(NOW))
     after_fill(monkeypatch, lambda packed, before: packed.valid.copy_(before["valid"]))
     with pytest.raises(AuditMismatchError):

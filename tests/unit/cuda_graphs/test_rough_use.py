@@ -110,7 +110,7 @@ def test_metadata_made_from_the_slots_is_refused_by_its_name():
     chain.check(replays=False)
 
 
-def test_a_pack_that_nobody_placed_is_no_fallback():
+def test_a_pack_that_was_not_placed_is_no_fallback():
     """A pack that was never placed (as in generation) runs eagerly without a fallback or error."""
     chain = Chain(Foreign(), strict=True).capture()
     chain.place()
@@ -120,7 +120,7 @@ def test_a_pack_that_nobody_placed_is_no_fallback():
     assert not chain.runner.counters.module_fallbacks
 
 
-def test_after_the_capture_nothing_lies_in_the_slot():
+def test_after_the_capture_the_slot_is_empty():
     chain = Chain(Foreign(), strict=True).capture()
     hidden = hidden_states()
     assert chain.modules[0](hidden).shape == (T, D)
@@ -210,7 +210,7 @@ def test_backwards_in_another_order_are_an_error():
         results[1].sum().backward()
 
 
-def test_a_step_that_broke_off_leaves_nothing_behind():
+def test_an_interrupted_step_leaves_no_micro_batch_in_its_slot():
     chain = Chain(Foreign(), Foreign()).capture()
     chain.forward(hidden_states(1), chain.place([T]))  # without a backward pass
     chain.check()

@@ -299,7 +299,7 @@ def test_what_only_graphs_read_is_given_back_and_what_a_caller_may_keep_is_not(m
     given_back, at_the_end = set(), []
     true = TorchModuleGraphs.adopt_forward
     monkeypatch.setattr(
-        job.backend, "borrowed", lambda tensor: given_back.add(tensor.data_ptr()) or tensor
+        job.backend, "without_ownership", lambda tensor: given_back.add(tensor.data_ptr()) or tensor
     )
     monkeypatch.setattr(
         TorchModuleGraphs,

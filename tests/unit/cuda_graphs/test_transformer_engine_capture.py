@@ -51,9 +51,9 @@ def test_what_is_derived_from_metadata_is_there_before_modules_run(monkeypatch):
     On a GPU a capture computes nothing, and TransformerEngine's warm-up reads the tables.
     """
     seen = []
-    true = RecordingBackend.lent
+    true = RecordingBackend.library_capture
     monkeypatch.setattr(
-        RecordingBackend, "lent", lambda self: seen.append(list(self.log)) or true(self)
+        RecordingBackend, "library_capture", lambda self: seen.append(list(self.log)) or true(self)
     )
     job = Job(tiny_model("M*"), graphs=True, made_by=stand_in()[0]).capture()
     tables = list(job.runner.graphs[job.runner.slot].tables.values())
@@ -205,7 +205,7 @@ def test_a_module_that_cannot_be_captured_runs_eagerly_and_alone(trouble):
     assert {key.split(":")[0] for key in chain.runner.counters.module_fallbacks} == {"module 1"}
 
 
-def test_what_a_failed_capture_leaves_behind_is_tidied_up():
+def test_the_remains_of_a_failed_capture_are_removed():
     """After a failed capture, garbage collection is enabled again and no ``grad`` remains."""
 
     def fails(callables, samples, **options):
@@ -276,7 +276,7 @@ def test_without_transformer_engine_it_says_so(monkeypatch):
         transformer_engine.maker()
 
 
-def test_one_that_does_not_fit_torch_is_refused_too(monkeypatch, tmp_path):
+def test_a_version_that_does_not_fit_torch_is_refused_too(monkeypatch, tmp_path):
     (tmp_path / "transformer_engine.py").write_text("raise AttributeError")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)

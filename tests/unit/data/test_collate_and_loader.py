@@ -162,7 +162,7 @@ def test_every_micro_batch_has_the_size_of_the_smallest_size_that_holds_it(datas
 
 
 def test_ranks_whose_graphs_share_collectives_get_the_same_size(dataset):
-    """With ``alike``, all ranks get the smallest capture size that fits all their micro-batches.
+    """With ``same_on_all_ranks``, all ranks get the smallest capture size that fits all their micro-batches.
 
     If no capture size fits, all ranks get the same capacity above the capture sizes.
     """
@@ -171,16 +171,18 @@ def test_ranks_whose_graphs_share_collectives_get_the_same_size(dataset):
     seen = set()
     with ExitStack() as stack:
         options = {"total_tokens": SLOTS, "capture_sizes": capture_sizes}
-        alone, alike = (
+        alone, together_loaders = (
             [
-                stack.enter_context(Loader(dataset, plan, dp_rank=rank, alike=together, **options))
+                stack.enter_context(
+                    Loader(dataset, plan, dp_rank=rank, same_on_all_ranks=together, **options)
+                )
                 for rank in range(2)
             ]
             for together in (False, True)
         )
         for step in range(len(plan)):
             own = [loader.micro_batches(step) for loader in alone]
-            common = [loader.micro_batches(step) for loader in alike]
+            common = [loader.micro_batches(step) for loader in together_loaders]
             for *exact, first, second in zip(*own, *common, strict=True):
                 most = max(batch.packed.num_seqs for batch in exact)
                 capture_size = capture_sizes.smallest_for(most, SLOTS)
@@ -356,7 +358,7 @@ def test_an_error_in_the_thread_reaches_the_consumer(tmp_path):
                 loader.micro_batches(0)
 
 
-def test_no_thread_is_left_behind(dataset):
+def test_close_ends_the_thread(dataset):
     before = threading.active_count()
     loader = Loader(dataset, plan_of(dataset), dp_rank=0, total_tokens=SLOTS, prefetch=4)
     loader.micro_batches(0)

@@ -16,8 +16,8 @@ from megatron_packed.data.errors import DataError
 from megatron_packed.data.index.indexed_writer import IndexedWriter
 from megatron_packed.data.packed_dataset import PackedDataset
 from megatron_packed.data.tokenizers.base import ByteTokenizer
-from megatron_packed.training.open_documents import open_documents
-from megatron_packed.training.plan_packs import plan_training
+from megatron_packed.inputs.open_documents import open_documents
+from megatron_packed.inputs.plan_packs import plan_training
 from support.data_helpers import byte_level, conversation, save_tokenizer
 from support.run_configs import run_config
 

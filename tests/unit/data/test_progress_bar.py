@@ -45,7 +45,7 @@ def test_no_time_left_before_the_speed_is_known(monkeypatch, capsys) -> None:
     assert capsys.readouterr().err == "converting: 90%\n"
 
 
-def test_packing_shows_how_far_it_is_where_somebody_waits(monkeypatch, capsys) -> None:
+def test_packing_shows_progress_where_the_main_thread_waits(monkeypatch, capsys) -> None:
     monkeypatch.setattr(progress, "_QUIET_SECONDS", -1.0)
     monkeypatch.setattr(progress, "_LINE_EVERY", -1.0)
     shown = plan(1000, show_progress=True)

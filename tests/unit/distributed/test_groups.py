@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_packed.config.parallel_layout import GROUP_AXES
 from megatron_packed.config.sections.parallel import ParallelConfig
 from megatron_packed.distributed import groups as groups_module
 from megatron_packed.distributed.collectives import (
@@ -15,7 +16,7 @@ from megatron_packed.distributed.collectives import (
     all_reduce_sum,
     barrier,
 )
-from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.groups import Axis, ParallelGroups
 from megatron_packed.distributed.init_process_groups import backend_for
 
 
@@ -39,30 +40,18 @@ def test_one_process_is_the_identity_without_a_process_group() -> None:
         ParallelGroups.create(Config(), "cpu", environment),
     ):
         assert not dist.is_initialized()
-        assert (
-            groups.world_size,
-            groups.rank,
-            groups.dp_size,
-            groups.dp_rank,
-            groups.dp_group,
-        ) == (1, 0, 1, 0, None)
-        assert (
-            groups.tp_size,
-            groups.cp_size,
-            groups.ep_size,
-            groups.dp_cp_size,
-            groups.expert_dp_size,
-        ) == (1,) * 5
+        assert (groups.world_size, groups.rank, groups.world_group) == (1, 0, None)
+        assert {getattr(groups, name) for name in GROUP_AXES} == {Axis(group=None, size=1, rank=0)}
         tensor = torch.arange(3.0)
         assert (
-            all_reduce_sum(tensor, groups.dp_group) is tensor
-            and all_reduce_max(tensor, groups.dp_group) is tensor
+            all_reduce_sum(tensor, groups.dp.group) is tensor
+            and all_reduce_max(tensor, groups.dp.group) is tensor
         )
         assert all_gather_json(5, groups) == [5]
         barrier(groups)
         assert groups.shutdown()
     with pytest.raises(FrozenInstanceError):
-        groups.dp_size = 2
+        groups.dp = Axis()
 
 
 @pytest.mark.parametrize(
@@ -137,7 +126,9 @@ def test_more_processes_than_devices_is_a_sentence(monkeypatch: pytest.MonkeyPat
         ParallelGroups.create(Config(), "cuda", {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"})
 
 
-def test_shutdown_gives_up_on_a_library_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shutdown_aborts_after_its_timeout_if_the_library_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import threading
     import time
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_packed.distributed import symmetric_exchange
 from megatron_packed.distributed.symmetric_exchange import (
     PIECE_BYTES,
-    SLOTS,
+    PIECE_SLOTS,
     piece_of_peer,
     pieces_of,
     staging_bytes,
@@ -38,9 +38,9 @@ def test_a_piece_begins_after_the_certain_bytes() -> None:
 
 
 def test_the_staging_buffer_has_the_same_size_for_every_group() -> None:
-    assert staging_bytes(2) == SLOTS * PIECE_BYTES == 48 * 2**20
+    assert staging_bytes(2) == PIECE_SLOTS * PIECE_BYTES == 48 * 2**20
     for size in range(2, 9):
-        assert 0 <= staging_bytes(2) - staging_bytes(size) < SLOTS * 512 * size
+        assert 0 <= staging_bytes(2) - staging_bytes(size) < PIECE_SLOTS * 512 * size
         assert piece_of_peer(size, PIECE_BYTES) % 512 == 0
     assert piece_of_peer(8, 1) == 512
 
@@ -183,4 +183,4 @@ def test_the_random_orders_find_a_protocol_with_too_few_slots(
         wrong += any(
             not torch.equal(result, wanted(message, rank)) for rank, result in enumerate(results)
         )
-    assert wrong and symmetric_exchange.SLOTS == 3
+    assert wrong and symmetric_exchange.PIECE_SLOTS == 3

@@ -132,7 +132,7 @@ def test_a_pack_gives_the_results_of_its_documents_by_transformers(name):
     ours = Attention(
         ours_config,
         Build(backends=Backends(), device="cpu", dtype=torch.float32),
-        rotary=Rotary.of(ours_config, 128, backend="auto", device="cpu"),
+        rotary=Rotary.from_config(ours_config, 128, backend="auto", device="cpu"),
     )
     weights = {
         "qkv.weight": rows_of(theirs),

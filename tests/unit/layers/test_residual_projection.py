@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from megatron_packed.config.sections.memory import MemoryConfig
+from megatron_packed.explain import report
+from megatron_packed.explain.op_requests import op_requests
 from megatron_packed.layers import joined as joined_layers
 from megatron_packed.layers.linear import JoinedResidual
 from megatron_packed.memory import apply
@@ -20,24 +22,14 @@ from megatron_packed.ops.backend_dispatch import NoBackendError
 from megatron_packed.ops.residual_projection import api
 from megatron_packed.ops.varlen_attention import backends as varlen_attention
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.training import explain
-from megatron_packed.training.build_job import build_model
-from megatron_packed.training.op_requests import op_requests
 from support.hybrid_cases import VOCAB, tiny_config
 from support.kernel_calls import config_of
-from support.quack_stand_in import quack_stand_in
+from support.quack_stand_in import accept, asked, listed
 from support.traced_units import of_first_layer
 
 NAME = "megatron_packed.ops.residual_projection.quack"
 BF16 = torch.bfloat16
 PATTERN = "GM*-E"
-
-
-@pytest.fixture
-def package(monkeypatch):
-    """Stand-in for quack, on a GPU that is a Hopper."""
-    with quack_stand_in(monkeypatch) as stand_in:
-        yield stand_in
 
 
 @pytest.fixture
@@ -51,12 +43,7 @@ def on_cpu(quack, monkeypatch):
     """The same module, which takes the tensors of a CPU, of any dtype, as bf16 on a GPU."""
     for module in (joined_layers, api):
         monkeypatch.setattr(module, "WITH_CHOICE", {"cpu"})
-    reasons = quack.not_supported_reasons
-    monkeypatch.setattr(
-        quack,
-        "not_supported_reasons",
-        lambda inputs: reasons(replace(inputs, device_type="cuda", dtype=BF16)),
-    )
+    accept(monkeypatch, quack, dtype=BF16)
     return quack
 
 
@@ -250,11 +237,11 @@ def test_a_run_lists_what_layers_do(on_cpu, package, monkeypatch, pattern, chang
 
 
 def test_explain_has_one_row_for_layers_with_the_same_kernel_and_reason(quack, monkeypatch):
-    monkeypatch.setattr(explain, "_machine", lambda config, device: iter(()))
+    monkeypatch.setattr(report, "_machine", lambda config, device: iter(()))
     monkeypatch.setattr(varlen_attention, "_capability", lambda device: (9, 0))
     config = config_of("M*-M", device="auto", bf16=True)
     config = replace(config, model=replace(config.model, attention_norm_placement="output"))
-    rows = explain.capabilities(config, torch.device("cuda"))
+    rows = report.capabilities(config, torch.device("cuda"))
     found = [row for row in rows if row.name == "kernel residual_projection"]
     assert len(found) == 2 == len(set(found))
     assert any("is normalised before the addition" in row.reason for row in found)
@@ -264,14 +251,9 @@ def test_layers_ask_for_what_a_run_lists(on_cpu, monkeypatch):
     config = config_of("GM*-E", bf16=True)
     model = replace(config.model, moe_shared_expert_intermediate_size=40)
     config = replace(config, model=model)
-    asked = []
-    monkeypatch.setattr(
-        on_cpu, "not_supported_reasons", lambda inputs: asked.append(inputs) or ["no kernel"]
-    )
-    tokens = [(torch.arange(128).numpy(), None)]
-    build_model(config, 256, "cpu")(MicroBatch.build(tokens, 128)).loss.backward()
-    told = {inputs for op, _, inputs in op_requests(config, torch.device("cpu")) if op is api.OP}
-    assert set(asked) == told and len(told) == 4, told
+    found = asked(on_cpu, config, monkeypatch)
+    told = set(listed(config, api.OP, "cpu"))
+    assert found == told and len(told) == 4, told
 
 
 def hidden_states_at_the_end(**changes):

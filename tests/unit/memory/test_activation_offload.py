@@ -133,7 +133,7 @@ def test_writing_to_what_was_put_away_is_an_error_for_who_asks_for_it():
     offload.save([pack(7)])
 
 
-def test_what_cannot_be_loaded_may_be_asked_for_again():
+def test_a_failed_load_may_be_repeated():
     offload = offloader(streams := LateStreams(prompt=True, fail_device=[0, 1]))
     kept = [offload.save([pack(5, number)]) for number in range(3)]
     offload.join()
@@ -184,7 +184,7 @@ def test_a_graph_does_not_wait_for_a_prefetch_that_was_dropped(monkeypatch):
 
 
 @pytest.mark.parametrize("buffers", [1, 2, 4])
-def test_so_many_inputs_are_on_the_device_and_no_more(buffers):
+def test_the_number_of_inputs_on_the_device_is_bounded(buffers):
     """At most as many groups as there are buffers hold device memory.
 
     In the forward pass these are the newest sources. In the backward pass they are the group in use
@@ -216,7 +216,7 @@ def test_so_many_inputs_are_on_the_device_and_no_more(buffers):
     assert offload.pool.pinned == 8
 
 
-def test_a_buffer_that_somebody_holds_is_not_written_to():
+def test_a_buffer_with_a_reference_is_not_overwritten():
     offload = offloader(LateStreams(prompt=True), forced_buffers=2)
     kept = [offload.save([pack(5, number)]) for number in range(8)]
     taken = [one.restore()[0] for one in reversed(kept)]
@@ -289,7 +289,7 @@ def test_blocks_are_given_up_only_when_all_copies_are_done(how, monkeypatch):
     assert seen and all(seen)
 
 
-def test_blocks_of_what_was_dropped_serve_again_and_those_of_graphs_nobody_else():
+def test_blocks_of_dropped_tensors_are_reused_and_blocks_of_graphs_are_not():
     offload = offloader()
     for rows in (300, 200, 100):
         kept = [offload.save([pack(rows, number)]) for number in range(2)]

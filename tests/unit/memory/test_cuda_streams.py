@@ -42,7 +42,7 @@ def streams(monkeypatch):
     return made
 
 
-def test_blocks_share_no_page_and_go_when_nobody_has_them(streams):
+def test_blocks_share_no_page_and_are_freed_with_their_last_reference(streams):
     blocks = [streams.pinned(size) for size in (1, 512, 5000, 3 * mmap.PAGESIZE)]
     for block, size in zip(blocks, (1, 512, 5000, 3 * mmap.PAGESIZE)):
         assert block.numel() == size and block.data_ptr() % mmap.PAGESIZE == 0
@@ -53,7 +53,7 @@ def test_blocks_share_no_page_and_go_when_nobody_has_them(streams):
     assert streams.runtime.registered == {}
 
 
-def test_short_memory_is_told_from_other_errors(streams, monkeypatch):
+def test_out_of_memory_is_distinguished_from_other_errors(streams, monkeypatch):
     for code, error in ((2, torch.OutOfMemoryError), (1, RuntimeError)):
         streams.runtime = Runtime(code)
         with pytest.raises(RuntimeError, match=f"failed with error {code}") as caught:
@@ -96,7 +96,7 @@ def test_headroom_is_what_the_worst_moment_left_with_what_the_allocator_does_not
     assert streams.free_bytes() == 7 * GIB
 
 
-def test_what_is_asked_of_the_device(streams, monkeypatch):
+def test_shared_host_memory_and_nonblocking_copies(streams, monkeypatch):
     for integrated in (0, 1):
         properties = SimpleNamespace(is_integrated=integrated)
         monkeypatch.setattr(

@@ -43,7 +43,7 @@ def test_times_are_means_and_the_share_under_computation_is_of_all_copies_back()
     assert noted([(0, 30)]).hidden == 0.0  # not negative
 
 
-def test_computation_lies_between_the_end_of_a_wait_and_the_next():
+def test_computation_is_between_the_end_of_a_wait_and_the_next():
     waits = [(0, 5), (9, 11), (14, 20), (27, 28), (37, 37)]  # gaps of 4, 3, 7 and 9 ms
     assert len(waits) == ENOUGH + 1
     found = noted(waits)

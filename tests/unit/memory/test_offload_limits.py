@@ -73,7 +73,7 @@ def test_other_errors_are_not_swallowed(kind, number):
         gradients(LateStreams(prompt=True, **{kind: {number: RuntimeError("of another kind")}}))
 
 
-def test_without_any_device_memory_the_error_is_told():
+def test_without_any_device_memory_the_error_is_raised():
     with pytest.raises(torch.OutOfMemoryError):
         gradients(LateStreams(prompt=True, fail_device=range(100)))
 
@@ -140,7 +140,7 @@ def test_buffers_grow_one_a_step_when_there_is_room_beside_the_headroom():
     assert counts == [2, 3, 4, *[2] * 7, 3, 4, 5, *[1] * 15, 2, 3]
 
 
-def test_a_pass_that_fails_leaves_nothing_behind_and_what_waits_is_right():
+def test_a_failed_pass_leaves_no_copies_and_pending_ones_are_right():
     streams = LateStreams(prompt=True)
     offload, model, plain = offloader(streams, forced_buffers=3), Model(), Model()
     model.save = offload.save

@@ -126,7 +126,7 @@ def test_memory_of_a_second_run_goes_as_the_backward_pass_goes():
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1]
 
 
-def test_random_numbers_are_drawn_again_and_nobody_else_notices():
+def test_random_numbers_are_drawn_again_without_changing_later_ones():
     losses, grads, states = [], [], []
     for how in (lambda f, *args: f(*args), lambda f, *args: checkpoint(f, *args, rewind=True)):
         block, x = Block(), inputs()
@@ -189,7 +189,7 @@ def test_one_in_another_and_torchs_own_inside():
             assert torch.equal(found, expected)
 
 
-def test_gradients_that_are_asked_for_by_name_and_a_graph_that_is_kept():
+def test_gradients_of_named_inputs_and_a_retained_graph():
     """Recomputation works with ``torch.autograd.grad`` and ``retain_graph``, as captures use it."""
     plain, again, x = Block(), Block(), inputs()
     expected = torch.autograd.grad(run(plain, x), [x, plain.gain])
@@ -284,7 +284,7 @@ class Elsewhere:
         return copies
 
 
-def test_inputs_may_be_kept_elsewhere_and_are_asked_for_once_in_reverse_order():
+def test_inputs_may_be_stored_elsewhere_and_are_loaded_once_in_reverse_order():
     Elsewhere.log = []
     plain, again, x, same_x = (
         [Block(n) for n in range(3)],

@@ -112,7 +112,7 @@ def test_parameters_tables_and_small_tensors_stay():
     assert D * 3 * D not in log.put[0]
 
 
-def test_memory_is_free_behind_the_scope_and_goes_with_its_last_reader():
+def test_memory_is_freed_after_the_scope_with_its_last_reader():
     made = []
 
     def part(x):
@@ -131,7 +131,7 @@ def test_memory_is_free_behind_the_scope_and_goes_with_its_last_reader():
     assert log.taken == 1
 
 
-def test_a_graph_that_is_kept_and_one_that_is_dropped():
+def test_a_retained_graph_and_a_dropped_graph():
     part, x, log = Part(), inputs(), Log()
     loss = run([part], x, scopes=SavedTensorScopes(log, 1))
     twice = [torch.autograd.grad(loss, [x], retain_graph=True)[0] for _ in range(2)]

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron_packed.layers.kinds.attention as attention_kind
 from megatron_packed.distributed.flat_buffers import FlatBuffers
-from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.groups import Axis, ParallelGroups
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.ops.cross_entropy import reference as cross_entropy
 from support import hybrid_cases as cases
@@ -382,16 +382,16 @@ def test_a_forced_backend_reaches_its_op():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "message"),
+    ("axes", "message"),
     [
-        ({"ep_size": 2}, r"ep_size \(2\) does not fit the number of experts \(5\)"),
+        ({"ep": Axis(size=2)}, r"ep_size \(2\) does not fit the number of experts \(5\)"),
         (
-            {"tp_size": 3, "expert_tp_size": 3},
+            {"tp": Axis(size=3), "expert_tp": Axis(size=3)},
             r"tp_size \(3\) does not fit the number of inner channels of an MLP",
         ),
     ],
 )
-def test_layouts_that_do_not_fit_the_model_are_refused(sizes, message):
-    groups = ParallelGroups(device=torch.device("cpu"), **sizes)
+def test_layouts_that_do_not_fit_the_model_are_refused(axes, message):
+    groups = ParallelGroups(device=torch.device("cpu"), **axes)
     with pytest.raises(ValueError, match=message):
         HybridModel(cases.tiny_config("E"), vocab_size=10, max_positions=8, groups=groups)

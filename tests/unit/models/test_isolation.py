@@ -8,6 +8,7 @@ import torch
 
 import megatron_packed.layers.attention as attention
 import megatron_packed.layers.kinds.gated_delta_net as gated_delta_net
+import megatron_packed.layers.mlp as mlp
 import megatron_packed.layers.moe.aux_loss as aux_loss
 import megatron_packed.layers.short_convolution as short_convolution
 import megatron_packed.models.multi_token_prediction as multi_token_prediction
@@ -251,6 +252,48 @@ def test_a_leak_by_rounding_alone_is_found(monkeypatch):
     assert failed and all(0 < result.difference < 1e-4 for result in failed)
 
 
+def test_attention_that_reads_later_tokens_is_found(monkeypatch):
+    attend = attention.varlen_attention
+
+    def reversed_time(q, k, v, cu_seqlens, max_seqlen, **options):
+        reverse = (options["seq_idx_1T"][0] * len(q)).add(torch.arange(len(q)).flip(0)).argsort()
+        return attend(q[reverse], k[reverse], v[reverse], cu_seqlens, max_seqlen, **options)[
+            reverse
+        ]
+
+    monkeypatch.setattr(attention, "varlen_attention", reversed_time)
+    results = check("*-")
+    assert failures(results) == {("*", "outputs")}
+    assert results[0].isolated and "the mixer reads later tokens" in str(results[0])
+
+
+def test_a_reversed_recurrence_is_found(monkeypatch):
+    run_rule = gated_delta_net.gated_delta_rule
+
+    def reversed_time(q, k, v, a, b, *inputs, **options):
+        seq_idx = inputs[-2]
+        reverse = (seq_idx[0] * len(q)).add(torch.arange(len(q)).flip(0)).argsort()
+        return run_rule(*(x[reverse] for x in (q, k, v, a, b)), *inputs, **options)[reverse]
+
+    monkeypatch.setattr(gated_delta_net, "gated_delta_rule", reversed_time)
+    assert failures(check("G-")) == {("G", "outputs")}
+
+
+def test_an_mlp_that_reads_the_next_token_of_its_document_is_found(monkeypatch):
+    forward = mlp.MLP.forward
+
+    def mixing(self, x_TD, packed, *joined):
+        next_TD = torch.where(
+            packed.seq_idx[0, :, None] == packed.seq_idx[0].roll(-1)[:, None],
+            x_TD.roll(-1, 0),
+            0.0,
+        )
+        return forward(self, x_TD + next_TD, packed, *joined)
+
+    monkeypatch.setattr(mlp.MLP, "forward", mixing)
+    assert failures(check("-*")) == {("-", "outputs")}
+
+
 def test_leaking_attention_is_found(monkeypatch):
     attend = attention.varlen_attention
 
@@ -308,7 +351,7 @@ def _allowed_ulps(symbol, quantity, device, backends):
     return MIXERS[symbol].isolation.allowed_ulps(quantity, device, backends)
 
 
-def test_rounding_anew_is_allowed_where_a_kernel_does_it_and_nowhere_else():
+def test_another_rounding_is_allowed_only_for_kernels_that_round_again():
     gpu, fast, exact = torch.device("cuda"), Backends(), Backends(deterministic=True)
     cpu = torch.device("cpu")
     assert _allowed_ulps("E", "outputs", cpu, exact) == 8

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from megatron_packed.config.parser.parse import parse
+from megatron_packed.models.estimate.run_estimate import Imagined
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.training.run_estimate import Imagined
 from support.kernel_calls import FLAGS
 
 TP = "--tensor-model-parallel-size 2"
@@ -48,7 +48,7 @@ def test_every_layout_runs_without_processes(layout: tuple[str, int, str]) -> No
     (model, groups), pack = planned(*layout)
     output = model(pack)
     output.loss.backward()
-    own = pack.tokens.shape[0] // groups.cp_size
+    own = pack.tokens.shape[0] // groups.cp.size
     assert output.per_token_loss_T.shape == (own,)
     for name, parameter in model.named_parameters():
         gradient = parameter.grad

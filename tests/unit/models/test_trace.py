@@ -56,7 +56,7 @@ def test_a_trace_does_not_import_the_compiler() -> None:
 
 ESTIMATES = """
 from megatron_packed.config.parser.parse import parse_or_exit
-from megatron_packed.training.run_estimate import estimates, usual
+from megatron_packed.models.estimate.run_estimate import estimates, usual
 
 words = ["@examples/recipes/hybrid_1b.pretrain.args"]
 config = parse_or_exit(words, launched=False, world_size=8, on_this_machine=False)

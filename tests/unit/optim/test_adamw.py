@@ -14,7 +14,7 @@ from megatron_packed.optim.adamw_multi_tensor import (
     Apex,
     TransformerEngine,
     apex_problems,
-    launch,
+    launch_per_decay,
 )
 
 BETA1, BETA2, EPS = 0.9, 0.95, 1e-8
@@ -85,7 +85,7 @@ def capturable_kernel(
 
 
 def run_multi_tensor(slices: list[Slices], numbers: Control) -> None:
-    launch(
+    launch_per_decay(
         lambda op, noop, lists, *args: op(65536, noop, lists, *args),
         capturable_kernel,
         slices,

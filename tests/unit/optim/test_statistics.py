@@ -6,10 +6,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_packed.distributed.flat_buffers import FlatBuffers
+from megatron_packed.models.metrics_layout import MetricsLayout, StepValues
 from megatron_packed.optim.clipping import Counted, nonzeros
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.optim.statistics import ZEROS_UNIT, Statistics
-from megatron_packed.training.metrics_layout import MetricsLayout, StepValues
 
 
 class Tied(nn.Module):
@@ -116,7 +116,7 @@ def operations(**asked) -> list[str]:
     return recorded.names
 
 
-def test_what_is_not_asked_for_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statistics_that_are_off_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     off, on = operations(), operations(params_norm=True, count_zeros_of=923)
     monkeypatch.setattr(Statistics, "before_update", lambda self: None)
     monkeypatch.setattr(Statistics, "after_update", lambda self: None)

@@ -14,7 +14,7 @@ FIELDS = [
 
 
 def test_sections_are_aligned_and_do_not_overlap():
-    layout = BufferLayout.of(FIELDS)
+    layout = BufferLayout.from_fields(FIELDS)
     end = 0
     for section, (name, dtype, shape) in zip(layout.sections, FIELDS):
         assert (section.name, section.dtype, section.shape) == (name, dtype, shape)
@@ -26,7 +26,7 @@ def test_sections_are_aligned_and_do_not_overlap():
 
 
 def test_views_alias_the_buffer_and_keep_their_values_through_one_copy():
-    layout = BufferLayout.of(FIELDS)
+    layout = BufferLayout.from_fields(FIELDS)
     source, target = layout.allocate(), layout.allocate()
     views, copies = layout.views(source), layout.views(target)
     views["a"][:] = torch.tensor([1, -2, 3])
@@ -44,4 +44,4 @@ def test_views_alias_the_buffer_and_keep_their_values_through_one_copy():
 )
 def test_another_buffer_is_refused(buffer):
     with pytest.raises(ValueError, match=r"uint8 buffer of shape \(64,\)"):
-        BufferLayout.of(FIELDS).views(buffer)
+        BufferLayout.from_fields(FIELDS).views(buffer)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.config.sections.packing import PackingConfig
 from megatron_packed.cuda_graphs.fallback_reasons import GraphFallbackError
@@ -18,7 +19,6 @@ from megatron_packed.training.build_graphs import (
     modules_to_capture,
     released,
 )
-from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.failures import failure_of
 from support.stand_in import RecordingBackend
 from support.step_jobs import (

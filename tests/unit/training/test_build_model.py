@@ -9,8 +9,9 @@ from megatron_packed.config.sections.packing import PackingConfig
 from megatron_packed.config.sections.parallel import ParallelConfig
 from megatron_packed.distributed.overlapped_collectives import OverlappedGather
 from megatron_packed.distributed.zero1_layout import Ownership
+from megatron_packed.models import run_model
+from megatron_packed.models.run_model import build_model
 from megatron_packed.training import build_job
-from megatron_packed.training.build_job import build_model
 from support.step_jobs import VOCAB, config_of, job_of
 
 
@@ -54,7 +55,7 @@ def test_options_of_the_layout_reach_the_model(given, monkeypatch):
     def built(config, **options):
         raise Built(options)
 
-    monkeypatch.setattr(build_job, "HybridModel", built)
+    monkeypatch.setattr(run_model, "HybridModel", built)
     config = dataclasses.replace(
         config_of(cuda_graph_impl="none"), parallel=ParallelConfig(**given)
     )
@@ -123,6 +124,6 @@ def test_device_is_that_of_the_option(name, has_gpu, device, monkeypatch):
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, device=name))
     if device is None:
         with pytest.raises(ValueError, match="--device cuda: torch sees no GPU here"):
-            build_job.device_of(config)
+            run_model.device_of(config)
     else:
-        assert build_job.device_of(config) == torch.device(device)
+        assert run_model.device_of(config) == torch.device(device)

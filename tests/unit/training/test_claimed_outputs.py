@@ -15,10 +15,10 @@ from megatron_packed.checkpoint.load import find_checkpoints
 from megatron_packed.checkpoint.save import save_checkpoint
 from megatron_packed.config import launch_checks
 from megatron_packed.config.errors import ConfigError
+from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.checkpoint import CheckpointConfig
 from megatron_packed.training.claimed_outputs import refuse_other_runs
-from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.from_python import train
 
 MODEL = "--hybrid-layer-pattern - --hidden-size 16 --ffn-hidden-size 16 --no-isolation-self-test"

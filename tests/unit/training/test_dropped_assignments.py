@@ -8,12 +8,12 @@ import torch
 
 from megatron_packed.config.sections.memory import MemoryConfig
 from megatron_packed.layers.moe.capacity import expert_capacity
+from megatron_packed.reporting.console import Console
 from megatron_packed.reporting.run_report import write_report
+from megatron_packed.reporting.step_record import ExpertFigures
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs
 from megatron_packed.training.build_job import build_job
-from megatron_packed.training.console import Console
 from megatron_packed.training.isolation_self_test import self_test
-from megatron_packed.training.metrics import ExpertFigures
 from support.recomputed_steps import PARTS, TRAVELLERS
 from support.stand_in import RecordingBackend
 from support.step_jobs import CAPTURE_SIZES, GROUPS, config_of, micro_batch

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.config.run import RunConfig
 from megatron_packed.data.packing.pack_plan import PackPlan
 from megatron_packed.data.packing.packer import Packer
 from megatron_packed.data.packing.pieces import Pieces
-from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.from_python import train
 
 MODEL = "--hybrid-layer-pattern - --hidden-size 8 --no-isolation-self-test --seq-length 64"

@@ -22,9 +22,9 @@ from support.step_jobs import state_hash as digest_of
 
 
 class BorrowingBackend(RecordingBackend):
-    """Stand-in for capture whose `borrowed` returns an alias of the tensor, as on a GPU."""
+    """Stand-in for capture whose `without_ownership` returns an alias of the tensor, as on a GPU."""
 
-    def borrowed(self, tensor):
+    def without_ownership(self, tensor):
         return torch.empty(0, dtype=tensor.dtype).set_(
             tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
         )

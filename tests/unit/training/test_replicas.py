@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megatron_packed.training import replica_hashes
-from megatron_packed.training.replica_hashes import bit_hash, mismatches
+from megatron_packed.distributed import replica_hashes
+from megatron_packed.distributed.replica_hashes import bit_hash, mismatches
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 
 from megatron_packed.config.errors import ConfigError
+from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.config.run import RunConfig
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.tokenizers.base import ByteTokenizer
+from megatron_packed.inputs.open_documents import open_documents
+from megatron_packed.inputs.sample_and_metric_prompts import metric_questions
+from megatron_packed.reporting.sample_answers import console_lines
 from megatron_packed.training import answers as answers_module
-from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.from_python import train
-from megatron_packed.training.open_documents import open_documents
-from megatron_packed.training.questions import metric_questions
-from megatron_packed.training.sample_text import console_lines
 from support.data_helpers import conversation
 
 MODEL = "--hybrid-layer-pattern M* --hidden-size 16 --num-attention-heads 2 --mamba-head-dim 8"

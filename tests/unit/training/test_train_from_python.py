@@ -10,21 +10,21 @@ import pytest
 import torch
 
 from megatron_packed.checkpoint.errors import NoCheckpointError
+from megatron_packed.checkpoint.run_metadata import RunProgress
 from megatron_packed.config import launch_checks
 from megatron_packed.config.environment_variables import DETERMINISTIC, environment
 from megatron_packed.config.errors import ConfigError
+from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.config.parser.precedence import _keywords
 from megatron_packed.config.run import RunConfig
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.tokenizers.base import END_OF_DOCUMENT
+from megatron_packed.inputs.prompts import encode_prompts, texts
 from megatron_packed.models.convert.import_huggingface import from_huggingface
 from megatron_packed.models.generate import generate
+from megatron_packed.reporting.run_writers import CallbackWriter, writers_of
 from megatron_packed.training import pretrain
-from megatron_packed.training.checkpoint_metadata import RunProgress
-from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.from_python import train
-from megatron_packed.training.prompts import encode_prompts, texts
-from megatron_packed.training.run_writers import CallbackWriter, writers_of
 from megatron_packed.training.trained_model import TrainedModel
 from support.converted_model import write_model
 from support.data_helpers import byte_level, conversation, save_tokenizer

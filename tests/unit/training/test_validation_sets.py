@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from megatron_packed.config.errors import ConfigError
+from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.config.run import RunConfig
-from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.from_python import train
 
 MODEL = """--hybrid-layer-pattern - --hidden-size 8 --no-isolation-self-test --seq-length 64 --lr 1e-2

@@ -220,12 +220,10 @@ class FileOptions(Section, group="files"):
 
     @property
     def valid_blend(self) -> BlendedPaths:
-        """Return the data given for validation."""
         return BlendedPaths.from_arguments(self.named.valid)
 
     @property
     def test_blend(self) -> BlendedPaths:
-        """Return the data given for the test."""
         return BlendedPaths.from_arguments(self.named.test)
 
     @property

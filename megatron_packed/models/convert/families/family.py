@@ -155,7 +155,7 @@ class Family:
 
     def aside(self, model: ModelConfig) -> tuple[str, ...]:
         """Return the prefixes of tensors that are not part of ``model``."""
-        return tuple(one for one in self.set_aside if one != MTP or not model.mtp_depths)
+        return tuple(prefix for prefix in self.set_aside if prefix != MTP or not model.mtp_depths)
 
 
 LIBRARY = """_name_or_path architectures auto_map bos_token_id dtype eos_token_id initializer_range model_type

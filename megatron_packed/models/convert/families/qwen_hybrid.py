@@ -17,7 +17,7 @@ from megatron_packed.models.convert.families.decoder import (
     OUTSIDE,
     SIZES,
     flat_rotary,
-    number_of_layers,
+    hidden_layers,
     rope_unscaled,
     typed_pattern,
 )
@@ -64,7 +64,7 @@ def _spelled(fields: Fields, key_value_heads: int) -> dict[str, Any]:
     flat = flat_rotary(fields, defaults)
     every = flat.get("full_attention_interval", _INTERVAL)
     if flat.get("layer_types") is None and every > 0:
-        number = number_of_layers(flat)
+        number = hidden_layers(flat)
         flat["layer_types"] = [_word((n + 1) % every == 0) for n in range(number)]
     return flat
 

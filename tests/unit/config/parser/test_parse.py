@@ -489,7 +489,7 @@ def test_data_that_cannot_be_cached_beside_itself_needs_a_cache_path(
 def test_names_that_the_data_package_knows_as_well() -> None:
     from megatron_packed.data.sources.tokenized_dataset import DEFAULT_CACHE_NAME
     from megatron_packed.data.tokenizers.chat_format import BUILT_IN_TEMPLATES
-    from megatron_packed.data.tokenizers.prompt_formats import PROMPT_FORMATS as FORMATS
+    from megatron_packed.data.tokenizers.prompt_formats import FORMATS_BY_NAME as FORMATS
 
     assert (set(CHAT_TEMPLATES), CACHE_NAME) == (set(BUILT_IN_TEMPLATES), DEFAULT_CACHE_NAME)
     assert tuple(FORMATS) == PROMPT_FORMATS

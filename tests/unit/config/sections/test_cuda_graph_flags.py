@@ -8,7 +8,7 @@ from importlib.machinery import ModuleSpec
 import pytest
 import yaml
 
-from megatron_packed.config.kinds import KINDS
+from megatron_packed.config.kinds.layer_kind import KINDS
 from megatron_packed.config.parser.help_text import help_text
 from megatron_packed.config.parser.parse import parse, parse_with_sources
 from megatron_packed.config.parser.print_config import config_yaml

@@ -28,7 +28,7 @@ DOCUMENTS = {
     "uint16": [[[1, 2, 65499]], [[7]], [[9, 8, 7, 6], [5]], [[]], [[3, 3, 3]]],
     "int32": [[[1, 2, 65499, 2**31 - 1]], [[0, 0], [1], [2, 2]], [[4] * 40]],
 }
-"""Documents that megatron-core wrote into the prepared files (`indexed/make.py`), as lists of
+"""Documents that megatron-core wrote into the prepared files (`tools/indexed_files.py`), as lists of
 sequences of tokens.
 """
 
@@ -55,7 +55,7 @@ def read(prefix: Path, *, map_tokens: bool = True) -> list[list[list[int]]]:
 
 @pytest.mark.shows("Data", ".bin and .idx")
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_files_of_megatron_core_are_read_and_written_alike(name: str, tmp_path: Path) -> None:
+def test_files_of_megatron_core_are_read_and_written_identically(name: str, tmp_path: Path) -> None:
     assert read(PREPARED / name) == read(PREPARED / name, map_tokens=False) == DOCUMENTS[name]
     ours = write(tmp_path / name, DOCUMENTS[name], name)
     for path in (index_path, tokens_path):

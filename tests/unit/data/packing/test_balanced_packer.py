@@ -5,9 +5,9 @@ import pytest
 
 from megatron_packed.data.keyed_random import KeyedRandom
 from megatron_packed.data.packing.balanced_packer import (
+    EXCHANGE_SLOTS,
     JITTER,
     LEFT_OVER,
-    SLOTS,
     balance,
     best_fit,
     exchange,
@@ -73,7 +73,8 @@ def test_best_fit_goes_into_the_fullest_bin_where_it_fits(cap):
 
 
 @pytest.mark.parametrize(
-    ("per_bin", "cap"), [(3, 3), (6, 6), (6, 20), (30, 30), (100, 104), (2 * SLOTS, 4 * SLOTS)]
+    ("per_bin", "cap"),
+    [(3, 3), (6, 6), (6, 20), (30, 30), (100, 104), (2 * EXCHANGE_SLOTS, 4 * EXCHANGE_SLOTS)],
 )
 def test_exchange_fills_bins_that_random_assignment_overfills(per_bin, cap):
     """Exchange makes (nearly) all randomly filled bins fit, with 1 % of the slots free.
@@ -124,7 +125,7 @@ def test_leave_over_takes_the_shortest_document_that_is_enough():
     )
 
 
-def test_balance_never_overfills_whatever_it_is_asked():
+def test_balance_never_overfills_with_any_arguments():
     rng = np.random.default_rng(0)
     for _ in range(60):
         slots = int(rng.integers(5, 400))

@@ -28,7 +28,7 @@ def test_documents_always_alone_are_left_out():
     assert met.by_chance == 2 * 2 / 6  # only documents 0 to 3 count
 
 
-def test_nobody_has_company():
+def test_packs_of_one_document_have_no_companions():
     met = companions(packs_of([0], [1]), packs_of([1], [0]))
     assert (met.pairs, met.again, met.share, met.chance) == (0, 0, 0.0, 0.0)
 

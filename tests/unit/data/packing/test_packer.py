@@ -159,7 +159,7 @@ def test_only_the_last_window_pays_for_a_remainder():
     assert len(small) == len(packs)
 
 
-def test_windows_are_not_smaller_than_asked_and_keep_to_themselves():
+def test_windows_are_not_smaller_than_requested_and_are_independent():
     """Best fit decreasing packs each window separately, as a simple implementation does."""
     lengths = long_tail(10_000)
     stream = KeyedRandom(9, "documents", 4).permutation(lengths.size)

@@ -24,7 +24,7 @@ def test_figures_and_books(method, policy):
     pieces = Pieces.cut(LENGTHS, 500, policy)
     packer = Packer(slots=500, method=method)
     packs = packer.pack(pieces.length, seed=1)
-    report = PackingReport.of(pieces, packs, packer, capacities=(1, 3, 400))
+    report = PackingReport.from_packs(pieces, packs, packer, capacities=(1, 3, 400))
     counts = sorted(packs[pack].size for pack in range(len(packs)))
     tokens = [int(pieces.length[packs[pack]].sum()) for pack in range(len(packs))]
     assert report.packs == len(packs)
@@ -52,7 +52,7 @@ def test_packs_of_other_pieces_are_refused():
     pieces = Pieces.cut(LENGTHS, 500)
     packs = packer.pack(pieces.length[:-1], seed=1)
     with pytest.raises(ValueError, match="the packs were made from other pieces"):
-        PackingReport.of(pieces, packs, packer)
+        PackingReport.from_packs(pieces, packs, packer)
 
 
 def test_sentence_about_graphs():
@@ -62,21 +62,23 @@ def test_sentence_about_graphs():
     packs = packer.pack(pieces.length, 0)
 
     def sentence(*capacities):
-        return PackingReport.of(
+        return PackingReport.from_packs(
             pieces, packs, packer, capture_sizes=CaptureSizes.of(capacities, 10)
         ).sentences()[-1]
 
     assert sentence(2, 4) == "CUDA graphs: capacities 2, 4 cover every pack."
     assert sentence(3) == "CUDA graphs: capacity 3 covers every pack."
     assert sentence(1) == "CUDA graphs: capacity 1 covers all but 2 of 3 packs, which run eagerly."
-    assert "CUDA" not in PackingReport.of(pieces, packs, packer).sentences()[-1]
+    assert "CUDA" not in PackingReport.from_packs(pieces, packs, packer).sentences()[-1]
 
 
 def test_sentences_and_json():
     """The sentences and the JSON object of a small report have the expected numbers."""
     pieces = Pieces.cut(np.array([4, 6, 12]), 10)
     packer = Packer(slots=10)
-    report = PackingReport.of(pieces, packer.pack(pieces.length, 0), packer, capacities=(1, 2))
+    report = PackingReport.from_packs(
+        pieces, packer.pack(pieces.length, 0), packer, capacities=(1, 2)
+    )
     first, second, third = report.sentences()
     assert first == "2 packs of 10 slots, 100.00% full (the emptiest 100.0%), packed by balanced."
     assert second.startswith("Documents per pack: P50 1, P90 2, P99 2, most 2.")
@@ -87,13 +89,13 @@ def test_sentences_and_json():
     assert json.loads(json.dumps(report.as_dict()))["counts"]["tokens_truncated"] == 2
 
 
-def test_padding_of_aligned_documents_is_told_from_tails():
+def test_padding_of_aligned_documents_is_counted_apart_from_tails():
     """Padding after documents of 3, 5 and 10 tokens at multiples of 4 slots is counted separately
     from the tails of two packs of 16 slots.
     """
     pieces = Pieces.cut(np.array([3, 5, 10]), 16)
     packer = Packer(slots=16, alignment=4)
-    report = PackingReport.of(pieces, packer.pack(pieces.length, 0), packer)
+    report = PackingReport.from_packs(pieces, packer.pack(pieces.length, 0), packer)
     assert (report.packs, report.fill, report.padded_tokens, report.alignment_padding) == (
         2,
         18 / 32,
@@ -104,7 +106,9 @@ def test_padding_of_aligned_documents_is_told_from_tails():
         "Documents begin at multiples of 4 slots: 6 slots (18.75%) are padding after documents, "
         "8 are unused at the ends of packs."
     )
-    unaligned = PackingReport.of(pieces, Packer(slots=16).pack(pieces.length, 0), Packer(slots=16))
+    unaligned = PackingReport.from_packs(
+        pieces, Packer(slots=16).pack(pieces.length, 0), Packer(slots=16)
+    )
     assert unaligned.alignment_padding == 0 and "multiples" not in " ".join(unaligned.sentences())
 
 
@@ -201,6 +205,6 @@ def test_the_packer_meets_the_goals_on_recorded_lengths(name, slots):
     packer = Packer(slots=slots)
     least_fill, most = GOALS[name, slots]
     for epoch in range(2):
-        report = PackingReport.of(pieces, packer.pack(pieces.length, 4321, epoch), packer)
+        report = PackingReport.from_packs(pieces, packer.pack(pieces.length, 4321, epoch), packer)
         assert report.fill * 100 >= least_fill
         assert report.documents_max <= most

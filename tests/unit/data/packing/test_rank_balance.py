@@ -14,7 +14,7 @@ def random_costs(steps: int, packs: int) -> np.ndarray:
     """Return costs of packs with log-normal document lengths and a random quadratic part."""
     tokens = RNG.integers(100, 4097, (steps, packs))
     squares = (tokens * RNG.lognormal(6, 1, (steps, packs))).astype(np.int64)
-    return PackCost(per_token=1.0, per_squared_length=RNG.choice([0.0, 1e-3, 1.0])).of(
+    return PackCost(per_token=1.0, per_squared_length=RNG.choice([0.0, 1e-3, 1.0])).estimate(
         tokens, squares
     )
 
@@ -45,7 +45,7 @@ def test_no_worse_than_back_and_forth_or_round_robin(packs, ranks):
     np.testing.assert_allclose(dealt.imbalance_S, busiest / (costs.sum(axis=1) / ranks), rtol=1e-12)
 
 
-def test_micro_batches_of_ranks_weigh_alike():
+def test_micro_batches_of_ranks_have_equal_work():
     """The packs sorted by work are distributed in turns: micro-batch i of every rank is from turn
     i."""
     costs = random_costs(50, 32)

@@ -73,7 +73,7 @@ def test_a_pack_takes_the_smallest_graph_that_holds_it():
 
 def test_the_tail_of_a_pack_is_work_too():
     packer = Packer(slots=10, method="sequential")
-    assert Packing.of(packer, np.array([4]), seed=0).squares.tolist() == [4**2 + 6**2]
+    assert Packing.of_first_epoch(packer, np.array([4]), seed=0).squares.tolist() == [4**2 + 6**2]
 
 
 @pytest.mark.parametrize("more, first", [(TIE / 2, True), (TIE * 2, False)])

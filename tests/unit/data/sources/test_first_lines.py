@@ -187,10 +187,10 @@ def test_a_refused_run_leaves_its_tokens_to_the_next_run(tmp_path, monkeypatch):
 
 def test_a_cache_of_another_format_is_built_again(tmp_path, monkeypatch):
     """The counts of an older cache are not read as counts of this version."""
-    older = cache_manifest.FORMAT - 1
+    older = cache_manifest.CACHE_FORMAT - 1
     with monkeypatch.context() as before:
         for module in (cache_manifest, tokenized_dataset):
-            before.setattr(module, "FORMAT", older)
+            before.setattr(module, "CACHE_FORMAT", older)
         old = open_lines(tmp_path, [GOOD] * 3 + [EMPTY])
     new = open_lines(tmp_path, [GOOD] * 3 + [EMPTY])
     assert new.directory != old.directory and new.content_hash == old.content_hash

@@ -11,13 +11,13 @@ import pytest
 from megatron_packed.config.hub_paths import HubPath, is_hub_name, parse_hub_path
 from megatron_packed.config.sections.data import DataConfig
 from megatron_packed.data.errors import DataError, NotTokenizedError
+from megatron_packed.data.known_files import first_lines_refusal
 from megatron_packed.data.packed_dataset import PackedDataset
 from megatron_packed.data.sources import hub
 from megatron_packed.data.sources.source_files import expand_paths
 from megatron_packed.data.tokenizers.base import ByteTokenizer
-from megatron_packed.training.hub_commits import agree_on_commits
-from megatron_packed.training.known_data import first_lines_refusal
-from megatron_packed.training.open_documents import build_tokenizer, open_documents
+from megatron_packed.inputs.hub_commits import agree_on_commits
+from megatron_packed.inputs.open_documents import build_tokenizer, open_documents
 from support.data_helpers import byte_level, save_tokenizer
 
 OLD, NEW = "a" * 40, "b" * 40
@@ -233,7 +233,7 @@ def test_all_ranks_raise_the_error_of_rank_0(online, monkeypatch):
     config = DataConfig(data_path=("hf://datasets/org/none",))
     sent = []
     monkeypatch.setattr(
-        "megatron_packed.training.hub_commits.all_gather_json",
+        "megatron_packed.inputs.hub_commits.all_gather_json",
         lambda value, groups: sent.append(value) or [sent[0]],
     )
     for rank in range(2):

@@ -207,7 +207,7 @@ def test_four_processes_at_once_build_one_cache(tmp_path):
     assert not list((tmp_path / "cache").glob(".*"))
 
 
-def test_four_processes_fail_alike_when_the_data_is_bad_and_only_one_reads_it(tmp_path):
+def test_four_processes_raise_the_same_error_for_bad_data_and_only_one_reads_it(tmp_path):
     answers, builders = race(tmp_path, ["{"] * 50)
     assert len(set(answers)) == 1 and answers[0][0] == "error" and "50 of 50 lines" in answers[0][1]
     assert builders == 1
@@ -319,7 +319,7 @@ def test_every_flipped_byte_is_found_before_it_is_used(tmp_path, monkeypatch):
 
     Either opening the cache or reading the damaged block raises an error.
     """
-    monkeypatch.setattr(arrays, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(arrays, "CHECKSUM_BLOCK_BYTES", 64)
     good = open_lines(tmp_path, LINES * 5, sft=False)
     expected = [good.document(n)[0].tolist() for n in range(len(good))]
     random = np.random.default_rng(0)

@@ -7,7 +7,7 @@ from megatron_packed.data.sources.line_schema import Conversation, PromptComplet
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.data.tokenizers.chat_format import TemplateFormat, chat_format
 from megatron_packed.data.tokenizers.encode import prompt_tokens
-from megatron_packed.data.tokenizers.prompt_formats import PROMPT_FORMATS
+from megatron_packed.data.tokenizers.prompt_formats import FORMATS_BY_NAME
 from support.data_helpers import CORPUS, byte_level, encode, marked, one, save_tokenizer
 
 SPECIAL = ("<unk>", "</s>", "<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_12>", "<SPECIAL_233>")
@@ -45,7 +45,7 @@ def tokenizer(tmp_path):
 
 
 @pytest.mark.shows("Prompt format", lambda name: name)
-@pytest.mark.parametrize("name", PROMPT_FORMATS)
+@pytest.mark.parametrize("name", FORMATS_BY_NAME)
 def test_tokens_and_targets_by_hand(tokenizer, name):
     chat = chat_format(tokenizer, prompt_format=name)
     document = one(tokenizer, chat, Conversation(TALK))
@@ -63,7 +63,7 @@ def test_tokens_and_targets_by_hand(tokenizer, name):
     chat.close()
 
 
-@pytest.mark.parametrize("name", PROMPT_FORMATS)
+@pytest.mark.parametrize("name", FORMATS_BY_NAME)
 def test_against_megatron_core(tokenizer, name):
     pytest.importorskip("transformers")
     theirs = pytest.importorskip(
@@ -94,7 +94,7 @@ def test_special_tokens_in_messages_count_only_where_no_template_is(tokenizer):
     ]
     special = set(tokenizer.special_tokens.values())
     counts = {}
-    for name in PROMPT_FORMATS:
+    for name in FORMATS_BY_NAME:
         chat = chat_format(tokenizer, prompt_format=name)
         counts[name] = sum(
             int(token) in special for token in one(tokenizer, chat, Conversation(talk)).ids
@@ -103,7 +103,7 @@ def test_special_tokens_in_messages_count_only_where_no_template_is(tokenizer):
     assert counts == {"nemotron-h-aligned": 2, "nemotron-nano-v2": 3, "identity": 3, "default": 2}
 
 
-@pytest.mark.parametrize("name", PROMPT_FORMATS)
+@pytest.mark.parametrize("name", FORMATS_BY_NAME)
 def test_messages_that_are_not_to_be_trained(tokenizer, name):
     talk = [{**message, "train": False} if at == 2 else message for at, message in enumerate(TALK)]
     chat = chat_format(tokenizer, prompt_format=name)
@@ -111,7 +111,7 @@ def test_messages_that_are_not_to_be_trained(tokenizer, name):
     chat.close()
     said = [tokenizer.decode(document.ids[document.targets == kind]) for kind in (0, 1)]
     assert "fine" in said[0] and "fine" not in said[1] and "How are you today?" in said[1]
-    assert ("Hello" in said[1]) == PROMPT_FORMATS[name].trains_all
+    assert ("Hello" in said[1]) == FORMATS_BY_NAME[name].trains_all
 
 
 @pytest.mark.parametrize("name", ["nemotron-h-aligned", "nemotron-nano-v2"])
@@ -131,8 +131,8 @@ def test_what_the_format_does_not_print_is_not_dropped_in_silence(tokenizer, nam
         chat_format(ByteTokenizer(), prompt_format=name)
 
 
-def test_formats_are_told_apart(tokenizer):
-    formats = [chat_format(tokenizer, prompt_format=name) for name in (*PROMPT_FORMATS, None)]
+def test_formats_have_different_fingerprints(tokenizer):
+    formats = [chat_format(tokenizer, prompt_format=name) for name in (*FORMATS_BY_NAME, None)]
     assert len({chat.fingerprint for chat in formats}) == len(formats)
     for chat in formats:
         chat.close()

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from megatron_packed.cli.export_trained import trained_templates
 from megatron_packed.config.sections.data import DataConfig
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.data.tokenizers.chat_format import OWN_TEMPLATES
@@ -12,9 +13,8 @@ from megatron_packed.data.tokenizers.chat_template import (
     TemplateRenderer,
     unmarked,
 )
-from megatron_packed.data.tokenizers.prompt_formats import PROMPT_FORMATS
+from megatron_packed.data.tokenizers.prompt_formats import FORMATS_BY_NAME
 from megatron_packed.data.tokenizers.served_template import served_template
-from megatron_packed.training.export_trained import trained_templates
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},
@@ -57,7 +57,7 @@ KWARGS = {
 }
 TEMPLATES = {
     "chatml": DEFAULT_TEMPLATE,
-    **{name: form.template for name, form in PROMPT_FORMATS.items() if form.template},
+    **{name: form.template for name, form in FORMATS_BY_NAME.items() if form.template},
     "spaces": SPACES,
     "sets": SETS,
     "variables": VARIABLES,

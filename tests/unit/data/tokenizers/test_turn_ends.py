@@ -10,7 +10,7 @@ from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.data.tokenizers.chat_format import chat_format
 from megatron_packed.data.tokenizers.chat_template import Rendered
 from megatron_packed.data.tokenizers.encode import answer_ends
-from megatron_packed.data.tokenizers.prompt_formats import PROMPT_FORMATS
+from megatron_packed.data.tokenizers.prompt_formats import FORMATS_BY_NAME
 from megatron_packed.data.tokenizers.turn_ends import TurnCutter, TurnEnd
 from support.data_helpers import byte_level, encode, marked, metaspace, one, save_tokenizer
 
@@ -300,7 +300,7 @@ def test_answers_that_are_printed_otherwise_later_have_documents_of_their_own(tm
     chat.close()
 
 
-@pytest.mark.parametrize("name", PROMPT_FORMATS)
+@pytest.mark.parametrize("name", FORMATS_BY_NAME)
 def test_megatrons_formats_stop_at_their_own_end(name, tmp_path):
     """nemotron-nano-v2 ends answers with <SPECIAL_12>; nemotron-h-aligned has no end of a turn."""
     tokenizer = tokenizer_of(

@@ -1,6 +1,6 @@
 """Altered files of transformers' random models: equal logits, or a refusal that leaves nothing.
 
-`tests/soak/foreign_files.py` makes more of both.
+`tools/foreign_files.py` makes more of both.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Comparison with transformers: its models run one document at a time, `HybridModel` runs the pack.
 
-Each family has two random models with odd settings; `tests/soak/transformers_models.py` makes more.
+Each family has two random models with odd settings; `tools/transformers_models.py` makes more.
 Together the families cover every symbol of the pattern and GPT-NeoX adds GELU, LayerNorm and biases.
 """
 

@@ -326,7 +326,7 @@ def test_parts_that_overlap_or_leave_a_hole_are_refused(tmp_path):
 
 
 def test_damaged_checkpoints_are_refused_or_give_the_same_state(tmp_path):
-    """A soak test has 200 copies."""
+    """`tools/megatron_damage.py` has 200 copies."""
     assert damaged_copies(tmp_path, 15, seed=3, common_file=True) > 5
 
 

@@ -1,6 +1,6 @@
 """A checkpoint that megatron-core 0.19.2 wrote with TP 2: its logits, and its next losses.
 
-``tests/soak/megatron_fixture.py`` writes the files of this test.
+``tools/megatron_fixture.py`` writes the files of this test.
 """
 
 import json
@@ -14,11 +14,11 @@ import torch
 
 from megatron_packed.checkpoint.manifest import read_manifest
 from megatron_packed.checkpoint.read_tensors import read_tensor
+from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.config.run import RunConfig
 from megatron_packed.models.convert.import_huggingface import Imported
 from megatron_packed.models.convert.megatron.import_megatron import from_megatron
 from megatron_packed.models.hybrid_model import HybridModel
-from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.from_python import train
 from support import hybrid_cases as cases
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.manifest import Manifest, read_manifest
 from megatron_packed.checkpoint.read_tensors import read_tensor
+from megatron_packed.checkpoint.run_metadata import metadata_problem
 from megatron_packed.models.convert.megatron.import_megatron import from_megatron
 from megatron_packed.models.convert.megatron.names import new_weights
-from megatron_packed.training.checkpoint_metadata import metadata_problem
 from support import megatron_checkpoint as theirs
 from support.damaged_megatron import Runs, one_reader, replace_pickle
 

@@ -9,6 +9,7 @@ import torch
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.manifest import MANIFEST
 from megatron_packed.checkpoint.sealed_json import seal, unseal
+from megatron_packed.cli.export_trained import export_trained
 from megatron_packed.cli.main import main
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.model import ModelConfig
@@ -21,7 +22,6 @@ from megatron_packed.models.convert.huggingface_files import SINGLE, ModelFiles,
 from megatron_packed.models.convert.import_huggingface import open_model
 from megatron_packed.models.convert.trained_config import SpecialIds, family_for, obstacles
 from megatron_packed.models.hybrid_model import HybridModel
-from megatron_packed.training.export_trained import export_trained
 from megatron_packed.training.from_python import train
 from megatron_packed.training.trained_model import TrainedModel
 from support import hybrid_cases as cases

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.memory_purpose import Purpose
 from megatron_packed.models.estimate import step_memory
+from megatron_packed.models.estimate.run_estimate import Imagined
 from megatron_packed.models.estimate.step_memory import MetaStep, StepMemory, Work
 from megatron_packed.models.hybrid_model import HybridModel
-from megatron_packed.training.run_estimate import Imagined
 from support.kernel_calls import FLAGS
 
 EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 64"

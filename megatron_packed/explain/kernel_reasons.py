@@ -1,0 +1,373 @@
+"""Kernels of a run: each op's backend, reasons against faster backends, cost of plain references.
+
+Training, ``--explain`` and ``megatron-packed doctor`` all use this module: `choose` for an op, and
+`layer_reasons` for the linear layers and norms.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_packed.config.errors import ConfigError, Problem
+from megatron_packed.config.kernel_options import (
+    OPTION_OF,
+    PLAIN,
+    fast_kernels_missing,
+    not_fast,
+    requires_fast_kernels,
+)
+from megatron_packed.config.kinds.layer_kind import KINDS
+from megatron_packed.config.optional_packages import is_installed, package_of_kernel
+from megatron_packed.config.run import RunConfig
+from megatron_packed.explain.op_requests import op_requests, served_by
+from megatron_packed.layers.transformer_impl import (
+    LOCAL_NAME,
+    TRANSFORMER_ENGINE_NAME,
+    transformer_engine_refusal,
+)
+from megatron_packed.models.run_model import dtype_of
+from megatron_packed.ops.activation import api as activation
+from megatron_packed.ops.backend_dispatch import NoBackendError, Op
+from megatron_packed.ops.context_parallel_attention import api as context_parallel_attention
+from megatron_packed.ops.grouped_mlp import api as grouped_mlp
+from megatron_packed.ops.varlen_attention import backends as varlen_attention
+
+LABELS = {
+    "varlen_attention": "attention",
+    "context_parallel_attention": "attention",
+    "rope": "rope",
+    "causal_conv1d": "convolution",
+    "ssd": "scan",
+    "": "",
+    "gated_rms_norm": "gated norm",
+    "rms_norm": "norm",
+    "grouped_mlp": "grouped product",
+    "permute": "permute",
+    "router_logits": "router",
+    "activation": "activation",
+    "dense_mlp": "dense MLP",
+    "residual_projection": "residual product",
+    "cross_entropy": "loss",
+    "adamw": "optimizer",
+}
+"""Names of the ops in console output, in the order in which `kernel_block` lists them.
+
+The empty entry stands for all other ops, which have their own names.
+"""
+
+MEASURED: dict[str, dict[str, float]] = {
+    "attention": {"reference": 56, "sdpa": 16},
+    "attention_deterministic": {"reference": 47},
+    "ssd": {"reference": 13},
+    "causal_conv1d": {"reference": 24},
+    "rope": {"reference": 13},
+    "rms_norm": {"reference": 12},
+    "gated_rms_norm": {"reference": 11},
+    "activation_squared_relu": {"reference": 7.8},
+    "activation_swiglu": {"reference": 5.7},
+    "moe": {"reference": 36},  # an expert layer, with its permutation
+    "router_logits": {"reference": 2.2},
+    "cross_entropy": {"reference": 3.6},
+}
+"""Time of slow backends divided by the time of the fastest, for cases of benchmarks/op_backends.py.
+
+A case is forward and backward of 4,096 tokens in bf16 on an H200, replayed from a graph.
+"""
+
+WIDTH = 118
+NO_FLOAT32 = "torch.float32"
+"""Text in the reasons of backends that do not support float32, that is, a run without --bf16."""
+
+
+class Kernel(NamedTuple):
+    """Backend of one op of the run."""
+
+    op: Op
+    inputs: Hashable
+    name: str
+    option: str = ""
+    """Flag that named the backend; empty if the op chose it."""
+
+    @property
+    def reasons(self) -> dict[str, list[str]]:
+        """Reasons against every backend of the op, fastest first; empty for usable backends."""
+        return self.op.explain(self.inputs)
+
+    @property
+    def passed_over(self) -> dict[str, list[str]]:
+        """Backends that ``auto`` prefers to this backend, and the reasons against them."""
+        automatic = [backend.name for backend in self.op.backends if backend.automatic]
+        if self.name not in automatic:
+            return {}
+        reasons = self.reasons
+        return {name: reasons[name] for name in automatic[: automatic.index(self.name)]}
+
+    @property
+    def label(self) -> str:
+        """Name of the op in console output."""
+        return label_of(self.op)
+
+    @property
+    def fastest(self) -> str:
+        """Name of the backend that was measured to be the op's fastest."""
+        return next(backend.name for backend in self.op.backends if backend.automatic)
+
+    @property
+    def is_plain(self) -> bool:
+        """True for plain PyTorch, which ``auto`` takes only if no kernel can be used."""
+        return self.name in (*PLAIN, "recurrence")
+
+    @property
+    def cost(self) -> str:
+        """Slowdown of a plain backend on a GPU, after a comma; empty for other backends."""
+        factor = MEASURED.get(_case(self), {}).get(self.name)
+        if not self.is_plain:
+            return ""
+        if factor is None:
+            return f", slower than {self.fastest} by a factor that is not measured"
+        return f", taking {factor:g} times as long as {self.fastest} (measured on an H200)"
+
+    @property
+    def remark(self) -> str:
+        """Sentence part about how the backend computes these inputs, after a comma; or empty.
+
+        The module of the backend may have a function ``remark`` that returns it.
+        """
+        backend = next(one for one in self.op.backends if one.name == self.name)
+        remark: Callable[[Any], str] | None = getattr(backend.loaded, "remark", None)
+        return "" if remark is None else remark(self.inputs)
+
+
+def label_of(op: Op) -> str:
+    """Return the name of an op in console output."""
+    return LABELS.get(op.name, op.name.replace("_", " "))
+
+
+def choose(op: Op, inputs: Hashable, asked: str = "auto", option: str = "") -> Kernel:
+    """Return the kernel of an op: the backend named by ``asked``, or the op's choice for ``auto``.
+
+    Args:
+        op: the op.
+        inputs: sizes and dtypes by which the op chooses.
+        option: flag that named the backend.
+    Raises:
+        NoBackendError: the requested backend cannot be used.
+    """
+    return Kernel(op, inputs, op.select(inputs, asked).name, option)
+
+
+def layer_reasons(config: RunConfig, device: torch.device) -> dict[str, list[str]]:
+    """Return the reasons against each ``--transformer-impl`` on ``device``."""
+    refusal = transformer_engine_refusal(device, dtype_of(config))
+    return {LOCAL_NAME: [], TRANSFORMER_ENGINE_NAME: [] if refusal is None else [refusal]}
+
+
+def chosen_kernels(
+    config: RunConfig, device: torch.device, documents: int | None = None
+) -> list[Kernel]:
+    """Return the kernels that a rank's forward pass and optimizer will choose.
+
+    An op has one kernel. It has several if kinds of layers have different sizes, for which the op
+    chooses different backends.
+
+    Args:
+        config: configuration of the run.
+        device: device of the rank.
+        documents: largest number of documents in a pack, as for `op_requests`.
+    Raises:
+        ConfigError: a kernel that an option names cannot be used; the message has the reasons.
+    """
+    found: list[Kernel] = []
+    problems: list[Problem] = []
+    requests = op_requests(config, device, documents)
+    for request in requests:
+        op, inputs = request.op, request.inputs
+        asked = served_by(request, requests)
+        try:
+            kernel = choose(op, inputs, asked, _option_of(config, op))
+        except NoBackendError:
+            problem = _refusal(config, op, inputs, asked)
+            problems += [] if problem in problems else [problem]
+            continue
+        if all((kernel.op, kernel.name) != (other.op, other.name) for other in found):
+            found.append(kernel)
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def check_kernels(
+    config: RunConfig, device: torch.device, documents: int | None = None
+) -> list[Kernel]:
+    """Return the result of `chosen_kernels`, and refuse slow kernels if the run requires fast ones.
+
+    Raises:
+        ConfigError: a named kernel cannot be used, or a plain reference would run although the run
+            requires fast kernels.
+    """
+    kernels = chosen_kernels(config, device, documents)
+    if requires_fast_kernels(config):
+        if device.type != "cuda":
+            raise ConfigError([fast_kernels_missing("torch sees none here")])
+        problems = [
+            not_fast(slow_sentence(kernel), cure_of(kernel))
+            for kernel in kernels
+            if kernel.is_plain
+        ]
+        if problems:
+            raise ConfigError(problems)
+    return kernels
+
+
+def kernel_names(config: RunConfig, kernels: Sequence[Kernel]) -> dict[str, str]:
+    """Return label of the op -> name of its kernel, as `kernel_block` prints them.
+
+    Norms of TransformerEngine and ``torch``, which are no ops of this package, are included.
+    """
+    names: dict[str, str] = {}
+    for kernel in kernels:
+        before = names.get(kernel.label)
+        names[kernel.label] = f"{before} and {kernel.name}" if before else kernel.name
+    if config.training.transformer_impl == TRANSFORMER_ENGINE_NAME:
+        names["norm"] = TRANSFORMER_ENGINE_NAME
+    elif config.model.normalization == "LayerNorm":
+        names["norm"] = "torch"
+    if "attention" in names and config.parallel.context_parallel_size > 1:
+        names["attention"] += f" ({config.parallel.cp_comm_type})"
+    others = [label for label in names if label not in LABELS.values()]
+    labels = (every for label in LABELS.values() for every in ([label] if label else others))
+    return {label: names[label] for label in dict.fromkeys(labels) if label in names}
+
+
+def kernel_block(names: dict[str, str]) -> str:
+    """Return the list of kernels that a run prints at its start.
+
+    Example:
+        ``kernels: attention flash_attn_4 · scan mamba_ssm · loss triton · optimizer torch``.
+    """
+    parts = (
+        "\0".join(f"{label} {name}" for label, name in names.items())
+        .replace(" ", "\1")
+        .replace("\0", " · ")
+    )
+    wrapped = textwrap.fill(
+        f"kernels: {parts}", WIDTH, subsequent_indent="  ", break_long_words=False
+    )
+    return wrapped.replace("\1", " ")
+
+
+def slow_kernel_warnings(kernels: Sequence[Kernel], device: torch.device) -> list[str]:
+    """Return a warning for every plain reference that a GPU would run.
+
+    There are no warnings on a CPU, where the references are the intended kernels.
+    """
+    if device.type != "cuda":
+        return []
+    slow = [kernel for kernel in kernels if kernel.is_plain]
+    return [
+        "; ".join(filter(None, (slow_sentence(kernel), cure_of(kernel)))) + "." for kernel in slow
+    ]
+
+
+def slow_sentence(kernel: Kernel) -> str:
+    """Return the slowdown of a plain reference and the reason why it runs, without a full stop."""
+    return f"{kernel.label} runs {kernel.name}, plain PyTorch{kernel.cost}: {_why(kernel)}"
+
+
+def _why(kernel: Kernel) -> str:
+    if kernel.option:
+        return f"{kernel.option} selects it"
+    name, reasons = _refused(kernel)
+    if not reasons:  # the grouped product computes this activation as a part of its reference
+        return f"it is a part of the reference of the {label_of(grouped_mlp.OP)}"
+    return f"{name} cannot be used: {'; '.join(map(without_module, reasons))}"
+
+
+def _refused(kernel: Kernel) -> tuple[str, list[str]]:
+    """Return a faster backend and the reasons against it.
+
+    A backend that does not support float32 comes first, since --bf16 would enable it; otherwise the
+    fastest backend is returned.
+    """
+    refusals = kernel.reasons
+    name = next(
+        (name for name, reasons in refusals.items() if NO_FLOAT32 in "".join(reasons)),
+        kernel.fastest,
+    )
+    return name, refusals[name]
+
+
+def cure_of(kernel: Kernel) -> str:
+    """Return advice on getting a fast kernel instead of a plain one; empty if no setting helps."""
+    if kernel.option:
+        return f"leave {kernel.option} out"
+    reasons = "".join(_refused(kernel)[1])
+    if NO_FLOAT32 in reasons:
+        return "add --bf16"
+    for name in (backend.name for backend in kernel.op.backends if backend.automatic):
+        package = package_of_kernel(kernel.op.name, name)
+        if package is not None and not is_installed(package.module):
+            return package.command
+    return "megatron-packed doctor finds the cause" if "does not import" in reasons else ""
+
+
+def without_module(reason: str) -> str:
+    """Return a reason without the names of internal modules, which do not help a user."""
+    return re.sub(r"^megatron_packed\S* does not import: \w+: ", "", reason).rstrip(".")
+
+
+def _case(kernel: Kernel) -> str:
+    """Return the name of the case in benchmarks/op_backends.py that measured a kernel."""
+    inputs = kernel.inputs
+    if isinstance(inputs, varlen_attention.VarlenAttentionInputs):
+        return "attention_deterministic" if inputs.deterministic else "attention"
+    if isinstance(inputs, activation.ActivationInputs):
+        return f"activation_{inputs.kind}"
+    return "moe" if isinstance(inputs, grouped_mlp.GroupedMLPInputs) else kernel.op.name
+
+
+def _option_of(config: RunConfig, op: Op) -> str:
+    """Return the given flag that names an op's kernel; empty if there is none."""
+    given = {**config.training.backends, "adamw": config.optim.optimizer_backend}
+    if given.get(op.name, "auto") != "auto":
+        return OPTION_OF[op.name]
+    return (
+        OPTION_OF["layers"]
+        if config.training.uses_transformer_engine_attention and _is_attention(op)
+        else ""
+    )
+
+
+def _is_attention(op: Op) -> bool:
+    return any(kind.attends and op.name in kind.backends for kind in KINDS.values())
+
+
+def _refusal(config: RunConfig, op: Op, inputs: Hashable, asked: str) -> Problem:
+    """Return the problem of a requested kernel that cannot be used."""
+    reasons = op.explain(inputs)
+    why = "; ".join(
+        map(without_module, reasons[asked] if asked in reasons else reasons[op.names()[0]])
+    )
+    label, option = label_of(op), _option_of(config, op)
+    if option == OPTION_OF["layers"]:
+        return Problem(
+            option,
+            TRANSFORMER_ENGINE_NAME,
+            f"its attention cannot be used: {why}",
+            "name another --attention-backend as well, or give local",
+        )
+    if not option and op is context_parallel_attention.OP:
+        return Problem(
+            "--cp-comm-type",
+            config.parallel.cp_comm_type,
+            f"has one kernel on GPUs, {asked}, which cannot be used: {why}",
+            "give a2a, which works with every attention kernel",
+        )
+    return Problem(
+        option, asked, f"cannot be used for {label}: {why}", "leave it out, or name another"
+    )

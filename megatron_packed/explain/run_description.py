@@ -1,0 +1,143 @@
+"""First console lines of a run: model, processes, packs, and kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from megatron_packed.config.kinds.layer_kind import KINDS
+from megatron_packed.config.run import RunConfig
+from megatron_packed.config.sections.memory import MODULES
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.explain.kernel_reasons import (
+    check_kernels,
+    kernel_block,
+    kernel_names,
+    slow_kernel_warnings,
+)
+from megatron_packed.explain.op_requests import useless_recomputation
+from megatron_packed.models.equal_exchanges import exchange_line
+from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.models.run_model import trained_elements
+from megatron_packed.models.tensor_overlap import overlap_line
+
+
+def describe(
+    config: RunConfig,
+    groups: ParallelGroups,
+    model: HybridModel,
+    plan_hash: str,
+    *,
+    say: Callable[[str], object],
+    detail: Callable[[str], object],
+) -> None:
+    """Print the model's size and precision, the processes and their layout, and the packs.
+
+    Args:
+        config: configuration of the run.
+        groups: process groups of this rank.
+        model: model of this rank.
+        plan_hash: hash of the pack plan of the training data.
+        say: prints a line of text.
+        detail: prints a line that a brief start leaves out.
+    """
+    precision = "bf16 with fp32 masters" if config.training.bf16 else "fp32"
+    parameters = sum(
+        sharded.stored_shape.numel() for sharded in model.sharded_parameters().values()
+    )
+    frozen = parameters - trained_elements(model)
+    suffix = f" ({frozen:,} of them frozen)" if frozen else ""
+    say(
+        f"model {config.model.hybrid_layer_pattern}: {parameters:,} parameters{suffix}, {precision}"
+    )
+    detail(
+        f"{groups.world_size} process(es) on {groups.device.type}{_shared(config, groups)}; packs of "
+        f"{config.packing.tokens_per_pack:,} tokens, {config.packs_per_step()} packs a step{_ramp(config)}; "
+        f"plan {plan_hash[:12]}"
+    )
+    for line in filter(None, (overlap_line(model), exchange_line(model, config))):
+        say(line)
+    buffer = model.expert_buffer(config.packing.tokens_per_pack)
+    if buffer is not None and groups.ep.size > 1:
+        mib = buffer.rows * buffer.bytes_per_row / 2**20
+        # Observed bounds are printed when the routing was observed, after this line.
+        holds = (
+            "follows the routing"
+            if model.expert_room.measured
+            else f"holds {buffer.rows:,} rows ({mib:,.1f} MiB in each E layer)"
+        )
+        detail(f"the expert buffer of a rank {holds}; the worst case is {buffer.worst_rows:,} rows")
+
+
+def _ramp(config: RunConfig) -> str:
+    ramp = config.packing.batch_ramp
+    if ramp is None or not ramp.sentence():
+        return ""
+    return f" (grows from {ramp.start // ramp.micro} over the first {ramp.samples:,} samples)"
+
+
+def _shared(config: RunConfig, groups: ParallelGroups) -> str:
+    """Return how the processes share the work; empty with data parallelism only."""
+    words = []
+    if groups.tp_cp.size > 1:
+        by_rows = config.parallel.sequence_parallel and groups.tp.size > 1
+        tensor = f"{groups.tp.size} tensor-parallel{', sequence too,' if by_rows else ''}"
+        context = f" x {groups.cp.size} context-parallel by {config.parallel.cp_comm_type}"
+        words.append(
+            f"{tensor}{context if groups.cp.size > 1 else ''} x {groups.dp.size} data-parallel"
+        )
+    if groups.ep.size > 1 or groups.expert_tp.size != groups.tp.size:
+        of_experts = f"{groups.expert_tp.size} tensor-parallel x {groups.ep.size} expert-parallel"
+        words.append(f"experts {of_experts} x {groups.expert_dp.size} data-parallel")
+    return f" ({'; '.join(words)})" if words else ""
+
+
+def name_kernels(
+    config: RunConfig,
+    device: torch.device,
+    documents: int,
+    *,
+    detail: Callable[[str], object],
+    warn: Callable[[str], object],
+) -> dict[str, str]:
+    """Print the kernels that the packs will run, warn of slow kernels, and return their names.
+
+    Args:
+        config: configuration of the run.
+        device: device of this rank.
+        documents: largest number of documents in a pack (`most_documents`).
+        detail: prints a line that a brief start leaves out.
+        warn: prints a warning.
+    Raises:
+        ConfigError: an op has no kernel for these packs that the options allow.
+    """
+    kernels = check_kernels(config, device, documents)
+    names = kernel_names(config, kernels)
+    detail(kernel_block(names))
+    for sentence in slow_kernel_warnings(kernels, device):
+        warn(sentence)
+    for sentence in _model_warnings(config):
+        warn(sentence)
+    if useless := useless_recomputation(config, device):
+        warn(f"{MODULES} {useless}; leave it out")
+    return names
+
+
+def _model_warnings(config: RunConfig) -> Iterator[str]:
+    """Yield warnings of a model that learns less than its user may expect."""
+    model = config.model
+    if model.moe_router_force_load_balancing and model.has_experts:
+        yield (
+            "--moe-router-force-load-balancing routes tokens at random, for benchmarks: the model "
+            "does not learn to route"
+        )
+    chosen = config.is_given("model.position_embedding_type")
+    ordered = any(kind.carries_order for kind in model.kinds)
+    if model.has_attention and not ordered and not chosen:
+        ordering = " or ".join(kind.symbol for kind in KINDS.values() if kind.carries_order)
+        yield (
+            "attention has no positions, because the default of --position-embedding-type is none "
+            f"and no {ordering} layer carries the order of tokens; give --position-embedding-type rope, "
+            "or none to confirm"
+        )

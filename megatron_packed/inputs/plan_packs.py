@@ -1,0 +1,305 @@
+"""Pack plans of training, validation and test data, and the capture sizes for their packs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_packed.checkpoint.errors import CheckpointMismatchError
+from megatron_packed.checkpoint.run_metadata import RunProgress
+from megatron_packed.config.resumed_options import room_of
+from megatron_packed.config.run import RunConfig
+from megatron_packed.config.sections.cuda_graph import AUTO
+from megatron_packed.config.serialise import to_dict
+from megatron_packed.data.documents import Documents, JoinedDocuments
+from megatron_packed.data.errors import DataError
+from megatron_packed.data.packing.evaluation_plan import EvaluationPlan
+from megatron_packed.data.packing.pack_plan import PackPlan
+from megatron_packed.data.packing.packer import Packer
+from megatron_packed.data.packing.packing_report import PackingReport
+from megatron_packed.data.packing.pieces import Pieces, TargetCounts
+from megatron_packed.data.packing.rank_balance import BY_TOKENS, PackCost
+from megatron_packed.data.packing.token_accounting import cut_documents, targets_of_depths
+from megatron_packed.data.source_blend import SourceBlend
+from megatron_packed.inputs.epochs import with_epochs
+from megatron_packed.inputs.run_documents import TEST, RunDocuments
+from megatron_packed.models.flops import FlopCounter
+from megatron_packed.packed.capture_sizes import CaptureSizes, choose_capacities
+
+
+class StoredPacks(Protocol):
+    """Packs of the checkpoint from which a run continues; `Resumed` of a run."""
+
+    @property
+    def room(self) -> int | str | None:
+        """Limit on documents per pack (`Packer.room`); `AUTO`: the largest number in epoch 0."""
+
+    @property
+    def progress(self) -> RunProgress: ...
+
+    @property
+    def has_new_packs(self) -> bool:
+        """True if this run does not continue the packs of the checkpoint."""
+
+    def is_of(self, plan: PackPlan) -> bool:
+        """Return True if the checkpoint's position refers to this plan."""
+
+    def packs_to_come(
+        self, config: RunConfig, plan: PackPlan, in_first: int
+    ) -> Iterator[NDArray[np.int64]]:
+        """Yield documents per pack of each remaining epoch, if packs may exceed the capacities."""
+
+
+class Plans(NamedTuple):
+    """Pack plans of all data of a run."""
+
+    train: PackPlan
+    capture_sizes: CaptureSizes | None
+    packing: PackingReport
+    evaluations: dict[str, EvaluationPlan]
+    """``validation`` and ``test`` -> plan, for the data that the run has."""
+
+
+def pack_cost(config: RunConfig, vocab_size: int) -> PackCost:
+    """Return the cost of a pack for this model, in FLOPs of the forward pass."""
+    counter = FlopCounter(config.model, vocab_size)
+    longest = config.packing.max_document_length
+    per_token, per_squared_length = counter.linear_and_quadratic(longest)
+    return PackCost(per_token=per_token, per_squared_length=per_squared_length)
+
+
+def plan_data(
+    config: RunConfig,
+    documents: RunDocuments,
+    dp_size: int = 1,
+    cost: PackCost = BY_TOKENS,
+    *,
+    resumed: StoredPacks | None = None,
+    show_progress: bool = False,
+) -> Plans:
+    """Plan the packs of training, validation and test data.
+
+    Args:
+        config: configuration of the run.
+        documents: the opened data.
+        dp_size: number of data-parallel ranks.
+        cost: cost of a pack, by which packs are distributed over ranks.
+        resumed: packs of the checkpoint from which the run continues.
+        show_progress: print a progress bar.
+    Raises:
+        DataError: the options do not allow to pack the documents, or no target is left.
+    """
+    evaluations = {
+        name: plan_evaluation(config, dataset, dp_size, cost, name)
+        for name, dataset in documents.evaluated.items()
+    }
+    training = plan_training(
+        config,
+        documents.train,
+        dp_size,
+        list(evaluations.values()),
+        cost,
+        resumed=resumed,
+        show_progress=show_progress,
+    )
+    return Plans(*training, evaluations)
+
+
+def plan_training(
+    config: RunConfig,
+    dataset: Documents,
+    dp_size: int = 1,
+    evaluations: Sequence[EvaluationPlan] = (),
+    cost: PackCost = BY_TOKENS,
+    *,
+    resumed: StoredPacks | None = None,
+    show_progress: bool = False,
+) -> tuple[PackPlan, CaptureSizes | None, PackingReport]:
+    """Return the endless plan of the training data, its capture sizes, and a report of epoch 0.
+
+    With graphs, the balanced packer limits the documents of a pack. If capacities are given, the
+    limit is the largest capacity. Otherwise epoch 0 is packed without a limit, and the limit of
+    later epochs is the largest number of documents in a pack of epoch 0. Capacities are then chosen
+    from the packs of epoch 0 and of ``evaluations``. So the plan depends on the training data and
+    the options, but not on validation and test data.
+
+    A resumed run keeps the packs of its checkpoint, whether or not it uses graphs. If no capacities
+    are given, they are chosen from the packs to come. A new phase keeps its packs only if its data
+    and options make the same.
+
+    For the arguments see `plan_data`; ``evaluations`` are the plans of validation and test data.
+
+    Raises:
+        DataError: the options do not allow to pack the documents.
+        CheckpointMismatchError: packs of the checkpoint exceed the given capacities.
+    """
+    pieces, targets = _pieces(config, dataset, "training")
+    plan_with = partial(
+        PackPlan,
+        pieces,
+        targets,
+        packs_per_step=config.packs_per_step(),
+        dp_size=dp_size,
+        seed=config.training.seed,
+        cost=cost,
+        blend=_blend(config, dataset, pieces),
+        ramp=config.packing.batch_ramp,
+        depth_targets=targets_of_depths(dataset, pieces, targets, config.model.mtp_depths),
+        show_progress=show_progress,
+    )
+    room = room_of(to_dict(config)) if resumed is None else resumed.room
+    plan = plan_with(packer=(packer := _packer(config, room)))
+    if resumed is not None and resumed.has_new_packs and not resumed.is_of(plan):
+        room = room_of(to_dict(config))
+        plan = plan_with(packer=(packer := _packer(config, room)))
+    # Without given capacities, the fullest pack of epoch 0 sets the limit of later epochs.
+    first = plan.epoch(0)
+    if room == AUTO:
+        plan = plan.keeping_to(int(first.documents_per_pack.max()))
+    if resumed is not None and resumed.is_of(plan) and packer.method == "balanced":
+        config = with_epochs(config, plan, resumed.progress)
+    else:
+        resumed = None
+    capture_sizes = _capture_sizes(config, plan, first.documents_per_pack, evaluations, resumed)
+    report = PackingReport.from_packs(
+        pieces, first, packer, capture_sizes=capture_sizes, blended=plan.blend is not None
+    )
+    return plan, capture_sizes, report
+
+
+def _capture_sizes(
+    config: RunConfig,
+    plan: PackPlan,
+    documents: NDArray[np.int64],
+    evaluations: Sequence[EvaluationPlan],
+    resumed: StoredPacks | None,
+) -> CaptureSizes | None:
+    """Return the capture sizes of CUDA graphs; None without graphs.
+
+    Args:
+        documents: number of documents in each pack of epoch 0.
+        resumed: the checkpoint whose remaining packs must fit; None for a run with a new plan.
+    """
+    if not config.cuda_graph.enabled:
+        return None
+    capacities = config.cuda_graph.capacities
+    if resumed is not None:
+        documents = np.concatenate(
+            [documents, *resumed.packs_to_come(config, plan, int(documents.max()))]
+        )
+        check_capacities(config, int(documents.max()))
+    # Packs of validation and test data are replayed, too. They may change the chosen capacities, but
+    # not the packs of training.
+    if capacities is None:
+        evaluated = (evaluation.documents_per_pack for evaluation in evaluations)
+        capacities = choose_capacities(np.concatenate([documents, *evaluated]))
+    return CaptureSizes.of(capacities, config.packing.tokens_per_pack)
+
+
+def plan_evaluation(
+    config: RunConfig,
+    dataset: Documents,
+    dp_size: int = 1,
+    cost: PackCost = BY_TOKENS,
+    name: str = "validation",
+) -> EvaluationPlan:
+    """Return the finite plan of validation or test data; ``name`` is used in messages.
+
+    Raises:
+        DataError: the options do not allow to pack the documents, or no target is left.
+    """
+    pieces, targets = _pieces(config, dataset, name)
+    whole = config.training.full_validation and name != TEST
+    plan = EvaluationPlan(
+        pieces,
+        targets,
+        packer=_packer(config, room_of(to_dict(config))),
+        packs_per_step=config.packs_per_step(),
+        dp_size=dp_size,
+        seed=config.training.seed,
+        cost=cost,
+        blend=None if whole else _blend(config, dataset, pieces),
+        max_steps=None if whole else config.training.eval_iters,
+    )
+    if plan.num_steps and not plan.num_targets:
+        raise DataError(
+            f"the first {plan.num_steps} steps of the {name} data hold no target; raise --eval-iters."
+        )
+    return plan
+
+
+def _packer(config: RunConfig, room: int | str | None) -> Packer:
+    packer = Packer.from_config(config.packing, config.document_alignment)
+    return packer.keeping_to(room) if isinstance(room, int) else packer
+
+
+def _pieces(config: RunConfig, dataset: Documents, name: str) -> tuple[Pieces, NDArray[np.int64]]:
+    """Return the pieces of documents that packs consist of, and the targets of each piece."""
+    policy, longest = config.packing.overlong_policy, config.packing.max_document_length
+    # A piece without a target costs time, and the model learns nothing from it.
+    wanted = config.drops_pieces_without_targets
+    try:
+        pieces, targets = cut_documents(dataset, longest, policy, only_with_targets=wanted)
+    except ValueError as error:  # an over-long document under --overlong-policy error
+        raise DataError(str(error)) from None
+    counts = pieces.counts
+    if counts.documents_dropped == counts.documents_in:
+        raise DataError(
+            f"all {counts.documents_in} documents of the {name} data are longer than --max-document-length "
+            f"({longest}) and were dropped (--overlong-policy {policy}); raise --max-document-length, or choose "
+            "another policy."
+        )
+    assert pieces.targets is not None
+    if not pieces.targets.targets_kept:
+        raise DataError(
+            f"the {name} data has no target left: "
+            f"{pieces.targets.sentence().rstrip('.')} (--max-document-length {longest}, --overlong-policy {policy}); "
+            f"{_cure(config, pieces.targets)}."
+        )
+    return pieces, targets
+
+
+def _cure(config: RunConfig, counts: TargetCounts) -> str:
+    if not counts.targets_in:
+        return "give documents with answers"
+    if config.data.sft and config.packing.overlong_policy != "truncate_prompt":
+        return "raise --seq-length, or give --overlong-policy truncate_prompt, which keeps the last answer"
+    return "raise --max-document-length"
+
+
+def _blend(config: RunConfig, dataset: Documents, pieces: Pieces) -> SourceBlend | None:
+    """Return the blend of sources in an epoch; None if the data paths have no weights."""
+    if not isinstance(dataset, JoinedDocuments) or dataset.weights is None:
+        return None
+    try:
+        return SourceBlend(
+            pieces.length,
+            dataset.range_of(pieces.document),
+            dataset.weights,
+            config.training.seed,
+        )
+    except ValueError as error:  # every document of a source was dropped
+        raise DataError(str(error)) from None
+
+
+def check_capacities(config: RunConfig, most: int) -> None:
+    """Check that the given capacities hold the checkpoint's packs, which a resumed run keeps.
+
+    Args:
+        config: configuration of the run.
+        most: most documents in a pack.
+    Raises:
+        CheckpointMismatchError: a pack has more documents than the largest capacity.
+    """
+    capacities = config.cuda_graph.capacities
+    if capacities is not None and most > capacities[-1]:
+        numbers = " ".join(map(str, (*capacities, most)))
+        raise CheckpointMismatchError(
+            f"give --cuda-graph-max-packed-seqs {numbers} (or auto) to resume with graphs: a resumed run keeps its "
+            f"packs, which hold up to {most} documents, and the largest capacity is {capacities[-1]}",
+            path=config.checkpoint.load,
+        )

@@ -1,0 +1,114 @@
+"""Overlap of tensor-parallel collectives with products in a run: choice, set-up and messages."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_packed.config import flag_names as flags
+from megatron_packed.config.run import RunConfig
+from megatron_packed.config.sections.cuda_graph import TRANSFORMER_ENGINE
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.sequence_parallel_products import NO_OVERLAP, TensorOverlap
+from megatron_packed.distributed.symmetric_memory import DTYPE, connect, workspace_bytes
+from megatron_packed.models.hybrid_model import HybridModel
+
+
+def overlap_of(config: RunConfig) -> TensorOverlap:
+    """Return the collectives that ``--tp-comm-overlap`` runs under products in this run."""
+    parallel = config.parallel
+    if not parallel.tp_comm_overlap or overlap_absence(config):
+        return NO_OVERLAP
+    return TensorOverlap(
+        all_gather=parallel.tp_comm_overlap_ag,
+        reduce_scatter=parallel.tp_comm_overlap_rs,
+        reduce_scatter_dgrad=parallel.tp_comm_overlap_rs_dgrad,
+        bulk_dgrad=parallel.tp_comm_bulk_dgrad,
+        bulk_wgrad=parallel.tp_comm_bulk_wgrad,
+    )
+
+
+def overlap_absence(config: RunConfig) -> str:
+    """Return why ``--tp-comm-overlap`` has no effect in this run; empty if it has one."""
+    parallel = config.parallel
+    if parallel.tensor_model_parallel_size == 1:
+        return "every rank holds whole weight matrices"
+    if not parallel.sequence_parallel:
+        return f"without {flags.SEQUENCE_PARALLEL} no rows are gathered or scattered"
+    if config.training.transformer_impl == TRANSFORMER_ENGINE:
+        return "layers of TransformerEngine run their collectives themselves"
+    return ""
+
+
+def symmetric_bytes(config: RunConfig, dtype: torch.dtype) -> int:
+    """Return the bytes of the symmetric workspace of a rank; 0 if no product is to be fused.
+
+    All rows that linear layers exchange have the width of the hidden state.
+    """
+    if not overlap_of(config).fuses or dtype != DTYPE:
+        return 0
+    return _workspace_bytes(config, dtype)
+
+
+def _workspace_bytes(config: RunConfig, dtype: torch.dtype) -> int:
+    rows = config.packing.tokens_per_pack // config.parallel.ranks_per_row
+    return workspace_bytes(rows, config.model.hidden_size, dtype)
+
+
+def connect_overlap(model: HybridModel, config: RunConfig, groups: ParallelGroups) -> None:
+    """Set up symmetric memory for the fused products of a model, before the first capture.
+
+    This is a collective call. If symmetric memory cannot be used, products and collectives of the
+    fused kind run one after the other, and ``products.reason`` has the reason.
+    """
+    products = model.tp.products
+    # The configuration decides, so all ranks return here, or all take part in the messages below.
+    if products is None or not products.overlap.fuses:
+        return
+    nbytes = _workspace_bytes(config, model.dtype)
+    found = connect(products.group, groups, model.dtype, nbytes)
+    if isinstance(found, str):
+        products.reason = found
+    else:
+        products.memory = found
+
+
+def overlap_words(overlap: TensorOverlap, reason: str = "") -> str:
+    """Return what runs under products, and why no product is fused if there is a reason."""
+    fused = {
+        "all-gather": overlap.all_gather,
+        "reduce-scatter": overlap.reduce_scatter,
+        "reduce-scatter of dX": overlap.reduce_scatter_dgrad,
+    }
+    bulk = {
+        "all-gather for dW": overlap.bulk_dgrad,
+        "reduce-scatter of dX": overlap.bulk_wgrad and not overlap.reduce_scatter_dgrad,
+    }
+    chosen = [name for name, on in fused.items() if on]
+    under = [name for name, on in bulk.items() if on]
+    words = []
+    if chosen and not reason:
+        words.append(f"fused with products: {', '.join(chosen)}")
+    if under:
+        words.append(f"under another product: {', '.join(under)}")
+    if chosen and reason:
+        words.append(f"not fused with products: {', '.join(chosen)}, because {reason}")
+    return "; ".join(words) or "every collective is switched off"
+
+
+def overlap_line(model: HybridModel) -> str:
+    """Return the line of the start of a run about the overlap; empty without overlap."""
+    products = model.tp.products
+    if products is None or products.overlap == NO_OVERLAP:
+        return ""
+    reason = products.reason if products.memory is None else ""
+    return f"tensor-parallel collectives: {overlap_words(products.overlap, reason)}"
+
+
+def unfused_lines(model: HybridModel) -> list[str]:
+    """Return the lines of the end of a run about products that were to be fused and were not."""
+    # Replays run no Python code, so only eager products are counted.
+    unfused = {} if model.tp.products is None else model.tp.products.unfused
+    return [
+        f"{count:,} eager products were not fused with their collective: {reason}"
+        for reason, count in unfused.items()
+    ]

@@ -1,0 +1,62 @@
+"""Folder of a run's TensorBoard events.
+
+TensorBoard hides earlier events of a folder from the step on at which a later writer begins. So each
+run needs a folder of its own. The file ``run.json`` in it has the identity of the run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from itertools import count
+from pathlib import Path
+
+from megatron_packed.config.written_files import open_new
+from megatron_packed.reporting.log_file import RunIdentity
+
+_OWNER = "run.json"
+
+
+def events_folder(given: str, mine: RunIdentity, *, resumed: bool) -> Path:
+    """Return the folder of this run's events: the given one, or ``run_2``, ``run_3``, ... in it if
+    other runs have used the given one.
+
+    Args:
+        given: value of ``--tensorboard-dir``.
+        mine: identity of this run.
+        resumed: True if the run continues from a checkpoint. It then also continues events of an
+            earlier version, which have no owner.
+    Raises:
+        OSError: no folder can be created.
+    """
+    for number in count(1):
+        place = Path(given) if number == 1 else Path(given) / f"run_{number}"
+        place.mkdir(parents=True, exist_ok=True)
+        if _claim(place, mine, resumed):
+            return place
+    raise AssertionError("unreachable")
+
+
+def _claim(place: Path, mine: RunIdentity, resumed: bool) -> bool:
+    """Return True if a folder is this run's now."""
+    owner = place / _OWNER
+    if not owner.exists() and not resumed and any(place.glob("*tfevents*")):
+        return False
+    try:
+        with os.fdopen(open_new(owner), "w") as file:
+            json.dump({"id": mine.run_id, "folder": mine.folder}, file)
+        return True
+    except FileExistsError:
+        return _is_of(owner, mine)
+
+
+def _is_of(owner: Path, mine: RunIdentity) -> bool:
+    try:
+        found = json.loads(owner.read_bytes())
+        run_id, folder = found["id"], found["folder"]
+    except (OSError, ValueError, TypeError, KeyError):  # damaged: it may be of any run
+        return False
+    if run_id != mine.run_id:
+        return False
+    # Two runs with one id go on from the same checkpoint, but not if the folder was moved.
+    return mine.shares_folder(folder) or not os.path.isdir(folder)

@@ -1,0 +1,50 @@
+"""Configuration in the checkpoint that a command line loads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_packed.config.environment_variables import apply_environment
+from megatron_packed.config.errors import ConfigError, Problem
+from megatron_packed.config.section import unchecked
+from megatron_packed.config.sections.training import TrainingConfig
+
+
+def stored_options(given: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]] | None:
+    """Return the configuration in the newest checkpoint of ``--load``, or of
+    ``--pretrained-checkpoint`` if there is none; see `stored_options.ReadStored`.
+
+    Raises:
+        ConfigError: the checkpoint cannot be read.
+    """
+    training = {key.removeprefix("training."): value for key, value in given.items()}
+    # Must precede the import of torch.
+    apply_environment(unchecked(TrainingConfig, training))
+    from megatron_packed.checkpoint.errors import CheckpointError
+    from megatron_packed.checkpoint.load import find_checkpoints, newest_metadata
+    from megatron_packed.checkpoint.run_metadata import FOLDER, found_paths, metadata_problem
+
+    for name in ("load", "pretrained_checkpoint"):
+        folder = given.get(f"checkpoint.{name}")
+        if folder is None:
+            continue
+        step = given.get("checkpoint.ckpt_step") if name == "load" else None
+        try:
+            keys = ("config", FOLDER)
+            found = newest_metadata(folder, keys, step=step, problem=metadata_problem)
+            candidates = find_checkpoints(folder) if found is None else []
+            fault = next((one.problem for one in candidates if one.problem is not None), None)
+        except CheckpointError as error:
+            fault = str(error).rstrip(".")
+        if fault is not None:
+            cure = "load another checkpoint"
+            if given.get("checkpoint.use_checkpoint_args"):
+                cure += ", or leave --use-checkpoint-args out"
+            raise ConfigError([Problem(f"--{name.replace('_', '-')}", folder, fault, cure)])
+        if found is not None:
+            config: dict[str, dict[str, Any]] = found["config"]
+            if "data" in config:
+                config["data"] |= found_paths(config["data"], found.get(FOLDER))
+            return config
+    return None

@@ -1,0 +1,126 @@
+"""``--tp-comm-overlap``: what runs under products, what ``--explain`` and ``plan`` say of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+
+import pytest
+import torch
+
+from megatron_packed.cli.main import main
+from megatron_packed.config.idle_options import without_effect
+from megatron_packed.config.parser.parse import parse
+from megatron_packed.config.run import RunConfig
+from megatron_packed.distributed.sequence_parallel_products import NO_OVERLAP, TensorOverlap
+from megatron_packed.explain.parallelism import parallel_capabilities
+from megatron_packed.models.tensor_overlap import overlap_of, overlap_words, symmetric_bytes
+
+SHAPE = """--hybrid-layer-pattern M-*- --hidden-size 256 --num-attention-heads 4 --disable-bias-linear
+    --normalization RMSNorm --squared-relu --seq-length 2048"""
+RUN = "--train-iters 1 --lr 1e-3 --mock-data"
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel --bf16"
+DEFAULT = TensorOverlap(all_gather=True, reduce_scatter=True, bulk_dgrad=True, bulk_wgrad=True)
+GPU = torch.device("cuda")
+
+
+def config_of(flags: str) -> RunConfig:
+    return parse(shlex.split(f"{SHAPE} {RUN} {flags}"), world_size=2)
+
+
+@pytest.mark.parametrize(
+    "flags, wanted",
+    [
+        (f"{TP2} --tp-comm-overlap", DEFAULT),
+        (f"{TP2}", NO_OVERLAP),
+        (
+            f"{TP2} --tp-comm-overlap --disable-tp-comm-overlap-ag --no-tp-comm-overlap-rs",
+            TensorOverlap(bulk_dgrad=True, bulk_wgrad=True),
+        ),
+        (
+            f"{TP2} --tp-comm-overlap --disable-tp-comm-bulk-dgrad --disable-tp-comm-bulk-wgrad "
+            "--tp-comm-overlap-rs-dgrad",
+            TensorOverlap(all_gather=True, reduce_scatter=True, reduce_scatter_dgrad=True),
+        ),
+        ("--tensor-model-parallel-size 2 --tp-comm-overlap", NO_OVERLAP),
+        ("--sequence-parallel --tp-comm-overlap", NO_OVERLAP),
+    ],
+)
+def test_flags_of_megatron_choose_the_collectives(flags: str, wanted: TensorOverlap) -> None:
+    config = config_of(flags)
+    assert overlap_of(config) == wanted
+    idle = "parallel.tp_comm_overlap" in without_effect(config, 2)
+    assert idle == (config.parallel.tp_comm_overlap and wanted == NO_OVERLAP)
+
+
+def test_layers_of_transformer_engine_run_their_own_collectives() -> None:
+    config = config_of(f"{TP2} --tp-comm-overlap")
+    # The parser refuses this flag on a machine without the package.
+    training = dataclasses.replace(config.training, transformer_impl="transformer_engine")
+    config = dataclasses.replace(config, training=training)
+    assert overlap_of(config) == NO_OVERLAP
+    assert "parallel.tp_comm_overlap" in without_effect(config, 2)
+
+
+def explained(flags: str, device: torch.device) -> tuple[str, str, str]:
+    rows = parallel_capabilities(config_of(flags), 2, device)
+    (row,) = (row for row in rows if row.name == "tensor-parallel overlap")
+    return row.state, row.reason, row.advice
+
+
+def test_explain_says_whether_it_is_on_and_why_not() -> None:
+    bulk = "under another product: all-gather for dW, reduce-scatter of dX"
+    fused = "fused with products: all-gather, reduce-scatter"
+    on = f"{TP2} --tp-comm-overlap"
+    assert explained(on, GPU) == (
+        "on",
+        f"{fused}; {bulk}; fused if the GPUs of the ranks can access each other's memory",
+        "",
+    )
+    state, reason, _ = explained(on, torch.device("cpu"))
+    assert state == "partial" and reason == (
+        f"{bulk}; not fused with products: all-gather, reduce-scatter, because symmetric memory needs "
+        "CUDA GPUs, but the device is cpu"
+    )
+    assert "the dtype is float32" in explained(on.replace("--bf16", ""), GPU)[1]
+    assert explained(TP2, GPU)[::2] == ("off", "--tp-comm-overlap")
+    without_rows = "--tensor-model-parallel-size 2 --tp-comm-overlap"
+    assert explained(without_rows, GPU)[:2] == (
+        "off",
+        "without --sequence-parallel no rows are gathered or scattered",
+    )
+    assert overlap_words(TensorOverlap()) == "every collective is switched off"
+
+
+def planned(capsys: pytest.CaptureFixture[str], flags: str) -> dict[str, int]:
+    argv = ["plan", *shlex.split(f"{SHAPE} {flags}"), "--vocab-size", "512", "--world-size", "2"]
+    assert main([*argv, "--json"]) == 0
+    (rank,) = json.loads(capsys.readouterr().out)["ranks"].values()
+    found: dict[str, int] = rank["bytes"]
+    return found
+
+
+def test_plan_counts_the_symmetric_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    """The workspace has two buffers of a rank's rows; bulk collectives hold one more hidden state."""
+    off, on = planned(capsys, TP2), planned(capsys, f"{TP2} --tp-comm-overlap")
+    rows = 2048 // 2 * 256 * 2
+    assert (off["symmetric memory"], on["symmetric memory"]) == (0, 2 * rows)
+    assert on["total"] - off["total"] >= 2 * rows
+    bulk = planned(
+        capsys, f"{TP2} --tp-comm-overlap --disable-tp-comm-overlap-ag --disable-tp-comm-overlap-rs"
+    )
+    assert bulk["symmetric memory"] == 0 and bulk["total"] >= off["total"]
+    assert symmetric_bytes(config_of("--tp-comm-overlap"), torch.bfloat16) == 0
+    wide = config_of("--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap")
+    assert symmetric_bytes(wide, torch.float32) == 0
+
+
+def test_deterministic_products_on_two_streams_have_two_workspaces(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    one, two = (
+        planned(capsys, f"{TP2} --deterministic-mode {flag}")["cuBLAS workspaces"]
+        for flag in ("", "--tp-comm-overlap")
+    )
+    assert two == 2 * one > 0

@@ -1,0 +1,24 @@
+"""Tests of the reasons for which a run refuses a checkpoint."""
+
+import pytest
+import torch
+
+from megatron_packed.resume.allowed_changes import precision_refusal
+
+
+@pytest.mark.parametrize(
+    ("bf16", "run", "words"),
+    [
+        (False, True, "trained without --bf16, and a load does not change precisions; leave it"),
+        (True, True, "trained with --bf16, and a load does not change precisions; give it in this"),
+        (False, False, "this run too, or convert the weights again with --bf16"),
+        (True, False, "this run too, or convert the weights again without --bf16"),
+    ],
+)
+def test_another_precision_is_refused_with_the_cure(bf16: bool, run: bool, words: str) -> None:
+    """Converted weights, which store no packing, can also be converted again."""
+    metadata = {"config": {"training": {"bf16": bf16}} | ({"packing": {}} if run else {})}
+    refusal = precision_refusal(metadata, torch.float32 if bf16 else torch.bfloat16)
+    assert refusal is not None and words in refusal
+    assert refusal.endswith("in this run too") == run
+    assert precision_refusal(metadata, torch.bfloat16 if bf16 else torch.float32) is None
