@@ -77,8 +77,8 @@ def from_megatron_command(arguments: argparse.Namespace, run_flags: Sequence[str
         line = read(arguments.file, os.environ)
     except ValueError as error:
         raise UsageError(f"{arguments.file}: {error}.") from None
-    added = split_of(line.words)
-    argv, replaced = _with_pattern([*line.words, *added])
+    added = split_of(line.arguments)
+    argv, replaced = _with_pattern([*line.arguments, *added])
     outcome = line_outcome(argv, _processes(line.launcher))
     show("\n".join([*_heading(arguments.file, line, outcome), "", *_command(line, outcome), ""]))
     show("\n".join(_outcomes(outcome)))

@@ -24,7 +24,7 @@ from megatron_packed.resume.stored_options import stored_options
 
 if TYPE_CHECKING:
     from megatron_packed.data.tokenizers.base import Tokenizer
-    from megatron_packed.training.run_documents import RunDocuments
+    from megatron_packed.inputs.run_documents import RunDocuments
 
 _UNUSED = {
     "model": ("--hybrid-layer-pattern", "-", "--hidden-size", "1", "--num-attention-heads", "1"),
@@ -97,5 +97,7 @@ def with_unused_flags(run_flags: Sequence[str], uses: Collection[str] = ()) -> l
     # These options set the number of iterations.
     if {"training.train_samples", "training.train_epochs"} & values.keys():
         present.add("training.train_iters")
-    unused = [word for key, words in _UNUSED.items() if key not in present for word in words]
+    unused = [
+        word for key, arguments in _UNUSED.items() if key not in present for word in arguments
+    ]
     return [*unused, *run_flags]

@@ -158,12 +158,12 @@ def _evaluation_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
 def _set_name_rules(run: RunConfig) -> Iterator[Problem]:
     """Yield a problem unless the names of validation sets are distinct, one for each path."""
     names, sets = run.training.validation_set_names, len(run.data.validation_paths)
-    given, flag = " ".join(names), "--validation-set-names"
+    shown_names, flag = " ".join(names), "--validation-set-names"
     mismatched = len(names) != sets or len({*names, ""}) <= sets
     if names and run.training.multiple_validation_sets and run.data.has_validation and mismatched:
         yield Problem(
             flag,
-            given,
+            shown_names,
             f"must be {sets} different names, one for each path of the validation data",
             f"give {sets} names, or leave it out",
         )
@@ -270,12 +270,12 @@ def _ramp_rules(run: RunConfig) -> Iterator[Problem]:
     """Yield a problem of ``--rampup-batch-size`` in a run whose lengths are not all in samples, or
     which ends before the batch has grown.
     """
-    flag, given = "--rampup-batch-size", " ".join(map(str, run.packing.rampup_batch_size))
+    flag, shown = "--rampup-batch-size", " ".join(map(str, run.packing.rampup_batch_size))
     samples = run.training.train_samples
     if run.training.length_flag != "--train-samples" or "iters" in run.schedule_units:
         yield Problem(
             flag,
-            given,
+            shown,
             "needs the length of the run and of its schedule in samples, because the samples of a "
             "step change",
             "give --train-samples, --lr-warmup-samples, --lr-decay-samples, "
@@ -284,7 +284,7 @@ def _ramp_rules(run: RunConfig) -> Iterator[Problem]:
     elif samples is not None and run.packing.rampup_batch_size[-1] >= samples:
         yield Problem(
             flag,
-            given,
+            shown,
             f"grows the batch until the end of the run (--train-samples {samples})",
             f"give fewer than {samples} SAMPLES",
         )

@@ -80,8 +80,8 @@ class Section:
                 shared = declared.metadata["option"].with_common(group, only_if)
                 declared.metadata = MappingProxyType({"option": shared})
         # A base of sections needs no methods; each costs time at every start.
-        whole = bool(title)
-        dataclass(frozen=True, kw_only=True, init=whole, repr=whole, eq=whole)(cls)
+        complete = bool(title)
+        dataclass(frozen=True, kw_only=True, init=complete, repr=complete, eq=complete)(cls)
 
     title: ClassVar[str] = ""
     option_fields: ClassVar[tuple[Field, ...]] = ()

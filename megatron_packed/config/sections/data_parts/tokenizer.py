@@ -286,8 +286,8 @@ class TokenizerOptions(Section, group="tokenizer"):
                     f"{self.tokenizer_type} does not use a model file",
                     f"leave it out, or give --tokenizer-type {', '.join(MODEL_FILES)}",
                 )
-        given = self.chat_template_date
-        if given is not None and sound("chat_template_date") and not is_date(given):
+        template_date = self.chat_template_date
+        if template_date is not None and sound("chat_template_date") and not is_date(template_date):
             yield self.problem(
                 "chat_template_date",
                 "is no date of the form YYYY-MM-DD",

@@ -62,7 +62,7 @@ def by_bash(tmp_path):
 def test_words_are_those_of_bash(script, by_bash) -> None:
     path = script(SCRIPT)
     line = read_script(path, {})
-    found = [word.replace("${SAVE}", "SAVE") for word in line.words]
+    found = [word.replace("${SAVE}", "SAVE") for word in line.arguments]
     words = by_bash(path)
     assert [*found, "SAVE"] == words[words.index("x/pretrain_hybrid.py") + 1 :]  # "$@" is SAVE
     assert line.unset == ("SAVE",)
