@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-Run = Callable[[argparse.Namespace, Sequence[str]], int]
+RunCommand = Callable[[argparse.Namespace, Sequence[str]], int]
 """Function of (options of the command, flags of a run) that returns the exit code."""
 
 
@@ -28,7 +28,7 @@ class Command:
     help: str
     description: str | None
     add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Run
+    run: RunCommand
     takes_run_flags: bool
 
 
@@ -38,12 +38,12 @@ def command(
     add_arguments: Callable[[argparse.ArgumentParser], None],
     *,
     takes_run_flags: bool = True,
-) -> Callable[[Run], Command]:
+) -> Callable[[RunCommand], Command]:
     """Return a decorator that makes a `Command` of a function. Its description is the docstring of
     the module.
     """
 
-    def make(run: Run) -> Command:
+    def make(run: RunCommand) -> Command:
         description = sys.modules[run.__module__].__doc__
         return Command(name, help_line, description, add_arguments, run, takes_run_flags)
 

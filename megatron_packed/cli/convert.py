@@ -61,7 +61,7 @@ FAMILIES = (
     "granitemoehybrid",
 )
 """Families of which a new config.json can be written; a test compares them with the registry."""
-ARGS_FILE = "model.args"
+_ARGS_FILE = "model.args"
 _MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 """Patterns of the files that --from-hf downloads."""
 
@@ -165,7 +165,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     "convert Hugging Face weights to a checkpoint, and export a checkpoint for transformers",
     _add_arguments,
 )
-def convert(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
+def convert_command(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     if run_flags and not arguments.from_megatron:
         raise UsageError(
             f"{run_flags[0]} is not an option of convert; the options of a model come from its "
@@ -296,7 +296,7 @@ def _from_megatron(arguments: argparse.Namespace, run_flags: Sequence[str]) -> N
     _print_imported(done, root)
     show("Choose the tokenizer with --tokenizer-type.")
     if done.saved.step:
-        quoted, args = shlex.quote(str(root)), shlex.quote(str(root / ARGS_FILE))
+        quoted, args = shlex.quote(str(root)), shlex.quote(str(root / _ARGS_FILE))
         show(f"Continue with: @{args} --load {quoted} --save {quoted}")
     else:
         _print_command(root)
@@ -327,12 +327,12 @@ def _print_imported(done: Imported, root: Path) -> None:
         show(note)
     if done.rounded:
         show(f"{len(done.rounded)} tensors were rounded to bf16, for example {done.rounded[0]}.")
-    show(f"{root / ARGS_FILE}, the flags of the model:\n\n{done.flags}")
+    show(f"{root / _ARGS_FILE}, the flags of the model:\n\n{done.flags}")
 
 
 def _print_command(root: Path) -> None:
     quoted = shlex.quote(str(root))
-    show(f"Train with: @{shlex.quote(str(root / ARGS_FILE))} --pretrained-checkpoint {quoted}")
+    show(f"Train with: @{shlex.quote(str(root / _ARGS_FILE))} --pretrained-checkpoint {quoted}")
 
 
 def _to_huggingface(arguments: argparse.Namespace) -> None:

@@ -70,15 +70,15 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_arguments,
     takes_run_flags=False,
 )
-def from_megatron(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
+def from_megatron_command(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     try:
         yaml = arguments.file.endswith((".yaml", ".yml"))
         read = read_model_config if yaml else read_script
         line = read(arguments.file, os.environ)
     except ValueError as error:
         raise UsageError(f"{arguments.file}: {error}.") from None
-    added = split_of(line.words)
-    argv, replaced = _with_pattern([*line.words, *added])
+    added = split_of(line.arguments)
+    argv, replaced = _with_pattern([*line.arguments, *added])
     outcome = line_outcome(argv, _processes(line.launcher))
     show("\n".join([*_heading(arguments.file, line, outcome), "", *_command(line, outcome), ""]))
     show("\n".join(_outcomes(outcome)))

@@ -89,7 +89,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @command("generate", "answer prompts with a run's checkpoint", _add_arguments)
-def generate(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
+def generate_command(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     _check(arguments, run_flags)
     config = parse_or_exit(
         run_flags,

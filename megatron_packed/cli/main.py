@@ -15,35 +15,35 @@ from contextlib import redirect_stdout
 
 from megatron_packed import __version__
 from megatron_packed.checkpoint.errors import printable_message
-from megatron_packed.cli.convert import convert
-from megatron_packed.cli.doctor.command import doctor
+from megatron_packed.cli.convert import convert_command
+from megatron_packed.cli.doctor.command import doctor_command
 from megatron_packed.cli.errors import EXIT_USAGE, UsageError
-from megatron_packed.cli.from_megatron import from_megatron
-from megatron_packed.cli.generate import generate
-from megatron_packed.cli.packing import packing
-from megatron_packed.cli.plan import plan
-from megatron_packed.cli.plot import plot
-from megatron_packed.cli.preprocess import preprocess
-from megatron_packed.cli.quickstart.command import quickstart
-from megatron_packed.cli.report import report
-from megatron_packed.cli.train import train
-from megatron_packed.cli.tune import tune
+from megatron_packed.cli.from_megatron import from_megatron_command
+from megatron_packed.cli.generate import generate_command
+from megatron_packed.cli.packing import packing_command
+from megatron_packed.cli.plan import plan_command
+from megatron_packed.cli.plot import plot_command
+from megatron_packed.cli.preprocess import preprocess_command
+from megatron_packed.cli.quickstart.command import quickstart_command
+from megatron_packed.cli.report import report_command
+from megatron_packed.cli.train import train_command
+from megatron_packed.cli.tune import tune_command
 from megatron_packed.config.parser.did_you_mean import did_you_mean, nearest
 from megatron_packed.config.standard_streams import SteadyStream, open_closed_descriptors
 
 COMMANDS = (
-    train,
-    quickstart,
-    doctor,
-    packing,
-    tune,
-    plan,
-    plot,
-    preprocess,
-    report,
-    generate,
-    convert,
-    from_megatron,
+    train_command,
+    quickstart_command,
+    doctor_command,
+    packing_command,
+    tune_command,
+    plan_command,
+    plot_command,
+    preprocess_command,
+    report_command,
+    generate_command,
+    convert_command,
+    from_megatron_command,
 )
 SYNONYMS = {
     "train": ("pretrain", "finetune", "fine-tune", "sft", "run", "launch"),
@@ -57,7 +57,7 @@ SYNONYMS = {
 EXIT_BROKEN_PIPE = 141
 """Exit code when the reader of standard output closed the pipe, as for a program that SIGPIPE ends.
 """
-EXIT_NOT_WRITTEN = 1
+_EXIT_NOT_WRITTEN = 1
 """Exit code when output was lost, for example because the disk is full."""
 
 
@@ -136,7 +136,7 @@ def _lost(error: Exception) -> int:
     if isinstance(error, BrokenPipeError):  # for example `| head` has exited
         return EXIT_BROKEN_PIPE
     print(f"standard output cannot be written: {error}.", file=sys.stderr)
-    return EXIT_NOT_WRITTEN
+    return _EXIT_NOT_WRITTEN
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from megatron_packed.resume.stored_options import stored_options
 
 if TYPE_CHECKING:
     from megatron_packed.data.tokenizers.base import Tokenizer
-    from megatron_packed.training.run_documents import RunDocuments
+    from megatron_packed.inputs.run_documents import RunDocuments
 
 _UNUSED = {
     "model": ("--hybrid-layer-pattern", "-", "--hidden-size", "1", "--num-attention-heads", "1"),
@@ -42,7 +42,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @command("packing", "tokenise data and report how it is packed", _add_arguments)
-def packing(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
+def packing_command(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     config = parse_or_exit(with_unused_flags(run_flags), launched=False, read_stored=stored_options)
     from megatron_packed.data.tokenizers.base import vocabulary
     from megatron_packed.inputs.data_messages import packing_sentences
@@ -97,5 +97,7 @@ def with_unused_flags(run_flags: Sequence[str], uses: Collection[str] = ()) -> l
     # These options set the number of iterations.
     if {"training.train_samples", "training.train_epochs"} & values.keys():
         present.add("training.train_iters")
-    unused = [word for key, words in _UNUSED.items() if key not in present for word in words]
+    unused = [
+        word for key, arguments in _UNUSED.items() if key not in present for word in arguments
+    ]
     return [*unused, *run_flags]

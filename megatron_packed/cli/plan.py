@@ -24,7 +24,7 @@ from megatron_packed.cli.packing import with_unused_flags
 from megatron_packed.config.batch_ramp import BatchStage
 from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.parser.precedence import gather
-from megatron_packed.config.parser.stored_options import NO_DATA as NO_DATA_FILE
+from megatron_packed.config.parser.stored_options import NO_DATA
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.data_parts.files import TRAINING_DATA
 from megatron_packed.config.sections.packing import PackingConfig
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from megatron_packed.models.estimate.rank_memory import Estimate
     from megatron_packed.models.estimate.run_estimate import Change, Lengths, StepWork
 
-GIB = 2**30
-MIB = 2**20
+_GIB = 2**30
+_MIB = 2**20
 MOST_PROCESSES = 2**20
 """Maximum number of processes, because all their ranks are listed."""
 _UNITS = (
@@ -47,7 +47,7 @@ _UNITS = (
     ("ms", 1e-3, 0.0),
 )
 """Units of time: name, seconds, and the shortest time in seconds that is printed in the unit."""
-NO_DATA = ("--data-path", *NO_DATA_FILE)
+DATA_PLACEHOLDER = ("--data-path", *NO_DATA)
 """Placeholder for data when only lengths are used; the file is never opened."""
 
 
@@ -89,9 +89,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @command("plan", "estimate the GPU memory of every rank and the FLOPs of a step", _add_arguments)
-def plan(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
+def plan_command(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     check_world_size(arguments.world_size)
-    if not 0 < arguments.gpu_memory_gib * GIB < inf:
+    if not 0 < arguments.gpu_memory_gib * _GIB < inf:
         raise UsageError(
             f"--gpu-memory-gib {arguments.gpu_memory_gib}: must be a finite number above 0."
         )
@@ -119,7 +119,7 @@ def plan(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
         raise UsageError(f"{source}: {error}", EXIT_DATA) from None
     documents = documents_in_pack(config, work)
     ranks = estimates(config, world_size, vocab_size, documents)
-    limit = int(arguments.gpu_memory_gib * GIB)
+    limit = int(arguments.gpu_memory_gib * _GIB)
     cures = changes(config, world_size, vocab_size, documents, limit=limit)
     time = _time(config, work.total / world_size, arguments, run_flags)
     if arguments.json:
@@ -213,7 +213,7 @@ def without_data(run_flags: Sequence[str], uses: Collection[str] = ()) -> list[s
     """
     values = gather(run_flags).values
     has_data = set(TRAINING_DATA) & set(values)
-    return with_unused_flags([*([] if has_data else NO_DATA), *run_flags], uses)
+    return with_unused_flags([*([] if has_data else DATA_PLACEHOLDER), *run_flags], uses)
 
 
 def _data(config: RunConfig, file: str | None) -> tuple[int, Lengths, str]:
@@ -223,7 +223,7 @@ def _data(config: RunConfig, file: str | None) -> tuple[int, Lengths, str]:
     from megatron_packed.inputs.known_data import known_data
 
     paths = config.data.train_paths
-    vocab_size, lengths, reason, _ = known_data(config, given=paths != NO_DATA[1:])
+    vocab_size, lengths, reason, _ = known_data(config, given=paths != DATA_PLACEHOLDER[1:])
     if vocab_size is None:
         raise UsageError(
             f"--vocab-size is required: the tokenizer cannot be read on this machine ({reason}).",
@@ -339,7 +339,7 @@ def _communicators(number: int) -> str:
     from megatron_packed.models.estimate.rank_memory import COMMUNICATOR
 
     whose = f"each of {number} NCCL communicators" if number > 1 else "the rank's NCCL communicator"
-    return f", and {COMMUNICATOR // MIB} MiB for {whose}" if number else ""
+    return f", and {COMMUNICATOR // _MIB} MiB for {whose}" if number else ""
 
 
 def _state_lines(config: RunConfig) -> list[str]:
@@ -351,11 +351,11 @@ def _state_lines(config: RunConfig) -> list[str]:
         return []
     moved = ""
     if sent.reordering:
-        moved = f", and {sent.reordering / MIB:,.2f} MiB to reorder the rows of each * layer"
+        moved = f", and {sent.reordering / _MIB:,.2f} MiB to reorder the rows of each * layer"
     return [
-        f"In each pass a rank sends at most {(sent.states + sent.halo) / MIB:,.2f} MiB for each M layer to "
-        f"other context-parallel ranks (states {sent.states / MIB:,.2f}, halo "
-        f"{sent.halo / MIB:,.2f}){moved}."
+        f"In each pass a rank sends at most {(sent.states + sent.halo) / _MIB:,.2f} MiB for each M layer to "
+        f"other context-parallel ranks (states {sent.states / _MIB:,.2f}, halo "
+        f"{sent.halo / _MIB:,.2f}){moved}."
     ]
 
 
@@ -419,7 +419,7 @@ def _table(ranks: dict[str, Estimate]) -> list[str]:
     for name in names:
         if any(rows[name] for rows in columns.values()):
             cells = (
-                f"{rows[name] / GIB:.3f}".rjust(widths[kind]) for kind, rows in columns.items()
+                f"{rows[name] / _GIB:.3f}".rjust(widths[kind]) for kind, rows in columns.items()
             )
             lines.append(" ".join([name.ljust(width), *cells]))
     return lines
@@ -427,19 +427,19 @@ def _table(ranks: dict[str, Estimate]) -> list[str]:
 
 def _verdict(ranks: dict[str, Estimate], limit: int, cures: Sequence[Change]) -> list[str]:
     kind, total = next((kind, estimate.total) for kind, estimate in ranks.items())
-    of, gib = f" with {kind}" if len(ranks) > 1 else "", limit / GIB
+    of, gib = f" with {kind}" if len(ranks) > 1 else "", limit / _GIB
     if total <= limit:
         lines = [
-            f"Fits{of}: {total / GIB:.1f} of {gib:g} GiB used, {(limit - total) / GIB:.1f} GiB "
+            f"Fits{of}: {total / _GIB:.1f} of {gib:g} GiB used, {(limit - total) / _GIB:.1f} GiB "
             "free."
         ]
     else:
-        lines = [f"Does not fit{of}: {total / GIB:.1f} GiB needed, {gib:g} GiB available."]
+        lines = [f"Does not fit{of}: {total / _GIB:.1f} GiB needed, {gib:g} GiB available."]
     for number, cure in enumerate(cures):
         fits = ", which fits" if cure.total <= limit else ""
         lines.append(
-            f"  {'then' if number else 'helps most:'} {cure.flag} saves {cure.saves / GIB:.1f} GiB: "
-            f"{cure.total / GIB:.1f} GiB{fits}"
+            f"  {'then' if number else 'helps most:'} {cure.flag} saves {cure.saves / _GIB:.1f} GiB: "
+            f"{cure.total / _GIB:.1f} GiB{fits}"
         )
     if total > limit and (not cures or cures[-1].total > limit):
         lines.append(
@@ -452,7 +452,7 @@ def _verdict(ranks: dict[str, Estimate], limit: int, cures: Sequence[Change]) ->
     ):
         lines.append(
             "If all tokens went to the experts of one rank, that rank would need "
-            f"{worst / GIB:.1f} GiB; --moe-expert-capacity-factor limits this."
+            f"{worst / _GIB:.1f} GiB; --moe-expert-capacity-factor limits this."
         )
     return lines
 

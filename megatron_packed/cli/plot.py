@@ -40,19 +40,19 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_arguments,
     takes_run_flags=False,
 )
-def plot(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
+def plot_command(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     check_ending("--out", arguments.out, ".html")
     check_ending("--png", arguments.png, ".png")
     from megatron_packed.reporting.curves import read_run
-    from megatron_packed.reporting.run_charts import write_png
-    from megatron_packed.reporting.run_report import write_page
+    from megatron_packed.reporting.run_charts import write_runs_png
+    from megatron_packed.reporting.run_report import write_runs_page
 
     first = arguments.runs[0]
     page = arguments.out or (first if first.is_dir() else first.parent) / "plot.html"
     with file_failures(first):
         runs = [read_run(path) for path in arguments.runs]
         title = arguments.title or ", ".join(run.name for run in runs)
-        show(str(write_page(runs, page, title=title)))
+        show(str(write_runs_page(runs, page, title=title)))
         if arguments.png is not None:
-            show(str(write_png(runs, arguments.png)))
+            show(str(write_runs_png(runs, arguments.png)))
     return 0

@@ -58,7 +58,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     "tokenise JSONL, Parquet and Hugging Face data sets into .bin and .idx",
     _add_arguments,
 )
-def preprocess(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
+def preprocess_command(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     workers = len(os.sched_getaffinity(0)) if arguments.workers is None else arguments.workers
     if workers < 1:
         raise UsageError(f"--workers {workers}: must be at least 1.")

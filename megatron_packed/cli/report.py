@@ -28,7 +28,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 @command(
     "report", "write an HTML page about a run from its log", _add_arguments, takes_run_flags=False
 )
-def report(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
+def report_command(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     check_ending("--out", arguments.out, ".html")
     from megatron_packed.reporting.run_report import write_report
 

@@ -28,7 +28,7 @@ from megatron_packed.launch.refused_nodes import C10D, STATIC, UNKNOWN_NODES
 
 MASTER_PORT = 29500
 BACKENDS = (STATIC, C10D, "etcd", "etcd-v2")
-T = TypeVar("T")
+_Checked = TypeVar("_Checked")
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -100,7 +100,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 @command(
     "train", "train a model: start one process per GPU, on one or several machines", _add_arguments
 )
-def train(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
+def train_command(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     if "TORCHELASTIC_RUN_ID" in os.environ and "LOCAL_RANK" in os.environ:
         raise UsageError(
             "megatron-packed train starts the processes itself; start the command without torchrun, "
@@ -174,7 +174,7 @@ class _Checks:
         self.refusal: str | None = None
         """Sentence of the first failed check."""
 
-    def value(self, check: Callable[[], T], otherwise: T) -> T:
+    def value(self, check: Callable[[], _Checked], otherwise: _Checked) -> _Checked:
         """Return the result of a check, or ``otherwise`` if the check raises `UsageError`."""
         try:
             return check()

@@ -29,7 +29,7 @@ from megatron_packed.cli.errors import (
 from megatron_packed.cli.lengths import read_numbers
 from megatron_packed.cli.output import show
 from megatron_packed.cli.packing import open_run_documents, with_unused_flags
-from megatron_packed.cli.plan import NO_DATA, add_world_size, check_world_size
+from megatron_packed.cli.plan import DATA_PLACEHOLDER, add_world_size, check_world_size
 from megatron_packed.cli.tune_costs import costs_of
 from megatron_packed.cli.tune_report import TuneReport
 from megatron_packed.config.environment_variables import apply_environment
@@ -97,7 +97,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @command("tune", "choose the packer and CUDA graph capacities for a data set", _add_arguments)
-def tune(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
+def tune_command(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     _check(arguments, run_flags)
     from megatron_packed.data.packing.sizing import expected, recommended
 
@@ -251,7 +251,7 @@ def _packed(
         )
     on_this_machine = arguments.lengths is None
     if not on_this_machine and not set(TRAINING_DATA) & set(values):
-        flags += NO_DATA
+        flags += DATA_PLACEHOLDER
     typed = {} if arguments.data is None else {"--data-path": "--data"}
     config = parse_or_exit(
         with_unused_flags(flags),

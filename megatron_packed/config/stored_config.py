@@ -13,7 +13,7 @@ from megatron_packed.config.options import Field
 from megatron_packed.config.run import stored_values
 from megatron_packed.config.section import section_fields
 from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.config.value_checks import within
+from megatron_packed.config.value_checks import within_bounds
 
 _MODEL = tuple(field.name for field in section_fields(ModelConfig) if field.required)
 _SIZES = ("global_batch_size", "micro_batch_size", "seq_length")
@@ -49,7 +49,8 @@ def _fits(field: Field, value: Any) -> bool:
     for item in value if field.kind.many else [value]:
         typed = type(item) is field.kind.base or (field.kind.base is float and type(item) is int)
         if not typed or (
-            field.kind.base in (int, float) and not (is_number(item) and within(field.option, item))
+            field.kind.base in (int, float)
+            and not (is_number(item) and within_bounds(field.option, item))
         ):
             return False
     return True

@@ -10,7 +10,7 @@ import torch
 
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.run import RunConfig
-from megatron_packed.config.sections.offload_rules import forced_buffers
+from megatron_packed.config.sections.memory import forced_buffers
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.layers.context_parallel import communication_of
 from megatron_packed.memory.activation_offload import Offload

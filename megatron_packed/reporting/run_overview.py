@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 from megatron_packed.reporting.curves import Record, Run, number, steady
 from megatron_packed.reporting.run_warnings import warnings_of
 
-STYLE = """
+OVERVIEW_STYLE = """
 .verdict { font-weight: 600; margin: 0 0 1em } .verdict.good { color: var(--good) } .verdict.bad { color: var(--bad) }
 .verdict.open { color: var(--warn) }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: .7em }
@@ -79,7 +79,7 @@ def tiles_of(run: Run) -> list[tuple[str, str, str]]:
     tiles = [("training loss", f"{_short(first)} → {_short(last)}", "first and last step")]
     if best := best_validation(run.validations):
         step, loss = best
-        remark = f"perplexity {perplexity(loss)}, step {step:,}"
+        remark = f"perplexity {perplexity_text(loss)}, step {step:,}"
         tiles.append(("best validation loss", _short(loss), remark))
     targets = sum(number(step, "target_tokens") for step in steps if "target_tokens" in step)
     remark = f"{compact(targets)} of them targets" if targets else "without padding"
@@ -108,7 +108,7 @@ def _short(loss: float) -> str:
     return f"{loss:.2g}" if 0 < loss < 0.01 else f"{loss:.3f}"
 
 
-def perplexity(loss: float) -> str:
+def perplexity_text(loss: float) -> str:
     """Return the perplexity of a loss in nats as text, with about four digits."""
     value = math.exp(loss) if loss < 50 else math.inf
     digits = max(0, 3 - math.floor(math.log10(value))) if 1 <= value < 1e6 else 0

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from megatron_packed.config import flag_names as flags
 from megatron_packed.reporting.curves import Record, Run, number
 from megatron_packed.reporting.html_page import folded, table
-from megatron_packed.reporting.run_overview import best_validation, perplexity
+from megatron_packed.reporting.run_overview import best_validation, perplexity_text
 
-STYLE = """
+QUALITY_STYLE = """
 .answers > tbody > tr > td { min-width: 9em; max-width: 34em }
 .answers p { margin: 0; white-space: pre-wrap; max-height: 24em; overflow-y: auto } .same { color: var(--good) }
 """
@@ -45,7 +45,7 @@ def _validation_rows(run: Run) -> Iterator[dict[str, str]]:
             "step": f"{step:,}",
             "loss": f"{loss:.4f}",
             "change": "" if previous_loss is None else f"{loss - previous_loss:+.4f}",
-            "perplexity": perplexity(loss),
+            "perplexity": perplexity_text(loss),
             "targets": f"{int(number(record, 'valid_target_tokens')):,}"
             if "valid_target_tokens" in record
             else "",

@@ -11,15 +11,15 @@ Sections = Mapping[str, Sequence[Finding]]
 _REQUIRED = {package.name for package in PACKAGES if package.required}
 
 
-def problems_of(sections: Sections) -> list[Finding]:
+def problem_findings(sections: Sections) -> list[Finding]:
     return [
         finding for section in sections.values() for finding in section if finding.state.problem
     ]
 
 
-def verdict(sections: Sections) -> list[str]:
+def machine_verdict(sections: Sections) -> list[str]:
     """Return one line that says whether this machine can train, then a line for each problem."""
-    problems = problems_of(sections)
+    problems = problem_findings(sections)
     return [
         _can_train(sections, problems),
         *(

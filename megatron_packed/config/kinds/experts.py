@@ -45,7 +45,7 @@ SAME_TOKENS = Condition(
 )
 
 
-class ExpertOptions(StackOptions, group=EXPERTS, only_if=EXPERT_LAYERS):
+class ExpertOptions(StackOptions, group=EXPERTS):
     """Experts, router and dispatcher of ``E`` layers."""
 
     num_experts: int | None = option(
@@ -60,6 +60,7 @@ class ExpertOptions(StackOptions, group=EXPERTS, only_if=EXPERT_LAYERS):
         "Number of experts for each token.",
         unit="experts",
         minimum=1,
+        only_if=EXPERT_LAYERS,
         phase=True,
         at_most="num_experts",
     )
@@ -70,6 +71,7 @@ class ExpertOptions(StackOptions, group=EXPERTS, only_if=EXPERT_LAYERS):
         derived_from=("ffn_hidden_size", "hidden_size", "swiglu"),
         unit="channels",
         minimum=1,
+        only_if=EXPERT_LAYERS,
     )
     moe_latent_size: int | None = option(
         None,
@@ -97,19 +99,21 @@ class ExpertOptions(StackOptions, group=EXPERTS, only_if=EXPERT_LAYERS):
         "Function that turns router logits into scores.",
         choices=("softmax", "sigmoid"),
         not_built={"sqrtsoftplus": "give sigmoid"},
+        only_if=EXPERT_LAYERS,
         phase=True,
     )
     moe_router_pre_softmax: bool = option(
         False,
         "Apply the softmax over all experts before the top k are chosen, instead of over "
         "the chosen ones.",
-        only_if=option_is_not("model.moe_router_score_function", "sigmoid"),
+        only_if=(EXPERT_LAYERS, option_is_not("model.moe_router_score_function", "sigmoid")),
         phase=True,
     )
     moe_router_topk_scaling_factor: float | None = option(
         None,
         "Factor applied to the scores of the chosen experts; 1 when not given.",
         above=0,
+        only_if=EXPERT_LAYERS,
         phase=True,
     )
     moe_router_num_groups: int | None = option(
@@ -118,7 +122,7 @@ class ExpertOptions(StackOptions, group=EXPERTS, only_if=EXPERT_LAYERS):
         "--moe-router-group-topk groups; of all groups when not given.",
         unit="groups",
         minimum=1,
-        only_if=LIMITED_GROUPS,
+        only_if=(EXPERT_LAYERS, LIMITED_GROUPS),
         phase=True,
     )
     moe_router_group_topk: int | None = option(
@@ -127,7 +131,7 @@ class ExpertOptions(StackOptions, group=EXPERTS, only_if=EXPERT_LAYERS):
         "sum has --moe-router-topk / --moe-router-group-topk scores, rounded down.",
         unit="groups",
         minimum=1,
-        only_if=LIMITED_GROUPS,
+        only_if=(EXPERT_LAYERS, LIMITED_GROUPS),
         phase=True,
         needs=Related("moe_router_num_groups"),
         at_most="moe_router_num_groups",
@@ -136,6 +140,7 @@ class ExpertOptions(StackOptions, group=EXPERTS, only_if=EXPERT_LAYERS):
         False,
         "Balance the load of experts with a bias per expert. The bias is added to the scores "
         "only to choose experts.",
+        only_if=EXPERT_LAYERS,
         needs=Related("moe_router_score_function", value="sigmoid"),
     )
     moe_router_bias_update_rate: float = option(
@@ -143,7 +148,7 @@ class ExpertOptions(StackOptions, group=EXPERTS, only_if=EXPERT_LAYERS):
         "Change of the expert bias per iteration (see --moe-router-enable-expert-bias).",
         minimum=0,
         training_only=True,
-        only_if=option_given("model.moe_router_enable_expert_bias"),
+        only_if=(EXPERT_LAYERS, option_given("model.moe_router_enable_expert_bias")),
     )
     moe_router_load_balancing_type: str = option(
         "aux_loss",
@@ -157,14 +162,14 @@ class ExpertOptions(StackOptions, group=EXPERTS, only_if=EXPERT_LAYERS):
             "sinkhorn": "give aux_loss, or none with --moe-router-enable-expert-bias",
             "quantile_balancing": "give aux_loss, or none with --moe-router-enable-expert-bias",
         },
-        only_if=option_is_not("model.moe_aux_loss_coeff", 0),
+        only_if=(EXPERT_LAYERS, option_is_not("model.moe_aux_loss_coeff", 0)),
     )
     moe_aux_loss_per_document: bool = option(
         False,
         "With seq_aux_loss, each document of a pack is one sample. Then this loss does not couple "
         "the documents of a pack.",
         training_only=True,
-        only_if=option_is_not("model.moe_aux_loss_coeff", 0),
+        only_if=(EXPERT_LAYERS, option_is_not("model.moe_aux_loss_coeff", 0)),
         needs=Related("moe_router_load_balancing_type", value="seq_aux_loss"),
     )
     moe_router_force_load_balancing: bool = option(
@@ -173,13 +178,14 @@ class ExpertOptions(StackOptions, group=EXPERTS, only_if=EXPERT_LAYERS):
         "The random logits depend on --seed and on the place of a token. The model does not learn to "
         "route.",
         training_only=True,
+        only_if=EXPERT_LAYERS,
     )
     moe_aux_loss_coeff: float = option(
         0.0,
         "Weight of the auxiliary load-balancing loss.",
         minimum=0,
         training_only=True,
-        only_if=option_is_not("model.moe_router_load_balancing_type", "none"),
+        only_if=(EXPERT_LAYERS, option_is_not("model.moe_router_load_balancing_type", "none")),
         zero_is_off=True,
     )
     moe_z_loss_coeff: float | None = option(
@@ -187,6 +193,7 @@ class ExpertOptions(StackOptions, group=EXPERTS, only_if=EXPERT_LAYERS):
         "Weight of the z-loss, which keeps router logits small; no z-loss when not given.",
         minimum=0,
         training_only=True,
+        only_if=EXPERT_LAYERS,
         zero_is_off=True,
     )
     moe_expert_capacity_factor: float | None = option(
@@ -195,6 +202,7 @@ class ExpertOptions(StackOptions, group=EXPERTS, only_if=EXPERT_LAYERS):
         "limit when not given.",
         above=0,
         training_only=True,
+        only_if=EXPERT_LAYERS,
     )
     moe_token_drop_policy: str = option(
         "probs",
@@ -202,7 +210,7 @@ class ExpertOptions(StackOptions, group=EXPERTS, only_if=EXPERT_LAYERS):
         "scores (probs) or the first (position).",
         choices=("probs", "position"),
         training_only=True,
-        only_if=option_given("model.moe_expert_capacity_factor"),
+        only_if=(EXPERT_LAYERS, option_given("model.moe_expert_capacity_factor")),
     )
     moe_pad_expert_input_to_capacity: bool = option(
         False,
@@ -210,6 +218,7 @@ class ExpertOptions(StackOptions, group=EXPERTS, only_if=EXPERT_LAYERS):
         "row counts need not be read from the device.",
         training_only=True,
         only_if=(
+            EXPERT_LAYERS,
             EXPERTS_ON_RANKS,
             option_is_not("model.moe_token_dispatcher_type", "allgather"),
         ),
@@ -222,7 +231,7 @@ class ExpertOptions(StackOptions, group=EXPERTS, only_if=EXPERT_LAYERS):
         choices=("allgather", "alltoall"),
         training_only=True,
         not_built={"flex": "give allgather (no host sync) or alltoall (less traffic)"},
-        only_if=EXPERTS_ON_RANKS,
+        only_if=(EXPERT_LAYERS, EXPERTS_ON_RANKS),
     )
     moe_shared_expert_overlap: bool = option(
         False,
@@ -240,7 +249,7 @@ class ExpertOptions(StackOptions, group=EXPERTS, only_if=EXPERT_LAYERS):
         word=MEASURE,
         above=0,
         training_only=True,
-        only_if=EXPERTS_ON_RANKS,
+        only_if=(EXPERT_LAYERS, EXPERTS_ON_RANKS),
         excludes=Related(
             "moe_pad_expert_input_to_capacity", "it already gives the buffers a fixed size"
         ),

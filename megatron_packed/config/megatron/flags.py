@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from megatron_packed.config.layer_pattern import STAGE
-from megatron_packed.config.megatron.gpt_layers import gpt_pattern, number_of_layers
+from megatron_packed.config.megatron.gpt_layers import gpt_layer_count, gpt_pattern
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.table_rows import table_rows
 
@@ -62,7 +62,7 @@ def _other_number_of_layers(values: tuple[str, ...], run: RunConfig) -> str:
 
 def _of_gpt(values: tuple[str, ...], run: RunConfig) -> str:
     """Return the pattern of a GPT model of that many layers as a problem, or no problem."""
-    layers = number_of_layers(values)
+    layers = gpt_layer_count(values)
     if layers is None:
         return ""
     experts = run.model.num_experts is not None

@@ -27,7 +27,7 @@ from megatron_packed.config.launch_checks import (
 from megatron_packed.config.layer_pattern import STAGE
 from megatron_packed.config.megatron.flags import ACCEPTED, ALWAYS, TAKEN
 from megatron_packed.config.options import Field
-from megatron_packed.config.parser.launcher import tell_launcher, wait_for_rank_0
+from megatron_packed.config.parser.launcher import report_to_launcher, wait_for_rank_0
 from megatron_packed.config.parser.precedence import GivenOptions, gather
 from megatron_packed.config.parser.stored_options import (
     ReadStored,
@@ -39,7 +39,7 @@ from megatron_packed.config.path_checks import path_problems
 from megatron_packed.config.run import SECTIONS, RunConfig, every_field, unchecked_run
 from megatron_packed.config.section import problems_of, unchecked
 from megatron_packed.config.sections.checkpoint import saving_rules
-from megatron_packed.config.sections.offload_rules import forced_buffers
+from megatron_packed.config.sections.memory import forced_buffers
 from megatron_packed.config.sections.parallel import REPLICA_SIZES, fewest_processes
 
 EXIT_CODE = 2
@@ -212,7 +212,9 @@ def _refuse(problems: Sequence[Problem], speaks: bool) -> NoReturn:
     report = _report(problems, speaks)
     _write(sys.stderr, report)
     if report:
-        tell_launcher("the configuration is refused; its problems are listed above.", os.environ)
+        report_to_launcher(
+            "the configuration is refused; its problems are listed above.", os.environ
+        )
     else:
         wait_for_rank_0(os.environ)
     raise RefusedCommandLine(problems) from None

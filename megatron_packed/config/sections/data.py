@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from megatron_packed.config.errors import Problem
-from megatron_packed.config.section import Sound
 from megatron_packed.config.sections.data_parts.files import FileOptions
 from megatron_packed.config.sections.data_parts.tokenizer import TokenizerOptions
 
@@ -14,23 +10,3 @@ class DataConfig(  # dataclass fields follow the bases from right to left
     TokenizerOptions, FileOptions, title="data"
 ):
     """Options of training, validation and test documents, and of the tokenizer."""
-
-    def rules(self, sound: Sound) -> Iterator[Problem]:
-        yield from super().rules(sound)
-        yield from self.file_rules(sound)
-        yield from self.tokenizer_rules(sound)
-        yield from self._chat_rules(sound)
-
-    def _chat_rules(self, sound: Sound) -> Iterator[Problem]:
-        template, form = self.chat_template, self.sft_tokenizer_prompt_format
-        if (
-            template is not None
-            and form not in (None, "default")
-            and sound("sft_tokenizer_prompt_format")
-        ):
-            yield Problem(
-                "--chat-template",
-                template,
-                f"contradicts --sft-tokenizer-prompt-format {form}, which defines its own format",
-                "leave one of the two flags out",
-            )

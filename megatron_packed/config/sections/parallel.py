@@ -29,7 +29,7 @@ NOT_BUILT = {
     "pipeline_model_parallel_size": "pipeline parallelism",
 }
 """Axes that are not supported: their size must be 1."""
-SIZES = (
+AXIS_SIZES = (
     "tensor_model_parallel_size",
     "context_parallel_size",
     "expert_model_parallel_size",
@@ -208,7 +208,7 @@ def fewest_processes(parallel: ParallelConfig) -> int:
     """Return the smallest number of processes for which these sizes form a layout; 1 if a size is
     invalid.
     """
-    sizes = {name: getattr(parallel, name) for name in SIZES}
+    sizes = {name: getattr(parallel, name) for name in AXIS_SIZES}
     if sizes["expert_tensor_parallel_size"] is None:
         sizes["expert_tensor_parallel_size"] = sizes["tensor_model_parallel_size"]
     if not all(isinstance(size, int) and size >= 1 for size in sizes.values()):
@@ -219,7 +219,7 @@ def fewest_processes(parallel: ParallelConfig) -> int:
 
 def processes_rules(parallel: ParallelConfig, world_size: int, sound: Sound) -> Iterator[Problem]:
     """Yield problems if the sizes do not form a layout of ``world_size`` processes."""
-    keys = (f"parallel.{name}" for name in (*SIZES, *NOT_BUILT))
+    keys = (f"parallel.{name}" for name in (*AXIS_SIZES, *NOT_BUILT))
     if sound(*keys) and all(getattr(parallel, name) == 1 for name in NOT_BUILT):
         yield from layout_problems(world_size, **parallel.layout_sizes)
 

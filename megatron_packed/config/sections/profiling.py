@@ -80,11 +80,13 @@ def profiling_rules(
     options: ProfilingConfig, training: TrainingConfig, sound: Callable[..., bool]
 ) -> Iterator[Problem]:
     """Yield problems between the options of profiling and of training."""
-    known = sound("profiling.profile_step_start", "training.train_iters", "training.train_samples")
+    window_sound = sound(
+        "profiling.profile_step_start", "training.train_iters", "training.train_samples"
+    )
     # With --train-samples, the last step of a resumed run depends on the steps before it.
-    known = known and training.train_samples is None
+    window_sound = window_sound and training.train_samples is None
     last = training.train_iters
-    if known and options.profile and last is not None and options.profile_step_start >= last:
+    if window_sound and options.profile and last is not None and options.profile_step_start >= last:
         yield options.problem(
             "profile_step_start",
             f"is never reached: the run ends after step {last} (--train-iters)",

@@ -10,7 +10,7 @@ from megatron_packed.checkpoint.errors import CheckpointError, printable_message
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.kinds.layer_kind import KINDS
 from megatron_packed.config.layer_pattern import DEPTH
-from megatron_packed.config.megatron.gpt_layers import MOST_LAYERS
+from megatron_packed.config.megatron.gpt_layers import MOST_GPT_LAYERS
 from megatron_packed.config.section import section_fields
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.families.symbols import ATTENTION, MLP, MOE
@@ -60,7 +60,7 @@ _OF_THE_RUN = (
 """Options that the weights do not depend on, or that this project does not have."""
 UNPADDED = "unpadded_vocab_size"
 """Option of checkpoints that `export_megatron` writes: the vocabulary without the rows of padding."""
-_MOST_LETTERS = 2 * MOST_LAYERS
+_MOST_LETTERS = 2 * MOST_GPT_LAYERS
 """Limit of the letters and marks of a layer pattern, as long as the pattern of a GPT model."""
 _MOST_SHOWN = 400
 """Limit of the characters of a value in a message."""
@@ -195,9 +195,11 @@ def _count(args: Mapping[str, Any], name: str, *, least: int) -> int:
         ValueError: the value is missing, no whole number, or out of range.
     """
     value = args.get(name)
-    if type(value) is not int or not least <= value <= MOST_LAYERS:
+    if type(value) is not int or not least <= value <= MOST_GPT_LAYERS:
         shown = "missing" if value is None else printable_message(repr(value))[:80]
-        raise ValueError(f"{name} is {shown}, not a whole number from {least} to {MOST_LAYERS:,}")
+        raise ValueError(
+            f"{name} is {shown}, not a whole number from {least} to {MOST_GPT_LAYERS:,}"
+        )
     return value
 
 
