@@ -66,9 +66,10 @@ def restore(config: RunConfig, state: RunState, say: Say, warn: Say) -> None:
     what = "weights of" if options.finetune else "resuming from"
     say(f"{what} {loaded.path} (iteration {loaded.step})")
     strictness = options.dist_ckpt_strictness
-    # Ranks that only one of the two runs has need no random states of the other.
+    # Ranks that only one of the two runs has need no random states of the other. States of callbacks
+    # have sentences of their own.
     unexpected, unused = (
-        [name for name in names if not name.startswith("rng/")]
+        [name for name in names if not name.startswith(("rng/", "callback/"))]
         for names in (loaded.missing, loaded.unused)
     )
     if unexpected and strictness.startswith("log_"):
@@ -83,6 +84,8 @@ def restore(config: RunConfig, state: RunState, say: Say, warn: Say) -> None:
         )
     if not options.finetune:
         _say_changes(config, state, loaded.metadata, say)
+        for sentence in state.callback_states.warnings(loaded.metadata):
+            warn(sentence)
         return
     # A resumed run gets no warning: its load has raised an error.
     warning = tokenizer_warning(loaded.path, loaded.metadata, state.hashes.tokenizer_hash)

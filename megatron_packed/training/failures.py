@@ -24,6 +24,7 @@ from megatron_packed.data.errors import DataError
 from megatron_packed.distributed.failure_watch import Failure
 from megatron_packed.distributed.hang_detection import DeviceHangError
 from megatron_packed.reporting.out_of_memory import CURE, is_out_of_memory
+from megatron_packed.resume.callback_state import CallbackError
 from megatron_packed.training.replica_checks import ReplicaMismatchError
 from megatron_packed.training.under_launcher import tell_launcher
 
@@ -67,6 +68,7 @@ def failure_of(error: Exception, *, rank: int | None, step: int | None) -> Failu
 
 def _kind(error: Exception) -> tuple[ExitCode, str, str]:
     """Return the exit code, the name and the cure of an error."""
+    error = _cause_of(error)
     if isinstance(error, ConfigError):
         return ExitCode.USAGE, "configuration error", ""
     if isinstance(error, DataError):
@@ -93,6 +95,7 @@ def _kind(error: Exception) -> tuple[ExitCode, str, str]:
 
 def is_lost_connection(error: Exception) -> bool:
     """Return True if the error means that another process has ended or hangs."""
+    error = _cause_of(error)
     # Gloo raises plain RuntimeError; only the text, which holds a source path, identifies it.
     if isinstance(error, (dist.DistError, DeviceHangError)):
         return True
@@ -101,8 +104,16 @@ def is_lost_connection(error: Exception) -> bool:
     )
 
 
+def _cause_of(error: Exception) -> Exception:
+    """Return the error; for one of a callback, the error that the callback has raised."""
+    if isinstance(error, CallbackError) and isinstance(error.__cause__, Exception):
+        return error.__cause__
+    return error
+
+
 def is_failed_gpu(error: Exception) -> bool:
     """Return True if CUDA reports a failure of the hardware."""
+    error = _cause_of(error)
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _GPU_FAILED)
 
 
