@@ -100,7 +100,7 @@ class CallbackStates:
         # Most states are the same on all ranks. One copy keeps the manifest small.
         return held, {
             CALLBACKS: {
-                name: [of_rank[0]] if all(one == of_rank[0] for one in of_rank) else of_rank
+                name: [of_rank[0]] if all(state == of_rank[0] for state in of_rank) else of_rank
                 for name, of_rank in states.items()
             }
         }
@@ -183,7 +183,7 @@ class CallbackStates:
 
     def warnings(self, metadata: Mapping[str, Any]) -> list[str]:
         """Return sentences about states that only the checkpoint or only this run has."""
-        stored, names = metadata.get(CALLBACKS, {}), [one.name for one in self._callbacks]
+        stored, names = metadata.get(CALLBACKS, {}), [callback.name for callback in self._callbacks]
         begins = [
             f"the checkpoint has no state of the callback {callback.name}, which begins without one"
             for callback in self._callbacks

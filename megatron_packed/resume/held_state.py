@@ -50,7 +50,9 @@ def held_state(model: HybridModel, optimizer: Optimizer | None = None) -> Iterat
     if optimizer is None:
         return
     starts, buffers = optimizer.state_starts(), optimizer.buffers
-    alike = {slot.name: buffers.owners(slot.part).size == 1 for slot in buffers.layout.slots}
+    has_one_owner = {
+        slot.name: buffers.owners(slot.part).size == 1 for slot in buffers.layout.slots
+    }
     for name, view in optimizer.state_shards().items():
         kind, _, of = name.partition("/")
         if name == "step":
@@ -60,7 +62,9 @@ def held_state(model: HybridModel, optimizer: Optimizer | None = None) -> Iterat
             for shard, owned in shards_of_parameter(
                 f"optimizer/{name}", parameters[of], view, starts[name]
             ):
-                yield Held(shard, owned, replicated=alike[of], expert=parameters[of].is_expert)
+                yield Held(
+                    shard, owned, replicated=has_one_owner[of], expert=parameters[of].is_expert
+                )
 
 
 def shards_of_parameter(

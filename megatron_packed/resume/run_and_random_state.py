@@ -142,7 +142,7 @@ class RunState:
         """
         # One save at a time: the copies of the previous save are in memory that this save would
         # overwrite.
-        before = self.saved(wait=True)
+        previous_save = self.saved(wait=True)
         # The update of the last step may still be queued, and shards are views of the tensors that
         # it writes.
         if self._device.type == "cuda":
@@ -164,7 +164,7 @@ class RunState:
             ranks=self._background_ranks,
         )
         self._background.begin(write, shards)
-        return before
+        return previous_save
 
     def saved(self, *, wait: bool = False) -> SavedCheckpoint | None:
         """Return the checkpoint of the last background save, once, after it is published.
@@ -184,10 +184,10 @@ class RunState:
         self.optimizer.buffers.wait_params()
         saved = held_state(self.model, self.optimizer if options.save_optim else None)
         owned = [held for held in (*saved, *callbacks) if held.owned]
-        alike = [held.shard for held in owned if held.replicated and not held.expert]
+        dense_shards = [held.shard for held in owned if held.replicated and not held.expert]
         experts = [held.shard for held in owned if held.replicated and held.expert]
         # Each rank writes a part of the replicated shards, so that a save takes a fraction of the time.
-        shards = share_out(alike, groups.dp_cp.rank, groups.dp_cp.size)
+        shards = share_out(dense_shards, groups.dp_cp.rank, groups.dp_cp.size)
         shards += share_out(experts, groups.expert_dp.rank, groups.expert_dp.size)
         shards += [held.shard for held in owned if not held.replicated]
         rng = RngState.capture(self._device).tensors if options.save_rng else {}
@@ -307,7 +307,7 @@ class RunState:
             rng: random states with tensors from the checkpoint; None does not restore them.
         """
         self._reset_masters(loaded.missing)
-        resumed = Resumed.of(loaded.metadata, begun_phase(self.config))
+        resumed = Resumed.from_metadata(loaded.metadata, begun_phase(self.config))
         self.resumed = resumed
         self.phases = resumed.phases
         self.progress = resumed.progress_in(self.config, self.plan, self.hashes)
@@ -325,8 +325,12 @@ class RunState:
         self.callback_states.restore()
         # In another layout, ranks draw other random numbers anyway; their states start from the
         # seed.
-        alike = loaded.metadata.get("layout") == self._layout
-        if rng is not None and alike and not any(n.startswith("rng/") for n in loaded.missing):
+        same_layout = loaded.metadata.get("layout") == self._layout
+        if (
+            rng is not None
+            and same_layout
+            and not any(n.startswith("rng/") for n in loaded.missing)
+        ):
             metadata = loaded.metadata["rng"][self.groups.rank]
             RngState(tensors=rng.tensors, metadata=metadata).restore(self._device)
 

@@ -26,7 +26,7 @@ from megatron_packed.distributed.hang_detection import DeviceHangError
 from megatron_packed.reporting.out_of_memory import CURE, is_out_of_memory
 from megatron_packed.resume.callback_state import CallbackError
 from megatron_packed.training.replica_checks import ReplicaMismatchError
-from megatron_packed.training.under_launcher import tell_launcher
+from megatron_packed.training.under_launcher import report_to_launcher
 
 STATUS = "STATUS.json"
 _LOST = "another process was lost"
@@ -100,7 +100,7 @@ def is_lost_connection(error: Exception) -> bool:
     if isinstance(error, (dist.DistError, DeviceHangError)):
         return True
     return isinstance(error, RuntimeError) and any(
-        words in str(error) for words in _GLOO_IS_CUT_OFF
+        fragment in str(error) for fragment in _GLOO_IS_CUT_OFF
     )
 
 
@@ -114,7 +114,9 @@ def _cause_of(error: Exception) -> Exception:
 def is_failed_gpu(error: Exception) -> bool:
     """Return True if CUDA reports a failure of the hardware."""
     error = _cause_of(error)
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _GPU_FAILED)
+    return isinstance(error, RuntimeError) and any(
+        fragment in str(error) for fragment in _GPU_FAILED
+    )
 
 
 def speak(error: Exception, status_folder: StatusFolder | None, failure: Failure) -> None:
@@ -123,7 +125,7 @@ def speak(error: Exception, status_folder: StatusFolder | None, failure: Failure
         traceback.print_exception(error)
     print(printable(failure.reason), file=sys.stderr, flush=True)
     write_status(status_folder, asdict(failure))
-    tell_launcher(lost=is_lost_connection(error) or is_failed_gpu(error))
+    report_to_launcher(lost=is_lost_connection(error) or is_failed_gpu(error))
 
 
 class StatusFolder:
