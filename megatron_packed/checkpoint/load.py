@@ -48,7 +48,7 @@ from megatron_packed.checkpoint.errors import (
 )
 from megatron_packed.checkpoint.latest_hint import check_hint, lost_checkpoint
 from megatron_packed.checkpoint.load_attempt import LoadAttempt, LoadedCheckpoint
-from megatron_packed.checkpoint.manifest import MANIFEST, read_manifest
+from megatron_packed.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from megatron_packed.checkpoint.rank_agreement import Ranks
 from megatron_packed.checkpoint.sealed_json import Json, JsonObject
 from megatron_packed.checkpoint.tensor_shard import TensorShard
@@ -85,6 +85,7 @@ def load_checkpoint(
     allow_extra: Sequence[str] = (),
     check_finite: bool = True,
     accept: Callable[[JsonObject], str | None] | None = None,
+    more_wanted: Callable[[Manifest], Sequence[TensorShard]] | None = None,
     warn: Callable[[str], None] | None = None,
     on_read: Callable[[int, int], None] = lambda done, total: None,
 ) -> LoadedCheckpoint:
@@ -102,6 +103,8 @@ def load_checkpoint(
         check_finite: refuse checkpoints with NaN or infinities.
         accept: called with the metadata on each rank before tensors are compared; returns a
             sentence to refuse the checkpoint, else None.
+        more_wanted: called with the manifest of an accepted checkpoint on each rank; returns further
+            ranges to fill, for tensors whose shapes only the checkpoint knows.
         warn: called on rank 0 with one line per problem; None prints to standard error.
         on_read: called with the bytes that this rank has read, and the approximate total that it
             will read.
@@ -125,7 +128,7 @@ def load_checkpoint(
             check_finite=check_finite,
             on_read=on_read,
         )
-        reason = attempt.run(allow_missing, allow_extra, accept)
+        reason = attempt.run(allow_missing, allow_extra, accept, more_wanted)
         if reason is None:
             return attempt.loaded(tuple(problems))
         problems.append(reason)

@@ -66,6 +66,7 @@ class LoadAttempt:
         allow_missing: Sequence[str],
         allow_extra: Sequence[str],
         accept: Callable[[JsonObject], str | None] | None = None,
+        more_wanted: Callable[[Manifest], Sequence[TensorShard]] | None = None,
     ) -> str | None:
         """Fill the wanted tensors and return None, or return why this checkpoint is rejected.
 
@@ -79,6 +80,8 @@ class LoadAttempt:
         refusal = accept(self._manifest.metadata) if accept is not None else None
         if refusal is not None:  # All ranks hold the same manifest, so all ranks raise.
             raise CheckpointMismatchError(refusal, path=self.directory)
+        if more_wanted is not None:
+            self.wanted = [*self.wanted, *more_wanted(self._manifest)]
         self._match(allow_missing, allow_extra)
         outcomes = self.ranks.try_all(self._verify)
         problem = _first_problem(outcomes)

@@ -22,8 +22,10 @@ def agree_on_commits(options: DataConfig, groups: ParallelGroups) -> None:
         DataError: on all ranks; rank 0 cannot find a commit.
     """
     blends = (options.train_blend, options.valid_blend, options.test_blend)
-    given = [path for blend in blends for path in blend.paths] + [options.tokenizer_model or ""]
-    paths = [path for path in given if is_hub_path(path)]
+    named_paths = [path for blend in blends for path in blend.paths] + [
+        options.tokenizer_model or ""
+    ]
+    paths = [path for path in named_paths if is_hub_path(path)]
     if not paths:
         return
     mine: dict[str, Any] = {"commits": {}, "error": ""}
@@ -34,7 +36,7 @@ def agree_on_commits(options: DataConfig, groups: ParallelGroups) -> None:
         except DataError as error:
             mine["error"] = str(error)
         mine["commits"] = known_commits()
-    found = all_gather_json(mine, groups)[0]
-    if found["error"]:
-        raise DataError(found["error"])
-    use_commits(found["commits"])
+    commits = all_gather_json(mine, groups)[0]
+    if commits["error"]:
+        raise DataError(commits["error"])
+    use_commits(commits["commits"])

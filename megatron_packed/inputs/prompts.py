@@ -162,14 +162,14 @@ def texts(prompts: Sequence[str], name: str = "the prompt") -> list[GivenPrompt]
 def _lines(path: str | Path, name: str) -> Iterator[RawLine]:
     with _readable(path, name) as file:
         _check_size(file, name)
-        found = 0
+        num_prompts = 0
         for line in LineReader(file):
             if line.reason is not None:
                 raise _not_a_prompt(f"{name}, {line.kind} {line.number}", BadLine(line.reason))
             if line.is_blank:
                 continue
-            found += 1
-            if found > MOST_PROMPTS:
+            num_prompts += 1
+            if num_prompts > MOST_PROMPTS:
                 raise DataError(f"{name} has more than {MOST_PROMPTS:,} prompts; {_SPLIT}.")
             yield line
 
@@ -216,12 +216,12 @@ def _check_size(file: Path, name: str) -> None:
             raise DataError(f"{name} has more than {MOST_BYTES >> 20} MiB of prompts; {_SPLIT}.")
 
 
-def _not_a_prompt(where: str, bad: BadLine) -> DataError:
-    return DataError(f"{where} is not a prompt: {_in_words(bad)}.")
+def _not_a_prompt(where: str, bad_line: BadLine) -> DataError:
+    return DataError(f"{where} is not a prompt: {_in_words(bad_line)}.")
 
 
-def _in_words(bad: BadLine) -> str:
-    return REASONS[bad.reason] + (f" ({bad.detail})" if bad.detail else "")
+def _in_words(bad_line: BadLine) -> str:
+    return REASONS[bad_line.reason] + (f" ({bad_line.detail})" if bad_line.detail else "")
 
 
 def _of_text(name: str, line: RawLine) -> GivenPrompt:

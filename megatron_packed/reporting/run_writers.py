@@ -18,7 +18,7 @@ from megatron_packed.reporting.run_facts import now
 from megatron_packed.reporting.run_report import write_report
 from megatron_packed.reporting.tensorboard_folder import events_folder
 
-Callback = Callable[[dict[str, object]], object]
+RecordFunction = Callable[[dict[str, object]], object]
 """Function that receives the records of the log."""
 
 
@@ -47,7 +47,7 @@ class CallbackWriter:
         callback: receives a copy of each record.
     """
 
-    def __init__(self, callback: Callback) -> None:
+    def __init__(self, callback: RecordFunction) -> None:
         self._callback = callback
 
     def write(self, record: dict[str, object]) -> None:
@@ -63,7 +63,7 @@ def writers_of(
     state: ReportedState,
     opening: Mapping[str, Any],
     console: Console,
-    callback: Callback | None = None,
+    callback: RecordFunction | None = None,
     log: LogFile | None = None,
 ) -> list[Writer]:
     """Return the writers of rank 0; the other ranks have none.

@@ -42,10 +42,12 @@ class TrainingAnswers:
         """Return the prompts with their answers; on other ranks than rank 0 an empty list."""
         if self.samples is None:
             return []
-        asked = zip(self.samples.shown, self._texts(self.samples), self.samples.expected)
+        prompts_with_answers = zip(
+            self.samples.shown, self._texts(self.samples), self.samples.expected
+        )
         return [
             {"prompt": prompt, "answer": answer, **({} if right is None else {"expected": right})}
-            for prompt, answer, right in asked
+            for prompt, answer, right in prompts_with_answers
         ]
 
     def _texts(self, questions: Questions) -> list[str]:
@@ -62,4 +64,4 @@ class TrainingAnswers:
             )
             if self.groups.rank != 0:
                 return []
-            return [answer_text(self.tokenizer, one) for one in tokens]
+            return [answer_text(self.tokenizer, answer) for answer in tokens]

@@ -133,14 +133,6 @@ class StepMetrics(MutableMapping[str, Any]):
         raise TypeError(f"{name} cannot be removed from the metrics of a step.")
 
 
-class CallbackError(RuntimeError):
-    """Error that a callback of the user has raised; its cause is the original error."""
-
-    def __init__(self, callback: Callback, function: str, cause: Exception) -> None:
-        text = str(cause) or "the error has no message"
-        super().__init__(f"callback {callback.name}, {function}: {type(cause).__name__}: {text}")
-
-
 def overriding(callbacks: Sequence[Callback], hook: str) -> list[Callback]:
     """Return the callbacks whose class defines ``hook``, in their order."""
     default = vars(Callback)[hook]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -44,7 +44,7 @@ from megatron_packed.reporting.out_of_memory import MemoryHistory, memory_histor
 from megatron_packed.reporting.profiling import profiler_of
 from megatron_packed.reporting.run_facts import opening_of
 from megatron_packed.reporting.run_writers import (
-    Callback,
+    RecordFunction,
     end_log,
     progress_log_of,
     write_page,
@@ -62,6 +62,7 @@ from megatron_packed.training.build_graphs import (
     tune_graphs,
 )
 from megatron_packed.training.build_job import Job, build_job
+from megatron_packed.training.callback import Callback
 from megatron_packed.training.claimed_outputs import ClaimedOutputs
 from megatron_packed.training.failures import (
     failure_of,
@@ -77,7 +78,8 @@ from megatron_packed.training.trainer import Trainer
 def run_job(
     config: RunConfig,
     signal_flag: SignalFlag,
-    callback: Callback | None = None,
+    on_record: RecordFunction | None = None,
+    callbacks: Sequence[Callback] = (),
     *,
     raises: bool = False,
     quiet: bool = False,
@@ -85,6 +87,8 @@ def run_job(
     """Run the job and return its exit code.
 
     Args:
+        on_record: called on rank 0 with every record of the log.
+        callbacks: called by the training loop, on all ranks.
         raises: raise an error instead of printing it and returning its exit code.
         quiet: print nothing but the failures of a run with several ranks.
     """
@@ -116,7 +120,8 @@ def run_job(
                 watch=watch,
                 hang_detector=hang_detector_of(groups, report),
                 outputs=outputs,
-                callback=callback,
+                on_record=on_record,
+                callbacks=callbacks,
             )
         )
         barrier(groups)  # if another rank fails now, this rank ends here, too
@@ -204,8 +209,10 @@ class Launch:
     hang_detector: HangDetector | None
     outputs: ClaimedOutputs
     """Folder of checkpoints and log."""
-    callback: Callback | None = None
+    on_record: RecordFunction | None = None
     """Receives every record of the log, on rank 0."""
+    callbacks: Sequence[Callback] = ()
+    """Callbacks of the user, the same on all ranks."""
     resumed: Resumed | None = None  # the checkpoint for which the data is planned
     closing: ClosingLines = field(default_factory=ClosingLines)
     """Counts of the run's steps, for its last lines."""
@@ -295,6 +302,7 @@ def _build_model(launch: Launch, data: RunData) -> tuple[Job, RunState]:
         attached=data.attached,
         changed_files=data.changed_files,
         show=not console.silent,
+        callbacks=launch.callbacks,
     )
     restore(config, state, console.say, console.warn)
     # Set after the restore: with lengths in samples, the last iteration depends on the position at
@@ -344,7 +352,7 @@ def _build_trainer(
     )
     # Logs are cut at the iteration at which the run resumes, so they are opened after the restore.
     log = launch.outputs.log
-    writers = writers_of(config, groups, state, opening, console, launch.callback, log)
+    writers = writers_of(config, groups, state, opening, console, launch.on_record, log)
     writers.append(launch.closing)
     return Trainer(
         writers=writers,
@@ -363,6 +371,7 @@ def _build_trainer(
         hang_detector=launch.hang_detector or UNWATCHED,
         profiler=profiler_of(config, groups, console, max(last, state.progress.iteration)),
         progress_log=progress_log_of(config, groups, state, console),
+        user_callbacks=launch.callbacks,
     )
 
 

@@ -68,9 +68,11 @@ class OwnedSpan(NamedTuple):
 
     @property
     def name(self) -> str:
-        whole = (self.start, self.end) == (self.slot.start, self.slot.end)
+        covers_parameter = (self.start, self.end) == (self.slot.start, self.slot.end)
         return self.slot.name + (
-            "" if whole else f"[{self.start - self.slot.start}:{self.end - self.slot.start}]"
+            ""
+            if covers_parameter
+            else f"[{self.start - self.slot.start}:{self.end - self.slot.start}]"
         )
 
 
@@ -136,12 +138,12 @@ class ReplicaCheck:
             hashes = dict(
                 zip([*held, *state], [*numbers[: len(held)], *numbers[len(held) + len(due) :]])
             )
-            wrong = {
+            wrong_tensors = {
                 self._called(span.slot.part.expert, span.name): self._masters_of(span)
-                for span, found, wanted in zip(self._spans, numbers, numbers[len(held) :])
-                if span.slot.dtype == torch.bfloat16 and found != wanted
+                for span, weights, masters in zip(self._spans, numbers, numbers[len(held) :])
+                if span.slot.dtype == torch.bfloat16 and weights != masters
             }
-            self._compare("weights or optimizer state", hashes, wrong)
+            self._compare("weights or optimizer state", hashes, wrong_tensors)
 
     def gradients(self, reduce: Callable[[], None]) -> None:
         """Run ``reduce``, which sums the flat gradients over replicas, and check the sums.
@@ -169,14 +171,14 @@ class ReplicaCheck:
         with self._hang_detector.idle():
             *numbers, count = on_host([*summed.values(), wrong_rows.sum()])
             rows = wrong_rows.cpu() if count else wrong_rows[:0]
-            wrong = {
+            wrong_tensors = {
                 self._called(
                     slot.part.expert, f"gradient of {slot.name}"
                 ): "than the sum of the ranks' gradients"
                 for slot in self.buffers.layout.slots
                 if rows[slot.start // ROW : -(-slot.end // ROW)].any()
             }
-            self._compare("sums of gradients", dict(zip(summed, numbers)), wrong)
+            self._compare("sums of gradients", dict(zip(summed, numbers)), wrong_tensors)
 
     # ------------------------------------------------------------------------------------------------------
     # weights
@@ -287,7 +289,7 @@ class ReplicaCheck:
             expected: ``(rows, 2)`` float64: sums over ranks of `_sums_of_rows` before the collective.
             found: ``(rows, 2)`` float64: `_sums_of_rows` after the collective.
         """
-        limits, wrong = (
+        limits, wrong_rows = (
             torch.finfo(self.buffers.grads.dtype),
             torch.zeros_like(found[:, 0], dtype=torch.bool),
         )
@@ -304,8 +306,8 @@ class ReplicaCheck:
             close = (sums - wanted).abs() <= relative * size + ranks * ROW * limits.tiny
             # Do not report rows whose sum of absolute values overflows the gradients' dtype: an
             # infinite result is right there, and the step is skipped as non-finite.
-            wrong[rows] = ~close & (size < limits.max)
-        return wrong
+            wrong_rows[rows] = ~close & (size < limits.max)
+        return wrong_rows
 
     # ---------------------------------------------------------------------------------------------------
     # comparison
@@ -344,30 +346,33 @@ class ReplicaCheck:
         held = {self._called(*key): value for key, value in hashes.items()}
         digests: dict[str, int] = {}
         for expert in (False, True):
-            kept = [value for key, value in hashes.items() if key[0] is expert]
-            if kept:
-                digests[self._called(expert, "experts" if expert else "dense")] = digest(kept)
+            group_hashes = [value for key, value in hashes.items() if key[0] is expert]
+            if group_hashes:
+                digests[self._called(expert, "experts" if expert else "dense")] = digest(
+                    group_hashes
+                )
         # Exchange a few numbers per rank first. Names and hashes of all parameters are exchanged
         # only if these numbers differ, which hardly ever happens.
         brief = [
-            cast(dict[str, int], one) for one in ranks.gather({**digests, "wrong": len(wrong)})
+            cast(dict[str, int], counts)
+            for counts in ranks.gather({**digests, "wrong": len(wrong)})
         ]
-        troubled = [rank for rank, one in enumerate(brief) if one.pop("wrong")]
+        troubled = [rank for rank, counts in enumerate(brief) if counts.pop("wrong")]
         if not troubled and not mismatches(brief):
             return
         everything = [
-            cast(dict[str, dict[str, Any]], one)
-            for one in ranks.gather({"held": held, "wrong": dict(wrong)})
+            cast(dict[str, dict[str, Any]], of_rank)
+            for of_rank in ranks.gather({"held": held, "wrong": dict(wrong)})
         ]
-        found = against_masters([one["wrong"] for one in everything])
-        known = {name for one in everything for name in one["wrong"]}
+        differences = against_masters([of_rank["wrong"] for of_rank in everything])
+        wrong_names = {name for of_rank in everything for name in of_rank["wrong"]}
         others = [
-            {name: value for name, value in one["held"].items() if name not in known}
-            for one in everything
+            {name: value for name, value in of_rank["held"].items() if name not in wrong_names}
+            for of_rank in everything
         ]
-        found += mismatches(others)
-        more = f"; and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+        differences += mismatches(others)
+        more_clause = f"; and {len(differences) - _NAMED} more" if len(differences) > _NAMED else ""
         raise ReplicaMismatchError(
-            f"{what} have wrong bits: {'; '.join(found[:_NAMED])}{more}. Load a checkpoint that was saved before the "
-            "last check that passed, and check the hardware of these ranks"
+            f"{what} have wrong bits: {'; '.join(differences[:_NAMED])}{more_clause}. Load a checkpoint that was "
+            "saved before the last check that passed, and check the hardware of these ranks"
         )

@@ -262,8 +262,8 @@ class TrainStep:
             # Store the number of the first bad micro-batch only: a later one does not overwrite it.
             number = extras["micro_batches"].add_(1)[0]
             slot = extras["bad_micro_batches"][self.groups.rank]
-            bad = ~torch.isfinite(output.loss) | ~torch.isfinite(self._input_grad_sum)
-            slot.copy_(torch.where(bad & (slot == 0), number, slot))
+            nonfinite = ~torch.isfinite(output.loss) | ~torch.isfinite(self._input_grad_sum)
+            slot.copy_(torch.where(nonfinite & (slot == 0), number, slot))
 
     def last_micro_batch(self, micro_batch: MicroBatch) -> None:
         """Run the last micro-batch of a step, and reduce gradients during its backward pass.

@@ -39,11 +39,11 @@ from megatron_packed.reporting.metric_writers import Writer
 from megatron_packed.reporting.profiling import StepProfiler
 from megatron_packed.reporting.progress_log import ProgressLog
 from megatron_packed.reporting.step_record import GraphFigures, StepFacts, replays_and_fallbacks
+from megatron_packed.resume.callback_state import CallbackError
 from megatron_packed.resume.run_and_random_state import RunState
 from megatron_packed.training.callback import (
     HOOKS,
     Callback,
-    CallbackError,
     StepMetrics,
     overriding,
 )

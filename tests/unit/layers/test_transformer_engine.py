@@ -27,7 +27,7 @@ from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.layers.transformer_impl import implementation
 from megatron_packed.models.decoder import Decoder
 from megatron_packed.models.hybrid_model import HybridModel
-from megatron_packed.resume.run_and_random_state import held_state
+from megatron_packed.resume.held_state import held_state
 from support import hybrid_cases as cases
 
 ADAPTERS = "megatron_packed.layers.transformer_engine"
