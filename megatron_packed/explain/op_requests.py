@@ -17,8 +17,7 @@ from megatron_packed.config.kinds.experts import EXPERT_ACTIVATION
 from megatron_packed.config.optional_packages import is_installed
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.parallel import fewest_processes
-from megatron_packed.models.estimate.run_estimate import Imagined
-from megatron_packed.models.trace import calls_of_pass
+from megatron_packed.models.trace import Imagined, calls_of_pass
 from megatron_packed.ops.activation import api as activation
 from megatron_packed.ops.backend_dispatch import NoBackendError, Request
 from megatron_packed.ops.dense_mlp import api as dense_mlp
@@ -51,7 +50,7 @@ def traced_requests(
 ) -> Mapping[Request, int]:
     """Return the requests of `op_requests` for packs of at most ``capacity`` documents."""
     vocab_size = config.model.vocab_size or UNKNOWN_VOCABULARY
-    model = Imagined.of(config, fewest_processes(config.parallel), vocab_size).model
+    model = Imagined.from_config(config, fewest_processes(config.parallel), vocab_size).model
     document = np.zeros(config.document_alignment, dtype=np.int64), None
     pack = MicroBatch.build([document], config.packing.tokens_per_pack, capacity=capacity)
     optimizer = Request(

@@ -51,8 +51,9 @@ def describe(
         f"{config.packing.tokens_per_pack:,} tokens, {config.packs_per_step()} packs a step{_ramp(config)}; "
         f"plan {plan_hash[:12]}"
     )
-    for line in filter(None, (overlap_line(model), exchange_line(model, config))):
-        say(line)
+    if groups.world_size > 1:
+        for line in filter(None, (overlap_line(model), exchange_line(model, config))):
+            say(line)
     buffer = model.expert_buffer(config.packing.tokens_per_pack)
     if buffer is not None and groups.ep.size > 1:
         mib = buffer.rows * buffer.bytes_per_row / 2**20

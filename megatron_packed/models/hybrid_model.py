@@ -187,7 +187,8 @@ class HybridModel(ExpertLayers, nn.Module):
         shard = loss_shard(self.embedding, num_rows, self.tp)
         self._cross_entropy = cross_entropy_of(config, vocab_size, shard, self.backends)
         initialize(self, config, seed, tp_rank=self.tp.rank, tp_size=self.tp.size)
-        apply_memory(self.layers, config.layer_types, self.memory, self.offload)
+        if self.memory.changes_layers:
+            apply_memory(self.layers, config.layer_types, self.memory, self.offload)
 
     def sharded_parameters(self) -> dict[str, ShardedParameter]:
         """Return every parameter by name, with its full shape and this rank's part of it."""

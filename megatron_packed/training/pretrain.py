@@ -218,9 +218,11 @@ def _train(launch: Launch) -> ExitCode:
     launch, data = _build_data(launch)
     job, state = _build_model(launch, data)
     kernels = _check_model(launch, data, job)
-    graphs = job.step.graphs = build_graphs(
-        launch.config, job, data.capture_sizes, launch.groups, launch.console.say
-    )
+    graphs = None
+    if launch.config.cuda_graph.enabled:
+        graphs = job.step.graphs = build_graphs(
+            launch.config, job, data.capture_sizes, launch.groups, launch.console.say
+        )
     trainer = _build_trainer(launch, data, job, state, kernels)
     exit_code = _run_trainer(launch, job, graphs, trainer)
     job.close()  # after the graphs, which contain addresses of its memory
@@ -240,16 +242,22 @@ def _train(launch: Launch) -> ExitCode:
 
 def _set_up(launch: Launch) -> MemoryHistory | None:
     """Refuse strict graphs on a device without graphs, and start the allocator's memory history."""
-    refuse_eager(launch.config.cuda_graph, launch.groups.device)
-    return memory_history(launch.config.profiling, launch.groups, launch.console.warn)
+    config = launch.config
+    if config.cuda_graph.enabled:
+        refuse_eager(config.cuda_graph, launch.groups.device)
+    if not config.profiling.record_memory_history:
+        return None
+    return memory_history(config.profiling, launch.groups, launch.console.warn)
 
 
 def _build_data(launch: Launch) -> tuple[Launch, RunData]:
     """Tokenise and pack the data; a resumed run gets the packs of its checkpoint."""
     # Read the checkpoint's options before the data, because they decide the packs.
-    config, resumed, lines = resumed_options(launch.config, launch.groups)
-    for line in lines:
-        launch.console.say(line)
+    config, resumed = launch.config, None
+    if config.checkpoint.load is not None:
+        config, resumed, lines = resumed_options(config, launch.groups)
+        for line in lines:
+            launch.console.say(line)
     console = launch.console
     # Read before the data is opened: retention may remove this checkpoint while the run trains.
     stored = files_of_start(config, launch.groups)
@@ -296,7 +304,8 @@ def _build_model(launch: Launch, data: RunData) -> tuple[Job, RunState]:
         changed_files=data.changed_files,
         show=not console.silent,
     )
-    restore(config, state, console.say, console.warn)
+    if config.checkpoint.load is not None or config.checkpoint.pretrained_checkpoint is not None:
+        restore(config, state, console.say, console.warn)
     # Set after the restore: with lengths in samples, the last iteration depends on the position at
     # which the plan resumes.
     console.total_steps = config.last_iteration(state.progress.samples_ahead(config.packing))
@@ -346,6 +355,9 @@ def _build_trainer(
     log = launch.outputs.log
     writers = writers_of(config, groups, state, opening, console, launch.callback, log)
     writers.append(launch.closing)
+    profiler = None
+    if config.profiling.profile:
+        profiler = profiler_of(config, groups, console, max(last, state.progress.iteration))
     return Trainer(
         writers=writers,
         config=config,
@@ -361,7 +373,7 @@ def _build_trainer(
         signal=launch.signal,
         watch=launch.watch,
         hang_detector=launch.hang_detector,
-        profiler=profiler_of(config, groups, console, max(last, state.progress.iteration)),
+        profiler=profiler,
         progress_log=progress_log_of(config, groups, state, console),
     )
 
@@ -375,7 +387,7 @@ def _run_trainer(
     """Capture graphs and train; at the end or on an error, release the graphs and close writers."""
     notes = []
     try:
-        with released(graphs):
+        with nullcontext() if graphs is None else released(graphs):
             if graphs is not None:
                 _tune(graphs, launch, job)
             # From here on, ranks wait for each other in captured collectives, so hangs are watched.

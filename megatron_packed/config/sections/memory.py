@@ -186,6 +186,11 @@ class MemoryConfig(Section, title="memory"):
         return self.offload_layer_inputs or self.fine_grained_activation_offloading
 
     @property
+    def changes_layers(self) -> bool:
+        """Return whether any layer recomputes or offloads something."""
+        return self.offloads or self.recompute_granularity is not None
+
+    @property
     def offloaded_modules(self) -> tuple[str, ...]:
         """Modules whose saved tensors are offloaded, each once."""
         return (

@@ -238,22 +238,29 @@ class _Renderers:
     ) -> None:
         variables = {**tokenizer.template_variables, **json.loads(kwargs or "{}")}
         arguments = (source, variables, list(tokenizer.special_tokens), date)
+        self._idle: list[TemplateProcess] = []
+        self._lock = threading.Lock()
+        self._is_own = source in OWN_TEMPLATES
+        if self._is_own:
+            self._render_here = partial(ConversationRenderer, *arguments)
+            return
         self._start = partial(
             TemplateProcess, *arguments, cpu_seconds=cpu_seconds, budget=template_budget()
         )
-        self._own = ConversationRenderer(*arguments) if source in OWN_TEMPLATES else None
-        self._idle: list[TemplateProcess] = []
-        self._lock = threading.Lock()
-        if self._own is None:
-            try:
-                self._idle.append(self._start())
-            except TemplateError as error:
-                raise DataError(str(error)) from None
+        try:
+            self._idle.append(self._start())
+        except TemplateError as error:
+            raise DataError(str(error)) from None
+
+    @cached_property
+    def _own(self) -> ConversationRenderer:
+        """Renderer of an own template, made for the first conversation: plain texts need none."""
+        return self._render_here()
 
     @contextmanager
     def renderer(self) -> Iterator[ConversationRenderer | TemplateProcess]:
         """Yield a renderer that no other thread uses."""
-        if self._own is not None:
+        if self._is_own:
             yield self._own
             return
         with self._lock:

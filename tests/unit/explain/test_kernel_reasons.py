@@ -27,7 +27,7 @@ from megatron_packed.explain.kernel_reasons import (
 )
 from megatron_packed.explain.op_requests import op_requests, served_by
 from megatron_packed.inputs.run_data import most_documents
-from megatron_packed.models.estimate.run_estimate import Imagined
+from megatron_packed.models.trace import Imagined
 from megatron_packed.ops.backend_dispatch import Backend, Op
 from megatron_packed.ops.grouped_mlp import reference as experts
 from megatron_packed.ops.varlen_attention import backends as varlen_attention
