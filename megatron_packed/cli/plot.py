@@ -44,17 +44,17 @@ def run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     check_ending("--out", arguments.out, ".html")
     check_ending("--png", arguments.png, ".png")
     from megatron_packed.reporting.curves import read_run
-    from megatron_packed.reporting.run_charts import write_png
-    from megatron_packed.reporting.run_report import write_page
+    from megatron_packed.reporting.run_charts import write_curves_png
+    from megatron_packed.reporting.run_report import write_runs_page
 
     first = arguments.runs[0]
     page = arguments.out or (first if first.is_dir() else first.parent) / "plot.html"
     try:
         runs = [read_run(path) for path in arguments.runs]
         title = arguments.title or ", ".join(one.name for one in runs)
-        show(str(write_page(runs, page, title=title)))
+        show(str(write_runs_page(runs, page, title=title)))
         if arguments.png is not None:
-            show(str(write_png(runs, arguments.png)))
+            show(str(write_curves_png(runs, arguments.png)))
     except OSError as error:
         raise UsageError(
             f"{error.filename or first}: {error.strerror}; correct the path."

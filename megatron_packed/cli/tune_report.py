@@ -177,11 +177,11 @@ class TuneReport:
         if plot is None and html is None:
             return
         from megatron_packed.reporting.charts import write_png
-        from megatron_packed.reporting.sizing_page import drawings, figure, write_page
+        from megatron_packed.reporting.sizing_page import drawings, figure, write_sizing_page
 
         drawn = drawings(self.lengths, self.packings, self.choice, self.prices)
         if html is not None:
-            write_page(
+            write_sizing_page(
                 drawn,
                 html,
                 title="Packing and capacities",

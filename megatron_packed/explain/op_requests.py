@@ -69,8 +69,8 @@ def served_by(request: Request, requests: Mapping[Request, int]) -> str:
     if not isinstance(request.inputs, activation.ActivationInputs):
         return request.backend
     kind = request.inputs.kind
-    experts = [one for one in requests if getattr(one.inputs, "activation", None) == kind]
-    activations = [one for one in requests if getattr(one.inputs, "kind", None) == kind]
+    experts = [each for each in requests if getattr(each.inputs, "activation", None) == kind]
+    activations = [each for each in requests if getattr(each.inputs, "kind", None) == kind]
     if sum(map(requests.__getitem__, activations)) > sum(map(requests.__getitem__, experts)):
         return request.backend
     reference = grouped_mlp.OP.backends[-1].name
@@ -105,8 +105,8 @@ def useless_recomputation(config: RunConfig, device: torch.device) -> str:
 
 def _experts(config: RunConfig, device: torch.device) -> list[grouped_mlp.GroupedMLPInputs]:
     """Return the inputs of the products of experts."""
-    inputs = (one.inputs for one in op_requests(config, device))
-    return [one for one in inputs if isinstance(one, grouped_mlp.GroupedMLPInputs)]
+    inputs = (each.inputs for each in op_requests(config, device))
+    return [each for each in inputs if isinstance(each, grouped_mlp.GroupedMLPInputs)]
 
 
 def lacks_joined_kernels(config: RunConfig) -> bool:
@@ -114,7 +114,7 @@ def lacks_joined_kernels(config: RunConfig) -> bool:
     if not device_reasons("cuda") and is_installed("quack.gemm"):
         return False
     gpu = torch.device("cuda")
-    return config.training.bf16 and any(_may_join(one.inputs) for one in op_requests(config, gpu))
+    return config.training.bf16 and any(_may_join(each.inputs) for each in op_requests(config, gpu))
 
 
 def _may_join(inputs: object) -> bool:

@@ -25,7 +25,7 @@ _HASH = 12
 """Number of digits of a plan hash that are shown; the others are in a tooltip."""
 
 
-def write_page(
+def write_runs_page(
     runs: Sequence[Run],
     page: str | os.PathLike[str],
     *,
@@ -58,7 +58,10 @@ def write_page(
             f"that {flags.LOG_JSONL} wrote."
         ) from error
     return write_html(
-        page, title, body, _STYLE + run_overview.STYLE + run_quality.STYLE + CHARTS_STYLE
+        page,
+        title,
+        body,
+        _STYLE + run_overview.OVERVIEW_STYLE + run_quality.QUALITY_STYLE + CHARTS_STYLE,
     )
 
 
@@ -106,10 +109,10 @@ def write_report(
     levels: Mapping[str, float] | None = None,
     answers: Sequence[Mapping[str, str]] = (),
 ) -> Path:
-    """Write the page about one run from its ``--log-jsonl`` file; for arguments see `write_page`.
+    """Write the page about one run from its ``--log-jsonl`` file; for arguments see `write_runs_page`.
 
     Raises:
         OSError: the log cannot be read, or the page not written.
         ValueError: the log holds no step, or a field has a wrong value.
     """
-    return write_page([read_run(log)], page, title=title, levels=levels, answers=answers)
+    return write_runs_page([read_run(log)], page, title=title, levels=levels, answers=answers)

@@ -102,12 +102,14 @@ def writers_of(
     return writers
 
 
-def _events_folder(given: str, config: RunConfig, state: ReportedState, console: Console) -> str:
-    identity = RunIdentity.of(state.run_id, config)
-    folder = str(events_folder(given, identity, resumed=state.resumed is not None))
-    if folder != str(Path(given)):
+def _events_folder(
+    requested: str, config: RunConfig, state: ReportedState, console: Console
+) -> str:
+    identity = RunIdentity.from_config(state.run_id, config)
+    folder = str(events_folder(requested, identity, resumed=state.resumed is not None))
+    if folder != str(Path(requested)):
         console.warn(
-            f"{given} has TensorBoard events of another run; those of this run are in {folder}"
+            f"{requested} has TensorBoard events of another run; those of this run are in {folder}"
         )
     return folder
 
@@ -124,7 +126,7 @@ def _log_writer(
     origin = None
     if state.resumed is not None:
         origin = Origin(iteration=done.iteration, consumed_tokens=done.consumed_tokens)
-    identity = RunIdentity.of(state.run_id, config)
+    identity = RunIdentity.from_config(state.run_id, config)
     earlier = log.begin(identity, origin, save=config.checkpoint.save)
     if earlier.sentence is not None:
         console.warn(earlier.sentence)
@@ -170,7 +172,9 @@ def note(record: dict[str, object], writers: Sequence[Writer], console: Console)
                 console.warn(f"the log cannot be written: {error}; the run continues.")
 
 
-def write_page(config: RunConfig, groups: ParallelGroups, console: Console) -> str | None:
+def write_page_if_requested(
+    config: RunConfig, groups: ParallelGroups, console: Console
+) -> str | None:
     """Write the report page on rank 0, if ``--report`` and ``--log-jsonl`` are given.
 
     Returns:

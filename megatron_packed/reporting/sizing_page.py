@@ -141,7 +141,7 @@ def _finish(axis: Any) -> None:
         axis.legend(fontsize=8, framealpha=0.7, facecolor="#ffffff", edgecolor="none")
 
 
-def write_page(
+def write_sizing_page(
     drawn: Sequence[Drawing],
     path: str | os.PathLike[str],
     *,

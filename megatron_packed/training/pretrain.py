@@ -47,7 +47,7 @@ from megatron_packed.reporting.run_writers import (
     Callback,
     end_log,
     progress_log_of,
-    write_page,
+    write_page_if_requested,
     writers_of,
 )
 from megatron_packed.resume.phases_and_stored_packs import Resumed, resumed_options
@@ -231,7 +231,7 @@ def _train(launch: Launch) -> ExitCode:
         history.finish()
     report = None
     if exit_code in (ExitCode.DONE, ExitCode.NONFINITE):
-        report = write_page(launch.config, launch.groups, launch.console)
+        report = write_page_if_requested(launch.config, launch.groups, launch.console)
     closing = launch.closing.lines(
         launch.config, state.progress, trainer.last_iteration, trainer.last_checkpoint, report
     )
@@ -346,7 +346,7 @@ def _build_trainer(
         vocab_size=data.vocab_size,
         packing=data.sentences(),
         accounts=data.accounts,
-        identity=RunIdentity.of(state.run_id, config),
+        identity=RunIdentity.from_config(state.run_id, config),
         iteration=state.progress.iteration,
         last_iteration=last,
         phases=state.phases,

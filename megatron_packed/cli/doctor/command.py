@@ -23,7 +23,7 @@ from megatron_packed.cli.doctor.findings import Finding, State
 from megatron_packed.cli.doctor.machine import machine_findings
 from megatron_packed.cli.doctor.supervise import run_probes
 from megatron_packed.cli.doctor.system_calls import system_call_finding
-from megatron_packed.cli.doctor.verdict import problems_of, verdict
+from megatron_packed.cli.doctor.verdict import broken_findings, verdict
 from megatron_packed.cli.errors import UsageError
 from megatron_packed.config.kernel_options import OPTION_OF
 from megatron_packed.config.kinds.layer_kind import KINDS
@@ -43,7 +43,7 @@ LINE_EVERY = 10.0
 """Seconds between progress lines if standard error is not a terminal."""
 FORCED_BY = {op: OPTION_OF[op] for kind in KINDS.values() for op in kind.backends}
 """Option that chooses the kernel of each op of the model."""
-Answers = dict[str, dict[str, Any]]
+_Answers = dict[str, dict[str, Any]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     if not arguments.timeout > 0:
         raise UsageError(f"--timeout {arguments.timeout}: must be above 0.")
     findings = examine(arguments.timeout, kernels=not arguments.no_kernels)
-    sentences, problems = verdict(findings), problems_of(findings)
+    sentences, problems = verdict(findings), broken_findings(findings)
     if arguments.json:
         sections = {
             name: [finding.as_dict() for finding in section] for name, section in findings.items()
@@ -173,7 +173,7 @@ def _to_run(ops: dict[str, Any]) -> list[str]:
     ]
 
 
-def _strangers(answers: Answers) -> list[Finding]:
+def _strangers(answers: _Answers) -> list[Finding]:
     """Return findings of unrelated packages that were installed by mistake. An unrelated package
     does no harm if the wanted package is installed too.
     """
@@ -195,7 +195,7 @@ def _strangers(answers: Answers) -> list[Finding]:
     return findings
 
 
-def _package(package: Package, answers: Answers, on_gpu: bool) -> Finding:
+def _package(package: Package, answers: _Answers, on_gpu: bool) -> Finding:
     answer = answers[f"import:{package.module}"]
     version = version_of(package.name) or answer.get("version", "")
     finding_fields = {"name": package.name, "found": version, "instead": _instead(package, answers)}
@@ -237,12 +237,12 @@ def _package(package: Package, answers: Answers, on_gpu: bool) -> Finding:
     )
 
 
-def _ops(answers: Answers) -> dict[str, Any]:
+def _ops(answers: _Answers) -> dict[str, Any]:
     ops: dict[str, Any] = answers["kernels"].get("ops", {})
     return ops
 
 
-def _reasons(package: Package, answers: Answers) -> list[str]:
+def _reasons(package: Package, answers: _Answers) -> list[str]:
     """Return the reasons why the kernels of a package cannot be used on this machine."""
     pairs = (name.partition(".")[::2] for name in package.kernels)
     reasons_of_backends = [
@@ -251,7 +251,7 @@ def _reasons(package: Package, answers: Answers) -> list[str]:
     return [reason for reasons in reasons_of_backends for reason in reasons]
 
 
-def _instead(package: Package, answers: Answers) -> str:
+def _instead(package: Package, answers: _Answers) -> str:
     """Return the backends that ops choose instead of the package's backends, each op once."""
     chosen = {op: choice["chosen"] for op, choice in _ops(answers).items()}
     pairs = (name.partition(".")[::2] for name in package.kernels)
@@ -261,7 +261,7 @@ def _instead(package: Package, answers: Answers) -> str:
     return ", ".join(dict.fromkeys(others))
 
 
-def _gains(package: Package, answers: Answers) -> bool:
+def _gains(package: Package, answers: _Answers) -> bool:
     """Return whether a backend of the package has a higher priority than the backend that an op
     chooses now.
     """
@@ -275,7 +275,7 @@ def _gains(package: Package, answers: Answers) -> bool:
     return False
 
 
-def _kernels(answers: Answers) -> list[Finding]:
+def _kernels(answers: _Answers) -> list[Finding]:
     """Return a finding for each op: the backend that 'auto' chooses on this machine, and the
     results of the others. A reason that several ops share is given once.
     """
@@ -334,7 +334,7 @@ def _kernels(answers: Answers) -> list[Finding]:
 
 
 def _refusals(
-    op: str, reasons: dict[str, list[str]], answers: Answers, first_op: dict[tuple[str, str], str]
+    op: str, reasons: dict[str, list[str]], answers: _Answers, first_op: dict[tuple[str, str], str]
 ) -> list[str]:
     """Return the reasons against the backends of an op, one text for each backend.
 

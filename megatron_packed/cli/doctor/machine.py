@@ -12,12 +12,12 @@ from pathlib import Path
 
 from megatron_packed.cli.doctor.findings import Finding, State
 
-GIB = 2**30
-SHARED_MEMORY = 1 * GIB
+_GIB = 2**30
+SHARED_MEMORY = 1 * _GIB
 """Minimum bytes of /dev/shm, which NCCL uses between the ranks of one host. Containers have 64 MiB
 by default.
 """
-LOCKED_MEMORY = 64 * GIB
+LOCKED_MEMORY = 64 * _GIB
 """Minimum bytes of the limit on locked memory. InfiniBand registers its buffers under this limit;
 CUDA's page-locked memory is not counted.
 """
@@ -53,7 +53,7 @@ def _shared_memory(path: str = "/dev/shm") -> Finding:  # noqa: S108
         usage = shutil.disk_usage(path)
     except OSError as error:
         return Finding(name, State.SLOW, detail=f"{path}: {error.strerror}")
-    sizes = f"{usage.total / GIB:.3g} GiB, {usage.free / GIB:.3g} free"
+    sizes = f"{usage.total / _GIB:.3g} GiB, {usage.free / _GIB:.3g} free"
     if usage.total >= SHARED_MEMORY:
         return Finding(name, State.WORKS, sizes)
     return Finding(
@@ -92,7 +92,7 @@ def _locked_memory() -> Finding:
         "locked memory",
         resource.RLIMIT_MEMLOCK,
         LOCKED_MEMORY,
-        GIB,
+        _GIB,
         " GiB",
         "InfiniBand registers its buffers under this limit; it does not matter on a single host",
         "ulimit -l unlimited",

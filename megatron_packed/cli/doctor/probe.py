@@ -37,7 +37,7 @@ in bfloat16 differs by about 0.01, a wrong kernel by about 1.
 """
 
 
-def main(names: Sequence[str]) -> None:
+def answer_probes(names: Sequence[str]) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for name in names:
@@ -268,4 +268,4 @@ def _gpu() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    answer_probes(sys.argv[1:])

@@ -11,7 +11,7 @@ Sections = Mapping[str, Sequence[Finding]]
 _REQUIRED = {package.name for package in PACKAGES if package.required}
 
 
-def problems_of(sections: Sections) -> list[Finding]:
+def broken_findings(sections: Sections) -> list[Finding]:
     """Return the findings that count as problems."""
     return [
         finding for section in sections.values() for finding in section if finding.state.problem
@@ -20,7 +20,7 @@ def problems_of(sections: Sections) -> list[Finding]:
 
 def verdict(sections: Sections) -> list[str]:
     """Return one line that says whether this machine can train, then a line for each problem."""
-    problems = problems_of(sections)
+    problems = broken_findings(sections)
     return [
         _can_train(sections, problems),
         *(

@@ -23,7 +23,7 @@ from megatron_packed.memory_purpose import Purpose, counted_as
 from megatron_packed.models.estimate.live_memory import Amounts, LiveMemory, Peak
 from megatron_packed.torch_private import TreeSpec, tree_flatten, tree_unflatten
 
-Run = Callable[[Tensor], tuple[Tensor, list[Any]]]
+RunUnit = Callable[[Tensor], tuple[Tensor, list[Any]]]
 """Runs a unit on a hidden state; returns the hidden state after it, and the reports of its layers."""
 
 
@@ -46,7 +46,9 @@ class UnitMemory:
     """Tensors of the reports, and their structure."""
 
 
-def measure(run: Run, hidden: Sequence[int], live: LiveMemory, dtype: torch.dtype) -> UnitMemory:
+def measure(
+    run: RunUnit, hidden: Sequence[int], live: LiveMemory, dtype: torch.dtype
+) -> UnitMemory:
     """Run a unit forward and backward, and return its memory.
 
     Args:

@@ -160,7 +160,7 @@ def test_a_kernel_that_cannot_serve_ends_the_run_with_code_2_before_data_is_open
     assert "Traceback" not in said
 
 
-def test_packs_of_many_documents_are_asked_about(monkeypatch):
+def test_kernels_are_chosen_for_packs_of_many_documents(monkeypatch):
     """After packing, kernels are chosen again for the most documents of a pack or a capacity."""
     many = {
         op.name: inputs for op, _, inputs in op_requests(config_of("*", bf16=True), CPU, 200_000)
