@@ -38,8 +38,9 @@ from megatron_packed.config.sections.all_to_all import NCCL, SYMMETRIC_MEMORY
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.distributed.groups import Axis, ParallelGroups, Unjoined
-from megatron_packed.models.estimate.run_estimate import Imagined, estimates_of, usual
+from megatron_packed.models.estimate.run_estimate import estimates_of, usual
 from megatron_packed.models.metrics_layout import StepValues
+from megatron_packed.models.trace import Imagined
 from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released

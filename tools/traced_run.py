@@ -3,8 +3,8 @@
     python tools/traced_run.py [--list PHASE] [FLAGS ...]
 
 The run is `worker.main` with a model ``M*-E`` and 60 lines of text. A file is visited if one of its
-functions runs, also at import; statements of modules do not count. Files that only define classes
-are counted apart. A switch is a call whose file differs from that of the previous call in the same
+functions runs. Files that only define classes, or only call functions while they are imported, are
+counted apart. A switch is a call whose file differs from that of the previous call in the same
 thread. A phase begins with the first call of its function.
 """
 
@@ -56,8 +56,8 @@ class Phase:
 
     functions: set[CodeType] = field(default_factory=set)
     switches: int = 0
-    class_files: set[str] = field(default_factory=set)
-    """Files of which the body of a class ran, because they were imported."""
+    imported: set[str] = field(default_factory=set)
+    """Files that defined a class or called a function while they were imported."""
 
     @property
     def files(self) -> set[str]:
@@ -78,9 +78,9 @@ class RunTracer:
         code = frame.f_code
         if event != "call" or not code.co_filename.startswith(self.package):
             return
-        if not code.co_flags & inspect.CO_OPTIMIZED:  # a module or the body of a class
+        if code not in self._phase.functions and self._is_of_import(frame):
             if code.co_name != "<module>":
-                self._phase.class_files.add(code.co_filename)
+                self._phase.imported.add(code.co_filename)
             return
         mark = Path(code.co_filename).stem, code.co_name
         if mark == STEP:
@@ -93,6 +93,17 @@ class RunTracer:
         self._phase.switches += code.co_filename != self._last_files[thread]
         self._last_files[thread] = code.co_filename
 
+    def _is_of_import(self, frame: FrameType | None) -> bool:
+        """Return whether a frame is the body of a class or module, or is called by one."""
+        while frame is not None:
+            code = frame.f_code
+            if not code.co_flags & inspect.CO_OPTIMIZED and code.co_filename.startswith(
+                self.package
+            ):
+                return True
+            frame = frame.f_back
+        return False
+
     def _begin(self, name: str) -> Phase:
         return self.phases.setdefault(name, Phase())
 
@@ -102,7 +113,7 @@ class RunTracer:
         return Phase(
             functions=set().union(*(phase.functions for phase in early)),
             switches=sum(phase.switches for phase in early),
-            class_files=set().union(*(phase.class_files for phase in early)),
+            imported=set().union(*(phase.imported for phase in early)),
         )
 
 
@@ -145,12 +156,12 @@ def _raise_exit(code: int) -> NoReturn:
 
 
 def print_table(phases: Mapping[str, Phase]) -> None:
-    """Print files, functions and switches of each phase, and its files that only define classes."""
-    print(f"{'phase':<24}{'files':>8}{'functions':>11}{'switches':>10}{'only classes':>14}")
+    """Print files, functions and switches of each phase, and files that are only imported."""
+    print(f"{'phase':<24}{'files':>8}{'functions':>11}{'switches':>10}{'imported only':>15}")
     for name, phase in phases.items():
         print(
             f"{name:<24}{len(phase.files):>8}{len(phase.functions):>11}{phase.switches:>10,}"
-            f"{len(phase.class_files - phase.files):>14}"
+            f"{len(phase.imported - phase.files):>15}"
         )
 
 

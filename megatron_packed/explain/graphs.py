@@ -139,7 +139,8 @@ def _attention_of_graphs(
 ) -> Iterator[Capability]:
     """Yield a line if the attention kernel is slower for a larger graph capacity."""
     op = varlen_attention.OP
-    request = next((one for one in op_requests(config, device) if one.op is op), None)
+    requests = (request for request in op_requests(config, device) if request.op is op)
+    request = next(requests, None)
     if request is None:  # context-parallel attention has a single kernel for GPUs
         return
     try:

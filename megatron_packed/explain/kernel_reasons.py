@@ -138,7 +138,7 @@ class Kernel(NamedTuple):
 
         The module of the backend may have a function ``remark`` that returns it.
         """
-        backend = next(one for one in self.op.backends if one.name == self.name)
+        backend = next(each for each in self.op.backends if each.name == self.name)
         remark: Callable[[Any], str] | None = getattr(backend.loaded, "remark", None)
         return "" if remark is None else remark(self.inputs)
 
@@ -148,8 +148,8 @@ def label_of(op: Op) -> str:
     return LABELS.get(op.name, op.name.replace("_", " "))
 
 
-def choose(op: Op, inputs: Hashable, asked: str = "auto", option: str = "") -> Kernel:
-    """Return the kernel of an op: the backend named by ``asked``, or the op's choice for ``auto``.
+def choose(op: Op, inputs: Hashable, backend: str = "auto", option: str = "") -> Kernel:
+    """Return the kernel of an op: the backend named by ``backend``, or the op's choice for ``auto``.
 
     Args:
         op: the op.
@@ -158,7 +158,7 @@ def choose(op: Op, inputs: Hashable, asked: str = "auto", option: str = "") -> K
     Raises:
         NoBackendError: the requested backend cannot be used.
     """
-    return Kernel(op, inputs, op.select(inputs, asked).name, option)
+    return Kernel(op, inputs, op.select(inputs, backend).name, option)
 
 
 def layer_reasons(config: RunConfig, device: torch.device) -> dict[str, list[str]]:
@@ -182,23 +182,23 @@ def chosen_kernels(
     Raises:
         ConfigError: a kernel that an option names cannot be used; the message has the reasons.
     """
-    found: list[Kernel] = []
+    kernels: list[Kernel] = []
     problems: list[Problem] = []
     requests = op_requests(config, device, documents)
     for request in requests:
         op, inputs = request.op, request.inputs
-        asked = served_by(request, requests)
+        backend = served_by(request, requests)
         try:
-            kernel = choose(op, inputs, asked, _option_of(config, op))
+            kernel = choose(op, inputs, backend, _option_of(config, op))
         except NoBackendError:
-            problem = _refusal(config, op, inputs, asked)
+            problem = _refusal(config, op, inputs, backend)
             problems += [] if problem in problems else [problem]
             continue
-        if all((kernel.op, kernel.name) != (other.op, other.name) for other in found):
-            found.append(kernel)
+        if all((kernel.op, kernel.name) != (other.op, other.name) for other in kernels):
+            kernels.append(kernel)
     if problems:
         raise ConfigError(problems)
-    return found
+    return kernels
 
 
 def check_kernels(
@@ -215,7 +215,7 @@ def check_kernels(
         if device.type != "cuda":
             raise ConfigError([fast_kernels_missing("torch sees none here")])
         problems = [
-            not_fast(slow_sentence(kernel), cure_of(kernel))
+            not_fast(slow_sentence(kernel), advice_of(kernel))
             for kernel in kernels
             if kernel.is_plain
         ]
@@ -231,8 +231,8 @@ def kernel_names(config: RunConfig, kernels: Sequence[Kernel]) -> dict[str, str]
     """
     names: dict[str, str] = {}
     for kernel in kernels:
-        before = names.get(kernel.label)
-        names[kernel.label] = f"{before} and {kernel.name}" if before else kernel.name
+        other_name = names.get(kernel.label)
+        names[kernel.label] = f"{other_name} and {kernel.name}" if other_name else kernel.name
     if config.training.transformer_impl == TRANSFORMER_ENGINE_NAME:
         names["norm"] = TRANSFORMER_ENGINE_NAME
     elif config.model.normalization == "LayerNorm":
@@ -270,7 +270,7 @@ def slow_kernel_warnings(kernels: Sequence[Kernel], device: torch.device) -> lis
         return []
     slow = [kernel for kernel in kernels if kernel.is_plain]
     return [
-        "; ".join(filter(None, (slow_sentence(kernel), cure_of(kernel)))) + "." for kernel in slow
+        "; ".join(filter(None, (slow_sentence(kernel), advice_of(kernel)))) + "." for kernel in slow
     ]
 
 
@@ -302,7 +302,7 @@ def _refused(kernel: Kernel) -> tuple[str, list[str]]:
     return name, refusals[name]
 
 
-def cure_of(kernel: Kernel) -> str:
+def advice_of(kernel: Kernel) -> str:
     """Return advice on getting a fast kernel instead of a plain one; empty if no setting helps."""
     if kernel.option:
         return f"leave {kernel.option} out"
@@ -333,8 +333,8 @@ def _case(kernel: Kernel) -> str:
 
 def _option_of(config: RunConfig, op: Op) -> str:
     """Return the given flag that names an op's kernel; empty if there is none."""
-    given = {**config.training.backends, "adamw": config.optim.optimizer_backend}
-    if given.get(op.name, "auto") != "auto":
+    backends = {**config.training.backends, "adamw": config.optim.optimizer_backend}
+    if backends.get(op.name, "auto") != "auto":
         return OPTION_OF[op.name]
     return (
         OPTION_OF["layers"]
@@ -347,11 +347,11 @@ def _is_attention(op: Op) -> bool:
     return any(kind.attends and op.name in kind.backends for kind in KINDS.values())
 
 
-def _refusal(config: RunConfig, op: Op, inputs: Hashable, asked: str) -> Problem:
+def _refusal(config: RunConfig, op: Op, inputs: Hashable, backend: str) -> Problem:
     """Return the problem of a requested kernel that cannot be used."""
     reasons = op.explain(inputs)
     why = "; ".join(
-        map(without_module, reasons[asked] if asked in reasons else reasons[op.names()[0]])
+        map(without_module, reasons[backend] if backend in reasons else reasons[op.names()[0]])
     )
     label, option = label_of(op), _option_of(config, op)
     if option == OPTION_OF["layers"]:
@@ -365,9 +365,9 @@ def _refusal(config: RunConfig, op: Op, inputs: Hashable, asked: str) -> Problem
         return Problem(
             "--cp-comm-type",
             config.parallel.cp_comm_type,
-            f"has one kernel on GPUs, {asked}, which cannot be used: {why}",
+            f"has one kernel on GPUs, {backend}, which cannot be used: {why}",
             "give a2a, which works with every attention kernel",
         )
     return Problem(
-        option, asked, f"cannot be used for {label}: {why}", "leave it out, or name another"
+        option, backend, f"cannot be used for {label}: {why}", "leave it out, or name another"
     )

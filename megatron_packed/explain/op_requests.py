@@ -17,8 +17,7 @@ from megatron_packed.config.kinds.experts import EXPERT_ACTIVATION
 from megatron_packed.config.optional_packages import is_installed
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.parallel import fewest_processes
-from megatron_packed.models.estimate.run_estimate import Imagined
-from megatron_packed.models.trace import calls_of_pass
+from megatron_packed.models.trace import Imagined, calls_of_pass
 from megatron_packed.ops.activation import api as activation
 from megatron_packed.ops.backend_dispatch import NoBackendError, Request
 from megatron_packed.ops.dense_mlp import api as dense_mlp
@@ -51,7 +50,7 @@ def traced_requests(
 ) -> Mapping[Request, int]:
     """Return the requests of `op_requests` for packs of at most ``capacity`` documents."""
     vocab_size = config.model.vocab_size or UNKNOWN_VOCABULARY
-    model = Imagined.of(config, fewest_processes(config.parallel), vocab_size).model
+    model = Imagined.from_config(config, fewest_processes(config.parallel), vocab_size).model
     document = np.zeros(config.document_alignment, dtype=np.int64), None
     pack = MicroBatch.build([document], config.packing.tokens_per_pack, capacity=capacity)
     optimizer = Request(
@@ -70,8 +69,8 @@ def served_by(request: Request, requests: Mapping[Request, int]) -> str:
     if not isinstance(request.inputs, activation.ActivationInputs):
         return request.backend
     kind = request.inputs.kind
-    experts = [one for one in requests if getattr(one.inputs, "activation", None) == kind]
-    activations = [one for one in requests if getattr(one.inputs, "kind", None) == kind]
+    experts = [each for each in requests if getattr(each.inputs, "activation", None) == kind]
+    activations = [each for each in requests if getattr(each.inputs, "kind", None) == kind]
     if sum(map(requests.__getitem__, activations)) > sum(map(requests.__getitem__, experts)):
         return request.backend
     reference = grouped_mlp.OP.backends[-1].name
@@ -106,8 +105,8 @@ def useless_recomputation(config: RunConfig, device: torch.device) -> str:
 
 def _experts(config: RunConfig, device: torch.device) -> list[grouped_mlp.GroupedMLPInputs]:
     """Return the inputs of the products of experts."""
-    inputs = (one.inputs for one in op_requests(config, device))
-    return [one for one in inputs if isinstance(one, grouped_mlp.GroupedMLPInputs)]
+    inputs = (each.inputs for each in op_requests(config, device))
+    return [each for each in inputs if isinstance(each, grouped_mlp.GroupedMLPInputs)]
 
 
 def lacks_joined_kernels(config: RunConfig) -> bool:
@@ -115,7 +114,7 @@ def lacks_joined_kernels(config: RunConfig) -> bool:
     if not device_reasons("cuda") and is_installed("quack.gemm"):
         return False
     gpu = torch.device("cuda")
-    return config.training.bf16 and any(_may_join(one.inputs) for one in op_requests(config, gpu))
+    return config.training.bf16 and any(_may_join(each.inputs) for each in op_requests(config, gpu))
 
 
 def _may_join(inputs: object) -> bool:

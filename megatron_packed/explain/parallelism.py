@@ -113,12 +113,12 @@ def _tensor_overlap(config: RunConfig, device: torch.device) -> Capability:
         advice = "--tp-comm-overlap" if config.parallel.sequence_parallel else ""
         return Capability(name, OFF, "collectives and products run one after the other", advice)
     # The other ranks are not known here, so only this machine's reasons are.
-    known = [*not_supported_reasons(device), *dtype_reasons(dtype_of(config))]
-    known = known if overlap.fuses else []
-    words = overlap_words(overlap, known[0] if known else "")
-    if overlap.fuses and not known:
-        words += "; fused if the GPUs of the ranks can access each other's memory"
-    return Capability(name, PARTIAL if known else ON, words)
+    reasons = [*not_supported_reasons(device), *dtype_reasons(dtype_of(config))]
+    reasons = reasons if overlap.fuses else []
+    sentence = overlap_words(overlap, reasons[0] if reasons else "")
+    if overlap.fuses and not reasons:
+        sentence += "; fused if the GPUs of the ranks can access each other's memory"
+    return Capability(name, PARTIAL if reasons else ON, sentence)
 
 
 def _replicas(config: RunConfig, world_size: int) -> Iterator[Capability]:
@@ -212,8 +212,8 @@ def _equal_exchanges(config: RunConfig, device: torch.device) -> Iterator[Capabi
         yield Capability(name, OFF, f"{what} travel by the collective", advice)
         return
     # The other ranks are not known here, so only this machine's reasons are.
-    if known := not_supported_reasons(device):
-        yield Capability(name, PARTIAL, f"{what} travel by the collective, because {known[0]}")
+    if reasons := not_supported_reasons(device):
+        yield Capability(name, PARTIAL, f"{what} travel by the collective, because {reasons[0]}")
         return
     yield Capability(
         name,

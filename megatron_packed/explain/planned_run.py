@@ -36,7 +36,7 @@ class PlannedRun:
     config: RunConfig
     device: torch.device
     world_size: int
-    known: KnownData
+    data_facts: KnownData
     work: StepWork | None
     """Work of a step; None if the options of packing drop all documents."""
     steps: int | None
@@ -45,24 +45,26 @@ class PlannedRun:
     """Reason why the model of the checkpoint is not this model; empty if it is."""
 
     @classmethod
-    def of(
+    def from_config(
         cls,
         config: RunConfig,
         device: torch.device,
         world_size: int,
-        known: KnownData,
+        data_facts: KnownData,
         other_model: str = "",
     ) -> PlannedRun:
         work = None
-        lengths = known.lengths
+        lengths = data_facts.lengths
         if lengths is None:
             lengths = np.array([config.packing.seq_length], dtype=np.int64)
         try:
-            if known.vocab_size is not None:
-                work = step_work(config, known.vocab_size, lengths)
+            if data_facts.vocab_size is not None:
+                work = step_work(config, data_facts.vocab_size, lengths)
         except ValueError as error:
-            known = known._replace(refusal=str(error).rstrip("."))
-        return cls(config, device, world_size, known, work, _steps(config, known), other_model)
+            data_facts = data_facts._replace(refusal=str(error).rstrip("."))
+        return cls(
+            config, device, world_size, data_facts, work, _steps(config, data_facts), other_model
+        )
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yield title and text of each line; the first line is the verdict."""
@@ -95,20 +97,20 @@ class PlannedRun:
             chosen_kernels(self.config, self.device)
         except ValueError as error:
             return str(error).rstrip(".")
-        if self.known.refusal:
-            return self.known.refusal
+        if self.data_facts.refusal:
+            return self.data_facts.refusal
         checkpoint = self.config.checkpoint
         if checkpoint.exit_on_missing_checkpoint and not self._loaded():
             return f"--load {checkpoint.load} has no checkpoint (--exit-on-missing-checkpoint)"
         if self.other_model:
             return self.other_model
-        return first_lines_refusal(self.config.data) if self.known.reason else ""
+        return first_lines_refusal(self.config.data) if self.data_facts.reason else ""
 
     def _loaded(self) -> str:
         """Return the name of the checkpoint that the run loads; empty if there is none."""
         load = self.config.checkpoint.load
-        found = find_checkpoints(Path(load)) if load and Path(load).is_dir() else []
-        return found[0].path.name if found else ""
+        checkpoints = find_checkpoints(Path(load)) if load and Path(load).is_dir() else []
+        return checkpoints[0].path.name if checkpoints else ""
 
     def _origin(self) -> str:
         checkpoint, loaded = self.config.checkpoint, self._loaded()
@@ -120,7 +122,7 @@ class PlannedRun:
         return "from scratch"
 
     def _data(self) -> str:
-        options, lengths = self.config.data, self.known.lengths
+        options, lengths = self.config.data, self.data_facts.lengths
         if options.mock_data:
             assert lengths is not None
             return (
@@ -159,7 +161,7 @@ class PlannedRun:
             f"A step takes {packs:,} pack{'s' if packs > 1 else ''} of {packing.tokens_per_pack:,} "
             f"tokens, {packs * packing.tokens_per_pack:,} tokens in all"
         )
-        if self.known.lengths is not None and self.work is not None:
+        if self.data_facts.lengths is not None and self.work is not None:
             text += f", with about {self.work.documents_per_pack * packs:,.0f} documents"
         ramp = packing.batch_ramp
         if ramp is not None and ramp.sentence():
@@ -175,7 +177,7 @@ class PlannedRun:
         return " ".join([*self._length(), self._rate(), *self._weight_decay(), *self._events()])
 
     def _length(self) -> Iterator[str]:
-        training, lengths = self.config.training, self.known.lengths
+        training, lengths = self.config.training, self.data_facts.lengths
         if self.steps is None:
             yield (
                 f"{training.train_epochs:g} epochs; the number of steps follows when the data is "
@@ -218,11 +220,11 @@ class PlannedRun:
         config, optim = self.config, self.config.optim
         if not optim.weight_decay_changes:
             return
-        given = optim.weight_decay_incr_iters or optim.weight_decay_incr_samples
+        rise = optim.weight_decay_incr_iters or optim.weight_decay_incr_samples
         end = "the end"
-        if given and self._samples():
+        if rise and self._samples():
             end = self._length_of(config.weight_decay_incr_iters)
-        elif given:
+        elif rise:
             end = f"step {config.weight_decay_incr_iters:,.0f}"
         yield (
             f"The weight decay rises from {optim.start_weight_decay:g} to {optim.end_weight_decay:g} "
@@ -263,13 +265,13 @@ class PlannedRun:
 
     def _memory(self) -> tuple[str, bool]:
         """Return the line about memory, and False if a GPU has too little."""
-        vocab_size, work = self.known.vocab_size, self.work
+        vocab_size, work = self.data_facts.vocab_size, self.work
         if vocab_size is None or work is None:
-            return f"not known: {self.known.reason or self.known.refusal}.", True
+            return f"not known: {self.data_facts.reason or self.data_facts.refusal}.", True
         documents = documents_in_pack(self.config, work)
-        one = usual(estimates(self.config, self.world_size, vocab_size, documents))
+        rank = usual(estimates(self.config, self.world_size, vocab_size, documents))
         parameters = count_parameters(self.config.model, vocab_size).total
-        state = one.static
+        state = rank.static
         parts = (
             f"{_bytes(state.parameters)} of weights, {_bytes(state.gradients)} of gradients, "
             f"{_bytes(state.optimizer)} of optimizer state, and activations"
@@ -277,22 +279,22 @@ class PlannedRun:
         model = f"{parameters:,} parameters"
         if self.device.type == "cuda":
             limit = torch.cuda.get_device_properties(self.device).total_memory
-            need = f"about {_bytes(one.total)} of {_bytes(limit)} on each GPU"
+            need = f"about {_bytes(rank.total)} of {_bytes(limit)} on each GPU"
         else:
-            limit = one.total
-            need = f"about {_bytes(one.allocated)} in each process (estimated for GPU kernels)"
-        fits = one.total <= limit
+            limit = rank.total
+            need = f"about {_bytes(rank.allocated)} in each process (estimated for GPU kernels)"
+        fits = rank.total <= limit
         cure = "" if fits else "; `megatron-packed plan` lists options that reduce it"
         return f"{model} need {need}: {parts}{cure}.", fits
 
 
-def _steps(config: RunConfig, known: KnownData) -> int | None:
+def _steps(config: RunConfig, data_facts: KnownData) -> int | None:
     epochs = config.training.train_epochs
     if epochs is None:
         return config.last_iteration()
-    if known.lengths is None:
+    if data_facts.lengths is None:
         return None
-    packs = epochs * int(known.lengths.sum()) / config.packing.tokens_per_pack
+    packs = epochs * int(data_facts.lengths.sum()) / config.packing.tokens_per_pack
     return max(ceil(packs / config.packs_per_step()), 1)
 
 

@@ -41,12 +41,12 @@ WIDTH = 118
 """Largest number of characters of a line."""
 
 
-def explain(config: RunConfig, known: KnownData, other_model: str = "") -> str:
+def explanation(config: RunConfig, data_facts: KnownData, other_model: str = "") -> str:
     """Return the verdict, facts about the run, and all capabilities as a table, for a terminal.
 
     Args:
         config: configuration of the run.
-        known: facts about its training data.
+        data_facts: facts about its training data.
         other_model: reason why the model of the checkpoint is not this model; empty if it is.
     Raises:
         SystemExit: the machine lacks the configured device; the reason is printed first.
@@ -58,12 +58,17 @@ def explain(config: RunConfig, known: KnownData, other_model: str = "") -> str:
         raise SystemExit(ExitCode.USAGE) from None
     world_size = environment_number(os.environ, "WORLD_SIZE", 1, [])
     lines = []
-    for title, text in PlannedRun.of(config, device, world_size, known, other_model).lines():
+    for title, text in PlannedRun.from_config(
+        config, device, world_size, data_facts, other_model
+    ).lines():
         indent = " " * (8 if title else 0)
         wrapped = textwrap.wrap(
             text, WIDTH - len(indent), break_long_words=False, break_on_hyphens=False
         )
-        lines += [f"{title.ljust(len(indent))}{wrapped[0]}", *(indent + one for one in wrapped[1:])]
+        lines += [
+            f"{title.ljust(len(indent))}{wrapped[0]}",
+            *(indent + each for each in wrapped[1:]),
+        ]
         lines += [] if title else [""]
     lines.append("")
     rows = list(capabilities(config, device, world_size))
@@ -87,7 +92,8 @@ def capabilities(
     requests = op_requests(config, device)
     # Several layers may have equal rows.
     yield from dict.fromkeys(
-        kernel(one.op, one.inputs, served_by(one, requests), device) for one in requests
+        kernel(request.op, request.inputs, served_by(request, requests), device)
+        for request in requests
     )
     yield from graph_capabilities(config, device)
     yield _recomputation(config, device)
@@ -103,12 +109,12 @@ def _machine(config: RunConfig, device: torch.device) -> Iterator[Capability]:
     training = config.training
     if device.type == "cuda":
         yield Capability("device", ON, torch.cuda.get_device_name())
-        known = peak_flops(device) is not None
+        knows_peak = peak_flops(device) is not None
         yield Capability(
             "MFU",
-            ON if known else OFF,
+            ON if knows_peak else OFF,
             "the peak FLOP/s of this GPU is known"
-            if known
+            if knows_peak
             else "the peak FLOP/s of this GPU is not known",
         )
     elif training.device == "cpu" or not torch.cuda.is_available():
@@ -164,17 +170,17 @@ def _layers(config: RunConfig, device: torch.device) -> Capability:
     )
 
 
-def kernel(op: Op, inputs: Hashable, asked: str, device: torch.device) -> Capability:
+def kernel(op: Op, inputs: Hashable, backend: str, device: torch.device) -> Capability:
     """Return which backend of an op runs, and why no faster backend does."""
     name = f"kernel {op.name}"
     try:
-        chosen = choose(op, inputs, asked)
+        chosen = choose(op, inputs, backend)
     except NoBackendError as error:
         return Capability(name, OFF, str(error), "choose another backend, or auto")
     if device.type == "cpu" and chosen.name == "reference":
         return Capability(name, PARTIAL, "reference: plain PyTorch, the backend for CPUs")
     cost = chosen.cost if device.type == "cuda" else ""
-    if asked != "auto":
+    if backend != "auto":
         state, advice = (PARTIAL, "auto") if cost else (ON, "")
         return Capability(name, state, f"{chosen.name}, as requested{cost}{chosen.remark}", advice)
     faster = chosen.passed_over
@@ -193,7 +199,7 @@ def _recomputation(config: RunConfig, device: torch.device) -> Capability:
     name, memory, layers = "recomputation", config.memory, len(config.model.layer_types)
     if memory.recomputes_layers:
         size, count = memory.layers_per_unit, sum(map(memory.recomputes_layer, range(layers)))
-        kept = (
+        saved = (
             "only the input of each is saved"
             if size == 1
             else f"in groups of {size}: only the input of each group is saved"
@@ -201,7 +207,7 @@ def _recomputation(config: RunConfig, device: torch.device) -> Capability:
         return Capability(
             name,
             ON,
-            f"{count} of {layers} layers, {kept}; MFU does not count recomputed operations",
+            f"{count} of {layers} layers, {saved}; MFU does not count recomputed operations",
         )
     if not memory.modules:
         return Capability(
@@ -210,15 +216,15 @@ def _recomputation(config: RunConfig, device: torch.device) -> Capability:
             "every activation that the backward pass needs is saved",
             "--recompute-granularity reduces memory",
         )
-    found = []
+    parts = []
     for module in memory.modules:
         count = (
             config.model.hybrid_layer_pattern.count(RECOMPUTED_IN[module])
             if module in RECOMPUTED_IN
             else layers
         )
-        found.append(f"{module} of {count} layer{'s' if count > 1 else ''}")
-    text = f"{', '.join(found)}; MFU does not count recomputed operations"
+        parts.append(f"{module} of {count} layer{'s' if count > 1 else ''}")
+    text = f"{', '.join(parts)}; MFU does not count recomputed operations"
     if useless := useless_recomputation(config, device):
         advice = f"leave {EXPERT_ACTIVATION} out of {MODULES}"
         return Capability(name, PARTIAL, f"{text}; {useless}", advice)
@@ -316,8 +322,8 @@ def _saved_and_logged(config: RunConfig) -> Iterator[Capability]:
 def _export(config: RunConfig) -> Capability:
     """Return the Hugging Face family that can hold the trained model, or what no family has."""
     name = "export to transformers"
-    nearest, found = next(iter(nearest_families(config.model).items()))
-    if found:
-        why = f"the nearest family, {nearest}, cannot express {'; '.join(found)}"
+    nearest, differences = next(iter(nearest_families(config.model).items()))
+    if differences:
+        why = f"the nearest family, {nearest}, cannot express {'; '.join(differences)}"
         return Capability(name, OFF, why)
     return Capability(name, ON, f"as a {nearest} model, by `megatron-packed convert --to-hf`")

@@ -56,8 +56,9 @@ def describe(
         f"{config.packing.tokens_per_pack:,} tokens, {config.packs_per_step()} packs a step{_ramp(config)}; "
         f"plan {plan_hash[:12]}"
     )
-    for line in filter(None, (overlap_line(model), exchange_line(model, config))):
-        say(line)
+    if groups.world_size > 1:
+        for line in filter(None, (overlap_line(model), exchange_line(model, config))):
+            say(line)
     buffer = model.expert_buffer(config.packing.tokens_per_pack)
     if buffer is not None and groups.ep.size > 1:
         mib = buffer.rows * buffer.bytes_per_row / 2**20
@@ -79,18 +80,18 @@ def _ramp(config: RunConfig) -> str:
 
 def _shared(config: RunConfig, groups: ParallelGroups) -> str:
     """Return how the processes share the work; empty with data parallelism only."""
-    words = []
+    axes = []
     if groups.tp_cp.size > 1:
         by_rows = config.parallel.sequence_parallel and groups.tp.size > 1
         tensor = f"{groups.tp.size} tensor-parallel{', sequence too,' if by_rows else ''}"
         context = f" x {groups.cp.size} context-parallel by {config.parallel.cp_comm_type}"
-        words.append(
+        axes.append(
             f"{tensor}{context if groups.cp.size > 1 else ''} x {groups.dp.size} data-parallel"
         )
     if groups.ep.size > 1 or groups.expert_tp.size != groups.tp.size:
         of_experts = f"{groups.expert_tp.size} tensor-parallel x {groups.ep.size} expert-parallel"
-        words.append(f"experts {of_experts} x {groups.expert_dp.size} data-parallel")
-    return f" ({'; '.join(words)})" if words else ""
+        axes.append(f"experts {of_experts} x {groups.expert_dp.size} data-parallel")
+    return f" ({'; '.join(axes)})" if axes else ""
 
 
 def name_kernels(

@@ -164,7 +164,8 @@ def build_data(
     config = with_stored_template(config, stored)
     options = config.data
     show = groups.rank == 0 if show is None else show
-    agree_on_commits(options, groups)
+    if options.hub_paths:
+        agree_on_commits(options.hub_paths, groups)
     trained = None if stored is None else stored.trained_tokenizer(options)
     tokenizer = build_tokenizer(options, config.model.vocab_size, say, trained=trained, show=show)
     if stored is not None and trained is not None:
@@ -173,7 +174,7 @@ def build_data(
     attached = files_to_attach(options, tokenizer)
     vocab_size = _vocabulary(config, tokenizer)
     # Before the data, because tokenising it may take hours.
-    samples = sample_questions(config, tokenizer, groups)
+    samples = sample_questions(config, tokenizer, groups) if config.logging.sample_prompts else None
     documents = open_documents(
         options,
         tokenizer,
@@ -184,7 +185,9 @@ def build_data(
         made_from=config.made_from,
         show=show,
     )
-    metric = metric_questions(config, tokenizer, documents.valid)
+    metric = None
+    if config.training.valid_metric is not None:
+        metric = metric_questions(config, tokenizer, documents.valid)
     tokenizer_hash = _closed(tokenizer)
     _say_documents(config, documents, say)
     cost = pack_cost(config, vocab_size)  # packs are distributed over ranks by their cost

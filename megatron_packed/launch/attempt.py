@@ -13,7 +13,7 @@ from typing import Any
 from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.launch.local_ranks import RankFailure
 
-SILENT_SECONDS = 60.0
+_SILENT_SECONDS = 60.0
 """Seconds without a sign of a launcher after which its machine counts as lost."""
 SILENT_AFTER_FAILURE_SECONDS = 10.0
 """The same time after a failure, when launchers only wait for each other."""
@@ -88,14 +88,14 @@ class LaunchAttempt:
         self.first = RankFailure(exit_code=record["exit_code"], lost=record["lost"])
 
     def _look_for_lost_machines(self) -> None:
-        now = time.monotonic()
-        limit = SILENT_SECONDS if self.first is None else SILENT_AFTER_FAILURE_SECONDS
+        clock = time.monotonic()
+        limit = _SILENT_SECONDS if self.first is None else SILENT_AFTER_FAILURE_SECONDS
         for node in set(range(self._nodes)) - {self._node, *self.ends, *self._lost}:
             count = self._store.add(f"{_BEAT}/{node}", 0)
-            before, since = self._beats.get(node, (-1, now))
-            if count != before:
-                self._beats[node] = (count, now)
-            elif now - since > limit:
+            last_count, since = self._beats.get(node, (-1, clock))
+            if count != last_count:
+                self._beats[node] = (count, clock)
+            elif clock - since > limit:
                 self._lost.add(node)
                 sentence = f"machine {node} is lost: its launcher has been silent for {limit:g} s."
                 failure = RankFailure(exit_code=ExitCode.UNFORESEEN, lost=True, sentence=sentence)

@@ -7,7 +7,6 @@ only if a process was killed, hung or lost its connection. Every other failure w
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
@@ -33,10 +32,13 @@ from megatron_packed.launch.nodes_and_restarts import (
     NodesError,
     OneNode,
 )
+from megatron_packed.lazy_exports import lazy_function
 from megatron_packed.resume.stored_options import stored_options
 from megatron_packed.training.signals import SIGNALS, SignalFlag
 from megatron_packed.training.worker import explain_report
 
+mark_loss = lazy_function("megatron_packed.training.failures", "mark_loss")
+"""Imported at its call, because its module imports torch."""
 POLL_SECONDS = 0.05
 SHUTDOWN_SECONDS = 1800.0
 """Default of ``--shutdown-timeout``."""
@@ -250,22 +252,9 @@ class Launcher:
         self._second = exit_code
 
     def _mark_loss(self, failure: RankFailure) -> None:
-        """Write to ``STATUS.json`` that the run would go on after another start.
-
-        A scheduler reads it. A rank cannot write it: rank 0 itself may have been killed.
-        """
         save = None if self._config is None else self._config.checkpoint.save
-        if save is None or not os.path.isdir(save):
-            return
-        # Imported here, because these modules import torch.
-        from megatron_packed.training.failures import StatusFolder, write_status
-
-        folder = StatusFolder(save)
-        try:
-            status = json.loads(folder.path.read_text())
-        except (OSError, ValueError):
-            status = {"reason": failure.sentence}
-        write_status(folder, {**status, "exit_code": int(failure.exit_code), "lost": True})
+        if save is not None and os.path.isdir(save):
+            mark_loss(save, int(failure.exit_code), failure.sentence)
 
     def _resumes(self) -> str:
         load = None if self._config is None else self._config.checkpoint.load
@@ -346,15 +335,15 @@ def _python_refusal() -> str | None:
 @contextmanager
 def _variables(values: dict[str, str]) -> Iterator[None]:
     """Set environment variables, and restore them afterwards."""
-    before = dict(os.environ)
+    environment = dict(os.environ)
     os.environ.update(values)
     try:
         yield
     finally:
         for name in values:
             os.environ.pop(name)
-            if name in before:
-                os.environ[name] = before[name]
+            if name in environment:
+                os.environ[name] = environment[name]
 
 
 def _say(sentence: str) -> None:

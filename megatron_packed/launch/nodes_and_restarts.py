@@ -172,7 +172,7 @@ class ManyNodes(OneNode):
         """Time at which all machines must have met; it is set after the import of torch."""
 
     def join(self, restarts: int, processes: int, leaves: Leave | None) -> Placement:
-        here = {
+        entry = {
             "processes": processes,
             "restarts": restarts,
             "leaves": None if leaves is None else [leaves.exit_code, leaves.reason],
@@ -181,22 +181,22 @@ class ManyNodes(OneNode):
         }
         placements: list[Placement | NodesError] = []
         thread = threading.Thread(
-            target=lambda: placements.append(self._meet(here)), name="rendezvous", daemon=True
+            target=lambda: placements.append(self._meet(entry)), name="rendezvous", daemon=True
         )
         thread.start()
         told_by = math.inf if leaves is None else time.monotonic() + LEAVE_SECONDS
         while thread.is_alive():
             thread.join(0.1)
-            now = time.monotonic()
+            clock = time.monotonic()
             if self._refusals.found is not None:
                 raise NodesError(*self._refusals.found)
-            if leaves is not None and (self._stopped() or now > told_by):
+            if leaves is not None and (self._stopped() or clock > told_by):
                 raise NodesError(leaves.exit_code, "")
             if self._stopped():
                 raise NodesError(
                     ExitCode.PREEMPTED, "The run has not started. Run the same command again."
                 )
-            if now > self._met_by + _ANSWER_SECONDS:
+            if clock > self._met_by + _ANSWER_SECONDS:
                 raise self._unmet(
                     f"no machine has answered for {self._join_seconds} s, or another program uses "
                     "this port"
@@ -221,13 +221,16 @@ class ManyNodes(OneNode):
 
     def agree(self, *, stopped: bool) -> Agreement:
         attempt = self._current
-        own = attempt.own_failure
-        attempt.own_end = {"stopped": stopped, "lost": own is not None and bool(own.lost)}
+        own_failure = attempt.own_failure
+        attempt.own_end = {
+            "stopped": stopped,
+            "lost": own_failure is not None and bool(own_failure.lost),
+        }
         attempt.thread.join(END_SECONDS)
         ends = [attempt.own_end, *attempt.ends.values()]
         lost = _is_lost(attempt.first, any(end["lost"] for end in ends))
         return Agreement(
-            failure=attempt.first or own,
+            failure=attempt.first or own_failure,
             restart_helps=lost and not any(end["stopped"] for end in ends),
         )
 
@@ -238,16 +241,16 @@ class ManyNodes(OneNode):
             closing.start()
             closing.join(2.0)
 
-    def _meet(self, here: dict[str, Any]) -> Placement | NodesError:
-        """Join the rendezvous and publish ``here``; return the ranks of this machine."""
+    def _meet(self, entry: dict[str, Any]) -> Placement | NodesError:
+        """Join the rendezvous and publish ``entry``; return the ranks of this machine."""
         try:
             with _quiet_torch():
                 if self._attempt is None and self._refusals.supported:
-                    if here["leaves"] is not None:
-                        self._refusals.publish(*here["leaves"])
-                        return NodesError(here["leaves"][0], "")
+                    if entry["leaves"] is not None:
+                        self._refusals.publish(*entry["leaves"])
+                        return NodesError(entry["leaves"][0], "")
                     threading.Thread(target=self._refusals.watch, daemon=True).start()
-                placement, store = self._rendezvous(here)
+                placement, store = self._rendezvous(entry)
         except NodesError as error:
             return error
         except Exception as error:
@@ -268,7 +271,7 @@ class ManyNodes(OneNode):
             f"machine's, and that all {options.min_nodes} machines start the same command.",
         )
 
-    def _rendezvous(self, here: dict[str, Any]) -> tuple[Placement, Any]:
+    def _rendezvous(self, own_entry: dict[str, Any]) -> tuple[Placement, Any]:
         from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
         from torch.distributed.elastic.rendezvous import RendezvousParameters
         from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
@@ -298,20 +301,25 @@ class ManyNodes(OneNode):
         if met.rank == 0:
             # A new store for the ranks of each attempt: an old one holds keys of lost ranks.
             self._run_store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-            here = {**here, "port": self._run_store.port}
+            own_entry = {**own_entry, "port": self._run_store.port}
         if options.rdzv_backend == STATIC:  # its store is the same in each attempt
-            store = PrefixStore(f"attempt_{here['restarts']}", store)
+            store = PrefixStore(f"attempt_{own_entry['restarts']}", store)
         # At least a second: this machine has met the others, which only have to write their entries.
         seconds = max(self._met_by - time.monotonic(), 1.0)
-        entries = _exchange(store, met.rank, met.world_size, here, seconds)
+        entries = _exchange(store, met.rank, met.world_size, own_entry, seconds)
         for node, entry in enumerate(entries):
-            if here["leaves"] is not None:
-                raise NodesError(here["leaves"][0], "")
+            if own_entry["leaves"] is not None:
+                raise NodesError(own_entry["leaves"][0], "")
             if entry["leaves"] is not None:
                 code, reason = entry["leaves"]
                 raise NodesError(code, f"machine {node} ({entry['host']}) takes no part: {reason}")
-            if entry["nodes"] != here["nodes"]:
-                machines = f"machine {met.rank}", here["nodes"], f"machine {node}", entry["nodes"]
+            if entry["nodes"] != own_entry["nodes"]:
+                machines = (
+                    f"machine {met.rank}",
+                    own_entry["nodes"],
+                    f"machine {node}",
+                    entry["nodes"],
+                )
                 raise NodesError(ExitCode.USAGE, different_nodes(*machines))
         counts = [entry["processes"] for entry in entries]
         placement = Placement(
@@ -329,27 +337,29 @@ class ManyNodes(OneNode):
 
 
 def _exchange(
-    store: Any, node: int, nodes: int, here: dict[str, Any], seconds: float
+    store: Any, node: int, nodes: int, own_entry: dict[str, Any], seconds: float
 ) -> list[dict[str, Any]]:
-    """Return the entries of all machines, after this machine has published ``here``.
+    """Return the entries of all machines, after this machine has published ``own_entry``.
 
     Raises:
         TimeoutError: a machine has published nothing in time.
     """
-    store.set(f"{_HERE}/{node}", json.dumps(here))
+    store.set(f"{_HERE}/{node}", json.dumps(own_entry))
     deadline = time.monotonic() + seconds
     entries: list[dict[str, Any]] = []
     while len(entries) < nodes:
         key = f"{_HERE}/{len(entries)}"
         if store.check([key]):
             entries.append(json.loads(store.get(key)))
-            if entries[-1]["nodes"] != here["nodes"]:
+            if entries[-1]["nodes"] != own_entry["nodes"]:
                 break  # the other machines may never come
         elif time.monotonic() > deadline:
             raise TimeoutError(f"machine {len(entries)} did not arrive in time")
         else:
             time.sleep(0.05)
-    ends = any(entry["leaves"] is not None or entry["nodes"] != here["nodes"] for entry in entries)
+    ends = any(
+        entry["leaves"] is not None or entry["nodes"] != own_entry["nodes"] for entry in entries
+    )
     fewest = min(entry["nodes"][0] for entry in entries)
     wait_for_readers(store, min(nodes, fewest) if ends else nodes, 5.0 if ends else 0)
     return entries

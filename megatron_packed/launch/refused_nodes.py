@@ -202,8 +202,8 @@ def different_nodes(name: str, nodes: list[int], other: str, others: list[int]) 
         name, nodes: a machine, and its smallest and largest number of machines.
         other, others: the same of the other machine.
     """
-    given, of_other = (f"{a}" if a == b else f"{a}:{b}" for a, b in (nodes, others))
+    of_this, of_other = (f"{a}" if a == b else f"{a}:{b}" for a, b in (nodes, others))
     return (
-        f"{name} has --nnodes {given}, and {other} has --nnodes {of_other}; give all machines the "
+        f"{name} has --nnodes {of_this}, and {other} has --nnodes {of_other}; give all machines the "
         "same number."
     )

@@ -54,8 +54,6 @@ def apply_memory(
 ) -> None:
     """Wrap the parts of ``layers`` that ``config`` selects for recomputation or offload.
 
-    If ``config`` selects nothing, nothing changes.
-
     Args:
         layers: the layers. Their container is called with the hidden state, the metadata of the pack
             and, optionally, the numbers of the layers to run. It returns the hidden state, and a

@@ -180,7 +180,8 @@ class HybridModel(ExpertLayers, nn.Module):
         self._cross_entropy = cross_entropy_of(config, vocab_size, shard, self.backends)
         initialize(self, config, seed, tp_rank=self.tp.rank, tp_size=self.tp.size)
         freeze_parameters(self, config.freeze_params)
-        apply_memory(self.layers, config.layer_types, self.memory, self.offload)
+        if self.memory.changes_layers:
+            apply_memory(self.layers, config.layer_types, self.memory, self.offload)
 
     def sharded_parameters(self) -> dict[str, ShardedParameter]:
         """Return every parameter by name, with its full shape and this rank's part of it."""

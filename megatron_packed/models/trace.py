@@ -9,22 +9,45 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
+from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.layers.embedding import Embedding
 from megatron_packed.layers.short_convolution import CausalConv1d
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.lm_head_and_loss import Output
+from megatron_packed.models.run_model import build_model
 from megatron_packed.ops.backend_dispatch import Request, planned
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.torch_private import compiler_not_imported
 
 _COUNTED_ELSEWHERE = (Embedding, Output, CausalConv1d)
 """Modules whose weights are looked up, or whose products count as those of the output or of an op."""
+
+
+class Imagined(NamedTuple):
+    """Model (on the meta device) and process groups that rank 0 of a planned run would have."""
+
+    model: HybridModel
+    groups: ParallelGroups
+
+    @classmethod
+    def from_config(cls, config: RunConfig, world_size: int, vocab_size: int) -> Imagined:
+        """Build the model of rank 0 of ``world_size`` processes."""
+        groups = ParallelGroups.unjoined(config.layout(world_size))
+        return cls.in_groups(config, groups, vocab_size)
+
+    @classmethod
+    def in_groups(cls, config: RunConfig, groups: ParallelGroups, vocab_size: int) -> Imagined:
+        """Build the model of a rank of these groups."""
+        with compiler_not_imported():
+            return cls(build_model(config, vocab_size, "meta", groups).train(), groups)
 
 
 @lru_cache(maxsize=16)

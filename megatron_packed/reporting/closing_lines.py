@@ -70,12 +70,12 @@ class ClosingLines:
             ("log", config.logging.log_jsonl),
             ("report", report),
         )
-        found = [f"{name}: {path}" for name, path in places if path is not None]
-        if not found and config.checkpoint.save is None:
-            found = [f"no {flags.SAVE}, {flags.LOG_JSONL} or {flags.REPORT} was given"]
-        elif not found:
-            found = ["nothing new was saved"]
-        line = " | ".join([*_best(config, progress), *self._metric.splitlines(), *found])
+        outputs = [f"{name}: {path}" for name, path in places if path is not None]
+        if not outputs and config.checkpoint.save is None:
+            outputs = [f"no {flags.SAVE}, {flags.LOG_JSONL} or {flags.REPORT} was given"]
+        elif not outputs:
+            outputs = ["nothing new was saved"]
+        line = " | ".join([*_best(config, progress), *self._metric.splitlines(), *outputs])
         return self._trained(last_step, config.data.sft), line[0].upper() + line[1:]
 
     def _trained(self, last_step: int, sft: bool) -> str:
@@ -113,6 +113,6 @@ def _best(config: RunConfig, progress: RunProgress) -> list[str]:
         return []
     save = config.checkpoint.save
     place = None if save is None else Path(save) / step_name(progress.best_at)
-    there = f" ({place})" if place is not None and place.is_dir() else ""
+    checkpoint = f" ({place})" if place is not None and place.is_dir() else ""
     loss = f"{progress.best_loss:.4f}"
-    return [f"lowest validation loss {loss} at step {progress.best_at:,}{there}"]
+    return [f"lowest validation loss {loss} at step {progress.best_at:,}{checkpoint}"]

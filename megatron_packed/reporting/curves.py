@@ -227,7 +227,7 @@ def steady(steps: Sequence[Record]) -> Sequence[Record]:
     return steps[min(5, len(steps) - 1) :]
 
 
-def number(record: Record, name: str) -> float:
+def number_in(record: Record, name: str) -> float:
     """Return a field as a number; non-finite numbers are text in the log, since JSON lacks them."""
     return float(record[name])  # type: ignore[arg-type]
 

@@ -22,7 +22,7 @@ from megatron_packed.checkpoint.errors import printable_message
 from megatron_packed.config.sections.logging import LoggingConfig
 from megatron_packed.reporting.metric_names import answers_text, samples_of, tracked
 
-Record = Mapping[str, object]
+_Record = Mapping[str, object]
 
 QUEUED_RECORDS = 10_000
 """Largest number of records that wait to be sent; further records are dropped."""
@@ -42,7 +42,7 @@ class Service(Protocol):
     def start(self) -> str:
         """Open the tracked run, or reopen it after a resume, and return its address."""
 
-    def log(self, records: Sequence[Record]) -> None: ...
+    def log(self, records: Sequence[_Record]) -> None: ...
 
     def finish(self, *, failed: bool) -> None: ...
 
@@ -63,7 +63,7 @@ class TrackerWriter:
         self._service = service
         self._say = say
         self._warn = warn
-        self._queue: queue.Queue[Record | None] = queue.Queue(QUEUED_RECORDS)
+        self._queue: queue.Queue[_Record | None] = queue.Queue(QUEUED_RECORDS)
         self._failed = self._gave_up = False
         self._left_out = 0
         self._thread = threading.Thread(
@@ -74,7 +74,7 @@ class TrackerWriter:
         )
         self._thread.start()
 
-    def write(self, record: Record) -> None:
+    def write(self, record: _Record) -> None:
         """Queue a record. The method never waits and never raises an error."""
         if self._gave_up:
             return
@@ -119,7 +119,7 @@ class TrackerWriter:
                 what = printable_message(str(error).strip() or type(error).__name__, _MOST_SHOWN)
                 self._warn(f"{self._service.name}: {what.rstrip('.')}; the run goes on without it.")
 
-    def _batches(self) -> Iterator[list[Record]]:
+    def _batches(self) -> Iterator[list[_Record]]:
         """Yield the queued records in order until the run ends.
 
         Each list has all records that are in the queue at that moment.
@@ -181,7 +181,7 @@ class WandbService:
             return f"offline, stored in {self._run.dir}; upload this folder with: wandb sync"
         return str(self._run.url)
 
-    def log(self, records: Sequence[Record]) -> None:
+    def log(self, records: Sequence[_Record]) -> None:
         for record in records:
             shown: dict[str, Any] = {"iteration": record["iteration"], **_numbers(record)}
             if samples := samples_of(record):
@@ -214,11 +214,11 @@ class MlflowService:
         experiment = client.get_experiment_by_name(title)
         place = client.create_experiment(title) if experiment is None else experiment.experiment_id
         # A resumed run continues the tracked run that has its id as a tag.
-        found = client.search_runs(
+        runs = client.search_runs(
             [place], f"tags.megatron_packed_run = '{self.run_id}'", max_results=1
         )
-        if found:
-            self._run = found[0].info.run_id
+        if runs:
+            self._run = runs[0].info.run_id
             client.update_run(self._run, status="RUNNING")
         else:
             flags = " ".join(self.flags)[:_TAG_LENGTH]
@@ -230,12 +230,12 @@ class MlflowService:
                 client.log_param(self._run, name, str(value)[:_PARAM_LENGTH])
         return f"run {self._run} of experiment {title}"
 
-    def log(self, records: Sequence[Record]) -> None:
+    def log(self, records: Sequence[_Record]) -> None:
         from mlflow.entities import Metric
 
-        now = int(time.time() * 1000)
+        milliseconds = int(time.time() * 1000)
         metrics = [
-            Metric(name, value, now, int(str(record["iteration"])))
+            Metric(name, value, milliseconds, int(str(record["iteration"])))
             for record in records
             for name, value in _numbers(record).items()
         ]
@@ -249,7 +249,7 @@ class MlflowService:
         self._client.set_terminated(self._run, status="FAILED" if failed else "FINISHED")
 
 
-def _numbers(record: Record) -> dict[str, float]:
+def _numbers(record: _Record) -> dict[str, float]:
     """Return the finite numbers of a record, which a service can plot, under their names there."""
     return {name: value for name, value in tracked(record).items() if math.isfinite(value)}
 
@@ -279,9 +279,11 @@ def services(
         config: resolved options.
         flags: flags that the user gave.
     """
-    found: list[Service] = []
+    requested: list[Service] = []
     if options.wandb_project is not None:
-        found.append(WandbService(options, options.wandb_save_dir or save, run_id, config, flags))
+        requested.append(
+            WandbService(options, options.wandb_save_dir or save, run_id, config, flags)
+        )
     if options.mlflow_experiment is not None:
-        found.append(MlflowService(options, run_id, config, flags))
-    return found
+        requested.append(MlflowService(options, run_id, config, flags))
+    return requested

@@ -54,7 +54,7 @@ class RunIdentity:
     """Resolved file of ``--log-jsonl``; None without it."""
 
     @classmethod
-    def of(cls, run_id: str, config: RunConfig) -> RunIdentity:
+    def from_config(cls, run_id: str, config: RunConfig) -> RunIdentity:
         """Build the identity of a run with these options."""
         save, log = (
             None if path is None else os.path.realpath(path)
@@ -129,10 +129,10 @@ class OldLines:
                 record = json.loads(line)
             except (ValueError, RecursionError):
                 record = None
-            whole = line.endswith(b"\n")
-            if whole and isinstance(record, dict) and type(record.get("iteration")) is int:
+            complete = line.endswith(b"\n")
+            if complete and isinstance(record, dict) and type(record.get("iteration")) is int:
                 lines.append(LogLine(line, record))
-            elif whole:
+            elif complete:
                 damaged += 1
         return cls(tuple(lines), damaged)
 
@@ -144,8 +144,8 @@ class OldLines:
     @property
     def run(self) -> Mapping[str, Any]:
         """Facts about the run at its last start; empty if the log has none."""
-        found = [line.record["run"] for line in self.lines if "run" in line.record]
-        return found[-1] if found and isinstance(found[-1], dict) else {}
+        runs = [line.record["run"] for line in self.lines if "run" in line.record]
+        return runs[-1] if runs and isinstance(runs[-1], dict) else {}
 
     @property
     def identity(self) -> RunIdentity | None:
@@ -158,8 +158,8 @@ class OldLines:
     @property
     def starts(self) -> list[Any]:
         """Entries of `STARTS`, of all starts of the log's run."""
-        found = [line.record.get(STARTS) for line in self.lines]
-        return next((starts for starts in reversed(found) if isinstance(starts, list)), [])
+        lists = [line.record.get(STARTS) for line in self.lines]
+        return next((starts for starts in reversed(lists) if isinstance(starts, list)), [])
 
     def before(self, first_iteration: int) -> list[LogLine]:
         return [line for line in self.lines if line.iteration < first_iteration]
@@ -212,10 +212,12 @@ def _still_holds(owner: RunIdentity) -> bool:
     """Return whether the folder of a run has checkpoints of the run, so it was not moved."""
     assert owner.folder is not None
     try:
-        found = scan(Path(owner.folder))
+        checkpoints = scan(Path(owner.folder))
     except CheckpointError:  # the folder cannot be read, but it exists
         return True
-    return any(one.manifest is not None and one.manifest.run_id == owner.run_id for one in found)
+    return any(
+        each.manifest is not None and each.manifest.run_id == owner.run_id for each in checkpoints
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,12 +284,14 @@ class LogFile:
         os.close(descriptor)
         return False
 
-    def refuse(self, mine: RunIdentity, known: Callable[[], Collection[str]] = frozenset) -> None:
+    def refuse(
+        self, mine: RunIdentity, resumable: Callable[[], Collection[str]] = frozenset
+    ) -> None:
         """Refuse a log that belongs to a run with another folder.
 
         Args:
             mine: identity of this run.
-            known: returns the ids of runs that this run may resume.
+            resumable: returns the ids of runs that this run may resume.
         Raises:
             ConfigError: the log belongs to another run.
         """
@@ -295,7 +299,7 @@ class LogFile:
         if owner is None or mine.shares_folder(owner.folder):
             return
         # Called only here, since it reads the manifests of a folder.
-        if owner.run_id not in known():
+        if owner.run_id not in resumable():
             raise self._of_another_run(owner, mine)
 
     def begin(
@@ -328,7 +332,7 @@ class LogFile:
             return EarlierLines(starts=self.old.starts if again else [], sentence=sentence)
         return self._keep(self.old.before(1 if origin is None else origin.iteration + 1))
 
-    def _keep(self, kept: list[LogLine]) -> EarlierLines:
+    def _keep(self, lines: list[LogLine]) -> EarlierLines:
         """Shorten the file to lines of this run."""
         assert self._descriptor is not None
         sentence = None
@@ -338,10 +342,10 @@ class LogFile:
                 f"{self._given}: {self.old.damaged:,} damaged line(s) are left out; the file with "
                 f"them is now {self._set_aside()}"
             )
-        data = b"".join(line.data for line in kept)
+        data = b"".join(line.data for line in lines)
         if len(data) != os.fstat(self._descriptor).st_size:
             self._replace(data, mode)
-        records = [line.record for line in kept]
+        records = [line.record for line in lines]
         return EarlierLines(records=records, starts=self.old.starts, sentence=sentence)
 
     def _replace(self, data: bytes, mode: int) -> None:

@@ -60,13 +60,13 @@ def sentences(
             f"(such steps so far: {progress.steps_without_targets:,})."
         )
     if values.spikes:
-        found = " and ".join(
+        values_of_spikes = " and ".join(
             _spike(values, name, median, training) for name, median in values.spikes
         )
         done = f"its update was applied; {flags.LOSS_SPIKE_POLICY} skip would skip such updates"
         if reason == SPIKE:
             done = "its update was not applied, weights and moments are unchanged"
-        yield f"step {iteration} is a spike: {found}; {done} (spikes so far: {progress.spikes:,})."
+        yield f"step {iteration} is a spike: {values_of_spikes}; {done} (spikes so far: {progress.spikes:,})."
 
 
 def _spike(values: StepValues, name: str, median: float, training: TrainingConfig) -> str:
@@ -76,11 +76,11 @@ def _spike(values: StepValues, name: str, median: float, training: TrainingConfi
         ``loss 12.5 is 5 times its running median 2.5 (--loss-spike-factor 3)``.
     """
     value, factor = getattr(values, name), getattr(training, f"{name}_spike_factor")
-    words, flag = (
+    quantity, flag = (
         name.replace("grad_norm", "gradient norm"),
         f"--{name.replace('_', '-')}-spike-factor",
     )
-    return f"{words} {value:.4g} is {value / median:.3g} times its running median {median:.4g} ({flag} {factor:g})"
+    return f"{quantity} {value:.4g} is {value / median:.3g} times its running median {median:.4g} ({flag} {factor:g})"
 
 
 def bad_places(bad_micro_batches: Mapping[int, int], ranks_per_pack: int) -> list[str]:

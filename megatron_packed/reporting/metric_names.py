@@ -91,15 +91,15 @@ def tracked(record: Mapping[str, object]) -> dict[str, float]:
 
     The iteration, which is the x axis, is left out. A validation or test loss adds its perplexity.
     """
-    found = {
+    metrics = {
         tracked_name(field): float(value)
         for field, value in record.items()
         if isinstance(value, (int, float)) and field != "iteration"
     }
     for group in ("valid", "test"):
-        if (loss := found.get(f"{group}/loss")) is not None:
-            found[f"{group}/perplexity"] = perplexity(loss)
-    return found
+        if (loss := metrics.get(f"{group}/loss")) is not None:
+            metrics[f"{group}/perplexity"] = perplexity(loss)
+    return metrics
 
 
 def perplexity(loss: float) -> float:
@@ -109,10 +109,12 @@ def perplexity(loss: float) -> float:
 
 def answers_text(record: Mapping[str, object]) -> str:
     """Return the answers to sample prompts in a record as text; empty without any."""
-    return "\n\n".join("\n".join(f"{k}: {v}" for k, v in one.items()) for one in samples_of(record))
+    return "\n\n".join(
+        "\n".join(f"{k}: {v}" for k, v in answers.items()) for answers in samples_of(record)
+    )
 
 
 def samples_of(record: Mapping[str, object]) -> list[dict[str, str]]:
     """Return the sample prompts with their answers in a record."""
-    found = record.get("samples")
-    return found if isinstance(found, list) else []
+    samples = record.get("samples")
+    return samples if isinstance(samples, list) else []

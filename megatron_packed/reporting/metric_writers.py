@@ -81,10 +81,10 @@ class JsonlWriter:
             self._append(record)
 
     def _append(self, record: dict[str, object]) -> None:
-        whole = {**record, **self._opening}
+        complete = {**record, **self._opening}
         line = (
             json.dumps(
-                {key: _finite(value) for key, value in whole.items()}, allow_nan=False
+                {key: _finite(value) for key, value in complete.items()}, allow_nan=False
             ).encode()
             + b"\n"
         )

@@ -28,7 +28,7 @@ def is_out_of_memory(error: Exception) -> bool:
     # host malloc raise a RuntimeError that only its text identifies.
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _WORDS)
 
 
 class MemoryHistory:

@@ -148,20 +148,23 @@ def kernel_table(averages: Any, *, steps: int) -> str:
         steps: number of profiled steps.
     """
     kernels = [
-        one for one in averages if one.device_type == DeviceType.CUDA and not one.is_user_annotation
+        average
+        for average in averages
+        if average.device_type == DeviceType.CUDA and not average.is_user_annotation
     ]
     on_gpu = bool(kernels)
     if not on_gpu:
         kernels = [
-            one
-            for one in averages
-            if one.device_type == DeviceType.CPU and not one.is_user_annotation
+            average
+            for average in averages
+            if average.device_type == DeviceType.CPU and not average.is_user_annotation
         ]
     spent = {
-        one.key: (one.self_device_time_total if on_gpu else one.self_cpu_time_total) / 1e3
-        for one in kernels
+        average.key: (average.self_device_time_total if on_gpu else average.self_cpu_time_total)
+        / 1e3
+        for average in kernels
     }
-    counts = {one.key: one.count for one in kernels}
+    counts = {average.key: average.count for average in kernels}
     total = sum(spent.values())
     lines = [
         f"{'kernels' if on_gpu else 'operations'}: {total / steps:,.2f} ms a step (sum of all durations)",

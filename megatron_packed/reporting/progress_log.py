@@ -104,7 +104,8 @@ class ProgressLog:
             try:
                 began = datetime.strptime(fields[0], _TIME)
                 flops = next(
-                    (float(one[len(_FLOPS) :]) for one in fields if one.startswith(_FLOPS)), flops
+                    (float(part[len(_FLOPS) :]) for part in fields if part.startswith(_FLOPS)),
+                    flops,
                 )
             except ValueError:  # a line that a killed job cut off
                 continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterator
 
-from megatron_packed.reporting.curves import Record, Run, number
+from megatron_packed.reporting.curves import Record, Run, number_in
 from megatron_packed.reporting.html_page import folded, named_rows
 from megatron_packed.reporting.run_overview import (
     best_validation,
@@ -118,7 +118,7 @@ def _checkpoint_rows(run: Run) -> Iterator[tuple[str, str]]:
     saved = [record for record in run.records if "checkpoint" in record]
     if not saved:
         return
-    steps = sorted({int(number(record, "iteration")) for record in saved})
+    steps = sorted({int(number_in(record, "iteration")) for record in saved})
     earlier = "..., " if len(steps) > _SAVED else ""
     shown = ", ".join(f"{step:,}" for step in steps[-_SAVED:])
     newest = saved[-1]
@@ -145,7 +145,7 @@ def _date_rows(run: Run) -> Iterator[tuple[str, str]]:
         took = duration((ended - begun).total_seconds())
         since = " since the last start" if len(run.starts) > 1 else ""
         yield "ended", f"{ended:%Y-%m-%d %H:%M:%S %z}, {took}{since}"
-    seconds = sum(number(step, "step_time_ms") for step in run.steps) / 1e3
+    seconds = sum(number_in(step, "step_time_ms") for step in run.steps) / 1e3
     yield "time in steps", duration(seconds)
 
 

@@ -149,12 +149,12 @@ def _processor(path: Path = Path("/proc/cpuinfo")) -> str:
 
 def versions() -> dict[str, str]:
     """Return name -> version of this project, Python, torch, CUDA and the packages of kernels."""
-    found = {"megatron_packed": __version__, "Python": platform.python_version()}
+    versions_by_name = {"megatron_packed": __version__, "Python": platform.python_version()}
     for package in PACKAGES:
         version = version_of(package.name) if package.kernels or package.name == "torch" else None
         if version is not None:
-            found[package.name] = version
+            versions_by_name[package.name] = version
     # The wheel of torch is built for this version of CUDA; a build for CPUs has none.
     if torch.version.cuda is not None:
-        found["CUDA"] = torch.version.cuda
-    return found
+        versions_by_name["CUDA"] = torch.version.cuda
+    return versions_by_name

@@ -7,7 +7,7 @@ import math
 import statistics
 from datetime import datetime, timedelta
 
-from megatron_packed.reporting.curves import Record, Run, number, steady
+from megatron_packed.reporting.curves import Record, Run, number_in, steady
 from megatron_packed.reporting.run_warnings import warnings_of
 
 OVERVIEW_STYLE = """
@@ -29,7 +29,7 @@ _MANY = 0.1
 
 def overview(run: Run) -> str:
     """Return HTML with the verdict, the warnings and the main numbers of a run."""
-    kind, sentence = verdict(run)
+    kind, sentence = outcome(run)
     warning_texts = warnings_of(run)
     items = "".join(f"<li>{html.escape(text)}</li>" for text in warning_texts)
     heading = "1 warning" if len(warning_texts) == 1 else f"{len(warning_texts)} warnings"
@@ -38,9 +38,9 @@ def overview(run: Run) -> str:
     return f"<p class='verdict {kind}'>{html.escape(sentence)}</p>{box}<div class='tiles'>{tiles}</div>"
 
 
-def verdict(run: Run) -> tuple[str, str]:
+def outcome(run: Run) -> tuple[str, str]:
     """Return a kind (``good``, ``bad`` or ``open``) and the sentence that says how the run ended."""
-    last, planned = int(number(run.steps[-1], "iteration")), run.facts.get("last_iteration")
+    last, planned = int(number_in(run.steps[-1], "iteration")), run.facts.get("last_iteration")
     place = f"step {last:,} of {planned:,}" if isinstance(planned, int) else f"step {last:,}"
     if not run.end:
         return "open", _without_end(last, planned, place)
@@ -75,17 +75,17 @@ def _without_end(last: int, planned: object, place: str) -> str:
 def tiles_of(run: Run) -> list[tuple[str, str, str]]:
     """Return (name, value, remark) of the main numbers of a run."""
     steps, model = run.steps, run.facts.get("model")
-    first, last = (number(steps[at], "lm_loss") for at in (0, -1))
+    first, last = (number_in(steps[at], "lm_loss") for at in (0, -1))
     tiles = [("training loss", f"{_short(first)} → {_short(last)}", "first and last step")]
     if best := best_validation(run.validations):
         step, loss = best
         remark = f"perplexity {perplexity_text(loss)}, step {step:,}"
         tiles.append(("best validation loss", _short(loss), remark))
-    targets = sum(number(step, "target_tokens") for step in steps if "target_tokens" in step)
+    targets = sum(number_in(step, "target_tokens") for step in steps if "target_tokens" in step)
     remark = f"{compact(targets)} of them targets" if targets else "without padding"
-    tiles.append(("tokens", compact(number(steps[-1], "consumed_tokens")), remark))
+    tiles.append(("tokens", compact(number_in(steps[-1], "consumed_tokens")), remark))
     tiles.append(_time(run))
-    rate = statistics.median(number(step, "tokens_per_second") for step in steady(steps))
+    rate = statistics.median(number_in(step, "tokens_per_second") for step in steady(steps))
     tiles.append(("tokens per second", compact(rate), "median, without padding"))
     if isinstance(model, dict):
         total, active = (model.get(name) for name in ("parameters", "active_parameters"))
@@ -98,7 +98,7 @@ def tiles_of(run: Run) -> list[tuple[str, str, str]]:
 
 def best_validation(validations: list[Record]) -> tuple[int, float] | None:
     """Return step and loss of the best validation; None without a finite loss."""
-    losses = [(int(number(r, "iteration")), number(r, "valid_loss")) for r in validations]
+    losses = [(int(number_in(r, "iteration")), number_in(r, "valid_loss")) for r in validations]
     finite = [step_and_loss for step_and_loss in losses if math.isfinite(step_and_loss[1])]
     return min(finite, key=lambda step_and_loss: step_and_loss[1]) if finite else None
 
@@ -121,7 +121,7 @@ def _time(run: Run) -> tuple[str, str, str]:
     restarts = len(run.starts) - 1
     if begun and ended and restarts == 0:
         return "time", duration((ended - begun).total_seconds()), "from start to end"
-    seconds = sum(number(step, "step_time_ms") for step in run.steps) / 1e3
+    seconds = sum(number_in(step, "step_time_ms") for step in run.steps) / 1e3
     noun = "restart" if restarts == 1 else "restarts"
     return "time", duration(seconds), "in steps" + (f", {restarts} {noun}" if restarts > 0 else "")
 

@@ -6,7 +6,7 @@ import html
 from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_packed.config import flag_names as flags
-from megatron_packed.reporting.curves import Record, Run, number
+from megatron_packed.reporting.curves import Record, Run, number_in
 from megatron_packed.reporting.html_page import folded, table
 from megatron_packed.reporting.run_overview import best_validation, perplexity_text
 
@@ -40,13 +40,13 @@ def _validation_rows(run: Run) -> Iterator[dict[str, str]]:
     best, previous_loss = best_validation(run.validations), None
     metrics = _metrics(run.validations)
     for record in run.validations:
-        step, loss = int(number(record, "iteration")), number(record, "valid_loss")
+        step, loss = int(number_in(record, "iteration")), number_in(record, "valid_loss")
         row = {
             "step": f"{step:,}",
             "loss": f"{loss:.4f}",
             "change": "" if previous_loss is None else f"{loss - previous_loss:+.4f}",
             "perplexity": perplexity_text(loss),
-            "targets": f"{int(number(record, 'valid_target_tokens')):,}"
+            "targets": f"{int(number_in(record, 'valid_target_tokens')):,}"
             if "valid_target_tokens" in record
             else "",
         }
@@ -85,7 +85,7 @@ def sample_answers(run: Run) -> str:
     records = run.answers
     if not records:
         return ""
-    step = int(number(records[-1], "iteration"))
+    step = int(number_in(records[-1], "iteration"))
     return answer_table(f"Answers at step {step:,}", _samples(records[-1]), records[:-1])
 
 
@@ -155,7 +155,7 @@ def _earlier(place: int, prompt: object, records: Sequence[Record]) -> list[dict
         samples = _samples(record)
         if len(samples) <= place or samples[place].get("prompt") != prompt:
             continue
-        step, answer = f"{int(number(record, 'iteration')):,}", str(samples[place].get("answer"))
+        step, answer = f"{int(number_in(record, 'iteration')):,}", str(samples[place].get("answer"))
         if rows and rows[-1]["answer"] == answer:
             rows[-1]["steps"] = f"{first} to {step}"
         else:

@@ -13,7 +13,7 @@ from megatron_packed.reporting.curves import (
     SPIKE,
     Record,
     Run,
-    number,
+    number_in,
     steady,
 )
 
@@ -127,8 +127,8 @@ def _of_skipped_steps(steps: Sequence[Record]) -> Iterator[str]:
 def _of_losses(steps: Sequence[Record]) -> Iterator[str]:
     zeros = [step for step in steps if step["lm_loss"] == 0 and not step["skipped"]]
     if zeros:
-        yield zero_loss(int(number(zeros[0], "iteration")))
-    losses = [loss for s in steps if math.isfinite(loss := number(s, "lm_loss"))]
+        yield zero_loss(int(number_in(zeros[0], "iteration")))
+    losses = [loss for s in steps if math.isfinite(loss := number_in(s, "lm_loss"))]
     tenth = len(losses) // 10
     if tenth >= 2 and statistics.fmean(losses[-tenth:]) >= statistics.fmean(losses[:tenth]):
         yield (
@@ -138,7 +138,7 @@ def _of_losses(steps: Sequence[Record]) -> Iterator[str]:
 
 
 def _of_validations(validations: Sequence[Record]) -> Iterator[str]:
-    losses = [(int(number(r, "iteration")), number(r, "valid_loss")) for r in validations]
+    losses = [(int(number_in(r, "iteration")), number_in(r, "valid_loss")) for r in validations]
     for (step, loss), record in zip(losses, validations):
         if not math.isfinite(loss):
             yield validation_without_loss(step, record.get("valid_target_tokens") != 0)
@@ -160,7 +160,7 @@ def _of_data(data: Mapping[str, object]) -> Iterator[str]:
 def _of_graphs(run: Run) -> Iterator[str]:
     graphed = [step for step in run.steps if "graph_replays" in step]
     replays, eager = (
-        int(sum(number(step, f"graph_{name}") for step in graphed))
+        int(sum(number_in(step, f"graph_{name}") for step in graphed))
         for name in ("replays", "fallbacks")
     )
     if eager:
@@ -172,7 +172,7 @@ def _of_graphs(run: Run) -> Iterator[str]:
 
 def _of_waiting(steps: Sequence[Record]) -> Iterator[str]:
     waits = [step for step in steady(steps) if "data_wait_ms" in step]
-    waited = sum(number(step, "data_wait_ms") for step in waits)
-    share = waited / max(sum(number(step, "step_time_ms") for step in waits), 1e-9)
+    waited = sum(number_in(step, "data_wait_ms") for step in waits)
+    share = waited / max(sum(number_in(step, "step_time_ms") for step in waits), 1e-9)
     if share > _WAIT:
         yield f"Steps wait for data for {100 * share:.1f} % of their time. More {flags.NUM_WORKERS} may help."

@@ -9,15 +9,17 @@ from typing import Any, Protocol
 from megatron_packed.checkpoint.run_metadata import RunProgress
 from megatron_packed.config.run import RunConfig
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.lazy_exports import lazy_function
 from megatron_packed.reporting.console import Console
 from megatron_packed.reporting.experiment_trackers import TrackerWriter, services
 from megatron_packed.reporting.log_file import LogFile, Origin, RunIdentity
 from megatron_packed.reporting.metric_writers import JsonlWriter, TensorBoardWriter, Writer
 from megatron_packed.reporting.progress_log import ProgressLog
 from megatron_packed.reporting.run_facts import now
-from megatron_packed.reporting.run_report import write_report
 from megatron_packed.reporting.tensorboard_folder import events_folder
 
+write_report = lazy_function("megatron_packed.reporting.run_report", "write_report")
+"""Writer of the report page; its charts are imported only by a run that gets a page."""
 RecordFunction = Callable[[dict[str, object]], object]
 """Function that receives the records of the log."""
 
@@ -86,25 +88,28 @@ def writers_of(
     if options.tensorboard_dir:
         folder = _events_folder(options.tensorboard_dir, config, state, console)
         writers.append(TensorBoardWriter(folder, first, flags))
-    tracked = services(
-        options,
-        save=config.checkpoint.save,
-        run_id=state.run_id,
-        config=state.config,
-        flags=flags,
-    )
-    writers += [TrackerWriter(service, say=console.say, warn=console.warn) for service in tracked]
+    if options.wandb_project is not None or options.mlflow_experiment is not None:
+        tracked = services(
+            options,
+            save=config.checkpoint.save,
+            run_id=state.run_id,
+            config=state.config,
+            flags=flags,
+        )
+        writers += [TrackerWriter(each, say=console.say, warn=console.warn) for each in tracked]
     if callback is not None:
         writers.append(CallbackWriter(callback))
     return writers
 
 
-def _events_folder(given: str, config: RunConfig, state: ReportedState, console: Console) -> str:
-    identity = RunIdentity.of(state.run_id, config)
-    folder = str(events_folder(given, identity, resumed=state.resumed is not None))
-    if folder != str(Path(given)):
+def _events_folder(
+    requested: str, config: RunConfig, state: ReportedState, console: Console
+) -> str:
+    identity = RunIdentity.from_config(state.run_id, config)
+    folder = str(events_folder(requested, identity, resumed=state.resumed is not None))
+    if folder != str(Path(requested)):
         console.warn(
-            f"{given} has TensorBoard events of another run; those of this run are in {folder}"
+            f"{requested} has TensorBoard events of another run; those of this run are in {folder}"
         )
     return folder
 
@@ -121,7 +126,7 @@ def _log_writer(
     origin = None
     if state.resumed is not None:
         origin = Origin(iteration=done.iteration, consumed_tokens=done.consumed_tokens)
-    identity = RunIdentity.of(state.run_id, config)
+    identity = RunIdentity.from_config(state.run_id, config)
     earlier = log.begin(identity, origin, save=config.checkpoint.save)
     if earlier.sentence is not None:
         console.warn(earlier.sentence)
@@ -167,7 +172,9 @@ def note(record: dict[str, object], writers: Sequence[Writer], console: Console)
                 console.warn(f"the log cannot be written: {error}; the run continues.")
 
 
-def write_page(config: RunConfig, groups: ParallelGroups, console: Console) -> str | None:
+def write_page_if_requested(
+    config: RunConfig, groups: ParallelGroups, console: Console
+) -> str | None:
     """Write the report page on rank 0, if ``--report`` and ``--log-jsonl`` are given.
 
     Returns:
@@ -179,7 +186,8 @@ def write_page(config: RunConfig, groups: ParallelGroups, console: Console) -> s
     # The run is complete and saved, so an error of the page must not make it fail.
     try:
         write_report(log, page)
-    except (OSError, ValueError) as error:  # ValueError: a log without a step
+    # ValueError: a log without a step. ImportError: the installation changed during the run.
+    except (OSError, ValueError, ImportError) as error:
         console.warn(f"the report cannot be written: {error}")
         return None
     return page

@@ -17,11 +17,11 @@ _WIDTH = 100
 def console_lines(iteration: int, samples: Sequence[Sample]) -> list[str]:
     """Return short lines with the first answers."""
     lines = [
-        f"answer at step {iteration}: {_short(one['prompt'])} -> {_short(one['answer'])}"
-        for one in samples[:_MOST_SHOWN]
+        f"answer at step {iteration}: {_short(sample['prompt'])} -> {_short(sample['answer'])}"
+        for sample in samples[:_MOST_SHOWN]
     ]
-    more = len(samples) - _MOST_SHOWN
-    return [*lines, f"and {more} more answers in the log"] if more > 0 else lines
+    omitted = len(samples) - _MOST_SHOWN
+    return [*lines, f"and {omitted} more answers in the log"] if omitted > 0 else lines
 
 
 def _short(text: str) -> str:

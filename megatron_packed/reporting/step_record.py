@@ -111,7 +111,7 @@ class ExpertFigures:
         )
 
     @classmethod
-    def of(
+    def from_counts(
         cls,
         counts: Sequence[float],
         layers: int,
@@ -166,10 +166,10 @@ class GraphFigures:
     """Share of this step's micro-batches that were replayed."""
 
     @classmethod
-    def since(cls, before: tuple[int, int], counters: GraphCounters) -> GraphFigures:
-        """Return the figures of a step; ``before`` is `replays_and_fallbacks` at its beginning."""
+    def since(cls, previous: tuple[int, int], counters: GraphCounters) -> GraphFigures:
+        """Return the figures of a step; ``previous`` is `replays_and_fallbacks` at its beginning."""
         replays, fallbacks = (
-            now - then for now, then in zip(replays_and_fallbacks(counters), before)
+            new - old for new, old in zip(replays_and_fallbacks(counters), previous)
         )
         return cls(
             replays=replays,

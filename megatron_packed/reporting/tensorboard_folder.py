@@ -17,12 +17,12 @@ from megatron_packed.reporting.log_file import RunIdentity
 _OWNER = "run.json"
 
 
-def events_folder(given: str, mine: RunIdentity, *, resumed: bool) -> Path:
+def events_folder(requested: str, mine: RunIdentity, *, resumed: bool) -> Path:
     """Return the folder of this run's events: the given one, or ``run_2``, ``run_3``, ... in it if
     other runs have used the given one.
 
     Args:
-        given: value of ``--tensorboard-dir``.
+        requested: value of ``--tensorboard-dir``.
         mine: identity of this run.
         resumed: True if the run continues from a checkpoint. It then also continues events of an
             earlier version, which have no owner.
@@ -30,7 +30,7 @@ def events_folder(given: str, mine: RunIdentity, *, resumed: bool) -> Path:
         OSError: no folder can be created.
     """
     for number in count(1):
-        place = Path(given) if number == 1 else Path(given) / f"run_{number}"
+        place = Path(requested) if number == 1 else Path(requested) / f"run_{number}"
         place.mkdir(parents=True, exist_ok=True)
         if _claim(place, mine, resumed):
             return place
@@ -52,8 +52,8 @@ def _claim(place: Path, mine: RunIdentity, resumed: bool) -> bool:
 
 def _is_of(owner: Path, mine: RunIdentity) -> bool:
     try:
-        found = json.loads(owner.read_bytes())
-        run_id, folder = found["id"], found["folder"]
+        stored = json.loads(owner.read_bytes())
+        run_id, folder = stored["id"], stored["folder"]
     except (OSError, ValueError, TypeError, KeyError):  # damaged: it may be of any run
         return False
     if run_id != mine.run_id:

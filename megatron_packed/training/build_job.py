@@ -81,8 +81,9 @@ def build_job(config: RunConfig, groups: ParallelGroups, vocab_size: int) -> Job
     """Build the model, flat buffers, optimizer and training step on this rank's device."""
     model = build_model(config, vocab_size, groups.device, groups).train()
     # Graphs contain the address of the symmetric memory, so it exists before the first capture.
-    connect_overlap(model, config, groups)
-    connect_exchanges(model, config, groups)
+    if groups.world_size > 1:
+        connect_overlap(model, config, groups)
+        connect_exchanges(model, config, groups)
     return job_of_model(model, config, groups)
 
 

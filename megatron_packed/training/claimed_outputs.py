@@ -51,7 +51,7 @@ class ClaimedOutputs:
         if groups.rank == 0 and config.logging.log_jsonl is not None:
             self.log = LogFile(config.logging.log_jsonl)
             # The id of a run that resumes is known after the load; `LogFile.begin` compares it.
-            self.log.refuse(RunIdentity.of("", config), partial(resumable_runs, options))
+            self.log.refuse(RunIdentity.from_config("", config), partial(resumable_runs, options))
 
     def _claim_folder(self, options: CheckpointConfig, groups: ParallelGroups) -> None:
         assert options.save is not None

@@ -187,6 +187,24 @@ class StatusFolder:
             raise
 
 
+def mark_loss(save: str, exit_code: int, reason: str) -> None:
+    """Write to ``STATUS.json`` of ``save`` that the run would go on after another start.
+
+    A scheduler reads it. A launcher calls this, because rank 0 itself may have been killed.
+
+    Args:
+        save: folder of the run's checkpoints.
+        exit_code: exit code of the job.
+        reason: reason for its end, if no rank has written one.
+    """
+    folder = StatusFolder(save)
+    try:
+        status = json.loads(folder.path.read_text())
+    except (OSError, ValueError):
+        status = {"reason": reason}
+    write_status(folder, {**status, "exit_code": exit_code, "lost": True})
+
+
 def write_status(folder: StatusFolder | None, status: dict[str, object]) -> None:
     """Write ``STATUS.json`` to the checkpoint directory; if that fails, print the error.
 

@@ -47,7 +47,7 @@ from megatron_packed.reporting.run_writers import (
     RecordFunction,
     end_log,
     progress_log_of,
-    write_page,
+    write_page_if_requested,
     writers_of,
 )
 from megatron_packed.resume.phases_and_stored_packs import Resumed, resumed_options
@@ -225,9 +225,11 @@ def _train(launch: Launch) -> ExitCode:
     launch, data = _build_data(launch)
     job, state = _build_model(launch, data)
     kernels = _check_model(launch, data, job)
-    graphs = job.step.graphs = build_graphs(
-        launch.config, job, data.capture_sizes, launch.groups, launch.console.say
-    )
+    graphs = None
+    if launch.config.cuda_graph.enabled:
+        graphs = job.step.graphs = build_graphs(
+            launch.config, job, data.capture_sizes, launch.groups, launch.console.say
+        )
     trainer = _build_trainer(launch, data, job, state, kernels)
     exit_code = _run_trainer(launch, job, graphs, trainer)
     job.close()  # after the graphs, which contain addresses of its memory
@@ -236,7 +238,7 @@ def _train(launch: Launch) -> ExitCode:
         history.finish()
     report = None
     if exit_code in (ExitCode.DONE, ExitCode.NONFINITE):
-        report = write_page(launch.config, launch.groups, launch.console)
+        report = write_page_if_requested(launch.config, launch.groups, launch.console)
     closing = launch.closing.lines(
         launch.config, state.progress, trainer.last_iteration, trainer.last_checkpoint, report
     )
@@ -247,16 +249,22 @@ def _train(launch: Launch) -> ExitCode:
 
 def _set_up(launch: Launch) -> MemoryHistory | None:
     """Refuse strict graphs on a device without graphs, and start the allocator's memory history."""
-    refuse_eager(launch.config.cuda_graph, launch.groups.device)
-    return memory_history(launch.config.profiling, launch.groups, launch.console.warn)
+    config = launch.config
+    if config.cuda_graph.enabled:
+        refuse_eager(config.cuda_graph, launch.groups.device)
+    if not config.profiling.record_memory_history:
+        return None
+    return memory_history(config.profiling, launch.groups, launch.console.warn)
 
 
 def _build_data(launch: Launch) -> tuple[Launch, RunData]:
     """Tokenise and pack the data; a resumed run gets the packs of its checkpoint."""
     # Read the checkpoint's options before the data, because they decide the packs.
-    config, resumed, lines = resumed_options(launch.config, launch.groups)
-    for line in lines:
-        launch.console.say(line)
+    config, resumed = launch.config, None
+    if config.checkpoint.load is not None:
+        config, resumed, lines = resumed_options(config, launch.groups)
+        for line in lines:
+            launch.console.say(line)
     console = launch.console
     # Read before the data is opened: retention may remove this checkpoint while the run trains.
     stored = files_of_start(config, launch.groups)
@@ -304,7 +312,8 @@ def _build_model(launch: Launch, data: RunData) -> tuple[Job, RunState]:
         show=not console.silent,
         callbacks=launch.callbacks,
     )
-    restore(config, state, console.say, console.warn)
+    if config.checkpoint.load is not None or config.checkpoint.pretrained_checkpoint is not None:
+        restore(config, state, console.say, console.warn)
     # Set after the restore: with lengths in samples, the last iteration depends on the position at
     # which the plan resumes.
     console.total_steps = config.last_iteration(state.progress.samples_ahead(config.packing))
@@ -345,7 +354,7 @@ def _build_trainer(
         vocab_size=data.vocab_size,
         packing=data.sentences(),
         accounts=data.accounts,
-        identity=RunIdentity.of(state.run_id, config),
+        identity=RunIdentity.from_config(state.run_id, config),
         iteration=state.progress.iteration,
         last_iteration=last,
         phases=state.phases,
@@ -354,6 +363,9 @@ def _build_trainer(
     log = launch.outputs.log
     writers = writers_of(config, groups, state, opening, console, launch.on_record, log)
     writers.append(launch.closing)
+    profiler = None
+    if config.profiling.profile:
+        profiler = profiler_of(config, groups, console, max(last, state.progress.iteration))
     return Trainer(
         writers=writers,
         config=config,
@@ -369,7 +381,7 @@ def _build_trainer(
         signal=launch.signal,
         watch=launch.watch,
         hang_detector=launch.hang_detector or UNWATCHED,
-        profiler=profiler_of(config, groups, console, max(last, state.progress.iteration)),
+        profiler=profiler,
         progress_log=progress_log_of(config, groups, state, console),
         user_callbacks=launch.callbacks,
     )
@@ -384,7 +396,7 @@ def _run_trainer(
     """Capture graphs and train; at the end or on an error, release the graphs and close writers."""
     notes = []
     try:
-        with released(graphs):
+        with nullcontext() if graphs is None else released(graphs):
             if graphs is not None:
                 _tune(graphs, launch, job)
             # From here on, ranks wait for each other in captured collectives, so hangs are watched.

@@ -156,7 +156,7 @@ class RunLog:
         self, counts: Mapping[str, Sequence[float]], iteration: int
     ) -> ExpertFigures | None:
         model = self._step.model
-        figures = ExpertFigures.of(
+        figures = ExpertFigures.from_counts(
             counts[ASSIGNED], model.num_moe_layers, iteration, counts.get(DROPPED)
         )
         rows, room = most_rows(counts), model.expert_room

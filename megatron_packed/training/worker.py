@@ -50,11 +50,11 @@ def launched() -> NoReturn:
 def explain_report(config: RunConfig) -> str:
     """Return the report of ``--explain``."""
     apply_environment(config.training)
-    from megatron_packed.explain.report import explain
+    from megatron_packed.explain.report import explanation
     from megatron_packed.inputs.known_data import known_data
     from megatron_packed.resume.allowed_changes import refusal_of_stored_model
 
-    return explain(config, known_data(config), refusal_of_stored_model(config))
+    return explanation(config, known_data(config), refusal_of_stored_model(config))
 
 
 def _run(config: RunConfig, signal_flag: SignalFlag) -> NoReturn:

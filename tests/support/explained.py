@@ -7,4 +7,4 @@ from megatron_packed.resume.allowed_changes import refusal_of_stored_model
 
 
 def explain(config: RunConfig) -> str:
-    return report.explain(config, known_data(config), refusal_of_stored_model(config))
+    return report.explanation(config, known_data(config), refusal_of_stored_model(config))

@@ -85,7 +85,7 @@ def _prepare() -> Path:
 
 def answer_and_report(config: RunConfig) -> int:
     """Answer questions, write the report, and check that the model has learned."""
-    from megatron_packed.reporting.curves import number, read_jsonl
+    from megatron_packed.reporting.curves import number_in, read_jsonl
     from megatron_packed.reporting.run_report import write_report
 
     log = config.logging.log_jsonl
@@ -98,7 +98,9 @@ def answer_and_report(config: RunConfig) -> int:
     print(f"\n{right} of {len(answers)} answers are as expected.")
 
     guessing = _loss_of_single_tokens(config)
-    losses = [number(record, "valid_loss") for record in read_jsonl(log) if "valid_loss" in record]
+    losses = [
+        number_in(record, "valid_loss") for record in read_jsonl(log) if "valid_loss" in record
+    ]
     print(
         f"validation loss {losses[0]:.4f} -> {losses[-1]:.4f} "
         f"({guessing:.3f} if each token were guessed by its frequency)"

@@ -204,6 +204,11 @@ class MemoryConfig(RecomputeOptions, title="memory", group="offload"):
         return LAYER_INPUTS if self.offload_layer_inputs else FINE_GRAINED
 
     @property
+    def changes_layers(self) -> bool:
+        """True if any layer recomputes or offloads something."""
+        return self.offloads or self.recompute_granularity is not None
+
+    @property
     def offloaded_modules(self) -> tuple[str, ...]:
         """Modules whose saved tensors are offloaded, each once."""
         return (

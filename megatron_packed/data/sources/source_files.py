@@ -15,7 +15,7 @@ from megatron_packed.config.data_files import (
     is_plain_name,
     may_be_description,
 )
-from megatron_packed.config.hub_paths import is_hub_name
+from megatron_packed.config.hub_paths import is_hub_name, is_hub_path
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.sources.compression import check_compression
 from megatron_packed.data.sources.hub import local_path
@@ -64,7 +64,10 @@ def expand_paths(
         )
     files: list[Path] = []
     for path in paths:
-        files.extend(_expand(local_path(str(path), say=say, download=download), say))
+        name = str(path)
+        if is_hub_path(name):
+            name = local_path(name, say=say, download=download)
+        files.extend(_expand(name, say))
     seen: set[Path] = set()
     for file in files:
         _check_file(file)

@@ -99,8 +99,14 @@ class TextNotes:
         self._first = named.get("bos_token", "")
         usual = {*DOCUMENT_ENDS, *(token for name, token in named.items() if name != "eos_token")}
         self._special = frozenset(tokenizer.special_tokens)
-        self._markers = chat.turn_markers - usual if self._special else frozenset()
+        self._chat = chat
+        self._usual = usual
         self._others = [token for token in self._special if not _IN_BRACKETS.fullmatch(token)]
+
+    @cached_property
+    def _markers(self) -> frozenset[str]:
+        # Found at the first special token, because most plain texts spell none.
+        return self._chat.turn_markers - self._usual
 
     def find(self, text: str) -> Notes:
         """Return the notes of one text."""

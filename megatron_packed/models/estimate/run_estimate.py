@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from itertools import chain
 from math import ceil
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,16 +23,15 @@ from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.memory import MemoryConfig
 from megatron_packed.data.packing.pieces import Pieces
 from megatron_packed.distributed.flat_buffers import flat_layout_of, tail_elements
-from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.zero1_layout import Ownership
 from megatron_packed.models.equal_exchanges import exchange_bytes
 from megatron_packed.models.estimate.rank_memory import Estimate, communicators_of, estimate
 from megatron_packed.models.estimate.step_memory import KnownUnits, Work
 from megatron_packed.models.flops import FlopCounter
-from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.metrics_layout import MetricsLayout
-from megatron_packed.models.run_model import build_model, dtype_of
+from megatron_packed.models.run_model import dtype_of
 from megatron_packed.models.tensor_overlap import symmetric_bytes
+from megatron_packed.models.trace import Imagined
 from megatron_packed.torch_private import compiler_not_imported
 
 EVERY_RANK = "every rank"
@@ -41,24 +40,6 @@ _ROUNDS = 6
 """Largest number of options that are suggested."""
 
 Lengths = NDArray[np.int64]
-
-
-class Imagined(NamedTuple):
-    """Model (on the meta device) and process groups that rank 0 of a planned run would have."""
-
-    model: HybridModel
-    groups: ParallelGroups
-
-    @classmethod
-    def of(cls, config: RunConfig, world_size: int, vocab_size: int) -> Imagined:
-        groups = ParallelGroups.unjoined(config.layout(world_size))
-        return cls.in_groups(config, groups, vocab_size)
-
-    @classmethod
-    def in_groups(cls, config: RunConfig, groups: ParallelGroups, vocab_size: int) -> Imagined:
-        """Build the model of a rank of these groups."""
-        with compiler_not_imported():
-            return cls(build_model(config, vocab_size, "meta", groups).train(), groups)
 
 
 def estimates(
@@ -82,7 +63,9 @@ def estimates(
         known: layers that estimates of other configurations have measured.
     """
     with no_collection(), compiler_not_imported():
-        return estimates_of(config, Imagined.of(config, world_size, vocab_size), documents, known)
+        return estimates_of(
+            config, Imagined.from_config(config, world_size, vocab_size), documents, known
+        )
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from megatron_packed.explain.kernel_reasons import (
 )
 from megatron_packed.explain.op_requests import op_requests, served_by
 from megatron_packed.inputs.run_data import most_documents
-from megatron_packed.models.estimate.run_estimate import Imagined
+from megatron_packed.models.trace import Imagined
 from megatron_packed.ops.backend_dispatch import Backend, Op
 from megatron_packed.ops.grouped_mlp import reference as experts
 from megatron_packed.ops.varlen_attention import backends as varlen_attention
@@ -160,7 +160,7 @@ def test_a_kernel_that_cannot_serve_ends_the_run_with_code_2_before_data_is_open
     assert "Traceback" not in said
 
 
-def test_packs_of_many_documents_are_asked_about(monkeypatch):
+def test_kernels_are_chosen_for_packs_of_many_documents(monkeypatch):
     """After packing, kernels are chosen again for the most documents of a pack or a capacity."""
     many = {
         op.name: inputs for op, _, inputs in op_requests(config_of("*", bf16=True), CPU, 200_000)

@@ -81,7 +81,7 @@ GATED = ["--attention-output-gate", "--qk-layernorm", "--apply-layernorm-1p"]
 
 
 @pytest.mark.parametrize("flags", [[], GATED], ids=["plain", "gated attention"])
-def test_every_op_of_the_model_is_asked_with_the_inputs_of_the_run(flags, monkeypatch):
+def test_op_requests_have_the_inputs_of_the_run(flags, monkeypatch):
     """`op_requests` equals the inputs of the ops in a forward and backward pass of the real model."""
     config = parse([*FLAGS, *flags], world_size=1)
     asked = {}
@@ -139,7 +139,7 @@ def test_a_run_whose_layers_cannot_be_built_ends_before_ranks_meet(monkeypatch, 
     )
 
 
-def test_attention_that_comes_along_is_asked_too():
+def test_attention_of_transformer_engine_is_checked():
     """The refusal names the option that selected the attention kernel."""
     with pytest.raises(
         ConfigError,
@@ -154,7 +154,7 @@ def test_attention_that_comes_along_is_asked_too():
 
 
 @pytest.mark.parametrize("capacity, refused", [(14, False), (15, True)])
-def test_attention_is_asked_for_the_room_of_the_graphs(capacity, refused):
+def test_attention_is_checked_for_the_capacity_of_graphs(capacity, refused):
     """Attention that needs memory for every document of the capacity is refused at the start."""
     flags = ["--cuda-graph-impl", "local", "--cuda-graph-max-packed-seqs", "8", str(capacity)]
     config = parse([*("4096" if flag == "128" else flag for flag in FLAGS), *flags], world_size=1)
@@ -286,7 +286,7 @@ def test_routers_alone_leave_experts_eager():
     )
 
 
-def test_experts_that_ask_for_rows_are_told_of_bounds():
+def test_experts_that_ask_for_rows_get_advice_about_bounds():
     flags = (
         "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --global-batch-size 2"
     )
@@ -512,7 +512,7 @@ def said(argv):
     """Return the first lines of the report, without line breaks, by their title."""
     config = parse(argv, world_size=1)
     stored = refusal_of_stored_model(config)
-    return dict(PlannedRun.of(config, CPU, 1, known_data(config), stored).lines())
+    return dict(PlannedRun.from_config(config, CPU, 1, known_data(config), stored).lines())
 
 
 def test_the_report_begins_with_the_verdict_and_the_run(tmp_path):

@@ -14,9 +14,9 @@ from megatron_packed.layers.linear import JoinedResidual
 from megatron_packed.layers.mlp import MLP
 from megatron_packed.layers.tensor_parallel import TensorParallel
 from megatron_packed.memory.recompute import checkpoint
-from megatron_packed.models.estimate.run_estimate import Imagined
 from megatron_packed.models.estimate.step_memory import Work
 from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.models.trace import Imagined
 from megatron_packed.ops import quack_tiles
 from megatron_packed.ops.backend_dispatch import NoBackendError
 from megatron_packed.ops.dense_mlp import api
@@ -348,7 +348,7 @@ def test_the_estimate_counts_what_layers_of_transformer_engine_save(quack):
     for name in ("local", "transformer_engine"):
         config = config_of("-E", bf16=True, device="auto", transformer_impl=name)
         model = replace(config.model, moe_shared_expert_intermediate_size=40)
-        model, _ = Imagined.of(replace(config, model=model), 1, 256)
+        model, _ = Imagined.from_config(replace(config, model=model), 1, 256)
         found[name] = [
             saved_bytes(layer) for layer in units_of(model, Work(tokens=128, documents=2))
         ]

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megatron_packed.config.parser.parse import parse
-from megatron_packed.models.estimate.run_estimate import Imagined
+from megatron_packed.models.trace import Imagined
 from megatron_packed.packed.micro_batch import MicroBatch
 from support.kernel_calls import FLAGS
 
@@ -40,7 +40,7 @@ def planned(pattern: str, world_size: int, flags: str) -> tuple[Imagined, MicroB
     config = parse(words, world_size=world_size)
     documents = [(np.arange(length), None) for length in (32, 64)]
     pack = MicroBatch.build(documents, config.packing.tokens_per_pack).to("meta")
-    return Imagined.of(config, world_size, 1000), pack
+    return Imagined.from_config(config, world_size, 1000), pack
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())

@@ -184,7 +184,7 @@ def test_wandb_goes_on_in_the_same_run(monkeypatch, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_run_writes_to_what_is_asked_for(rank, monkeypatch, tmp_path) -> None:
+def test_a_run_writes_to_the_requested_trackers(rank, monkeypatch, tmp_path) -> None:
     """Only rank 0 writes, also after a resume: to its log and to the requested services."""
     library = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", library)
@@ -287,7 +287,7 @@ def test_what_is_no_number_is_not_sent() -> None:
 
 def test_every_number_of_a_step_has_a_group() -> None:
     """Services show the part before the slash as a section, and names do not depend on the run."""
-    experts = ExpertFigures.of([30.0, 10.0], 1, 7, [8.0])
+    experts = ExpertFigures.from_counts([30.0, 10.0], 1, 7, [8.0])
     assert experts is not None
     experts = experts.in_room(ExpertRoom.from_factor("auto"), Load(1.1, 1.2))
     graphs = GraphFigures.since((0, 0), GraphCounters())

@@ -141,7 +141,7 @@ def test_tensorboard_shows_steps_that_are_done_again_once(tmp_path):
     assert shown == [(1, 1.0), (2, 2.0), (3, 13.0), (4, 14.0), (5, 15.0)]
 
 
-def test_tensorboard_is_told_where_a_run_begins(monkeypatch):
+def test_tensorboard_gets_the_first_step_of_a_run(monkeypatch):
     made = []
     module = SimpleNamespace(SummaryWriter=lambda folder, **options: made.append((folder, options)))
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
@@ -215,19 +215,19 @@ def test_figures_of_graphs_are_of_the_step_and_absent_without_graphs(capsys):
 
 
 def test_loads_of_experts_are_shares_of_the_mean_of_their_layer():
-    made = ExpertFigures.of([1.0, 3.0, 0.0, 4.0, 4.0, 4.0], 2, iteration=7)
+    made = ExpertFigures.from_counts([1.0, 3.0, 0.0, 4.0, 4.0, 4.0], 2, iteration=7)
     assert made == ExpertFigures(
         load_max=2.25, load_min=0.0, load=[[0.75, 2.25, 0.0], [1.0, 1.0, 1.0]]
     )
     assert record(7, experts=made).as_dict()["expert_load"][0][1] == 2.25
-    many = [ExpertFigures.of([1.0] * 1200, 3, iteration) for iteration in (6, 7)]
+    many = [ExpertFigures.from_counts([1.0] * 1200, 3, iteration) for iteration in (6, 7)]
     assert many[0].load is not None and "expert_load" not in record(7, experts=many[1]).as_dict()
-    assert ExpertFigures.of([], 0, 7) is None and not any(
+    assert ExpertFigures.from_counts([], 0, 7) is None and not any(
         "expert" in name for name in record(7).as_dict()
     )
 
 
-def test_norm_of_parameters_and_zeros_are_shown_where_they_are_asked_for(capsys, tmp_path):
+def test_norm_of_parameters_and_zeros_are_shown_if_requested(capsys, tmp_path):
     made = replace(record(3), params_norm=12.5, num_zeros=34_567)
     line = made.as_dict()
     assert (line["params_norm"], line["num_zeros"]) == (12.5, 34_567)

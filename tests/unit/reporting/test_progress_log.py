@@ -52,7 +52,7 @@ def test_lines_of_two_jobs(tmp_path: Path, clock: type[Clock]) -> None:
     ]
 
 
-def test_another_number_of_processes_begins_anew(tmp_path: Path, clock: type[Clock]) -> None:
+def test_another_number_of_processes_starts_a_new_count(tmp_path: Path, clock: type[Clock]) -> None:
     job(tmp_path, 2)
     job(tmp_path, 4).saved(RunProgress(iteration=5, flops=6e15), beside=False)
     with open(tmp_path / "progress.txt", "ab") as file:

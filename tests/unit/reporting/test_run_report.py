@@ -13,7 +13,7 @@ import pytest
 from megatron_packed.reporting.curves import Run
 from megatron_packed.reporting.html_page import write_html
 from megatron_packed.reporting.run_details import what_was_run
-from megatron_packed.reporting.run_overview import compact, duration, tiles_of, verdict
+from megatron_packed.reporting.run_overview import compact, duration, outcome, tiles_of
 from megatron_packed.reporting.run_quality import sample_answers, validations
 from megatron_packed.reporting.run_report import write_report
 from megatron_packed.reporting.run_warnings import rising_validation, warnings_of
@@ -219,7 +219,7 @@ def test_main_numbers():
 def test_the_verdict_says_how_the_run_ended(end, planned, kind, sentence):
     lines = lines_of_a_run()[:-1]
     lines[0]["run"] = facts(last_iteration=planned)
-    found = verdict(Run("a", [*lines, *([{"iteration": 4, "end": end}] if end else [])]))
+    found = outcome(Run("a", [*lines, *([{"iteration": 4, "end": end}] if end else [])]))
     assert found[0] == kind and found[1].startswith(sentence)
 
 
@@ -227,7 +227,7 @@ def test_an_end_before_a_restart_does_not_count():
     """A run that is going on after a stop is not finished, whatever its first part logged."""
     lines = lines_of_a_run()
     stopped = {"iteration": 2, "end": {"exit_code": 75}}
-    assert verdict(Run("a", [*lines[:2], stopped, *lines[2:-1]]))[0] == "open"
+    assert outcome(Run("a", [*lines[:2], stopped, *lines[2:-1]]))[0] == "open"
     assert Run("a", lines).restarts == [2]
 
 

@@ -74,13 +74,13 @@ def test_without_a_capacity_there_is_nothing_to_count():
     config = config_of(cuda_graph_impl="none")
     job = build_job(config, GROUPS, VOCAB)
     assert list(job.step.layout.counts_of(job.step.numbers.tolist())) == ["expert_counts"]
-    figures = ExpertFigures.of([3.0, 1.0], 1, iteration=7)
+    figures = ExpertFigures.from_counts([3.0, 1.0], 1, iteration=7)
     assert not any("dropped" in name for name in record(7, experts=figures).as_dict())
 
 
 def test_shares_are_shown_in_log_console_and_report(tmp_path, capsys):
     figures = [
-        ExpertFigures.of([30.0, 10.0, 20.0, 20.0], 2, 7, dropped)
+        ExpertFigures.from_counts([30.0, 10.0, 20.0, 20.0], 2, 7, dropped)
         for dropped in ([8.0, 2.0], [0.0, 0.0])
     ]
     lines = [record(number, experts=one).as_dict() for number, one in enumerate(figures, start=1)]

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.memory_purpose import Purpose
 from megatron_packed.models.estimate import step_memory
-from megatron_packed.models.estimate.run_estimate import Imagined
 from megatron_packed.models.estimate.step_memory import MetaStep, StepMemory, Work
 from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.models.trace import Imagined
 from support.kernel_calls import FLAGS
 
 EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 64"
@@ -41,7 +41,7 @@ CASES = {
 def imagined(pattern: str, world_size: int, flags: str) -> HybridModel:
     words = [*FLAGS, "--hybrid-layer-pattern", pattern, "--squared-relu", *flags.split()]
     words += ["--normalization", "RMSNorm", "--position-embedding-type", "rope", "--bf16"]
-    return Imagined.of(parse(words, world_size=world_size), world_size, 1000).model
+    return Imagined.from_config(parse(words, world_size=world_size), world_size, 1000).model
 
 
 def memory_of(model: HybridModel, captured: tuple[int, ...] = ()) -> StepMemory:
