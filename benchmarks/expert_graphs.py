@@ -4,7 +4,7 @@
         [--tokens N] [--dispatchers alltoall] [--captured eager whole] [--all-to-all-backends NAME ...]
     python benchmarks/expert_graphs.py [--quick]
 
-The share is that of one rank of a model like Nemotron-3-Nano (`moe_bench.py`), with 16 experts on each
+The share is that of one rank of a model like Nemotron-3-Nano, with 16 experts on each
 rank. Both dispatchers run, `alltoall` in graphs once with each backend of `--all-to-all-backends`.
 Bounds of expert buffers follow the routing of the first step. The peak is
 that of the timed steps plus the graph pool, next to the estimate of `megatron-packed plan`.
@@ -30,7 +30,6 @@ import torch
 import torch.distributed as dist
 
 import harness
-import moe_bench
 from layouts import CAPACITY, QUICK_STEPS, config_of, quick, steps_of
 from megatron_packed.config.environment_variables import apply_environment
 from megatron_packed.config.parallel_layout import ParallelLayout
@@ -62,6 +61,26 @@ CAPTURED = {"eager": EAGER, "router": ROUTER, "whole": WHOLE}
 STEPS, WARM = 16, 6
 DISPATCHERS = ("alltoall", "allgather")
 PACKS_OF_RANK, EXPERTS_OF_RANK = 2, 16
+CONFIG: dict[str, Any] = {
+    "T": 8192,
+    "pattern": "MEMEM*EMEME",
+    "hidden": 2688,
+    "heads": 32,
+    "groups": 2,
+    "ffn": 1856,
+    "mamba_heads": 64,
+    "mamba_groups": 8,
+    "vocab": 32768,
+    "expert_ffn": 1856,
+}
+SHARED_FFN = 3712
+ROUTING: dict[str, Any] = {
+    "moe_router_topk": 6,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_topk_scaling_factor": 2.5,
+    "moe_aux_loss_coeff": 1e-4,
+}
 
 
 class Case(NamedTuple):
@@ -92,10 +111,10 @@ def configured(
 ) -> RunConfig:
     """Return the configuration of one dispatcher and one of `GRAPHS`, over ``world`` ranks."""
     options = {"expert_model_parallel_size": world, "moe_token_dispatcher_type": dispatcher}
-    options |= {"use_distributed_optimizer": True, **moe_bench.ROUTER}
+    options |= {"use_distributed_optimizer": True, **ROUTING}
     options["all_to_all_backend"] = backend
     if not quick:
-        options["moe_shared_expert_intermediate_size"] = moe_bench.SHARED_FFN
+        options["moe_shared_expert_intermediate_size"] = SHARED_FFN
         options["moe_shared_expert_overlap"] = shared_expert_overlap
     if kind == WHOLE:  # with two ranks, this is the default of captured experts
         options["moe_expert_rank_capacity_factor"] = "auto"
@@ -105,7 +124,7 @@ def configured(
 
 def model_of(world: int) -> dict[str, Any]:
     """Return the sizes of the model whose experts are divided over ``world`` ranks."""
-    return {**moe_bench.CONFIG, "experts": world * EXPERTS_OF_RANK}
+    return {**CONFIG, "experts": world * EXPERTS_OF_RANK}
 
 
 def groups_of(config: RunConfig, device: torch.device) -> ParallelGroups:
@@ -237,7 +256,7 @@ def main() -> None:
     parser.add_argument(
         "--tokens",
         type=int,
-        help=f"tokens of a pack, for a result file of their own (default: {moe_bench.CONFIG['T']:,})",
+        help=f"tokens of a pack, for a result file of their own (default: {CONFIG['T']:,})",
     )
     harness.common_arguments(parser)
     arguments = parser.parse_args()

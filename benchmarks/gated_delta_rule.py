@@ -163,7 +163,7 @@ def ratio_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
     """Return the rows of the ratios, from results in the form of a result file."""
     return [
         {"pass": name, **{column: harness.shown(value) for column, value in found.items()}}
-        for name, found in results["ratios"].items()
+        for name, found in results.get("ratios", {}).items()
     ]
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run tests and benchmarks on a GPU machine, in steps, and collect their output at the end.
 #
-#     bash benchmarks/gpu.sh tests model rope ...
+#     bash benchmarks/gpu.sh tests model ops ...
 #
 # The names of the steps are in the case statement below. Each step has a time limit; LIMIT_<step>=seconds changes it.
 # Logs and result files go to $OUT (default runs/gpu). Compiled kernels are cached in runs/gpu_cache. The cache is packed
@@ -44,7 +44,6 @@ for name in "${@:?which steps?}"; do
     graph_runs) step graph_runs 300 python3 benchmarks/graph_runs.py runs/real.zip ;;
     layouts) step layouts 400 torchrun --nproc_per_node "$(nvidia-smi -L | wc -l)" benchmarks/layouts.py ;;
     offload) step offload 300 python3 benchmarks/offload.py ;;
-    plan_peaks) step plan_peaks 200 python3 benchmarks/plan_peaks.py ;;
     offload_tests) step offload_tests 200 python3 -m pytest tests/gpu/test_offload_gpu.py -v -s -p no:cacheprovider --durations=5 ;;
     doctor) step doctor 500 python3 -m megatron_packed.cli.main doctor ;;
     tune_hybrid1b) step tune_hybrid1b 500 python3 benchmarks/tune_prediction.py hybrid1b ;;
@@ -52,18 +51,13 @@ for name in "${@:?which steps?}"; do
     capacity_cost) step capacity_cost 300 python3 benchmarks/capacity_cost.py ;;
     metadata) step metadata 330 python3 benchmarks/metadata_sync.py ;;
     generation) step generation 100 python3 benchmarks/generation.py ;;
-    attention_head_256) step attention_head_256 300 python3 benchmarks/attention_head_256.py ;;
-    attention_deterministic) step attention_deterministic 300 python3 benchmarks/attention_head_256.py --deterministic ;;
     elementwise) step elementwise 120 python3 benchmarks/elementwise.py ;;
     step_edge) step step_edge 240 python3 benchmarks/step_edge.py runs/real.zip docs_longtail ;;
     gated_delta_rule) step gated_delta_rule 200 python3 benchmarks/gated_delta_rule.py ;;
     ssd) step ssd 300 python3 benchmarks/ssd.py ;;
-    joined) step joined 120 python3 benchmarks/joined_products.py ;;
     recipe_mfu) step recipe_mfu 240 python3 benchmarks/recipe_mfu.py runs/real.zip docs_longtail --graphs full_iteration local ;;
     beside_megatron) step beside_megatron 240 python3 benchmarks/beside_megatron.py runs/beside.zip ;;
-    rope) step rope 100 python3 benchmarks/rope_bench.py ;;
     padded) step padded 300 python3 benchmarks/packed_vs_padded.py ;;
-    cublas) step cublas 100 python3 benchmarks/cublas_workspace.py ;;
     real) step real 300 python3 benchmarks/train_real.py runs/real.zip ;;
     quickstart)
       python3 -m megatron_packed quickstart --prepare > "$out/data.log"

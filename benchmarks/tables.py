@@ -3,7 +3,8 @@
     python benchmarks/tables.py [--check]
 
 Every page has a template in `benchmarks/measurement_pages`. The template begins with two lines for
-the list of pages, ``summary:`` and ``deciding:``, and continues with the text of the page:
+the list of pages, ``summary:`` and ``deciding:``, and ``measured:`` for a page without tables. It
+continues with the text of the page:
 
 - ``{{NAME}}`` on a separate line is replaced by a table.
 - ``{{NAME | COLUMN=CELL | COLUMN}}`` is replaced by one number of a table.
@@ -25,20 +26,16 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import attention_head_256
 import beside_megatron
 import capacity_cost
 import elementwise
-import exchanges
 import expert_graphs
 import full_step
 import gated_delta_rule
 import generation
 import graph_runs
 import graph_step
-import grouped_products
 import harness
-import joined_products
 import kernel_dates
 import layouts
 import memory_peaks
@@ -47,10 +44,8 @@ import offload
 import op_backends
 import packed_vs_padded
 import packing_report
-import plan_peaks
 import recipe_mfu
 import repeatability
-import rope_bench
 import ssd
 import step_edge
 import train_real
@@ -189,32 +184,6 @@ def why_not(text: str) -> str:
     return f"{kind}: {reason[:120]}".replace("|", "/").replace("\n", " ")
 
 
-def cublas_rows(results: dict[str, Any]) -> Rows:
-    """Return a row for each matrix product, with its time under each workspace setting."""
-    rows: Rows = []
-    for number, first in enumerate(results["none"]["rows"]):
-        row: dict[str, object] = {"layer": first["layer"], "product": first["product"]}
-        for label, result in results.items():
-            found = result["rows"][number]
-            row[f"{label}: us"] = f"{found['us'][0]:.1f}" + (", memset" * found["memsets"])
-        rows.append(row)
-    return rows
-
-
-def cublas_total_rows(results: dict[str, Any]) -> Rows:
-    """Return a row for each workspace setting, with the sum over all matrix products."""
-    return [
-        {
-            "setting": label,
-            "CUBLAS_WORKSPACE_CONFIG": result["CUBLAS_WORKSPACE_CONFIG"],
-            "products": len(result["rows"]),
-            "ms": f"{sum(row['us'][0] for row in result['rows']) / 1000:.2f}",
-            "products with a memset": sum(row["memsets"] for row in result["rows"]),
-        }
-        for label, result in results.items()
-    ]
-
-
 def same_numbers_rows(results: dict[str, Any]) -> Rows:
     """Return a row for each pair of runs that could run on the machine, with their differences."""
     return [
@@ -242,21 +211,6 @@ def preprocess_rows(results: list[dict[str, Any]]) -> Rows:
     ]
 
 
-def moe_rows(results: dict[str, Any]) -> Rows:
-    return [
-        {
-            "path": path,
-            "wall ms": harness.shown(found["wall_ms"]),
-            "GPU-busy ms": found["busy_ms"],
-            "MFU of busy": f"{100 * found['mfu_of_busy']:.1f} %",
-            "launches": f"{found['launches']:.0f}",
-            "loss": f"{found['loss']:.5f}",
-            "plan": results["plan_hash"],
-        }
-        for path, found in results["paths"].items()
-    ]
-
-
 def of_all(rows: Callable[[dict[str, Any]], Rows]) -> Callable[..., Rows]:
     """Return a function of several result files, whose rows are those of ``rows`` for each file."""
     return lambda *files: [row for results in files for row in rows(results)]
@@ -267,7 +221,6 @@ PACKERS = ("packing_report.py", "packing_report")
 TABLES = {
     "model_step": Table("model_step.py", MODEL_STEPS, of_all(model_step_rows)),
     "model_step_replay": Table("model_step.py", MODEL_STEPS, of_all(replay_rows)),
-    "moe_bench": Table("moe_bench.py", "moe_bench", moe_rows),
     **{
         name: Table("expert_graphs.py", name, expert_graphs.rows_of)
         for name in (
@@ -276,7 +229,6 @@ TABLES = {
             "expert_graphs_shared_overlap",
         )
     },
-    "exchanges": Table("exchanges.py", "exchanges", exchanges.rows_of),
     "graph_step": Table("graph_step.py", "graph_step", graph_step.rows_of),
     "graph_step_sizes": Table("graph_step.py", "graph_step", graph_step.size_rows_of),
     "graph_step_memory": Table("graph_step.py", "graph_step", graph_step.memory_rows_of),
@@ -317,7 +269,6 @@ TABLES = {
     "offload_copies": Table("offload.py", "offload", offload.copy_rows_of),
     "offload_graphs": Table("offload.py", "offload", offload.graph_rows_of),
     "memory_peaks": Table("memory_peaks.py", memory_peaks.RESULTS, memory_peaks.rows_of),
-    "plan_peaks": Table("plan_peaks.py", "plan_peaks", plan_peaks.rows_of),
     "repeatability": Table("repeatability.py", "repeatability", repeatability.rows_of),
     "op_backends": Table("op_backends.py", "op_backends", op_rows),
     "metadata_sync": Table("metadata_sync.py", "metadata_sync", metadata_sync.rows_of),
@@ -325,12 +276,6 @@ TABLES = {
         "metadata_sync.py", "metadata_sync", metadata_sync.equality_rows_of
     ),
     "generation": Table("generation.py", "generation", generation.rows_of),
-    "attention_head_256": Table(
-        "attention_head_256.py", "attention_head_256", attention_head_256.rows_of
-    ),
-    "attention_deterministic": Table(
-        "attention_head_256.py", "attention_deterministic", attention_head_256.rows_of
-    ),
     "elementwise": Table("elementwise.py", "elementwise", elementwise.rows_of),
     "step_edge": Table("step_edge.py", "step_edge", step_edge.rows_of),
     "step_edge_gaps": Table("step_edge.py", "step_edge", step_edge.gap_rows_of),
@@ -339,21 +284,15 @@ TABLES = {
         "gated_delta_rule.py", "gated_delta_rule", gated_delta_rule.ratio_rows_of
     ),
     "recipe_gated_delta_1b": Table("recipe_mfu.py", "recipe_gated_delta_1b", recipe_mfu.rows_of),
-    "grouped_products": Table("grouped_products.py", "grouped_products", grouped_products.rows_of),
-    "joined_products": Table("joined_products.py", "joined_products", joined_products.rows_of),
     "ssd": Table("ssd.py", "ssd", ssd.rows_of),
     "ssd_errors": Table("ssd.py", "ssd", ssd.error_rows_of),
     "ssd_two_tiles": Table("ssd.py", "ssd_two_tiles", ssd.rows_of),
-    "rope": Table("rope_bench.py", "rope", rope_bench.rows_of),
-    "rope_errors": Table("rope_bench.py", "rope", rope_bench.error_rows_of),
     "beside_megatron": Table("beside_megatron.py", "beside_megatron", beside_megatron.rows_of),
     "packed_vs_padded": Table("packed_vs_padded.py", "packed_vs_padded", packed_vs_padded.rows_of),
     "packed_vs_padded_data": Table(
         "packed_vs_padded.py", "packed_vs_padded", packed_vs_padded.data_rows_of
     ),
     "train_real": Table("train_real.py", "train_real", train_real.rows_of),
-    "cublas_workspace": Table("cublas_workspace.py", "cublas_workspace", cublas_rows),
-    "cublas_workspace_total": Table("cublas_workspace.py", "cublas_workspace", cublas_total_rows),
     "packing_report": Table(*PACKERS, packing_report.rows_of),
     "packing_tokens": Table(*PACKERS, packing_report.token_rows_of),
     "packing_capacities": Table(*PACKERS, packing_report.capacity_rows_of),
@@ -504,7 +443,7 @@ class Page(NamedTuple):
         """
         head, _, body = template.read_text().partition("\n\n")
         fields = dict(line.split(": ", 1) for line in head.splitlines() if ": " in line)
-        if set(fields) != {"summary", "deciding"}:
+        if set(fields) - {"measured"} != {"summary", "deciding"}:
             raise SystemExit(
                 f"{template.name} must begin with a 'summary:' line and a 'deciding:' line."
             )
@@ -524,7 +463,7 @@ class Page(NamedTuple):
             title=body.splitlines()[0].removeprefix("# "),
             summary=fields["summary"],
             deciding=PLACE.sub(filled, fields["deciding"]),
-            measured=results.measured(tables_of(template)),
+            measured=fields.get("measured") or results.measured(tables_of(template)),
             text=f"{note}\n\n{PLACE.sub(filled, body)}\n[All measurements](README.md)\n",
         )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from megatron_packed.config.trainer_flags import ANOTHER, FLAG, TRAINER_FLAGS, cure_of
+from megatron_packed.config.trainer_flags import ANOTHER, FLAG, TRAINER_FLAGS, trainer_cure
 
 PAGE = Path(__file__).parent / "coming_from_trainers.md"
 BEGIN, END = "<!-- begin: flags -->", "<!-- end -->"
@@ -22,7 +22,7 @@ def table() -> str:
     for group in TRAINER_FLAGS:
         names = ", ".join(f"`{name}`" for name in group.names)
         rule = "" if group.rule == ANOTHER else group.rule
-        cells = (names, _with_code(cure_of(group, "")), _with_code(rule))
+        cells = (names, _with_code(trainer_cure(group, "")), _with_code(rule))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

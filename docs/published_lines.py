@@ -60,7 +60,7 @@ def test_cases(root: Path) -> Iterator[PublishedLine]:
                 line = read_model_config(str(path), VALUES)
             except ValueError:  # text generation, reinforcement learning, or YAML with aliases
                 continue
-            yield PublishedLine(f"tests/{group}", path.parent.name, line.words)
+            yield PublishedLine(f"tests/{group}", path.parent.name, line.arguments)
 
 
 def script_lines(root: Path, scratch: Path) -> Iterator[PublishedLine]:

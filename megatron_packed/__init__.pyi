@@ -12,6 +12,7 @@ from megatron_packed.models.hybrid_model import HybridModel as HybridModel
 from megatron_packed.packed.capture_sizes import CaptureSizes as CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch as MicroBatch
 from megatron_packed.packed.params import PackedSeqParams as PackedSeqParams
+from megatron_packed.training.callback import Callback as Callback
 from megatron_packed.training.from_python import train as train
 from megatron_packed.training.trained_model import TrainedModel as TrainedModel
 

@@ -1,7 +1,8 @@
 """Numbers about the structure of the package: the path of a step, the places of a fact, the style.
 
 ``python tests/structure.py`` prints the numbers next to those of ``structure_before.json``, which
-``--save-before`` writes. ``--list FIGURE`` prints the places that a number counts.
+``--save-before`` writes. ``--list FIGURE`` prints the places that a number counts. ``--sizes
+CHECKOUT`` prints the tokens of tests, tools and benchmarks of this or another checkout.
 ``tests/unit/test_structure.py`` tests rules; sizes, paths and places of a fact are printed only. All
 lines of a file count, also empty lines.
 """
@@ -279,7 +280,22 @@ def all_figures() -> dict[str, Figure]:
             f"tokens: {folder}": Figure(tokens, [])
             for folder, tokens in fact_places.tokens_by_folder(sources).items()
         },
+        **{name: Figure(tokens, []) for name, tokens in tokens_outside(ROOT).items()},
     }
+
+
+LONG_CHECKS = ("tools", "tests/soak", "tests/unit/tools")
+"""Folders of long checks, today and before, and of the tests that run a few cases of them."""
+
+
+def tokens_outside(checkout: Path) -> dict[str, int]:
+    """Return the tokens of tests, of long checks and of benchmarks, which share no file."""
+    counts = dict.fromkeys(("tests", "tools", "benchmarks"), 0)
+    for folder in counts:
+        for source in read_sources(checkout / folder):
+            path = f"{folder}/{source.path}"
+            counts["tools" if path.startswith(LONG_CHECKS) else folder] += source.tokens
+    return {f"tokens: {name}": count for name, count in counts.items()}
 
 
 def save_before(figures: dict[str, Figure]) -> None:
@@ -314,7 +330,14 @@ def main() -> None:
         "--save-before", action="store_true", help="store the figures as the ones of before"
     )
     parser.add_argument("--list", metavar="FIGURE", help="print the places that this figure counts")
+    parser.add_argument("--sizes", metavar="CHECKOUT", type=Path, help="print sizes of a checkout")
     args = parser.parse_args()
+    if args.sizes:
+        print(
+            *(f"{name:20}{tokens:>10}" for name, tokens in tokens_outside(args.sizes).items()),
+            sep="\n",
+        )
+        return
     sys.path.insert(0, str(ROOT))
     figures = all_figures()
     if args.list is not None:

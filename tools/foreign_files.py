@@ -22,9 +22,8 @@ from typing import Any
 import torch
 import transformers
 
-import common  # noqa: F401  paths of helpers
-from support import foreign_conversion as foreign
-from support.altered_models import alter, old_form
+from common import foreign_conversion as foreign
+from common.altered_models import alter, old_form
 from support.huggingface_models import FAMILIES
 
 VARIANTS = 10

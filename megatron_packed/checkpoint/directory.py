@@ -24,7 +24,7 @@ from pathlib import Path
 
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from megatron_packed.config.written_files import open_new
+from megatron_packed.config.written_files import open_new, sync_path, write_all
 
 LATEST = "latest"
 PROBE = "shared"
@@ -160,15 +160,6 @@ def check_sizes(directory: Path, manifest: Manifest, *, saves: bool = False) -> 
             )
 
 
-def sync_directory(path: Path) -> None:
-    """Sync a directory, so that its file names survive a power failure."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def write_durably(
     path: Path, data: bytes, save_id: str, on_site: Callable[[str], None], site: str
 ) -> None:
@@ -181,9 +172,7 @@ def write_durably(
     try:
         descriptor = open_new(temporary, mode=0o644)
         try:
-            view = memoryview(data)
-            while view:
-                view = view[os.write(descriptor, view) :]
+            write_all(descriptor, data)
             on_site(f"{site}.written")
             os.fsync(descriptor)
         finally:
@@ -194,7 +183,7 @@ def write_durably(
         temporary.unlink(missing_ok=True)
         raise
     on_site(f"{site}.renamed")
-    sync_directory(path.parent)
+    sync_path(path.parent)
     on_site(f"{site}.durable")
 
 
@@ -217,7 +206,7 @@ def remove_checkpoint(path: Path, save_id: str) -> None:
     assert match is not None, path
     doomed = path.with_name(f"step_{match[1]}.deleting-{save_id}")
     os.rename(path, doomed)
-    sync_directory(path.parent)
+    sync_path(path.parent)
     _remove_tree(doomed)
 
 

@@ -25,6 +25,7 @@ from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.rank_agreement import Ranks, on_rank_0
 from megatron_packed.checkpoint.sealed_json import Json
 from megatron_packed.config import flag_names as flags
+from megatron_packed.config.regular_files import StrPath
 from megatron_packed.config.written_files import open_new
 
 LOCK = ".lock"
@@ -94,7 +95,7 @@ class RootLock:
 
 
 def claim_directory(
-    root: str | os.PathLike[str],
+    root: StrPath,
     *,
     rank: int = 0,
     world_size: int = 1,

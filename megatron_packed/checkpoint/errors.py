@@ -27,7 +27,7 @@ class CheckpointError(RuntimeError):
             sentence += f": expected {expected}, found {found}"
         if cure is not None:
             sentence += f"; {cure}"
-        super().__init__(printable(sentence))
+        super().__init__(printable_message(sentence))
 
 
 class CheckpointMismatchError(CheckpointError):
@@ -42,7 +42,7 @@ class NoCheckpointError(CheckpointError):
     """Error for a directory without any checkpoint; the caller may start training from scratch."""
 
 
-def printable(text: str, limit: int = 4000) -> str:
+def printable_message(text: str, limit: int = 4000) -> str:
     """Escape control characters in ``text`` and cut its middle if it exceeds ``limit`` characters.
 
     Messages contain names that were read from files, so they may hold any character.

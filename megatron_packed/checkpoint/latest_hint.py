@@ -14,14 +14,15 @@ from pathlib import Path
 
 from megatron_packed.checkpoint.directory import LATEST, Candidate, is_checkpoint_name
 from megatron_packed.checkpoint.errors import CheckpointError
-from megatron_packed.checkpoint.sealed_json import Json, read_small_file, seal, unseal
+from megatron_packed.checkpoint.sealed_json import JsonObject, read_small_file, seal, unseal
+from megatron_packed.config.regular_files import StrPath
 
 
 def encode_hint(name: str, sequence: int) -> bytes:
     return seal({"checkpoint": name, "sequence": sequence})
 
 
-def read_hint(root: Path) -> dict[str, Json] | None:
+def read_hint(root: Path) -> JsonObject | None:
     """Return ``{"checkpoint": directory name, "sequence": int}``, or None without the file.
 
     Raises:
@@ -43,7 +44,7 @@ def read_hint(root: Path) -> dict[str, Json] | None:
     return fields
 
 
-def check_hint(root: str | os.PathLike[str], candidates: Sequence[Candidate]) -> str | None:
+def check_hint(root: StrPath, candidates: Sequence[Candidate]) -> str | None:
     """Return a warning if ``latest`` is damaged or names a newer checkpoint than the candidates.
 
     Otherwise return None.
@@ -54,7 +55,7 @@ def check_hint(root: str | os.PathLike[str], candidates: Sequence[Candidate]) ->
         return f"{error} (this file is ignored; checkpoints are found by scanning the directory)"
 
 
-def lost_checkpoint(root: str | os.PathLike[str], candidates: Sequence[Candidate]) -> str | None:
+def lost_checkpoint(root: StrPath, candidates: Sequence[Candidate]) -> str | None:
     """Return a sentence if ``latest`` names a newer checkpoint than the candidates, else None.
 
     Raises:

@@ -48,11 +48,12 @@ from megatron_packed.checkpoint.errors import (
 )
 from megatron_packed.checkpoint.latest_hint import check_hint, lost_checkpoint
 from megatron_packed.checkpoint.load_attempt import LoadAttempt, LoadedCheckpoint
-from megatron_packed.checkpoint.manifest import MANIFEST, read_manifest
-from megatron_packed.checkpoint.rank_agreement import Ranks, on_rank_0
-from megatron_packed.checkpoint.sealed_json import Json
+from megatron_packed.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from megatron_packed.checkpoint.rank_agreement import Ranks
+from megatron_packed.checkpoint.sealed_json import Json, JsonObject
 from megatron_packed.checkpoint.tensor_shard import TensorShard
 from megatron_packed.config import flag_names as flags
+from megatron_packed.config.regular_files import StrPath
 
 BEST: Literal["best"] = "best"
 """Value of ``step`` for the step that the newest checkpoint names in `BEST_STEP`."""
@@ -63,7 +64,7 @@ Step = int | Literal["best"] | None
 _CURE = "load from another directory, or restore an intact copy"
 
 
-def find_checkpoints(root: str | os.PathLike[str]) -> list[Candidate]:
+def find_checkpoints(root: StrPath) -> list[Candidate]:
     """Return the directories under ``root`` that have a checkpoint's name, last published first.
 
     ``problem`` is set for directories without a valid manifest. Only this process reads, and it
@@ -73,7 +74,7 @@ def find_checkpoints(root: str | os.PathLike[str]) -> list[Candidate]:
 
 
 def load_checkpoint(
-    path: str | os.PathLike[str],
+    path: StrPath,
     wanted: Sequence[TensorShard],
     *,
     rank: int = 0,
@@ -83,7 +84,8 @@ def load_checkpoint(
     allow_missing: Sequence[str] = (),
     allow_extra: Sequence[str] = (),
     check_finite: bool = True,
-    accept: Callable[[dict[str, Json]], str | None] | None = None,
+    accept: Callable[[JsonObject], str | None] | None = None,
+    more_wanted: Callable[[Manifest], Sequence[TensorShard]] | None = None,
     warn: Callable[[str], None] | None = None,
     on_read: Callable[[int, int], None] = lambda done, total: None,
 ) -> LoadedCheckpoint:
@@ -101,6 +103,8 @@ def load_checkpoint(
         check_finite: refuse checkpoints with NaN or infinities.
         accept: called with the metadata on each rank before tensors are compared; returns a
             sentence to refuse the checkpoint, else None.
+        more_wanted: called with the manifest of an accepted checkpoint on each rank; returns further
+            ranges to fill, for tensors whose shapes only the checkpoint knows.
         warn: called on rank 0 with one line per problem; None prints to standard error.
         on_read: called with the bytes that this rank has read, and the approximate total that it
             will read.
@@ -124,7 +128,7 @@ def load_checkpoint(
             check_finite=check_finite,
             on_read=on_read,
         )
-        reason = attempt.run(allow_missing, allow_extra, accept)
+        reason = attempt.run(allow_missing, allow_extra, accept, more_wanted)
         if reason is None:
             return attempt.loaded(tuple(problems))
         problems.append(reason)
@@ -133,15 +137,15 @@ def load_checkpoint(
 
 
 def newest_metadata(
-    path: str | os.PathLike[str],
+    path: StrPath,
     keys: Collection[str],
     *,
     rank: int = 0,
     world_size: int = 1,
     group: dist.ProcessGroup | None = None,
     step: Step = None,
-    problem: Callable[[dict[str, Json]], str | None] = lambda metadata: None,
-) -> dict[str, Json] | None:
+    problem: Callable[[JsonObject], str | None] = lambda metadata: None,
+) -> JsonObject | None:
     """Return metadata of the checkpoint that `load_checkpoint` tries first, or None without any.
 
     A collective of all ranks. Rank 0 reads only the manifest, not the tensor files.
@@ -164,10 +168,8 @@ def newest_metadata(
         return {key: metadata[key] for key in keys if key in metadata}
 
     ranks = Ranks(rank=rank, world_size=world_size, group=group)
-    newest: dict[str, Any] | None
-    [newest, *_] = ranks.agree(
-        on_rank_0(rank, read), f"reading the newest checkpoint in {path}", cure=_CURE
-    )
+    what = f"reading the newest checkpoint in {path}"
+    newest: dict[str, Any] | None = ranks.agree_with_rank_0(read, what, cure=_CURE)
     return newest
 
 
@@ -176,13 +178,13 @@ class Attachments(NamedTuple):
 
     path: Path
     """Directory of the checkpoint."""
-    metadata: dict[str, Json]
+    metadata: JsonObject
     texts: dict[str, str]
     """Text of each file by its name."""
 
 
 def read_attachments(
-    path: str | os.PathLike[str],
+    path: StrPath,
     *,
     rank: int = 0,
     world_size: int = 1,
@@ -222,8 +224,8 @@ def read_attachments(
         return [None, list(rejected.values())]
 
     ranks = Ranks(rank=rank, world_size=world_size, group=group)
-    [(name, problems), *_] = ranks.agree(
-        on_rank_0(rank, choose), f"reading the newest checkpoint in {path}", cure=_CURE
+    name, problems = ranks.agree_with_rank_0(
+        choose, f"reading the newest checkpoint in {path}", cure=_CURE
     )
     if problems:
         raise _none_is_intact(path, problems)
@@ -250,7 +252,7 @@ def _rejection(name: str, reason: str) -> str:
     return f"WARNING: checkpoint {name} is rejected, trying the previous checkpoint: {reason}"
 
 
-def _none_is_intact(path: str | os.PathLike[str], problems: Sequence[str]) -> CheckpointError:
+def _none_is_intact(path: StrPath, problems: Sequence[str]) -> CheckpointError:
     """Return the error that lists why each checkpoint in ``path`` is rejected."""
     reasons = "".join(f"\n  {line}" for line in problems)
     return CheckpointError(
@@ -272,19 +274,15 @@ def _agree_on_candidates(ranks: Ranks, path: Path, step: Step) -> tuple[list[str
     Raises:
         NoCheckpointError: there is no path to try, and no problem was found.
     """
-    [listed, *_] = ranks.agree(
-        on_rank_0(ranks.rank, lambda: _list_candidates(path, step)),
-        f"looking for checkpoints in {path}",
-        cure=_CURE,
+    listed = ranks.agree_with_rank_0(
+        lambda: _list_candidates(path, step), f"looking for checkpoints in {path}", cure=_CURE
     )
     if not listed["names"] and not listed["problems"]:
         raise no_checkpoint(path, step, listed["step"])
     return list(listed["names"]), list(listed["problems"])
 
 
-def no_checkpoint(
-    path: str | os.PathLike[str], step: Step, best_step: int | None
-) -> NoCheckpointError:
+def no_checkpoint(path: StrPath, step: Step, best_step: int | None) -> NoCheckpointError:
     """Return the error for a directory without the requested checkpoint.
 
     Args:
@@ -307,7 +305,7 @@ def no_checkpoint(
     return NoCheckpointError(what, path=path, cure=cure)
 
 
-def checkpoint_of_step(path: str | os.PathLike[str], step: Step) -> Path:
+def checkpoint_of_step(path: StrPath, step: Step) -> Path:
     """Return the directory of the checkpoint of one step under ``path``, without loading it.
 
     Raises:

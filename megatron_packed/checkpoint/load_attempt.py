@@ -18,7 +18,7 @@ from megatron_packed.checkpoint.manifest import (
 )
 from megatron_packed.checkpoint.rank_agreement import Outcome, Ranks
 from megatron_packed.checkpoint.read_tensors import StoredRange, fill, locate, open_file
-from megatron_packed.checkpoint.sealed_json import Json, read_small_file
+from megatron_packed.checkpoint.sealed_json import Json, JsonObject, read_small_file
 from megatron_packed.checkpoint.shard_file import check_tensor_bytes
 from megatron_packed.checkpoint.tensor_shard import DTYPE_NAMES, TensorShard
 from megatron_packed.config import flag_names as flags
@@ -35,7 +35,7 @@ class LoadedCheckpoint:
     config_hash: str
     world_size: int
     """Number of ranks that wrote the checkpoint."""
-    metadata: dict[str, Json]
+    metadata: JsonObject
     missing: tuple[str, ...]
     """Names of tensors that this rank wanted and the checkpoint lacks; the tensors are unchanged."""
     unused: tuple[str, ...]
@@ -65,7 +65,8 @@ class LoadAttempt:
         self,
         allow_missing: Sequence[str],
         allow_extra: Sequence[str],
-        accept: Callable[[dict[str, Json]], str | None] | None = None,
+        accept: Callable[[JsonObject], str | None] | None = None,
+        more_wanted: Callable[[Manifest], Sequence[TensorShard]] | None = None,
     ) -> str | None:
         """Fill the wanted tensors and return None, or return why this checkpoint is rejected.
 
@@ -79,6 +80,8 @@ class LoadAttempt:
         refusal = accept(self._manifest.metadata) if accept is not None else None
         if refusal is not None:  # All ranks hold the same manifest, so all ranks raise.
             raise CheckpointMismatchError(refusal, path=self.directory)
+        if more_wanted is not None:
+            self.wanted = [*self.wanted, *more_wanted(self._manifest)]
         self._match(allow_missing, allow_extra)
         outcomes = self.ranks.try_all(self._verify)
         problem = _first_problem(outcomes)

@@ -11,21 +11,22 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 
 import torch
 
 from megatron_packed.checkpoint.attached_files import MAX_ATTACHED_BYTES, AttachedFile
-from megatron_packed.checkpoint.checksum import ALGORITHMS
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.safetensors_header import MAX_HEADER_BYTES, is_sizes
-from megatron_packed.checkpoint.sealed_json import Json, read_small_file, seal, unseal
+from megatron_packed.checkpoint.sealed_json import Json, JsonObject, read_small_file, seal, unseal
 from megatron_packed.checkpoint.tensor_extent import Extent, first_not_once
 from megatron_packed.checkpoint.tensor_shard import DTYPE_NAMES, NAMED_DTYPES, TENSOR_NAME
 
 MANIFEST = "manifest.json"
+CRC32C = "crc32c"
+"""Algorithm of the checksums; no other is read."""
 _FORMAT = "megatron_packed checkpoint 1"
 MAX_MANIFEST_BYTES = 256 << 20
 """Size limit of a manifest, which bounds the memory of reading one.
@@ -58,7 +59,7 @@ class FileRecord:
     def data_bytes(self) -> int:
         return self.size - self.header_bytes
 
-    def to_json(self) -> dict[str, Json]:
+    def to_json(self) -> JsonObject:
         return {**self.__dict__, "block_checksums": list(self.block_checksums)}
 
 
@@ -91,7 +92,7 @@ class Manifest:
     """
     world_size: int
     config_hash: str
-    metadata: dict[str, Json]
+    metadata: JsonObject
     files: tuple[FileRecord, ...]
     tensors: dict[str, TensorRecord] = field(repr=False)
     attached: tuple[AttachedFile, ...] = ()
@@ -138,16 +139,11 @@ def header_metadata(
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
+    stored = {part.name: getattr(manifest, part.name) for part in fields(manifest)}
     return seal(
         {
             "format": _FORMAT,
-            "run_id": manifest.run_id,
-            "save_id": manifest.save_id,
-            "step": manifest.step,
-            "sequence": manifest.sequence,
-            "world_size": manifest.world_size,
-            "config_hash": manifest.config_hash,
-            "metadata": manifest.metadata,
+            **stored,
             "files": [record.to_json() for record in manifest.files],
             "tensors": {
                 name: {
@@ -180,18 +176,18 @@ def decode_manifest(data: bytes, path: Path) -> Manifest:
             type, or a file name is not a plain name. Ranges that do not cover their tensor exactly
             or do not fill their file are also errors.
     """
-    fields = unseal(data, path)
-    if fields.get("format") != _FORMAT:
+    content = unseal(data, path)
+    if content.get("format") != _FORMAT:
         raise CheckpointError(
             "the format is unknown",
             path=path,
             expected=repr(_FORMAT),
-            found=repr(fields.get("format"))[:100],
+            found=repr(content.get("format"))[:100],
             cure="read the checkpoint with the version of megatron_packed that wrote it",
         )
-    check = _Fields(fields, path, "the manifest")
+    check = _Fields(content, path, "the manifest")
     files = tuple(_file_record(value, path) for value in check.take("files", list))
-    listed_attached = check.take("attached", list) if "attached" in fields else []
+    listed_attached = check.take("attached", list) if "attached" in content else []
     attached = tuple(_attached_file(value, path) for value in listed_attached)
     listed: list[FileRecord | AttachedFile] = [*files, *attached]
     names = [record.name for record in listed]
@@ -237,7 +233,7 @@ def merge_tensors(parts: Sequence[Mapping[str, Json]], path: Path) -> dict[str, 
         CheckpointError: two ranks disagree on a shape or dtype, or an element was written twice or
             by no rank.
     """
-    merged: dict[str, dict[str, Json]] = {}
+    merged: dict[str, JsonObject] = {}
     for index, part in enumerate(parts):
         for name, value in part.items():
             entry = merged.setdefault(
@@ -364,7 +360,7 @@ def _file_record(value: Json, path: Path) -> FileRecord:
     )
     low, high = _BLOCK_BYTES_RANGE
     sound = (
-        record.algorithm in ALGORITHMS
+        record.algorithm == CRC32C
         and low <= record.block_bytes <= high
         and record.block_bytes % 8 == 0
         and 8 <= record.header_bytes <= min(record.size, MAX_HEADER_BYTES + 8)
@@ -378,7 +374,7 @@ def _file_record(value: Json, path: Path) -> FileRecord:
         raise CheckpointError(
             f"the record of file {name} is inconsistent",
             path=path,
-            expected=f"algorithm in {ALGORITHMS}, blocks of {low} to {high} bytes, one checksum per block",
+            expected=f"algorithm {CRC32C}, blocks of {low} to {high} bytes, one checksum per block",
             found=f"algorithm {record.algorithm}, {record.size} bytes, header of {record.header_bytes} bytes, "
             f"blocks of {record.block_bytes} bytes, {len(checksums)} checksums",
             cure=_CURE,

@@ -69,8 +69,8 @@ def facts_of(fields: Mapping[str, Any], generation: Mapping[str, Any] | None) ->
         facts[CONFIG][MAX_POSITIONS] = fields[MAX_POSITIONS]
     if generation is not None:
         # The same holds for sampling values.
-        kept = {*IDS, *_SAMPLING}
-        facts[GENERATION] = {key: value for key, value in generation.items() if key in kept}
+        kept_keys = {*IDS, *_SAMPLING}
+        facts[GENERATION] = {key: value for key, value in generation.items() if key in kept_keys}
     return facts
 
 
@@ -84,18 +84,20 @@ def read_facts(config: Path, fields: Mapping[str, Any]) -> tuple[dict[str, Any],
         CheckpointError: a fact has a value of the wrong type, or a file is not strict JSON.
     """
     path = config.parent / GENERATION_CONFIG
-    found = None
+    generation = None
     if os.path.lexists(path):  # a broken link is refused, because its numbers would be lost
-        found = parse_object(read_small_file(Path(os.path.realpath(path)), _MAX_BYTES), path)
+        generation = parse_object(read_small_file(Path(os.path.realpath(path)), _MAX_BYTES), path)
     text = fields.get("text_config") or {}
-    known = {key: value for key, value in text.items() if value is not None}
-    facts = facts_of({**text, **fields, **known}, found)
+    text_values = {key: value for key, value in text.items() if value is not None}
+    facts = facts_of({**text, **fields, **text_values}, generation)
     for part, where in ((CONFIG, config), (GENERATION, path)):
         problem = next(_problems(facts.get(part, {}), part), None)
         if problem is not None:
             raise CheckpointError(problem, path=where, cure=f"correct {where.name}")
-    kept = {*IDS, *_SAMPLING, *_NOTHING_SAID}
-    return facts, sorted(key for key, value in (found or {}).items() if key not in kept and value)
+    kept_keys = {*IDS, *_SAMPLING, *_NOTHING_SAID}
+    return facts, sorted(
+        key for key, value in (generation or {}).items() if key not in kept_keys and value
+    )
 
 
 def facts_problem(value: Any) -> str | None:

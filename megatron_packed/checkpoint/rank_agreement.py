@@ -114,6 +114,10 @@ class Ranks:
             raise kind(f"{what} failed on {len(failed)} of {self.world_size} ranks; {cure}:{lines}")
         return [outcome.value for outcome in outcomes]
 
+    def agree_with_rank_0(self, action: Callable[[], Any], what: str, *, cure: str) -> Any:
+        """Run ``action`` on rank 0 and return its value on all ranks; see `agree`."""
+        return self.agree(on_rank_0(self.rank, action), what, cure=cure)[0]
+
 
 def attempt(action: Callable[[], Json]) -> Outcome:
     """Run ``action`` and return its value, or the message of the exception that it raised.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from megatron_packed.checkpoint.manifest import Manifest, read_manifest
 from megatron_packed.checkpoint.shard_file import FileSegment, ShardReader
 from megatron_packed.checkpoint.tensor_extent import Extent, Overlap, overlaps
 from megatron_packed.checkpoint.tensor_shard import TensorShard, byte_view, shard_key
+from megatron_packed.config.regular_files import StrPath
 
 StoredRange = tuple[str, Extent, Overlap | None, Tensor | None]
 """Tuple of a tensor's name, a stored range, the wanted part of that range, and the target's bytes.
@@ -115,9 +115,7 @@ def fill(
                     report(data.nbytes)
 
 
-def read_tensor(
-    path: str | os.PathLike[str], name: str, manifest: Manifest | None = None
-) -> Tensor:
+def read_tensor(path: StrPath, name: str, manifest: Manifest | None = None) -> Tensor:
     """Read one complete tensor of a checkpoint directory to the CPU, and verify its blocks.
 
     The function needs no process group, so tools can use it.

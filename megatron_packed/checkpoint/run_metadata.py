@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from math import isfinite
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 from megatron_packed.checkpoint.load import BEST_STEP
 from megatron_packed.checkpoint.original_facts import ORIGINAL, facts_problem
@@ -33,8 +33,23 @@ EXPERT_BOUNDS = "expert_bounds"
 PHASES = "phases"
 """Key of the phases of the run so far, the current one last; older checkpoints lack it."""
 
+CALLBACKS = "callbacks"
+"""Key of the states of callbacks: name -> one `CallbackRecord`, or one for each rank, which is None
+for a rank without a state. Older checkpoints and runs without callbacks lack it.
+"""
 FOLDER = "folder"
 """Key of the working directory of the run, for relative paths; older checkpoints lack it."""
+
+
+class CallbackRecord(TypedDict):
+    """State of a callback on one rank. A place is ``device`` or ``host``."""
+
+    values: dict[str, Any]
+    """The state without its tensors."""
+    parameters: dict[str, str]
+    """Path of a tensor that is stored like a parameter -> its place."""
+    tensors: dict[str, str]
+    """Path of a tensor of this rank -> its place."""
 
 
 class Phase(NamedTuple):
@@ -154,7 +169,6 @@ def holds_only_weights(metadata: Mapping[str, Any]) -> bool:
 
 
 def progress_of(metadata: Mapping[str, Any]) -> RunProgress:
-    """Return the progress of the run that saved this metadata."""
     saved = metadata["progress"]
     # Older checkpoints do not count packs; all steps of their runs had the same number of packs.
     return RunProgress(
@@ -198,6 +212,7 @@ def metadata_problem(metadata: Mapping[str, Any]) -> str | None:
         SPIKE_WINDOW: _spike_window_problem,
         PHASES: _phases_problem,
         EXPERT_BOUNDS: _bounds_problem,
+        CALLBACKS: _callbacks_problem,
         FOLDER: _is_text,
         ORIGINAL: facts_problem,
     }
@@ -281,6 +296,36 @@ def _phases_problem(value: Any) -> str | None:
         if not sound:
             return f"[{number}]{wrong(phase, 'the name and the first step of a phase')}"
     return None
+
+
+def _callbacks_problem(value: Any) -> str | None:
+    if not isinstance(value, dict):
+        return wrong(value, "an object")
+    for name, records in value.items():
+        if not isinstance(records, list) or not records or not all(map(_is_record, records)):
+            return f".{name}{wrong(records, 'the states of a callback')}"
+    return None
+
+
+def _is_record(record: Any) -> bool:
+    if record is None:
+        return True
+    if not isinstance(record, dict) or record.keys() != CallbackRecord.__annotations__.keys():
+        return False
+    places = [record["parameters"], record["tensors"]]
+    return (
+        isinstance(record["values"], dict)
+        and all(isinstance(paths, dict) for paths in places)
+        and all(place in ("device", "host") for paths in places for place in paths.values())
+        and all(_has_object(record["values"], path) for paths in places for path in paths)
+    )
+
+
+def _has_object(values: Any, path: str) -> bool:
+    """Return whether the objects that contain a tensor's path are in the values of a state."""
+    for key in path.split("/")[:-1]:
+        values = values.get(key) if isinstance(values, dict) else None
+    return isinstance(values, dict)
 
 
 def _layout_problem(value: Any) -> str | None:

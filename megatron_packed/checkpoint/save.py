@@ -41,7 +41,6 @@ from megatron_packed.checkpoint.directory import (
     remove_leftovers,
     scan,
     step_name,
-    sync_directory,
     temporary_name,
     write_durably,
 )
@@ -58,11 +57,13 @@ from megatron_packed.checkpoint.manifest import (
     merge_tensors,
     read_manifest,
 )
-from megatron_packed.checkpoint.rank_agreement import Ranks, on_rank_0
+from megatron_packed.checkpoint.rank_agreement import Ranks
 from megatron_packed.checkpoint.retention import superseded
-from megatron_packed.checkpoint.sealed_json import Json
+from megatron_packed.checkpoint.sealed_json import Json, JsonObject
 from megatron_packed.checkpoint.shard_file import write_shard_file
 from megatron_packed.checkpoint.tensor_shard import DTYPE_NAMES, TensorShard
+from megatron_packed.config.regular_files import StrPath
+from megatron_packed.config.written_files import sync_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,10 +87,10 @@ def _no_fault(site: str) -> None:
 
 
 def save_checkpoint(
-    root: str | os.PathLike[str],
+    root: StrPath,
     step: int,
     shards: Sequence[TensorShard],
-    metadata: dict[str, Json],
+    metadata: JsonObject,
     *,
     rank: int = 0,
     world_size: int = 1,
@@ -159,7 +160,7 @@ class CheckpointSave:
 
     root: Path
     step: int
-    metadata: dict[str, Json]
+    metadata: JsonObject
     run_id: str
     config_hash: str
     keep_last: int | None
@@ -191,16 +192,16 @@ class CheckpointSave:
                     f"writing {temporary}",
                     cure=_NOTHING,
                 )
-                [published, *_] = self.ranks.agree(
-                    self._on_rank_0(lambda: self.publish(temporary, plan, facts)),
+                published = self.ranks.agree_with_rank_0(
+                    lambda: self.held(lambda: self.publish(temporary, plan, facts)),
                     f"publishing {temporary}",
                     cure=_NOTHING,
                 )
             except CheckpointError:
                 self.discard()
                 raise
-            [report, *_] = self.ranks.agree(
-                self._on_rank_0(lambda: self.finish(plan["save_id"])),
+            report = self.ranks.agree_with_rank_0(
+                lambda: self.held(lambda: self.finish(plan["save_id"])),
                 f"finishing {final}",
                 cure="the checkpoint was published, but may not survive a power failure",
             )
@@ -213,9 +214,6 @@ class CheckpointSave:
             removed=tuple(report["removed"]),
             warnings=tuple(plan["warnings"] + report["warnings"]),
         )
-
-    def _on_rank_0(self, action: Callable[[], Json]) -> Callable[[], Json]:
-        return on_rank_0(self.ranks.rank, lambda: self.held(action))
 
     def held(self, action: Callable[[], Json]) -> Json:
         """Run a part of the save; if it fails and the root was moved, raise the error of the lock.
@@ -276,9 +274,9 @@ class CheckpointSave:
         for name, text in self.attached.items() if rank == 0 else ():
             data = text.encode()
             write_durably(temporary / name, data, save_id, self.on_site, "attached")
-        sync_directory(temporary)
+        sync_path(temporary)
         self.on_site("shard.directory_synced")
-        held: dict[str, Json] = {}
+        held: JsonObject = {}
         for shard in shards:
             entry = held.setdefault(
                 shard.name,
@@ -337,7 +335,7 @@ class CheckpointSave:
         If ``latest`` cannot be written or a checkpoint cannot be removed, add a warning.
         """
         self.on_site("save.published")
-        sync_directory(self.root)
+        sync_path(self.root)
         self.on_site("save.durable")
         final = self.root / step_name(self.step)
         warnings: list[str] = []

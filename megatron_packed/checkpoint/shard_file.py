@@ -6,15 +6,15 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_packed.checkpoint import checksum as crc
 from megatron_packed.checkpoint.errors import CheckpointError, CheckpointMismatchError
-from megatron_packed.checkpoint.manifest import FileRecord
+from megatron_packed.checkpoint.manifest import CRC32C, FileRecord
 from megatron_packed.checkpoint.pinned_buffers import ReadBuffers, host_pieces
 from megatron_packed.checkpoint.safetensors_header import (
     LENGTH_BYTES,
@@ -26,7 +26,8 @@ from megatron_packed.checkpoint.safetensors_header import (
 )
 from megatron_packed.checkpoint.sealed_json import open_plain_file
 from megatron_packed.checkpoint.tensor_shard import TensorShard
-from megatron_packed.config.written_files import open_new
+from megatron_packed.config.checksums import crc32c
+from megatron_packed.config.written_files import open_new, write_all
 from megatron_packed.packed.array_types import UInt8Array
 
 BLOCK_BYTES = 4 << 20
@@ -63,11 +64,11 @@ def write_shard_file(
     descriptor = open_new(path, mode=0o644)
     try:
         on_site("shard.opened")
-        _write_all(descriptor, memoryview(header))
+        write_all(descriptor, header)
         on_site("shard.header_written")
         for piece in _pieces(in_order, block_bytes, values):
             blocks.add(piece)
-            _write_all(descriptor, piece.data)
+            write_all(descriptor, piece.data)
             on_site("shard.piece_written")
             # The piece keeps its tensor alive. Free it before `values` allocates the next tensor.
             del piece
@@ -81,8 +82,8 @@ def write_shard_file(
         rank=rank,
         size=len(header) + blocks.total,
         header_bytes=len(header),
-        algorithm=crc.CRC32C,
-        header_checksum=crc.to_hex(crc.checksum(crc.CRC32C, np.frombuffer(header, dtype=np.uint8))),
+        algorithm=CRC32C,
+        header_checksum=to_hex(crc32c(header)),
         block_bytes=block_bytes,
         block_checksums=tuple(blocks.finish()),
     )
@@ -98,9 +99,8 @@ def _pieces(
             yield from host_pieces([values(shard)], block_bytes)
 
 
-def _write_all(descriptor: int, data: memoryview) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]
+def to_hex(checksum: int) -> str:
+    return f"{checksum:08x}"
 
 
 class _RunningBlocks:
@@ -115,7 +115,7 @@ class _RunningBlocks:
     def add(self, piece: UInt8Array) -> None:
         while len(piece):
             part = piece[: self.block_bytes - self.total % self.block_bytes]
-            self.value = crc.extend(crc.CRC32C, self.value, part)
+            self.value = crc32c(part, self.value)
             self.total += len(part)
             piece = piece[len(part) :]
             if self.total % self.block_bytes == 0:
@@ -127,7 +127,7 @@ class _RunningBlocks:
         return self.checksums
 
     def _close(self) -> None:
-        self.checksums.append(crc.to_hex(self.value))
+        self.checksums.append(to_hex(self.value))
         self.value = 0
 
 
@@ -191,6 +191,7 @@ class ShardReader:
         """
         self.path = path
         self.record = record
+        self._fault = partial(CheckpointError, path=path, cure=_CURE)
         self.descriptor = open_plain_file(path)
         try:
             self.header = self._read_header()
@@ -242,48 +243,40 @@ class ShardReader:
         block = buffer[: min(self.record.block_bytes, self.record.data_bytes - start)]
         position = self.record.header_bytes + start
         self._read_into(block, position)
-        checksum = crc.to_hex(crc.checksum(self.record.algorithm, block))
+        checksum = to_hex(crc32c(block))
         if checksum != self.record.block_checksums[index]:
-            raise CheckpointError(
+            raise self._fault(
                 f"bytes {position} to {position + len(block)} do not match their checksum",
-                path=self.path,
                 expected=f"{self.record.algorithm} {self.record.block_checksums[index]}",
                 found=checksum,
-                cure=_CURE,
             )
         return block
 
     def _read_header(self) -> Header:
         size = os.fstat(self.descriptor).st_size
         if size != self.record.size:
-            raise CheckpointError(
+            raise self._fault(
                 "the file has the wrong size",
-                path=self.path,
                 expected=f"{self.record.size} bytes",
                 found=f"{size} bytes",
-                cure=_CURE,
             )
         first = np.empty(min(LENGTH_BYTES, size), dtype=np.uint8)
         self._read_into(first, 0)
         length = header_length(first.tobytes(), size, self.path)
         if length != self.record.header_bytes:
-            raise CheckpointError(
+            raise self._fault(
                 "the header has the wrong length",
-                path=self.path,
                 expected=f"{self.record.header_bytes} bytes",
                 found=f"{length} bytes",
-                cure=_CURE,
             )
         data = np.empty(length, dtype=np.uint8)
         self._read_into(data, 0)
-        checksum = crc.to_hex(crc.checksum(self.record.algorithm, data))
+        checksum = to_hex(crc32c(data))
         if checksum != self.record.header_checksum:
-            raise CheckpointError(
+            raise self._fault(
                 "the header does not match its checksum",
-                path=self.path,
                 expected=f"{self.record.algorithm} {self.record.header_checksum}",
                 found=checksum + _origin(data.tobytes(), size, self.path),
-                cure=_CURE,
             )
         return parse_header(data.tobytes(), size, self.path)
 
@@ -293,20 +286,16 @@ class ShardReader:
             try:
                 count = os.preadv(self.descriptor, [view], position)
             except OSError as error:
-                raise CheckpointError(
+                raise self._fault(
                     f"byte {position} cannot be read",
-                    path=self.path,
                     expected=f"{len(view)} bytes",
                     found=str(error),
-                    cure=_CURE,
                 ) from None
             if count == 0:
-                raise CheckpointError(
+                raise self._fault(
                     "the file ends too early",
-                    path=self.path,
                     expected=f"{position + len(view)} bytes",
                     found=f"{position} bytes",
-                    cure=_CURE,
                 )
             view, position = view[count:], position + count
 

@@ -27,10 +27,12 @@ import argparse
 import functools
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_packed.cli.command import command
 from megatron_packed.cli.errors import EXIT_CHECKPOINT, EXIT_DATA, UsageError
 from megatron_packed.cli.output import show, show_aside
 from megatron_packed.config.errors import ConfigError
@@ -39,10 +41,8 @@ from megatron_packed.config.parser.did_you_mean import did_you_mean, nearest
 
 if TYPE_CHECKING:
     from megatron_packed.checkpoint.load import Step
-    from megatron_packed.models.convert.import_huggingface import Imported
+    from megatron_packed.models.convert.import_huggingface import Imported, OnProgress
 
-NAME = "convert"
-HELP = "convert Hugging Face weights to a checkpoint, and export a checkpoint for transformers"
 MOVED = " If the tokenizer is in another place now, give its path with --tokenizer-model."
 FAMILIES = (
     "nemotron_h",
@@ -61,12 +61,12 @@ FAMILIES = (
     "granitemoehybrid",
 )
 """Families of which a new config.json can be written; a test compares them with the registry."""
-ARGS_FILE = "model.args"
+_ARGS_FILE = "model.args"
 _MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 """Patterns of the files that --from-hf downloads."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     way = parser.add_mutually_exclusive_group(required=True)
     way.add_argument(
         "--from-hf",
@@ -160,7 +160,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
+@command(
+    "convert",
+    "convert Hugging Face weights to a checkpoint, and export a checkpoint for transformers",
+    _add_arguments,
+)
+def convert_command(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     if run_flags and not arguments.from_megatron:
         raise UsageError(
             f"{run_flags[0]} is not an option of convert; the options of a model come from its "
@@ -170,16 +175,16 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     from megatron_packed.checkpoint.errors import CheckpointError
     from megatron_packed.data.errors import BadLine, DataError
 
-    convert = _from_huggingface
+    conversion = _from_huggingface
     if arguments.from_megatron:
-        convert = functools.partial(_from_megatron, run_flags=run_flags)
+        conversion = functools.partial(_from_megatron, run_flags=run_flags)
     if arguments.to_megatron:
-        convert = _to_megatron
+        conversion = _to_megatron
     if arguments.to_hf:
         original = arguments.hf_config or arguments.hf_base
-        convert = _to_huggingface if original else _export
+        conversion = _to_huggingface if original else _export
     try:
-        convert(arguments)
+        conversion(arguments)
     except (CheckpointError, ConfigError) as error:  # a stored option may be unknown here
         raise UsageError(f"convert: {error}", EXIT_CHECKPOINT) from None
     except (DataError, BadLine) as error:
@@ -224,13 +229,21 @@ def _check_options(arguments: argparse.Namespace) -> None:
         raise UsageError(f"--hf-family {arguments.hf_family}: is not a supported family; {cure}")
 
 
+@contextmanager
+def _progress() -> Iterator[OnProgress]:
+    """Show the progress of a conversion, which calls the yielded function."""
+    from megatron_packed.data.progress_bar import ProgressBar
+
+    with ProgressBar("converting", 1) as bar:
+        yield lambda done, total: bar.update(done, total=total)
+
+
 def _step(arguments: argparse.Namespace) -> Step:
     step = arguments.ckpt_step
     return step if step in (None, "best") else int(step)
 
 
 def _from_huggingface(arguments: argparse.Namespace) -> None:
-    from megatron_packed.data.progress_bar import ProgressBar
     from megatron_packed.data.sources.hub import local_path
     from megatron_packed.models.convert.import_huggingface import (
         TOKENIZER,
@@ -245,14 +258,14 @@ def _from_huggingface(arguments: argparse.Namespace) -> None:
         )
     source = local_path(arguments.from_hf, MODEL, print, files=_MODEL_FILES)
     directory, root = Path(source).absolute(), Path(arguments.save).absolute()
-    with ProgressBar("converting", 1) as bar:
+    with _progress() as on_progress:
         done = from_huggingface(
             directory,
             root,
             bf16=arguments.bf16,
             ignored=arguments.ignore_key,
             depths=arguments.mtp_depths,
-            on_progress=lambda done, total: bar.update(done, total=total),
+            on_progress=on_progress,
         )
     _print_imported(done, root)
     if not os.path.lexists(directory / TOKENIZER):
@@ -263,28 +276,27 @@ def _from_huggingface(arguments: argparse.Namespace) -> None:
 def _from_megatron(arguments: argparse.Namespace, run_flags: Sequence[str]) -> None:
     from megatron_packed.cli.plan import without_data
     from megatron_packed.config.parser.parse import parse_or_exit
-    from megatron_packed.data.progress_bar import ProgressBar
     from megatron_packed.models.convert.megatron.import_megatron import from_megatron
 
     model, step = None, _step(arguments)
     assert step != "best"
     if run_flags:
-        words = without_data(["--seq-length", "2", *run_flags], uses=("model",))
-        model = parse_or_exit(words, launched=False, on_this_machine=False).model
+        arguments_of_model = without_data(["--seq-length", "2", *run_flags], uses=("model",))
+        model = parse_or_exit(arguments_of_model, launched=False, on_this_machine=False).model
     root = Path(arguments.save).absolute()
-    with ProgressBar("converting", 1) as bar:
+    with _progress() as on_progress:
         done = from_megatron(
             Path(arguments.from_megatron).absolute(),
             root,
             bf16=arguments.bf16,
             iteration=step,
             model=model,
-            on_progress=lambda done, total: bar.update(done, total=total),
+            on_progress=on_progress,
         )
     _print_imported(done, root)
     show("Choose the tokenizer with --tokenizer-type.")
     if done.saved.step:
-        quoted, args = shlex.quote(str(root)), shlex.quote(str(root / ARGS_FILE))
+        quoted, args = shlex.quote(str(root)), shlex.quote(str(root / _ARGS_FILE))
         show(f"Continue with: @{args} --load {quoted} --save {quoted}")
     else:
         _print_command(root)
@@ -292,15 +304,14 @@ def _from_megatron(arguments: argparse.Namespace, run_flags: Sequence[str]) -> N
 
 def _to_megatron(arguments: argparse.Namespace) -> None:
     from megatron_packed.cli.export_for_megatron import export_for_megatron
-    from megatron_packed.data.progress_bar import ProgressBar
 
     directory = Path(arguments.to_megatron).absolute()
-    with ProgressBar("converting", 1) as bar:
+    with _progress() as on_progress:
         exported = export_for_megatron(
             Path(arguments.load),
             directory,
             step=_step(arguments),
-            on_progress=lambda done, total: bar.update(done, total=total),
+            on_progress=on_progress,
         )
     show(f"{directory}: written")
     show(
@@ -316,17 +327,16 @@ def _print_imported(done: Imported, root: Path) -> None:
         show(note)
     if done.rounded:
         show(f"{len(done.rounded)} tensors were rounded to bf16, for example {done.rounded[0]}.")
-    show(f"{root / ARGS_FILE}, the flags of the model:\n\n{done.flags}")
+    show(f"{root / _ARGS_FILE}, the flags of the model:\n\n{done.flags}")
 
 
 def _print_command(root: Path) -> None:
     quoted = shlex.quote(str(root))
-    show(f"Train with: @{shlex.quote(str(root / ARGS_FILE))} --pretrained-checkpoint {quoted}")
+    show(f"Train with: @{shlex.quote(str(root / _ARGS_FILE))} --pretrained-checkpoint {quoted}")
 
 
 def _to_huggingface(arguments: argparse.Namespace) -> None:
     from megatron_packed.cli.export_tuned import export_tuned
-    from megatron_packed.data.progress_bar import ProgressBar
     from megatron_packed.data.sources.hub import local_path
     from megatron_packed.models.convert.huggingface_files import by_prefix
 
@@ -337,7 +347,7 @@ def _to_huggingface(arguments: argparse.Namespace) -> None:
     if arguments.hf_config:
         config = Path(local_path(arguments.hf_config, MODEL, print))
     assert config is not None
-    with ProgressBar("converting", 1) as bar:
+    with _progress() as on_progress:
         made, sentences, warning = export_tuned(
             Path(arguments.load),
             directory,
@@ -347,7 +357,7 @@ def _to_huggingface(arguments: argparse.Namespace) -> None:
             ignored=arguments.ignore_key,
             tokenizer=arguments.tokenizer_model,
             keep_base_template=arguments.keep_base_template,
-            on_progress=lambda done, total: bar.update(done, total=total),
+            on_progress=on_progress,
         )
     show(f"{directory}: written")
     for sentence in sentences:
@@ -369,17 +379,16 @@ def _to_huggingface(arguments: argparse.Namespace) -> None:
 
 def _export(arguments: argparse.Namespace) -> None:
     from megatron_packed.cli.export_trained import export_trained
-    from megatron_packed.data.progress_bar import ProgressBar
 
     directory = Path(arguments.to_hf).absolute()
-    with ProgressBar("converting", 1) as bar:
+    with _progress() as on_progress:
         exported = export_trained(
             arguments.load,
             directory,
             step=_step(arguments),
             family=arguments.hf_family,
             tokenizer=arguments.tokenizer_model,
-            on_progress=lambda done, total: bar.update(done, total=total),
+            on_progress=on_progress,
         )
     show(f"{directory}: written as a {exported.family.model_type} model for transformers")
     if exported.ends:

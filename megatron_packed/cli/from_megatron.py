@@ -22,6 +22,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 
+from megatron_packed.cli.command import command
 from megatron_packed.cli.errors import EXIT_USAGE, UsageError
 from megatron_packed.cli.output import show
 from megatron_packed.config.errors import printable
@@ -42,8 +43,6 @@ from megatron_packed.config.megatron.model_config_file import (
 from megatron_packed.config.megatron.script_file import read_script
 from megatron_packed.config.parser.flag_registry import spellings
 
-NAME = "from-megatron"
-HELP = "translate a command line of Megatron-LM, with the outcome of each flag"
 TAKEN_OVER = re.compile(
     r"NCCL_(?!.*(PLUGIN|FILE|HOME))\w+|TORCH_NCCL_\w+|PYTORCH_CUDA_ALLOC_CONF|CUDA_DEVICE_MAX_CONNECTIONS"
     r"|CUBLAS_WORKSPACE_CONFIG|NVTE_ALLOW_NONDETERMINISTIC_ALGO|OMP_NUM_THREADS"
@@ -61,25 +60,26 @@ HEADINGS = {
 _SHOWN = 500
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="model_config.yaml or a shell script")
 
 
-def run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
-    if rest:
-        raise UsageError(
-            f"from-megatron does not take {rest[0]}; megatron-packed from-megatron --help lists its "
-            "options."
-        )
+@command(
+    "from-megatron",
+    "translate a command line of Megatron-LM, with the outcome of each flag",
+    _add_arguments,
+    takes_run_flags=False,
+)
+def from_megatron_command(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     try:
         yaml = arguments.file.endswith((".yaml", ".yml"))
         read = read_model_config if yaml else read_script
         line = read(arguments.file, os.environ)
     except ValueError as error:
         raise UsageError(f"{arguments.file}: {error}.") from None
-    added = split_of(line.words)
-    words, replaced = _with_pattern([*line.words, *added])
-    outcome = line_outcome(words, _processes(line.launcher))
+    added = split_of(line.arguments)
+    argv, replaced = _with_pattern([*line.arguments, *added])
+    outcome = line_outcome(argv, _processes(line.launcher))
     show("\n".join([*_heading(arguments.file, line, outcome), "", *_command(line, outcome), ""]))
     show("\n".join(_outcomes(outcome)))
     if replaced:
@@ -89,17 +89,17 @@ def run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     return 0 if outcome.taken else EXIT_USAGE
 
 
-def _with_pattern(words: list[str]) -> tuple[list[str], str]:
+def _with_pattern(argv: list[str]) -> tuple[list[str], str]:
     """Return the words with a layer pattern in place of a GPT model's ``--num-layers``, and a
     sentence about it. The sentence is empty if nothing is replaced.
     """
-    pattern = pattern_of_words(words)
-    named = any(word in spellings() and spellings()[word].field.flag in pattern for word in words)
+    pattern = pattern_of_words(argv)
+    named = any(word in spellings() and spellings()[word].field.flag in pattern for word in argv)
     if not pattern or named:
-        return words, ""
-    at = words.index(NUM_LAYERS)
-    old = " ".join(words[at : at + 2])
-    return [*words[:at], *pattern, *words[at + 2 :]], (
+        return argv, ""
+    at = argv.index(NUM_LAYERS)
+    old = " ".join(argv[at : at + 2])
+    return [*argv[:at], *pattern, *argv[at + 2 :]], (
         f"In place of {old}: {' '.join(pattern)}, attention and an MLP for each layer."
     )
 
@@ -132,8 +132,8 @@ def _command(line: MegatronLine, outcome: LineOutcome) -> Iterator[str]:
         if TAKEN_OVER.fullmatch(name):
             yield f"export {name}={quoted(value)}"
     parts = [" ".join(["megatron-packed train", *line.launcher])]
-    kept = [use for use in outcome.uses if use.outcome is not FlagOutcome.REFUSED]
-    parts += [" ".join([use.flag, *_values(use)]) for use in kept]
+    accepted_uses = [use for use in outcome.uses if use.outcome is not FlagOutcome.REFUSED]
+    parts += [" ".join([use.flag, *_values(use)]) for use in accepted_uses]
     yield " \\\n  ".join(parts)
 
 

@@ -23,7 +23,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_packed.cli.errors import EXIT_CHECKPOINT, EXIT_DATA, UsageError
+from megatron_packed.cli.command import command
+from megatron_packed.cli.errors import EXIT_CHECKPOINT, UsageError, input_failures
 from megatron_packed.cli.output import show_aside
 from megatron_packed.config.environment_variables import apply_environment
 from megatron_packed.config.errors import ConfigError, Problem
@@ -42,11 +43,8 @@ if TYPE_CHECKING:
     from megatron_packed.inputs.prompts import GivenPrompt
     from megatron_packed.models.sampling import Sampling
 
-NAME = "generate"
-HELP = "answer prompts with a run's checkpoint"
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         "megatron-packed generate --load DIR --prompt TEXT [--prompts-file FILE] [--max-new-tokens N] "
         "[--temperature T] [--top-p P] [--verbose] [FLAGS_OF_THE_RUN]"
@@ -90,7 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
+@command("generate", "answer prompts with a run's checkpoint", _add_arguments)
+def generate_command(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     _check(arguments, run_flags)
     config = parse_or_exit(
         run_flags,
@@ -101,31 +100,25 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
         shows_taken=arguments.verbose,
     )
     apply_environment(config.training)  # must precede the import of torch
-    from megatron_packed.checkpoint.errors import CheckpointError
-    from megatron_packed.data.errors import DataError
     from megatron_packed.inputs.prompts import read_prompts, texts
 
     sampling = _sampling(arguments, config.training.seed)
-    try:
+    with input_failures():
         prompts = texts(arguments.prompt, "--prompt")
         if arguments.prompts_file is not None:
             prompts += read_prompts(arguments.prompts_file, config.data.fields)
         # The line has the options as they were given, not the paths of copies in the checkpoint.
         contents = _contents(config)
         _answer(_with_files(config), contents, prompts, arguments.max_new_tokens, sampling)
-    except DataError as error:
-        raise UsageError(f"data error: {error}", EXIT_DATA) from None
-    except CheckpointError as error:
-        raise UsageError(f"checkpoint error: {error}", EXIT_CHECKPOINT) from None
     return 0
 
 
 def _check(arguments: argparse.Namespace, run_flags: Sequence[str]) -> None:
     """Check the command's own options, before the checkpoint is read."""
-    given = gather(run_flags)
-    if "checkpoint.load" not in given.values and not given.actions and not given.problems:
+    options = gather(run_flags)
+    if "checkpoint.load" not in options.values and not options.actions and not options.problems:
         raise UsageError("--load is required: the directory of the run's checkpoints.")
-    if not arguments.prompt and arguments.prompts_file is None and not given.actions:
+    if not arguments.prompt and arguments.prompts_file is None and not options.actions:
         raise UsageError("--prompt or --prompts-file is required: the texts to answer.")
     for prompt in arguments.prompt:
         try:
@@ -138,30 +131,30 @@ def _check(arguments: argparse.Namespace, run_flags: Sequence[str]) -> None:
         raise UsageError(f"--max-new-tokens {arguments.max_new_tokens}: must be at least 1.")
 
 
-def _stored(given: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+def _stored(values: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
     """Return the configuration in the checkpoint that is loaded.
 
     Raises:
         UsageError: the directory has no checkpoint, or its checkpoint cannot be read.
         ConfigError: the checkpoint names no tokenizer, and none is given.
     """
-    folder, step = str(given["checkpoint.load"]), given.get("checkpoint.ckpt_step")
+    folder, step = str(values["checkpoint.load"]), values.get("checkpoint.ckpt_step")
     try:
-        found = stored_options(given)
+        stored = stored_options(values)
     except ConfigError as error:
         [problem] = error.problems
         raise UsageError(
             f"checkpoint error: {problem.rule}; {problem.cure}.", EXIT_CHECKPOINT
         ) from None
-    if found is None:
+    if stored is None:
         from megatron_packed.checkpoint.load import no_checkpoint
 
         raise UsageError(f"checkpoint error: {no_checkpoint(folder, step, None)}", EXIT_CHECKPOINT)
-    if "data" not in found and given.keys().isdisjoint(TOKENIZER_CHOICE):
+    if "data" not in stored and values.keys().isdisjoint(TOKENIZER_CHOICE):
         cure = f"give --tokenizer-type {HUGGING_FACE} --tokenizer-model with its tokenizer.json"
         rule = "holds converted weights, which name no tokenizer"
         raise ConfigError([Problem("--load", folder, rule, cure)])
-    return found
+    return stored
 
 
 def _with_files(config: RunConfig) -> RunConfig:
@@ -185,11 +178,11 @@ def _with_files(config: RunConfig) -> RunConfig:
 def _contents(config: RunConfig) -> str:
     """Return a clause with tokenizer, precision and chat format of the checkpoint."""
     data = config.data
-    words = [data.tokenizer_type, "bf16" if config.training.bf16 else "float32"]
+    parts = [data.tokenizer_type, "bf16" if config.training.bf16 else "float32"]
     if data.sft:
-        own = data.sft_tokenizer_prompt_format or "of the tokenizer"
-        words.append(f"chat template {data.chat_template or own}")
-    return ", ".join(words)
+        prompt_format = data.sft_tokenizer_prompt_format or "of the tokenizer"
+        parts.append(f"chat template {data.chat_template or prompt_format}")
+    return ", ".join(parts)
 
 
 def _sampling(arguments: argparse.Namespace, seed: int) -> Sampling:

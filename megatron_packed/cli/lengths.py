@@ -49,19 +49,19 @@ def read_numbers(flag: str, file: str, of: str = "a number of tokens") -> NDArra
             for at, (number, line) in enumerate(rows):
                 if at == 0 and not re.match(r"[+-]?\d", line):
                     continue
-                words = re.split(r"[\s,;]+", line)
+                columns = re.split(r"[\s,;]+", line)
                 if (
-                    len(words) > 2
-                    or not all(re.fullmatch(r"\d{1,18}", word) for word in words)
-                    or int(words[0]) < 1
+                    len(columns) > 2
+                    or not all(re.fullmatch(r"\d{1,18}", word) for word in columns)
+                    or int(columns[0]) < 1
                 ):
                     raise UsageError(
                         f"{flag} {file}, line {number}: {line[:60]!r}; every line must be {of}, at least 1, and in a "
                         "histogram its count.",
                         EXIT_DATA,
                     )
-                values.append(int(words[0]))
-                repeats.append(int(words[1]) if len(words) == 2 else 1)
+                values.append(int(columns[0]))
+                repeats.append(int(columns[1]) if len(columns) == 2 else 1)
     except UnicodeDecodeError:
         raise UsageError(
             f"{flag} {file}: it is not a text file; give a file with one number per line."

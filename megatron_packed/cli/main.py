@@ -14,38 +14,36 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 
 from megatron_packed import __version__
-from megatron_packed.checkpoint.errors import printable
-from megatron_packed.cli import (
-    convert,
-    from_megatron,
-    generate,
-    packing,
-    plan,
-    plot,
-    preprocess,
-    report,
-    train,
-    tune,
-)
-from megatron_packed.cli.doctor import command as doctor
+from megatron_packed.checkpoint.errors import printable_message
+from megatron_packed.cli.convert import convert_command
+from megatron_packed.cli.doctor.command import doctor_command
 from megatron_packed.cli.errors import EXIT_USAGE, UsageError
-from megatron_packed.cli.quickstart import command as quickstart
+from megatron_packed.cli.from_megatron import from_megatron_command
+from megatron_packed.cli.generate import generate_command
+from megatron_packed.cli.packing import packing_command
+from megatron_packed.cli.plan import plan_command
+from megatron_packed.cli.plot import plot_command
+from megatron_packed.cli.preprocess import preprocess_command
+from megatron_packed.cli.quickstart.command import quickstart_command
+from megatron_packed.cli.report import report_command
+from megatron_packed.cli.train import train_command
+from megatron_packed.cli.tune import tune_command
 from megatron_packed.config.parser.did_you_mean import did_you_mean, nearest
 from megatron_packed.config.standard_streams import SteadyStream, open_closed_descriptors
 
 COMMANDS = (
-    train,
-    quickstart,
-    doctor,
-    packing,
-    tune,
-    plan,
-    plot,
-    preprocess,
-    report,
-    generate,
-    convert,
-    from_megatron,
+    train_command,
+    quickstart_command,
+    doctor_command,
+    packing_command,
+    tune_command,
+    plan_command,
+    plot_command,
+    preprocess_command,
+    report_command,
+    generate_command,
+    convert_command,
+    from_megatron_command,
 )
 SYNONYMS = {
     "train": ("pretrain", "finetune", "fine-tune", "sft", "run", "launch"),
@@ -59,7 +57,7 @@ SYNONYMS = {
 EXIT_BROKEN_PIPE = 141
 """Exit code when the reader of standard output closed the pipe, as for a program that SIGPIPE ends.
 """
-EXIT_NOT_WRITTEN = 1
+_EXIT_NOT_WRITTEN = 1
 """Exit code when output was lost, for example because the disk is full."""
 
 
@@ -89,9 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Abbreviations are off, because some commands also take the flags of a run: --prompt-x
         # must not be read as --prompt.
         subparser = subparsers.add_parser(
-            command.NAME,
-            help=command.HELP,
-            description=command.__doc__,
+            command.name,
+            help=command.help,
+            description=command.description,
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
@@ -99,28 +97,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         subparser.set_defaults(command=command)
     unknown = _unknown_command(sys.argv[1:] if argv is None else argv)
     if unknown:
-        print(printable(unknown), file=sys.stderr)
+        print(printable_message(unknown), file=sys.stderr)
         return EXIT_USAGE
     arguments, run_flags = parser.parse_known_args(argv)
     output = SteadyStream(sys.stdout, "standard output")
     try:
+        if run_flags and not arguments.command.takes_run_flags:
+            name = arguments.command.name
+            raise UsageError(
+                f"{name} does not take {run_flags[0]}; megatron-packed {name} --help lists its options."
+            )
         with redirect_stdout(output):
-            code = int(arguments.command.run(arguments, run_flags))
+            code = arguments.command.run(arguments, run_flags)
         output.flush()
         return code if output.failed is None else _lost(output.failed)
     except UsageError as error:
-        print(printable(str(error)), file=sys.stderr)
+        print(printable_message(str(error)), file=sys.stderr)
         return error.exit_code
 
 
 def _unknown_command(argv: Sequence[str]) -> str:
     """Return a sentence if the first word is not a command, with the nearest command; else ""."""
-    names = [command.NAME for command in COMMANDS]
+    names = [command.name for command in COMMANDS]
     word = argv[0] if argv else names[0]
     if word.startswith("-") or word in names:
         return ""
-    meant = [name for name in names if word in SYNONYMS.get(name, ())] or nearest(word, names)
-    cure = did_you_mean(meant, f"choose from {', '.join(names)}.")
+    suggestions = [name for name in names if word in SYNONYMS.get(name, ())] or nearest(word, names)
+    cure = did_you_mean(suggestions, f"choose from {', '.join(names)}.")
     return f"megatron-packed {word}: is not a command; {cure}"
 
 
@@ -133,7 +136,7 @@ def _lost(error: Exception) -> int:
     if isinstance(error, BrokenPipeError):  # for example `| head` has exited
         return EXIT_BROKEN_PIPE
     print(f"standard output cannot be written: {error}.", file=sys.stderr)
-    return EXIT_NOT_WRITTEN
+    return _EXIT_NOT_WRITTEN
 
 
 if __name__ == "__main__":

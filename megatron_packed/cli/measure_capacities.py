@@ -31,9 +31,9 @@ from megatron_packed.packed.micro_batch import Document, MicroBatch
 from megatron_packed.training.build_graphs import (
     build_graphs,
     capture_graphs,
+    cut_to_longest,
     refuse_eager,
     released,
-    within,
 )
 from megatron_packed.training.build_job import Job, build_job
 from megatron_packed.training.train_step import TrainStep
@@ -195,7 +195,7 @@ def shapes(tokens: int, capacity: int, longest: int) -> list[list[int]]:
     few = max(round(most**0.5), 1)
     equal = [tokens // most + (number < tokens % most) for number in range(most)]
     found = [[tokens], _long_tailed(tokens, few), _long_tailed(tokens, most), equal]
-    allowed = (tuple(within(np.array(lengths), longest).tolist()) for lengths in found)
+    allowed = (tuple(cut_to_longest(np.array(lengths), longest).tolist()) for lengths in found)
     return [list(lengths) for lengths in dict.fromkeys(allowed)]
 
 

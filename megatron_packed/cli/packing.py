@@ -11,16 +11,20 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
-from megatron_packed.cli.errors import EXIT_CHECKPOINT, EXIT_DATA, UsageError
+from megatron_packed.cli.command import command
+from megatron_packed.cli.errors import input_failures
 from megatron_packed.cli.output import show
 from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.parser.precedence import gather
 from megatron_packed.config.parser.stored_options import uses_checkpoint
+from megatron_packed.config.run import RunConfig
 from megatron_packed.resume.stored_options import stored_options
 
-NAME = "packing"
-HELP = "tokenise data and report how it is packed"
+if TYPE_CHECKING:
+    from megatron_packed.data.tokenizers.base import Tokenizer
+    from megatron_packed.inputs.run_documents import RunDocuments
 
 _UNUSED = {
     "model": ("--hybrid-layer-pattern", "-", "--hidden-size", "1", "--num-attention-heads", "1"),
@@ -32,44 +36,48 @@ gives the option, or an option of the section, that is the key.
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "megatron-packed packing FLAGS_OF_A_RUN [--json]"
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
-def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
+@command("packing", "tokenise data and report how it is packed", _add_arguments)
+def packing_command(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     config = parse_or_exit(with_unused_flags(run_flags), launched=False, read_stored=stored_options)
-    from megatron_packed.checkpoint.errors import CheckpointError
-    from megatron_packed.data.errors import DataError
     from megatron_packed.data.tokenizers.base import vocabulary
     from megatron_packed.inputs.data_messages import packing_sentences
-    from megatron_packed.inputs.open_documents import open_documents
     from megatron_packed.inputs.plan_packs import plan_data
     from megatron_packed.inputs.stored_files import with_tokenizer
 
-    try:
+    with input_failures():
         config, tokenizer = with_tokenizer(config)
         vocabulary(tokenizer, config.model.vocab_size)
-        documents = open_documents(
-            config.data,
-            tokenizer,
-            validates=config.validates,
-            tests=config.tests,
-            sets=config.validation_sets,
-            shorten_to=config.shorten_to,
-            made_from=config.made_from,
-        )
+        documents = open_run_documents(config, tokenizer)
         plans = plan_data(config, documents, show_progress=True)
-    except DataError as error:
-        raise UsageError(f"data error: {error}", EXIT_DATA) from None
-    except CheckpointError as error:
-        raise UsageError(f"checkpoint error: {error}", EXIT_CHECKPOINT) from None
     if arguments.json:
         evaluations = {name: plan.pieces.as_dict() for name, plan in plans.evaluations.items()}
         print(json.dumps({"training": plans.packing.as_dict(), **evaluations}))
     else:
         show("\n".join([*documents.sentences, *packing_sentences(config, plans)]))
     return 0
+
+
+def open_run_documents(
+    config: RunConfig, tokenizer: Tokenizer, *, show_progress: bool = True
+) -> RunDocuments:
+    """Open the documents of a run; see `open_documents`."""
+    from megatron_packed.inputs.open_documents import open_documents
+
+    return open_documents(
+        config.data,
+        tokenizer,
+        validates=config.validates,
+        tests=config.tests,
+        sets=config.validation_sets,
+        shorten_to=config.shorten_to,
+        made_from=config.made_from,
+        show=show_progress,
+    )
 
 
 def with_unused_flags(run_flags: Sequence[str], uses: Collection[str] = ()) -> list[str]:
@@ -79,15 +87,17 @@ def with_unused_flags(run_flags: Sequence[str], uses: Collection[str] = ()) -> l
         uses: sections whose required flags the command uses; those are not added.
     """
     gathered = gather(run_flags)
-    given = gathered.values
+    values = gathered.values
     sections = {
-        key.partition(".")[0] for key in given if key != "model.vocab_size"
+        key.partition(".")[0] for key in values if key != "model.vocab_size"
     }  # --vocab-size may also be given for the tokenizer, without a model
-    found = {*uses, *given, *sections}
+    present = {*uses, *values, *sections}
     if uses_checkpoint(gathered):
-        found.add("model")
+        present.add("model")
     # These options set the number of iterations.
-    if {"training.train_samples", "training.train_epochs"} & given.keys():
-        found.add("training.train_iters")
-    unused = [word for key, words in _UNUSED.items() if key not in found for word in words]
+    if {"training.train_samples", "training.train_epochs"} & values.keys():
+        present.add("training.train_iters")
+    unused = [
+        word for key, arguments in _UNUSED.items() if key not in present for word in arguments
+    ]
     return [*unused, *run_flags]

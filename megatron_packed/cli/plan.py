@@ -16,6 +16,7 @@ from dataclasses import asdict
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from megatron_packed.cli.command import command
 from megatron_packed.cli.errors import EXIT_DATA, UsageError
 from megatron_packed.cli.lengths import read_numbers
 from megatron_packed.cli.output import show
@@ -23,7 +24,7 @@ from megatron_packed.cli.packing import with_unused_flags
 from megatron_packed.config.batch_ramp import BatchStage
 from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.parser.precedence import gather
-from megatron_packed.config.parser.stored_options import NO_DATA as NO_DATA_FILE
+from megatron_packed.config.parser.stored_options import NO_DATA
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.data_parts.files import TRAINING_DATA
 from megatron_packed.config.sections.packing import PackingConfig
@@ -34,10 +35,8 @@ if TYPE_CHECKING:
     from megatron_packed.models.estimate.rank_memory import Estimate
     from megatron_packed.models.estimate.run_estimate import Change, Lengths, StepWork
 
-NAME = "plan"
-HELP = "estimate the GPU memory of every rank and the FLOPs of a step"
-GIB = 2**30
-MIB = 2**20
+_GIB = 2**30
+_MIB = 2**20
 MOST_PROCESSES = 2**20
 """Maximum number of processes, because all their ranks are listed."""
 _UNITS = (
@@ -48,21 +47,16 @@ _UNITS = (
     ("ms", 1e-3, 0.0),
 )
 """Units of time: name, seconds, and the shortest time in seconds that is printed in the unit."""
-NO_DATA = ("--data-path", *NO_DATA_FILE)
+DATA_PLACEHOLDER = ("--data-path", *NO_DATA)
 """Placeholder for data when only lengths are used; the file is never opened."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         "megatron-packed plan FLAGS_OF_A_RUN [--world-size N] [--gpu-memory-gib G] [--gpu NAME] [--mfu P] "
         "[--lengths F] [--json]"
     )
-    parser.add_argument(
-        "--world-size",
-        type=int,
-        metavar="N",
-        help="number of processes of the run (default: the fewest that form its layout)",
-    )
+    add_world_size(parser)
     parser.add_argument(
         "--gpu-memory-gib",
         type=float,
@@ -94,9 +88,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
+@command("plan", "estimate the GPU memory of every rank and the FLOPs of a step", _add_arguments)
+def plan_command(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     check_world_size(arguments.world_size)
-    if not 0 < arguments.gpu_memory_gib * GIB < inf:
+    if not 0 < arguments.gpu_memory_gib * _GIB < inf:
         raise UsageError(
             f"--gpu-memory-gib {arguments.gpu_memory_gib}: must be a finite number above 0."
         )
@@ -124,18 +119,28 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
         raise UsageError(f"{source}: {error}", EXIT_DATA) from None
     documents = documents_in_pack(config, work)
     ranks = estimates(config, world_size, vocab_size, documents)
-    limit = int(arguments.gpu_memory_gib * GIB)
+    limit = int(arguments.gpu_memory_gib * _GIB)
     cures = changes(config, world_size, vocab_size, documents, limit=limit)
     time = _time(config, work.total / world_size, arguments, run_flags)
     if arguments.json:
-        found = _as_json(
+        estimate = _as_json(
             config, world_size, vocab_size, documents, source, ranks, work, limit, cures
         )
-        print(json.dumps({**found, "time": None if time is None else time._asdict()}))
+        print(json.dumps({**estimate, "time": None if time is None else time._asdict()}))
     else:
         lines = _lines(config, world_size, vocab_size, documents, source, ranks, work, limit, cures)
         show("\n".join([*lines, _time_sentence(time)]))
     return 0
+
+
+def add_world_size(parser: argparse.ArgumentParser) -> None:
+    """Add ``--world-size``; `check_world_size` checks its value."""
+    parser.add_argument(
+        "--world-size",
+        type=int,
+        metavar="N",
+        help="number of processes of the run (default: the fewest that form its layout)",
+    )
 
 
 def check_world_size(world_size: int | None) -> None:
@@ -179,8 +184,10 @@ def _time(
     peaks = {name.lower(): (name, peak) for name, peak in PEAK_BF16_FLOPS.items()}
     gpu, peak = peaks.get(arguments.gpu.lower(), (None, 0.0))
     if gpu is None:
-        known = ", ".join(PEAK_BF16_FLOPS)
-        raise UsageError(f"--gpu {arguments.gpu}: has no known peak FLOP/s; choose one of {known}.")
+        peak_names = ", ".join(PEAK_BF16_FLOPS)
+        raise UsageError(
+            f"--gpu {arguments.gpu}: has no known peak FLOP/s; choose one of {peak_names}."
+        )
     if not config.training.bf16:  # the peaks are those of bf16
         return None
     seconds = flops / (peak * arguments.mfu / 100)
@@ -204,9 +211,9 @@ def without_data(run_flags: Sequence[str], uses: Collection[str] = ()) -> list[s
     """Return the flags of a run with missing required flags added, as `with_unused_flags`, and a
     placeholder for missing data.
     """
-    given = gather(run_flags).values
-    has_data = set(TRAINING_DATA) & set(given)
-    return with_unused_flags([*([] if has_data else NO_DATA), *run_flags], uses)
+    values = gather(run_flags).values
+    has_data = set(TRAINING_DATA) & set(values)
+    return with_unused_flags([*([] if has_data else DATA_PLACEHOLDER), *run_flags], uses)
 
 
 def _data(config: RunConfig, file: str | None) -> tuple[int, Lengths, str]:
@@ -216,7 +223,7 @@ def _data(config: RunConfig, file: str | None) -> tuple[int, Lengths, str]:
     from megatron_packed.inputs.known_data import known_data
 
     paths = config.data.train_paths
-    vocab_size, lengths, reason, _ = known_data(config, given=paths != NO_DATA[1:])
+    vocab_size, lengths, reason, _ = known_data(config, given=paths != DATA_PLACEHOLDER[1:])
     if vocab_size is None:
         raise UsageError(
             f"--vocab-size is required: the tokenizer cannot be read on this machine ({reason}).",
@@ -228,29 +235,29 @@ def _data(config: RunConfig, file: str | None) -> tuple[int, Lengths, str]:
         return vocab_size, lengths, "the made documents of --mock-data"
     if lengths is not None:
         return vocab_size, lengths, f"the tokenised documents of {' '.join(paths)}"
-    whole = np.array([config.packing.seq_length], dtype=np.int64)
+    full_length = np.array([config.packing.seq_length], dtype=np.int64)
     return (
         vocab_size,
-        whole,
+        full_length,
         f"documents of --seq-length ({config.packing.seq_length}) tokens each: {reason}",
     )
 
 
-def _rows(one: Estimate) -> dict[str, int]:
-    static = one.static
+def _rows(estimate: Estimate) -> dict[str, int]:
+    static = estimate.static
     return {
         "parameters": static.parameters,
         "gradients": static.gradients,
         "optimizer state": static.optimizer,
         "tables and micro-batch": static.tables,
         "cuBLAS workspaces": static.workspaces,
-        **{kind.value: amount for kind, amount in one.peak.amounts.items()},
-        "peak in torch's allocator": one.allocated,
-        "  of it the CUDA graphs' pool": one.graph_pool,
-        "symmetric memory": one.symmetric,
-        "CUDA context, NCCL (assumed)": one.outside - one.symmetric,
-        "total": one.total,
-        "pinned on the host, beside it": one.host_bytes,
+        **{kind.value: amount for kind, amount in estimate.peak.amounts.items()},
+        "peak in torch's allocator": estimate.allocated,
+        "  of it the CUDA graphs' pool": estimate.graph_pool,
+        "symmetric memory": estimate.symmetric,
+        "CUDA context, NCCL (assumed)": estimate.outside - estimate.symmetric,
+        "total": estimate.total,
+        "pinned on the host, beside it": estimate.host_bytes,
     }
 
 
@@ -266,15 +273,16 @@ def _lines(
     cures: Sequence[Change],
 ) -> list[str]:
     from megatron_packed.config.kinds.experts import MEASURE
-    from megatron_packed.layers.moe.expert_room import PLANNED
+    from megatron_packed.layers.moe.expert_room import PLANNED_FACTOR
     from megatron_packed.models.estimate.parameter_count import count_parameters
 
     layout, packing = config.layout(world_size), config.packing
     parameters = count_parameters(config.model, vocab_size)
     micro_batches = config.micro_batches_per_step(layout.dp_size)
+    frozen = f", {parameters.frozen:,} frozen" if parameters.frozen else ""
     growth = "" if packing.batch_ramp is None else packing.batch_ramp.sentence()
     lines = [
-        f"{parameters.total:,} parameters ({parameters.active:,} active), vocabulary {vocab_size:,}; "
+        f"{parameters.total:,} parameters ({parameters.active:,} active{frozen}), vocabulary {vocab_size:,}; "
         f"{world_size:,} rank{'s' if world_size > 1 else ''}: "
         f"TP {layout.tp_size} x CP {layout.cp_size} x DP {layout.dp_size}, "
         f"experts TP {layout.expert_tp_size} x EP {layout.ep_size} x DP {layout.expert_dp_size}.",
@@ -286,7 +294,8 @@ def _lines(
         "",
     ]
     lines += [
-        f"{kind}: the memory peak occurs during {one.peak.where}." for kind, one in ranks.items()
+        f"{kind}: the memory peak occurs during {estimate.peak.where}."
+        for kind, estimate in ranks.items()
     ]
     first = next(iter(ranks.values()))
     lines.append(
@@ -295,7 +304,7 @@ def _lines(
     )
     if config.model.num_experts and config.expert_rank_capacity_factor == MEASURE:
         lines.append(
-            f"Rows of experts are counted with {PLANNED} even shares; a run bounds them by its "
+            f"Rows of experts are counted with {PLANNED_FACTOR} even shares; a run bounds them by its "
             "routing (--moe-expert-rank-capacity-factor auto)."
         )
     lines += _state_lines(config)
@@ -330,7 +339,7 @@ def _communicators(number: int) -> str:
     from megatron_packed.models.estimate.rank_memory import COMMUNICATOR
 
     whose = f"each of {number} NCCL communicators" if number > 1 else "the rank's NCCL communicator"
-    return f", and {COMMUNICATOR // MIB} MiB for {whose}" if number else ""
+    return f", and {COMMUNICATOR // _MIB} MiB for {whose}" if number else ""
 
 
 def _state_lines(config: RunConfig) -> list[str]:
@@ -342,11 +351,11 @@ def _state_lines(config: RunConfig) -> list[str]:
         return []
     moved = ""
     if sent.reordering:
-        moved = f", and {sent.reordering / MIB:,.2f} MiB to reorder the rows of each * layer"
+        moved = f", and {sent.reordering / _MIB:,.2f} MiB to reorder the rows of each * layer"
     return [
-        f"In each pass a rank sends at most {(sent.states + sent.halo) / MIB:,.2f} MiB for each M layer to "
-        f"other context-parallel ranks (states {sent.states / MIB:,.2f}, halo "
-        f"{sent.halo / MIB:,.2f}){moved}."
+        f"In each pass a rank sends at most {(sent.states + sent.halo) / _MIB:,.2f} MiB for each M layer to "
+        f"other context-parallel ranks (states {sent.states / _MIB:,.2f}, halo "
+        f"{sent.halo / _MIB:,.2f}){moved}."
     ]
 
 
@@ -385,13 +394,13 @@ def _time_sentence(time: RunTime | None) -> str:
     """Return the time of a step and of the run, with its assumption."""
     if time is None:
         return "Without --bf16 no time is estimated."
-    whole = ""
+    of_run = ""
     if time.steps is not None and time.seconds is not None:
         noun = "step" if time.steps == 1 else "steps"
-        whole = f", and the run of {time.steps:,} {noun} {_duration(time.seconds)}"
+        of_run = f", and the run of {time.steps:,} {noun} {_duration(time.seconds)}"
     return (
         f"At {time.mfu:g} % MFU, of {time.peak_flops / 1e12:g} TFLOP/s in bf16 of each {time.gpu}, a step takes "
-        f"{_duration(time.step_seconds)}{whole} (--mfu and --gpu change this assumption)."
+        f"{_duration(time.step_seconds)}{of_run} (--mfu and --gpu change this assumption)."
     )
 
 
@@ -403,44 +412,47 @@ def _duration(seconds: float) -> str:
 
 
 def _table(ranks: dict[str, Estimate]) -> list[str]:
-    columns = {kind: _rows(one) for kind, one in ranks.items()}
+    columns = {kind: _rows(estimate) for kind, estimate in ranks.items()}
     names = list(next(iter(columns.values())))
     width, widths = max(map(len, names)), {kind: max(len(kind), 10) for kind in columns}
     lines = [" ".join(["GiB".ljust(width), *(kind.rjust(widths[kind]) for kind in columns)])]
     for name in names:
         if any(rows[name] for rows in columns.values()):
             cells = (
-                f"{rows[name] / GIB:.3f}".rjust(widths[kind]) for kind, rows in columns.items()
+                f"{rows[name] / _GIB:.3f}".rjust(widths[kind]) for kind, rows in columns.items()
             )
             lines.append(" ".join([name.ljust(width), *cells]))
     return lines
 
 
 def _verdict(ranks: dict[str, Estimate], limit: int, cures: Sequence[Change]) -> list[str]:
-    kind, total = next((kind, one.total) for kind, one in ranks.items())
-    of, gib = f" with {kind}" if len(ranks) > 1 else "", limit / GIB
+    kind, total = next((kind, estimate.total) for kind, estimate in ranks.items())
+    of, gib = f" with {kind}" if len(ranks) > 1 else "", limit / _GIB
     if total <= limit:
         lines = [
-            f"Fits{of}: {total / GIB:.1f} of {gib:g} GiB used, {(limit - total) / GIB:.1f} GiB "
+            f"Fits{of}: {total / _GIB:.1f} of {gib:g} GiB used, {(limit - total) / _GIB:.1f} GiB "
             "free."
         ]
     else:
-        lines = [f"Does not fit{of}: {total / GIB:.1f} GiB needed, {gib:g} GiB available."]
+        lines = [f"Does not fit{of}: {total / _GIB:.1f} GiB needed, {gib:g} GiB available."]
     for number, cure in enumerate(cures):
         fits = ", which fits" if cure.total <= limit else ""
         lines.append(
-            f"  {'then' if number else 'helps most:'} {cure.flag} saves {cure.saves / GIB:.1f} GiB: "
-            f"{cure.total / GIB:.1f} GiB{fits}"
+            f"  {'then' if number else 'helps most:'} {cure.flag} saves {cure.saves / _GIB:.1f} GiB: "
+            f"{cure.total / _GIB:.1f} GiB{fits}"
         )
     if total > limit and (not cures or cures[-1].total > limit):
         lines.append(
             "  No option makes the run fit on this number of ranks; use more ranks, or a "
             "smaller model or batch."
         )
-    if len(ranks) > 1 and (worst := max(one.total for one in ranks.values())) > limit >= total:
+    if (
+        len(ranks) > 1
+        and (worst := max(estimate.total for estimate in ranks.values())) > limit >= total
+    ):
         lines.append(
             "If all tokens went to the experts of one rank, that rank would need "
-            f"{worst / GIB:.1f} GiB; --moe-expert-capacity-factor limits this."
+            f"{worst / _GIB:.1f} GiB; --moe-expert-capacity-factor limits this."
         )
     return lines
 
@@ -473,13 +485,13 @@ def _as_json(
         "documents": documents,
         "ranks": {
             kind: {
-                "bytes": {name.strip(): value for name, value in _rows(one).items()},
-                "peak": one.peak.where,
+                "bytes": {name.strip(): value for name, value in _rows(estimate).items()},
+                "peak": estimate.peak.where,
             }
-            for kind, one in ranks.items()
+            for kind, estimate in ranks.items()
         },
         "gpu_bytes": limit,
-        "fits": {kind: one.total <= limit for kind, one in ranks.items()},
+        "fits": {kind: estimate.total <= limit for kind, estimate in ranks.items()},
         "changes": [asdict(cure) for cure in cures],
         "lengths": source,
         "passed_states": None if sent is None else asdict(sent),

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from megatron_packed.cli.errors import EXIT_DATA, UsageError
+from megatron_packed.cli.command import command
+from megatron_packed.cli.errors import UsageError, input_failures
 from megatron_packed.cli.output import show, show_aside
 from megatron_packed.cli.packing import with_unused_flags
 from megatron_packed.config.data_fields import DataFields, pairs_fault, pairs_of
@@ -23,11 +24,8 @@ from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.parser.precedence import gather
 from megatron_packed.config.sections.data_parts.tokenizer import HUGGING_FACE, TRAINED_BPE
 
-NAME = "preprocess"
-HELP = "tokenise JSONL, Parquet and Hugging Face data sets into .bin and .idx"
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--input",
         nargs="+",
@@ -55,7 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
+@command(
+    "preprocess",
+    "tokenise JSONL, Parquet and Hugging Face data sets into .bin and .idx",
+    _add_arguments,
+)
+def preprocess_command(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     workers = len(os.sched_getaffinity(0)) if arguments.workers is None else arguments.workers
     if workers < 1:
         raise UsageError(f"--workers {workers}: must be at least 1.")
@@ -68,24 +71,23 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
         raise UsageError(
             f"--output-prefix {arguments.output_prefix!r}: give the beginning of file names, for example {example}."
         )
-    given = gather(run_flags).values
-    if "data.data_path" in given:
+    values = gather(run_flags).values
+    if "data.data_path" in values:
         raise UsageError("--data-path: give the files with --input instead.")
-    _check_fields(given.get("data.data_fields", ()), arguments.json_keys)
-    words = ["--data-path", *arguments.input, *run_flags]
-    if "packing.seq_length" not in given:
-        words += ["--seq-length", "2"]
-    if "data.data_cache_path" not in given:  # the directory of a TrainedBPETokenizer
-        words += ["--data-cache-path", str(prefix.parent)]
+    _check_fields(values.get("data.data_fields", ()), arguments.json_keys)
+    argv = ["--data-path", *arguments.input, *run_flags]
+    if "packing.seq_length" not in values:
+        argv += ["--seq-length", "2"]
+    if "data.data_cache_path" not in values:  # the directory of a TrainedBPETokenizer
+        argv += ["--data-cache-path", str(prefix.parent)]
     typed = {"--data-path": "--input", "--data-cache-path": "--output-prefix"}
-    config = parse_or_exit(with_unused_flags(words), launched=False, typed=typed)
-    from megatron_packed.data.errors import DataError
+    config = parse_or_exit(with_unused_flags(argv), launched=False, typed=typed)
     from megatron_packed.data.index.preprocess import PreprocessOptions, preprocess
     from megatron_packed.data.sources.source_files import expand_paths, quarantine_of
     from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
     from megatron_packed.inputs.open_documents import build_tokenizer
 
-    try:
+    with input_failures():
         report, names = preprocess(
             expand_paths(arguments.input, show_aside),
             prefix,
@@ -99,8 +101,6 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
                 special_tokens_in_text=config.data.special_tokens_in_text,
             ),
         )
-    except DataError as error:
-        raise UsageError(f"data error: {error}", EXIT_DATA) from None
     text = report.lines_of_text(quarantine_of(prefix))
     show("\n".join([*text, *(f"written: {name}.bin, .idx and .crc32c" for name in names)]))
     if config.data.tokenizer_type == TRAINED_BPE:  # it cannot be trained again on the files written
@@ -112,13 +112,13 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     return 0
 
 
-def _check_fields(words: Sequence[str], keys: Sequence[str] | None) -> None:
+def _check_fields(arguments: Sequence[str], keys: Sequence[str] | None) -> None:
     """Check that ``--data-fields`` names only text, before a rule of a run answers with ``--sft``.
 
     Raises:
         UsageError: the fields are those of prompts and answers, or ``--json-keys`` is given, too.
     """
-    pairs = pairs_of(words)
+    pairs = pairs_of(arguments)
     fields = None if pairs_fault(pairs) else DataFields.from_pairs(pairs)
     if fields is not None and (keys or not fields.trains_text):
         raise UsageError(

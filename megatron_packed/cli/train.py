@@ -19,17 +19,16 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
+from megatron_packed.cli.command import command
 from megatron_packed.cli.errors import UsageError
 from megatron_packed.cli.slurm_first_host import SlurmStep
 from megatron_packed.config.kernel_options import count_gpus
 from megatron_packed.launch.launcher import SHUTDOWN_SECONDS, LaunchOptions, launch
 from megatron_packed.launch.refused_nodes import C10D, STATIC, UNKNOWN_NODES
 
-NAME = "train"
-HELP = "train a model: start one process per GPU, on one or several machines"
 MASTER_PORT = 29500
 BACKENDS = (STATIC, C10D, "etcd", "etcd-v2")
-T = TypeVar("T")
+_Checked = TypeVar("_Checked")
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -80,7 +79,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         "megatron-packed train [--nproc-per-node N] [--nnodes N --node-rank I --master-addr HOST] "
         "FLAGS_OF_A_RUN"
@@ -98,7 +97,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
+@command(
+    "train", "train a model: start one process per GPU, on one or several machines", _add_arguments
+)
+def train_command(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     if "TORCHELASTIC_RUN_ID" in os.environ and "LOCAL_RANK" in os.environ:
         raise UsageError(
             "megatron-packed train starts the processes itself; start the command without torchrun, "
@@ -172,7 +174,7 @@ class _Checks:
         self.refusal: str | None = None
         """Sentence of the first failed check."""
 
-    def value(self, check: Callable[[], T], otherwise: T) -> T:
+    def value(self, check: Callable[[], _Checked], otherwise: _Checked) -> _Checked:
         """Return the result of a check, or ``otherwise`` if the check raises `UsageError`."""
         try:
             return check()
@@ -216,7 +218,6 @@ def _nodes(text: str) -> tuple[int, int]:
 
 
 def _processes(text: str | None, flags: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Return the number of processes on this machine."""
     if text not in (None, "gpu", "cpu", "auto"):
         if not str(text).isdecimal() or int(text) < 1:
             raise UsageError(f"--nproc-per-node {text}: give a number from 1, gpu, cpu or auto.")
@@ -292,7 +293,6 @@ def _backend(arguments: argparse.Namespace) -> str | None:
 
 
 def _node_rank(text: str | None, step: SlurmStep | None, nodes: int) -> int | None:
-    """Return the number of this machine."""
     if text is None and step is not None:
         return step.node_rank
     try:
@@ -314,7 +314,6 @@ def _node_rank(text: str | None, step: SlurmStep | None, nodes: int) -> int | No
 
 
 def _first_machine(arguments: argparse.Namespace, step: SlurmStep | None, checks: _Checks) -> str:
-    """Return HOST:PORT of the first machine."""
     host = arguments.master_addr or (None if step is None else step.first_host)
     if host is None:
         raise UsageError("--master-addr is missing: give the address of the first machine.")

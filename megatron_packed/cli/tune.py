@@ -19,11 +19,17 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from megatron_packed.cli.errors import EXIT_CHECKPOINT, EXIT_DATA, UsageError, check_ending
+from megatron_packed.cli.command import command
+from megatron_packed.cli.errors import (
+    EXIT_DATA,
+    UsageError,
+    check_ending,
+    input_failures,
+)
 from megatron_packed.cli.lengths import read_numbers
 from megatron_packed.cli.output import show
-from megatron_packed.cli.packing import with_unused_flags
-from megatron_packed.cli.plan import NO_DATA, check_world_size
+from megatron_packed.cli.packing import open_run_documents, with_unused_flags
+from megatron_packed.cli.plan import DATA_PLACEHOLDER, add_world_size, check_world_size
 from megatron_packed.cli.tune_costs import costs_of
 from megatron_packed.cli.tune_report import TuneReport
 from megatron_packed.config.environment_variables import apply_environment
@@ -44,11 +50,8 @@ if TYPE_CHECKING:
     from megatron_packed.data.packing.sizing import Expected, Packing
     from megatron_packed.data.packing.step_cost import StepCosts
 
-NAME = "tune"
-HELP = "choose the packer and CUDA graph capacities for a data set"
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         "megatron-packed tune FLAGS_OF_A_RUN [--data F ... | --lengths F | --documents-per-pack F] "
         "[--capacities N ...] [--measure F | --costs F] [--world-size N] [--plot F.png] [--html F.html] "
@@ -85,12 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="time steps of the run's model on this machine, and save the table to F",
     )
     costs.add_argument("--costs", metavar="F", help="cost table that --measure saved")
-    parser.add_argument(
-        "--world-size",
-        type=int,
-        metavar="N",
-        help="number of processes of the run (default: the fewest that form its layout)",
-    )
+    add_world_size(parser)
     parser.add_argument("--plot", metavar="F.png", help="write the charts as an image")
     parser.add_argument(
         "--html", metavar="F.html", help="write an HTML page with charts, tables and flags"
@@ -98,7 +96,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
-def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
+@command("tune", "choose the packer and CUDA graph capacities for a data set", _add_arguments)
+def tune_command(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     _check(arguments, run_flags)
     from megatron_packed.data.packing.sizing import expected, recommended
 
@@ -153,9 +152,9 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     return 0
 
 
-def _has_model(given: GivenOptions) -> bool:
+def _has_model(options: GivenOptions) -> bool:
     """Return whether flags of the run, or a checkpoint that they name, describe the model."""
-    return "model.hybrid_layer_pattern" in given.values or uses_checkpoint(given)
+    return "model.hybrid_layer_pattern" in options.values or uses_checkpoint(options)
 
 
 def _of_one_replica(config: RunConfig, micro_batches: int) -> RunConfig:
@@ -171,7 +170,7 @@ def _of_one_replica(config: RunConfig, micro_batches: int) -> RunConfig:
     return replace(config, packing=replace(packing, global_batch_size=size, rampup_batch_size=()))
 
 
-def _flags_of(choice: Expected, config: RunConfig | None, given: Collection[str]) -> list[str]:
+def _flags_of(choice: Expected, config: RunConfig | None, given_keys: Collection[str]) -> list[str]:
     """Return the flags that the recommended choice adds to the flags of the run.
 
     Args:
@@ -189,7 +188,7 @@ def _flags_of(choice: Expected, config: RunConfig | None, given: Collection[str]
         ("--packing-method", "packing.packing_method"),
         ("--cuda-graph-impl", "cuda_graph.cuda_graph_impl"),
     ):
-        if key in given:
+        if key in given_keys:
             at = flags.index(flag)
             flags = flags[:at] + flags[at + 2 :]
     return flags
@@ -243,7 +242,7 @@ def _packed(
     """
     flags = [*run_flags, *([] if arguments.data is None else ["--data-path", *arguments.data])]
     gathered = gather(flags)
-    given = gathered.values
+    values = gathered.values
     if arguments.data is not None and "data.data_path" in gather(run_flags).values:
         raise UsageError("--data-path: give the files with --data-path or --data, not with both.")
     if arguments.measure is not None and not _has_model(gathered):
@@ -251,8 +250,8 @@ def _packed(
             "--measure needs the flags of the model: --hybrid-layer-pattern and its sizes."
         )
     on_this_machine = arguments.lengths is None
-    if not on_this_machine and not set(TRAINING_DATA) & set(given):
-        flags += NO_DATA
+    if not on_this_machine and not set(TRAINING_DATA) & set(values):
+        flags += DATA_PLACEHOLDER
     typed = {} if arguments.data is None else {"--data-path": "--data"}
     config = parse_or_exit(
         with_unused_flags(flags),
@@ -279,7 +278,7 @@ def _packed(
         raise UsageError(
             f"--capacities {max(arguments.capacities)}: a pack holds at most {room} documents."
         )
-    methods = (packing.packing_method,) if "packing.packing_method" in given else METHODS
+    methods = (packing.packing_method,) if "packing.packing_method" in values else METHODS
     packer = Packer.from_config(packing, config.document_alignment)
     seed = config.training.seed
 
@@ -295,29 +294,13 @@ def _tokenized(config: RunConfig) -> tuple[NDArray[np.int64], NDArray[np.int64],
     """Return the lengths of documents, the lengths of the pieces of the first epoch, and all
     pieces. With a blend, the first epoch has only the pieces that the blend draws.
     """
-    from megatron_packed.checkpoint.errors import CheckpointError
-    from megatron_packed.data.errors import DataError
-    from megatron_packed.inputs.open_documents import open_documents
     from megatron_packed.inputs.plan_packs import plan_data
     from megatron_packed.inputs.stored_files import with_tokenizer
 
-    try:
+    with input_failures():
         config, tokenizer = with_tokenizer(config)
-        documents = open_documents(
-            config.data,
-            tokenizer,
-            validates=config.validates,
-            tests=config.tests,
-            sets=config.validation_sets,
-            shorten_to=config.shorten_to,
-            made_from=config.made_from,
-            show=sys.stderr.isatty(),
-        )
+        documents = open_run_documents(config, tokenizer, show_progress=sys.stderr.isatty())
         plan = plan_data(replace(config, cuda_graph=CudaGraphConfig()), documents).train
-    except DataError as error:
-        raise UsageError(f"data error: {error}", EXIT_DATA) from None
-    except CheckpointError as error:
-        raise UsageError(f"checkpoint error: {error}", EXIT_CHECKPOINT) from None
     lengths = plan.pieces.length
     return (
         documents.train.lengths,

@@ -66,8 +66,10 @@ class TuneReport:
             "measured": self.costs is not None,
             "device": None if self.costs is None else self.costs.device,
             "update_ms": None if self.costs is None else self.costs.update_ms,
-            "best_of_packers": [asdict(one) for one in self.best],
-            "by_capacity": {str(one.capacities[-1]): asdict(one) for one in self.prices},
+            "best_of_packers": [asdict(expected) for expected in self.best],
+            "by_capacity": {
+                str(expected.capacities[-1]): asdict(expected) for expected in self.prices
+            },
             "recommended": {**asdict(self.choice), "flags": self.flags},
         }
 
@@ -122,18 +124,18 @@ class TuneReport:
             for size in sorted({size for of in coverages.values() for size in of})
             if size <= full
         ]
-        found = {
+        tables = {
             "Documents per pack": [
                 {
-                    "packer": one.method,
-                    "packs": f"{one.documents.size:,}",
-                    "fill": "" if one.fill is None else share(100 * one.fill),
+                    "packer": packing.method,
+                    "packs": f"{packing.documents.size:,}",
+                    "fill": "" if packing.fill is None else share(100 * packing.fill),
                     **{
                         {"max": "max"}.get(name, name.upper()): str(value)
-                        for name, value in one.percentiles().items()
+                        for name, value in packing.percentiles().items()
                     },
                 }
-                for one in self.packings
+                for packing in self.packings
             ],
             "Packs that a capacity covers": [
                 {
@@ -147,10 +149,10 @@ class TuneReport:
             ],
         }
         heading = "Expected cost" if self.costs else "Expected cost (not measured)"
-        found[f"{heading}: capacities that cover every pack"] = _prices(self.best)
+        tables[f"{heading}: capacities that cover every pack"] = _prices(self.best)
         if self.costs is not None:
-            found[f"{heading}: one capacity, {self.choice.method}"] = _prices(self.prices)
-        return found
+            tables[f"{heading}: one capacity, {self.choice.method}"] = _prices(self.prices)
+        return tables
 
     def _notes(self) -> list[str]:
         """Return sentences about the units of the tables of costs."""
@@ -158,7 +160,7 @@ class TuneReport:
         if self.costs is not None:
             unit = f"at capacity {self.costs.capacities[0]}, the lowest of the table"
         notes = [f"Cost of a token: 1.0 is the cost in a full pack {unit}."]
-        if self.costs is not None and any(one.step_ms is None for one in self.prices):
+        if self.costs is not None and any(expected.step_ms is None for expected in self.prices):
             notes.append(
                 "Times of capacities that do not cover every pack are unknown (-), because the "
                 "table has no times of packs that run eagerly."
@@ -195,25 +197,29 @@ class TuneReport:
 
 def _prices(choices: Sequence[Expected]) -> list[dict[str, str]]:
     """Return the rows of a table of costs, with columns of times only if a time is known."""
-    timed = any(one.step_ms is not None for one in choices)
+    timed = any(choice.step_ms is not None for choice in choices)
     rows = []
-    for one in choices:
+    for choice in choices:
         cells = {
-            "packer": one.method,
-            "capacities (documents)": " ".join(map(str, one.capacities)),
-            "packs that run eagerly": f"{100 * one.eager_share:.2f} %",
-            "cost of a token": f"{one.relative:.4f}",
+            "packer": choice.method,
+            "capacities (documents)": " ".join(map(str, choice.capacities)),
+            "packs that run eagerly": f"{100 * choice.eager_share:.2f} %",
+            "cost of a token": f"{choice.relative:.4f}",
         }
         if timed:
-            cells |= _times(one)
+            cells |= _times(choice)
         rows.append(cells)
     return rows
 
 
-def _times(one: Expected) -> dict[str, str]:
-    if one.step_ms is None:
+def _times(expected: Expected) -> dict[str, str]:
+    if expected.step_ms is None:
         return dict.fromkeys(_TIMES, "-")
-    times = (f"{one.micro_batch_ms:,.2f}", f"{one.step_ms:,.2f}", f"{one.tokens_per_second:,.0f}")
+    times = (
+        f"{expected.micro_batch_ms:,.2f}",
+        f"{expected.step_ms:,.2f}",
+        f"{expected.tokens_per_second:,.0f}",
+    )
     return dict(zip(_TIMES, times, strict=True))
 
 

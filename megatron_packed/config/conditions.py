@@ -40,20 +40,20 @@ def option_given(key: str, value: str = "") -> Condition:
         option_value = _value(run, key)
         return option_value == value if value else option_value not in (None, False)
 
-    return Condition(" ".join(filter(None, (flag_of(key), value, "is not given"))), holds)
+    return Condition(" ".join(filter(None, (flag_of_key(key), value, "is not given"))), holds)
 
 
 def option_is(key: str, value: str) -> Condition:
     """Return the condition that an option has a value."""
     return Condition(
-        f"{flag_of(key)} is not {value}", lambda run, processes: bool(_value(run, key) == value)
+        f"{flag_of_key(key)} is not {value}", lambda run, processes: bool(_value(run, key) == value)
     )
 
 
 def option_is_not(key: str, value: str | int) -> Condition:
     """Return the condition that an option has another value."""
     return Condition(
-        f"{flag_of(key)} is {value}", lambda run, processes: bool(_value(run, key) != value)
+        f"{flag_of_key(key)} is {value}", lambda run, processes: bool(_value(run, key) != value)
     )
 
 
@@ -83,7 +83,7 @@ def layers_where(test: Callable[[LayerKind], bool], kind: str = "") -> Condition
     return Condition(reason, lambda run, processes: any(map(test, run.model.kinds)))
 
 
-def flag_of(key: str) -> str:
+def flag_of_key(key: str) -> str:
     """Return the flag of an option whose flag is its name."""
     return "--" + key.partition(".")[2].replace("_", "-")
 

@@ -11,13 +11,11 @@ from megatron_packed.config.section import Sound
 from megatron_packed.config.sections.cuda_graph import graph_rules
 from megatron_packed.config.sections.data_parts.files import TRAINING_DATA
 from megatron_packed.config.sections.data_parts.tokenizer import vocabulary_rules
-from megatron_packed.config.sections.memory import recompute_rules
+from megatron_packed.config.sections.memory import offload_rules, recompute_rules
 from megatron_packed.config.sections.model_parts.divisors import nearest_multiples
-from megatron_packed.config.sections.offload_rules import offload_rules
 from megatron_packed.config.sections.optim import SAMPLE_UNITS, OptimizerConfig
 from megatron_packed.config.sections.parallel import parallel_rules
 from megatron_packed.config.sections.profiling import profiling_rules
-from megatron_packed.config.sections.shared_expert_rules import shared_expert_rules
 from megatron_packed.config.value_checks import INT32_MAX
 
 if TYPE_CHECKING:
@@ -47,7 +45,6 @@ def cross_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
     yield from profiling_rules(run.profiling, run.training, sound)
     yield from recompute_rules(run.memory, model, graphs, sound)
     yield from offload_rules(run.memory, model, graphs, sound)
-    yield from shared_expert_rules(run.memory, model, run.parallel, sound)
 
 
 def _padding_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
@@ -161,12 +158,12 @@ def _evaluation_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
 def _set_name_rules(run: RunConfig) -> Iterator[Problem]:
     """Yield a problem unless the names of validation sets are distinct, one for each path."""
     names, sets = run.training.validation_set_names, len(run.data.validation_paths)
-    given, flag = " ".join(names), "--validation-set-names"
+    shown_names, flag = " ".join(names), "--validation-set-names"
     mismatched = len(names) != sets or len({*names, ""}) <= sets
     if names and run.training.multiple_validation_sets and run.data.has_validation and mismatched:
         yield Problem(
             flag,
-            given,
+            shown_names,
             f"must be {sets} different names, one for each path of the validation data",
             f"give {sets} names, or leave it out",
         )
@@ -186,32 +183,13 @@ def _best_validation_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
     keys = ("training.eval_interval", "training.eval_iters", "data.valid_data_path", "data.split")
     if not sound(*keys, *TRAINING_DATA) or run.data.named.fault or run.validates:
         return
-    patience = training.early_stopping_patience
-    given = (
-        (
-            "checkpoint.save_best",
-            "--save-best",
-            "",
-            run.checkpoint.save_best and run.checkpoint.save is not None,
-        ),
-        (
-            "training.early_stopping_patience",
-            "--early-stopping-patience",
-            str(patience),
-            patience is not None,
-        ),
-        (
-            "training.valid_metric",
-            "--valid-metric",
-            str(training.valid_metric),
-            training.valid_metric is not None,
-        ),
-    )
-    for key, flag, value, applies in given:
-        if sound(key) and applies:
-            yield Problem(
-                flag,
-                value,
+    saves = (run.checkpoint, "save_best") if run.checkpoint.save is not None else None
+    for section, name in filter(
+        None, (saves, (training, "early_stopping_patience"), (training, "valid_metric"))
+    ):
+        if sound(f"{section.title}.{name}") and getattr(section, name):
+            yield section.problem(
+                name,
                 "needs validations, and the run has none",
                 "give --eval-interval N, and --valid-data-path FILE or --split",
             )
@@ -292,12 +270,12 @@ def _ramp_rules(run: RunConfig) -> Iterator[Problem]:
     """Yield a problem of ``--rampup-batch-size`` in a run whose lengths are not all in samples, or
     which ends before the batch has grown.
     """
-    flag, given = "--rampup-batch-size", " ".join(map(str, run.packing.rampup_batch_size))
+    flag, shown = "--rampup-batch-size", " ".join(map(str, run.packing.rampup_batch_size))
     samples = run.training.train_samples
     if run.training.length_flag != "--train-samples" or "iters" in run.schedule_units:
         yield Problem(
             flag,
-            given,
+            shown,
             "needs the length of the run and of its schedule in samples, because the samples of a "
             "step change",
             "give --train-samples, --lr-warmup-samples, --lr-decay-samples, "
@@ -306,7 +284,7 @@ def _ramp_rules(run: RunConfig) -> Iterator[Problem]:
     elif samples is not None and run.packing.rampup_batch_size[-1] >= samples:
         yield Problem(
             flag,
-            given,
+            shown,
             f"grows the batch until the end of the run (--train-samples {samples})",
             f"give fewer than {samples} SAMPLES",
         )

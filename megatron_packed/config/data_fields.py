@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
+from megatron_packed.config.errors import Fault
 from megatron_packed.config.parser.did_you_mean import did_you_mean, nearest
 
 ANSWERS = frozenset({"completion", "output", "response"})
@@ -34,13 +34,6 @@ _EXAMPLE = "give, for example, prompt=question,completion=answer"
 _EXAMPLE_EACH = (
     "it after the name of a list, as in prompt=rows[*].question,completion=rows[*].answer"
 )
-
-
-class Fault(NamedTuple):
-    """Problem of a value of ``--data-fields``, and its cure."""
-
-    rule: str
-    cure: str
 
 
 @dataclass(frozen=True)
@@ -120,7 +113,7 @@ def fields_from(mapping: Mapping[str, str] | None) -> DataFields | None:
             "{'prompt': 'question', 'completion': 'answer'}."
         )
     if fault := pairs_fault(list(mapping.items())):
-        raise ValueError(f"data_fields {dict(mapping)}: {fault.rule}; {fault.cure}.")
+        raise ValueError(f"data_fields {dict(mapping)}: {fault[0]}; {fault[1]}.")
     return DataFields.from_pairs(mapping.items())
 
 
@@ -129,15 +122,15 @@ def pairs_fault(pairs: list[tuple[str, str]]) -> Fault | None:
     targets = [target for target, _ in pairs]
     for target, path in pairs:
         if not target or not path:
-            return Fault("every part must be TARGET=FIELD", _EXAMPLE)
+            return ("every part must be TARGET=FIELD", _EXAMPLE)
         if target not in TARGETS:
             suggestions = nearest(target, TARGETS)
             cure = f"use one of {', '.join(TARGETS)}"
-            return Fault(f"{target} is no target", did_you_mean(suggestions, cure))
+            return (f"{target} is no target", did_you_mean(suggestions, cure))
         if targets.count(target) > 1:
-            return Fault(f"{target} is given twice", "give every target once")
+            return (f"{target} is given twice", "give every target once")
         if "" in path.split("."):
-            return Fault(f"{path} has an empty name beside a dot", _EXAMPLE)
+            return (f"{path} has an empty name beside a dot", _EXAMPLE)
     return _schema_fault(targets) or _elements_fault(pairs)
 
 
@@ -147,14 +140,15 @@ def _elements_fault(pairs: list[tuple[str, str]]) -> Fault | None:
     for target, path in pairs:
         for name in path.split("."):
             if EACH in name and (name == EACH or EACH in name.removesuffix(EACH)):
-                return Fault(f"{path} has {EACH} in a wrong place", f"write {_EXAMPLE_EACH}")
+                return (f"{path} has {EACH} in a wrong place", f"write {_EXAMPLE_EACH}")
         if target == LABEL and EACH in path:
-            return Fault(
-                f"{target} chooses lines, but {path} is of elements", f"leave {EACH} out of {path}"
+            return (
+                f"{target} chooses lines, but {path} is of elements",
+                f"leave {EACH} out of {path}",
             )
         lists = lists_of(path)
         if lists != most[: len(lists)] and most != lists[: len(most)]:
-            return Fault(
+            return (
                 f"{deepest} and {path} take the elements of different lists",
                 f"use {EACH} after the same list in both, or a number in place of {EACH}",
             )
@@ -168,22 +162,20 @@ def _schema_fault(targets: list[str]) -> Fault | None:
     begun = [required for required in _GOES_WITH if set(required) & set(targets)]
     if len(begun) > 1:
         names = " and ".join(next(name for name in targets if name in part) for part in begun[:2])
-        return Fault(f"{names} belong to different schemas", "name the fields of one schema")
+        return (f"{names} belong to different schemas", "name the fields of one schema")
     if not begun:
         allowed = [" and ".join(required) for required in _GOES_WITH if _allows(required, targets)]
-        return Fault(
-            f"{', '.join(targets)} needs a schema", f"add {' or '.join(allowed) or 'messages'}"
-        )
+        return (f"{', '.join(targets)} needs a schema", f"add {' or '.join(allowed) or 'messages'}")
     [required] = begun
     if missing := [name for name in required if name not in targets]:
-        return Fault(
+        return (
             f"{required[0] if missing[0] != required[0] else required[1]} needs {missing[0]}",
             f"add {missing[0]}=FIELD",
         )
     for name in targets:
         if name not in required and name not in _GOES_WITH[required]:
             optional_targets = ", ".join(_GOES_WITH[required]) or "no other target"
-            return Fault(
+            return (
                 f"{name} does not go with {' and '.join(required)}",
                 f"leave it out ({' and '.join(required)} can have {optional_targets})",
             )

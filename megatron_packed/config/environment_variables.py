@@ -22,7 +22,7 @@ the store of torch.distributed; for the other ranks it is empty.
 FASTEST: dict[str, str] = {
     # Without a workspace, cuBLAS uses kernels with a static schedule. With a workspace, it uses
     # kernels that count tiles in the workspace. The counter must be cleared first, and a memset is
-    # costly in a CUDA graph. benchmarks/cublas_workspace.py compares both.
+    # costly in a CUDA graph: 18 of 27 products had one. Eagerly all 27 take 5.9 ms with and without.
     "CUBLAS_WORKSPACE_CONFIG": ":0:0",
     # Triton stores tuning results with its compiled kernels, so the next run need not tune again
     # (mamba-ssm has some 90 configurations). The results are stored by the sizes of heads and
@@ -67,7 +67,6 @@ _ALSO_DETERMINISTIC: dict[str, frozenset[str]] = {
 
 
 def environment(training: TrainingConfig) -> dict[str, str]:
-    """Return the environment variables of a run."""
     mode = DETERMINISTIC if training.deterministic_mode else FASTEST
     return ALWAYS | assembler_variables() | mode
 

@@ -53,7 +53,6 @@ class HubPath(NamedTuple):
 
 
 def is_hub_path(path: str) -> bool:
-    """Return whether a path is on the Hugging Face Hub."""
     return path.startswith(_PREFIX)
 
 

@@ -6,11 +6,10 @@ An option declares with ``only_if`` the conditions that it needs to have an effe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from megatron_packed.config.options import Field
 from megatron_packed.config.run import RunConfig, every_field
-from megatron_packed.config.section import section_fields, unchecked
+from megatron_packed.config.section import value_when_not_given
 
 
 def without_effect(run: RunConfig, processes: int) -> dict[str, str]:
@@ -23,7 +22,7 @@ def without_effect(run: RunConfig, processes: int) -> dict[str, str]:
     reasons = {}
     for field in every_field():
         conditions = field.option.conditions
-        if conditions and _asked(run, field):
+        if conditions and _requests(run, field):
             missing = (each.reason for each in conditions if not each.holds(run, processes))
             if reason := next(missing, None):
                 reasons[field.key] = reason
@@ -37,20 +36,13 @@ def sentence(idle: Mapping[str, str], run: RunConfig) -> str:
     groups: dict[str, list[str]] = {}
     for field in every_field():
         if field.key in idle:
-            value = run.value_of(field)
-            groups.setdefault(idle[field.key], []).append(shown_flag(field, value))
+            flag = field.flag_for(run.value_of(field))
+            groups.setdefault(idle[field.key], []).append(flag)
     clauses = [f"{', '.join(flags)} ({reason})" for reason, flags in groups.items()]
     return f"no effect in this run: {'; '.join(clauses)}" if clauses else ""
 
 
-def shown_flag(field: Field, value: Any) -> str:
-    """Return the flag that sets a value: ``--no-load-optim`` for a switch that is off."""
-    if field.kind.base is not bool:
-        return field.flag
-    return next(flag for flag, sets in field.switches.items() if sets is value)
-
-
-def _asked(run: RunConfig, field: Field) -> bool:
+def _requests(run: RunConfig, field: Field) -> bool:
     if not run.is_given(field.key):
         return False
     value, default = run.value_of(field), field.default
@@ -59,19 +51,4 @@ def _asked(run: RunConfig, field: Field) -> bool:
     if field.kind.base is bool:
         return bool(value != default)
     typed = run.origins is not None and run.origins[field.key].startswith(("flag", "@"))
-    return typed or value != _derived(run, field)
-
-
-def _derived(run: RunConfig, field: Field) -> Any:
-    """Return the value that the option has when it is not given."""
-    if not field.option.derived:
-        return field.default
-    section = getattr(run, field.section)
-    others = {
-        sibling.name: getattr(section, sibling.name) for sibling in section_fields(type(section))
-    }
-    return (
-        unchecked(type(section), others | {field.name: None})
-        .derive(lambda *names: True)
-        .get(field.name)
-    )
+    return typed or value != value_when_not_given(getattr(run, field.section), field)

@@ -58,6 +58,10 @@ class NamedKernel(NamedTuple):
         """Setting that trains without the kernel, as a cure."""
         return "give local, which computes the same" if self.op == "layers" else "leave it out"
 
+    def problem(self, rule: str, cure: str = "", *, node_dependent: bool = False) -> Problem:
+        """Return a problem of the request; the usual cure is `cure`."""
+        return Problem(self.option, self.value, rule, cure or self.cure, node_dependent)
+
 
 def named_kernels(run: RunConfig) -> Iterator[NamedKernel]:
     """Yield the kernels that options request, for ops that the model uses; ``auto`` requests none.
@@ -85,12 +89,10 @@ def kernel_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
     training = run.training
     for kernel in named_kernels(run):
         if training.device == "cpu" and kernel.value not in ON_ANY_DEVICE and kernel.op != "layers":
-            yield Problem(
-                kernel.option, kernel.value, "runs only on GPUs, and --device is cpu", kernel.cure
-            )
+            yield kernel.problem("runs only on GPUs, and --device is cpu")
         elif training.require_fast_kernels and kernel.value in PLAIN:
             rule = "is not a fast kernel, but --require-fast-kernels is given"
-            yield Problem(kernel.option, kernel.value, rule, "leave one of the two options out")
+            yield kernel.problem(rule, "leave one of the two options out")
     if training.require_fast_kernels and training.device == "cpu":
         yield fast_kernels_missing("--device is cpu")
 
@@ -110,17 +112,10 @@ def kernels_missing_here(
         if kernel.value in ON_ANY_DEVICE or (kernel.op == "layers" and missing):
             continue
         if no_gpu:
-            yield Problem(
-                kernel.option,
-                kernel.value,
-                "runs only on GPUs, and no GPU is visible on this machine",
-                kernel.cure,
-                node_dependent=True,
-            )
+            rule = "runs only on GPUs, and no GPU is visible on this machine"
+            yield kernel.problem(rule, node_dependent=True)
         elif package is not None and missing:
-            yield Problem(
-                kernel.option,
-                kernel.value,
+            yield kernel.problem(
                 f"needs {package.name}, which is not installed",
                 f"{package.command}, or {kernel.cure}",
                 node_dependent=True,

@@ -18,7 +18,7 @@ from megatron_packed.config.sections.data_parts.tokenizer import (
     SENTENCEPIECE,
     TIKTOKEN,
 )
-from megatron_packed.config.sections.parallel import NOT_BUILT, SIZES, processes_rules
+from megatron_packed.config.sections.parallel import AXIS_SIZES, NOT_BUILT, processes_rules
 
 
 def environment_number(
@@ -63,7 +63,7 @@ def launch_problems(run: RunConfig, world_size: int, sound: Sound) -> Iterator[P
             )
     of_layout = list(processes_rules(run.parallel, world_size, sound))
     yield from of_layout
-    if not of_layout and sound(*(f"parallel.{name}" for name in (*SIZES, *NOT_BUILT))):
+    if not of_layout and sound(*(f"parallel.{name}" for name in (*AXIS_SIZES, *NOT_BUILT))):
         yield from batch_rule(run, world_size, sound)
 
 

@@ -14,7 +14,7 @@ STAGE = "|"
 """Mark of pipeline stages between layers; command lines may have it with one stage."""
 DEPTH = "/"
 """Mark before the layers of each depth of multi-token prediction."""
-REFUSED = {
+REFUSED_SYMBOLS = {
     "D": ("sparse (DS) attention layers are not supported", "use * (full causal attention)"),
     "+": (
         "multi-latent attention layers are not supported",
@@ -39,8 +39,8 @@ def pattern_problems(pattern: str, flag: str = "--hybrid-layer-pattern") -> list
         where = f"position {positions[0]}" + (
             f" and {len(positions) - 1} more" if len(positions) > 1 else ""
         )
-        if symbol in REFUSED:
-            reason, cure = REFUSED[symbol]
+        if symbol in REFUSED_SYMBOLS:
+            reason, cure = REFUSED_SYMBOLS[symbol]
             problems.append(Problem(flag, repr(pattern), f"{symbol!r} at {where}: {reason}", cure))
         else:
             symbols = KINDS.in_words()

@@ -31,9 +31,9 @@ PathUse = Literal[
     "log_file",
 ]
 
-Decided = Literal["data", "chat", "tokenizer", "tokenizer name", "packs"]
+Decided = Literal["data", "chat", "tokenizer", "tokenizer name", "packs", "trained parameters"]
 """Subject that an option decides: training documents, tokens of conversations and text, the meaning
-of token ids, the name of their tokenizer, or the contents and order of packs.
+of token ids, the name of their tokenizer, contents and order of packs, or trained parameters.
 """
 Stored = Mapping[str, Mapping[str, Any]]
 """Configuration in a checkpoint, as `serialise.to_dict` makes it; older checkpoints lack newer
@@ -93,8 +93,8 @@ class Option:
         training_only: True for a model field that affects how weights are trained, but not the
             function that they compute.
         resume: subject that the option decides for a run that goes on from a checkpoint. A run with
-            another value is refused unless it begins a phase; a phase keeps the tokenizer. A
-            tokenizer that was moved may have another ``tokenizer name``.
+            another value is refused unless it begins a phase; a phase keeps the tokenizer and the
+            trained parameters. A tokenizer that was moved may have another ``tokenizer name``.
         phase: True for an option of the model that a new phase may change.
         earlier: function that returns the value of runs before the option existed, from the stored
             configuration of such a run. A run without the flag takes the stored value.
@@ -240,6 +240,11 @@ class Field:
         spelled.setdefault("--" + plain, True)
         spelled.setdefault("--no-" + plain, False)
         return spelled
+
+    def flag_for(self, value: object) -> str:
+        """Return the flag that sets a value: ``--no-load-optim`` for a switch that is off."""
+        switches = self.switches if self.kind.base is bool else {}
+        return next((flag for flag, sets in switches.items() if sets is value), self.flag)
 
     @property
     def spellings(self) -> tuple[str, ...]:

@@ -11,8 +11,10 @@ import stat
 from collections.abc import Iterator
 from typing import IO
 
+StrPath = str | os.PathLike[str]
 
-def open_regular(path: str | os.PathLike[str], *, pipes: bool = False) -> IO[bytes]:
+
+def open_regular(path: StrPath, *, pipes: bool = False) -> IO[bytes]:
     """Open a regular file for reading; links are followed.
 
     Args:

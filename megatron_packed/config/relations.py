@@ -33,18 +33,17 @@ class Relations:
         for field in self._fields.values():
             if group not in (None, field.option.group):
                 continue
+            other = field.option.required_with
             if self._is_given(Related(field.name)):
                 yield from self._needs(field)
                 yield from self._excludes(field)
-            elif field.option.required_with is not None:
-                yield from self._required(field, field.option.required_with)
+            elif (
+                other is not None and self._sound(field.name, other.name) and self._is_given(other)
+            ):
+                cure = f"give {self._flag_with_placeholder(field.name)}"
+                yield Problem(field.flag, "", f"is required with {self._flag(other)}", cure)
             if self._value(field.name) is not None:
                 yield from self._bounds(field)
-
-    def _required(self, field: Field, other: Related) -> Iterator[Problem]:
-        if self._sound(field.name, other.name) and self._is_given(other):
-            rule = f"is required with {self._flag(other)}"
-            yield Problem(field.flag, "", rule, f"give {self._flag_with_placeholder(field.name)}")
 
     def _needs(self, field: Field) -> Iterator[Problem]:
         needed = several(field.option.needs)
@@ -57,36 +56,35 @@ class Relations:
             )
             rule = _with_reason(f"needs {flags}", missing[0])
             cure = missing[0].cure or f"add {missing_flags}, or leave it out"
-            yield self._problem(field, rule, cure)
+            yield self._section.problem(field.name, rule, cure)
 
     def _excludes(self, field: Field) -> Iterator[Problem]:
         for other in several(field.option.excludes):
             if self._sound(field.name, other.name) and self._is_given(other):
                 shown = self._flag(other) if other.value else self._shown(other.name)
                 rule = _with_reason(f"contradicts {shown}", other)
-                yield self._problem(field, rule, other.cure or "leave one of the two flags out")
+                yield self._section.problem(
+                    field.name, rule, other.cure or "leave one of the two flags out"
+                )
 
     def _bounds(self, field: Field) -> Iterator[Problem]:
         value, declared = self._value(field.name), field.option
         if (bound := self._bound(field, declared.multiple_of)) and value % bound:
             rule = f"must be a multiple of {self._shown(declared.multiple_of)}"
-            yield self._problem(field, rule, nearest_multiples(value, bound))
+            yield self._section.problem(field.name, rule, nearest_multiples(value, bound))
         if (bound := self._bound(field, declared.divides)) and bound % value:
             rule = f"must divide {self._shown(declared.divides)}"
-            yield self._problem(field, rule, f"choose from {divisors(bound)}")
+            yield self._section.problem(field.name, rule, f"choose from {divisors(bound)}")
         bound = self._bound(field, declared.at_most)
         if bound is not None and value > bound:
             cure = f"give {declared.minimum:g} to {bound}"
             other = self._fields[declared.at_most].flag
             rule = f"must be at most {self._shown(declared.at_most)}"
-            yield self._problem(field, rule, f"{cure}, or raise {other}")
+            yield self._section.problem(field.name, rule, f"{cure}, or raise {other}")
 
     def _bound(self, field: Field, name: str) -> Any:
         """Return the number of the option with this name; None if it bounds nothing."""
         return self._value(name) if name and self._sound(field.name, name) else None
-
-    def _problem(self, field: Field, rule: str, cure: str) -> Problem:
-        return Problem(field.flag, as_typed(self._value(field.name)), rule, cure)
 
     def _shown(self, name: str) -> str:
         value, flag = self._value(name), self._fields[name].flag

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.options import Stored
-from megatron_packed.config.run import RunConfig, every_field
+from megatron_packed.config.run import RunConfig, every_field, stored_values
 from megatron_packed.config.sections.cuda_graph import AUTO
 from megatron_packed.config.serialise import as_flag
 
@@ -48,8 +48,7 @@ def packs_as_stored(config: RunConfig, stored: Stored) -> tuple[RunConfig, list[
     full, keys = with_implied(stored), implied_keys(config)
     changes: dict[str, dict[str, Any]] = {}
     flags = []
-    for field in every_field():
-        stored_value = full.get(field.section, {}).get(field.name)
+    for field, stored_value in stored_values(full):
         if field.key in keys and stored_value not in (
             None,
             config.value_of(field),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from megatron_packed.config.options import Stored
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.section import section_fields
 from megatron_packed.config.sections.optim import (
@@ -33,7 +33,7 @@ def takes_schedule(config: RunConfig) -> bool:
     )
 
 
-def stored_schedule(stored: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def stored_schedule(stored: Stored) -> dict[str, Any]:
     """Return the schedule options in the configuration of a checkpoint.
 
     A change that ended with the checkpoint's run gets that run's length. In a checkpoint from before
@@ -56,9 +56,7 @@ def stored_schedule(stored: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return schedule
 
 
-def schedule_as_stored(
-    config: RunConfig, stored: Mapping[str, Mapping[str, Any]]
-) -> tuple[RunConfig, list[str]]:
+def schedule_as_stored(config: RunConfig, stored: Stored) -> tuple[RunConfig, list[str]]:
     """Return the configuration with the schedule of a checkpoint, and texts of the overridden
     options such as ``--lr 0.1 instead of 0.2``.
 

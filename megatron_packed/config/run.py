@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain
@@ -12,7 +12,7 @@ from typing import Any
 from megatron_packed.config.cross_rules import cross_rules
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.kinds.experts import MEASURE
-from megatron_packed.config.options import Decided, Field
+from megatron_packed.config.options import Decided, Field, Stored
 from megatron_packed.config.parallel_layout import ParallelLayout
 from megatron_packed.config.section import Section, section_fields
 from megatron_packed.config.sections.checkpoint import CheckpointConfig
@@ -55,6 +55,14 @@ _parse = lazy_function("megatron_packed.config.parser.parse", "parse")
 def every_field() -> tuple[Field, ...]:
     """Return all options in the order of the sections."""
     return tuple(chain.from_iterable(map(section_fields, SECTIONS.values())))
+
+
+def stored_values(stored: Stored) -> Iterator[tuple[Field, Any]]:
+    """Yield the options that the configuration in a checkpoint contains, with their values."""
+    for each in every_field():
+        section = stored.get(each.section, {})
+        if each.name in section:
+            yield each, section[each.name]
 
 
 def keys_deciding(*subjects: Decided) -> tuple[str, ...]:
@@ -152,7 +160,6 @@ class RunConfig:
         return self._schedule_length("weight_decay_incr_iters") or self._length_of_run()
 
     def _length_of_run(self) -> float:
-        """Return the length of the run in full batches."""
         samples = self.training.train_samples
         return self.last_iteration() if samples is None else self.full_batches(samples)
 
@@ -227,7 +234,6 @@ class RunConfig:
 
     @property
     def validates(self) -> bool:
-        """Return whether the run has validations."""
         return bool(self.validation_interval)
 
     @property
@@ -340,7 +346,6 @@ class RunConfig:
         return max(world_size // self.parallel.ranks_per_replica, 1)
 
     def layout(self, world_size: int) -> ParallelLayout:
-        """Return the process groups of this configuration."""
         return ParallelLayout(world_size=world_size, **self.parallel.layout_sizes)
 
     def micro_batches_per_step(self, data_parallel_size: int) -> int:

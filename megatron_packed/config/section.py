@@ -36,9 +36,9 @@ def section_fields(section: type[Section]) -> tuple[Field, ...]:
     """Return the options of a section in the order of their declaration; they are read once per
     class.
     """
-    if "described" not in section.__dict__:
-        section.described = _read_fields(section)
-    return section.described
+    if "option_fields" not in section.__dict__:
+        section.option_fields = _read_fields(section)
+    return section.option_fields
 
 
 def _read_fields(section: type[Section]) -> tuple[Field, ...]:
@@ -80,11 +80,11 @@ class Section:
                 shared = declared.metadata["option"].with_common(group, only_if)
                 declared.metadata = MappingProxyType({"option": shared})
         # A base of sections needs no methods; each costs time at every start.
-        whole = bool(title)
-        dataclass(frozen=True, kw_only=True, init=whole, repr=whole, eq=whole)(cls)
+        complete = bool(title)
+        dataclass(frozen=True, kw_only=True, init=complete, repr=complete, eq=complete)(cls)
 
     title: ClassVar[str] = ""
-    described: ClassVar[tuple[Field, ...]] = ()
+    option_fields: ClassVar[tuple[Field, ...]] = ()
 
     def __post_init__(self) -> None:
         problems = problems_of(self)
@@ -125,6 +125,14 @@ def unchecked(section: type[SectionType], values: Mapping[str, Any]) -> SectionT
     for field in section_fields(section):
         object.__setattr__(made, field.name, values.get(field.name, field.default))
     return made
+
+
+def value_when_not_given(section: Section, field: Field) -> Any:
+    """Return the value that an option of a section has when it is not given."""
+    if not field.option.derived:
+        return field.default
+    without = unchecked(type(section), {**vars(section), field.name: None})
+    return without.derive(lambda *names: True).get(field.name)
 
 
 def problems_of(section: Section, unsound: set[str] | None = None) -> list[Problem]:

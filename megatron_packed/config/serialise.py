@@ -6,14 +6,27 @@ import hashlib
 import json
 import shlex
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 from megatron_packed.config.cross_rules import cross_rules
 from megatron_packed.config.errors import ConfigError, Problem
-from megatron_packed.config.options import Field
+from megatron_packed.config.options import Field, Stored
 from megatron_packed.config.parser.did_you_mean import did_you_mean, nearest
-from megatron_packed.config.run import SECTIONS, RunConfig, every_field, unchecked_run
-from megatron_packed.config.section import Section, section_fields, unchecked
+from megatron_packed.config.run import (
+    SECTIONS,
+    RunConfig,
+    every_field,
+    stored_values,
+    unchecked_run,
+)
+from megatron_packed.config.section import (
+    Section,
+    problems_of,
+    section_fields,
+    unchecked,
+    value_when_not_given,
+)
 from megatron_packed.config.sections.model import ModelConfig
 
 _HASH_VERSION = 1  # increase it when the default of a model field changes
@@ -70,6 +83,32 @@ def as_flag(field: Field, value: Any) -> str:
     return shlex.join([field.flag, *map(str, arguments)])
 
 
+def model_flags(model: ModelConfig) -> list[str]:
+    """Return the flags that set the options of a model, without derived ones that have no effect.
+
+    A model without Mamba layers has a number of Mamba heads all the same, because the number is
+    derived from the hidden size. Without the flag, it is derived again.
+
+    Example:
+        ``["--hybrid-layer-pattern '*-*-'", "--hidden-size 64", ...]``
+    """
+    flags = []
+    for field in section_fields(ModelConfig):
+        value = getattr(model, field.name)
+        idle = field.option.derived and not _has_effect(field, model)
+        if value not in (None, field.default) and not (
+            idle and value == value_when_not_given(model, field)
+        ):
+            flags.append(as_flag(field, value))
+    return flags
+
+
+def _has_effect(field: Field, model: ModelConfig) -> bool:
+    """Return whether an option whose conditions depend on the model alone has an effect."""
+    run = cast(RunConfig, SimpleNamespace(model=model))
+    return all(condition.holds(run, 1) for condition in field.option.conditions)
+
+
 def from_dict(data: Mapping[str, Any]) -> RunConfig:
     """Return the configuration from a dictionary that ``to_dict`` made. Missing sections and fields
     have their defaults.
@@ -77,21 +116,12 @@ def from_dict(data: Mapping[str, Any]) -> RunConfig:
     Raises:
         ConfigError: lists every problem: unknown sections or fields, and wrong values.
     """
-    problems = _unknown_keys(data)
+    problems = list(_unknown_keys(data))
     sections: dict[str, Section] = {}
     for name, kind in SECTIONS.items():
-        section_values = data.get(name, {})
-        names = {field.name for field in section_fields(kind)}
-        try:
-            values = (
-                {key: value for key, value in section_values.items() if key in names}
-                if isinstance(section_values, Mapping)
-                else {}
-            )
-            required = {field.name: None for field in section_fields(kind) if field.required}
-            sections[name] = kind(**{**required, **values})
-        except ConfigError as error:
-            problems += error.problems
+        values = data.get(name)
+        sections[name] = unchecked(kind, values if isinstance(values, Mapping) else {})
+        problems += problems_of(sections[name])
     if problems:
         raise ConfigError(problems)
     run = unchecked_run(sections)
@@ -142,9 +172,7 @@ def model_differences(stored: Mapping[str, Any], model: ModelConfig) -> list[Pro
     return problems
 
 
-def changed_options(
-    stored: Mapping[str, Any], current: Mapping[str, Any], keys: Collection[str]
-) -> list[str]:
+def changed_options(stored: Stored, current: Stored, keys: Collection[str]) -> list[str]:
     """Return the options that differ from the options of the run that saved a checkpoint: ``["--lr
     0.1, was 0.2"]``.
 
@@ -160,9 +188,7 @@ def changed_options(
     return changes
 
 
-def restoring_words(
-    stored: Mapping[str, Any], current: Mapping[str, Any], keys: Collection[str]
-) -> str:
+def restoring_words(stored: Stored, current: Stored, keys: Collection[str]) -> str:
     """Return the cure that restores the options of a checkpoint, such as ``give --lr 0.2 and leave
     out --seed``.
     """
@@ -182,23 +208,16 @@ def restoring_words(
 
 
 def differing_options(
-    stored: Mapping[str, Any], current: Mapping[str, Any], keys: Collection[str]
+    stored: Stored, current: Stored, keys: Collection[str]
 ) -> Iterator[tuple[Field, Any, Any]]:
     """Yield each option of these sections and keys whose values differ, with the value in the
     checkpoint and the current value.
     """
-    for field in every_field():
-        stored_section, run_section = (
-            config.get(field.section, {}) for config in (stored, current)
-        )
-        if (
-            {field.section, field.key}.isdisjoint(keys)
-            or field.name not in stored_section
-            or field.name not in run_section
-        ):
-            continue
-        if stored_section[field.name] != run_section[field.name]:
-            yield field, stored_section[field.name], run_section[field.name]
+    run_values = {field.key: value for field, value in stored_values(current)}
+    for field, stored_value in stored_values(stored):
+        run_value = run_values.get(field.key, stored_value)
+        if run_value != stored_value and not {field.section, field.key}.isdisjoint(keys):
+            yield field, stored_value, run_value
 
 
 def as_given(field: Field, value: object) -> str:
@@ -215,38 +234,24 @@ def as_given(field: Field, value: object) -> str:
 
 
 def _identity(model: ModelConfig) -> dict[str, Any]:
-    held = section_to_dict(model)
-    values = {}
-    for field in section_fields(ModelConfig):
-        name, expected = field.name, field.default
-        if field.option.derived:
-            expected = (
-                unchecked(ModelConfig, {**held, name: None}).derive(lambda *names: True).get(name)
-            )
-        if not field.option.training_only and held[name] != expected:
-            values[name] = held[name]
-    return values
+    return {
+        field.name: value
+        for field, value in stored_values({ModelConfig.title: section_to_dict(model)})
+        if not field.option.training_only and value != value_when_not_given(model, field)
+    }
 
 
-def _unknown_keys(data: Mapping[str, Any]) -> list[Problem]:
-    problems = []
+def _unknown_keys(data: Mapping[str, Any]) -> Iterator[Problem]:
     for name, section in data.items():
         if name not in SECTIONS:
-            problems.append(
-                Problem(
-                    name, "", "is not a section", did_you_mean(nearest(name, SECTIONS), "remove it")
-                )
-            )
+            cure = did_you_mean(nearest(name, SECTIONS), "remove it")
+            yield Problem(name, "", "is not a section", cure)
         elif not isinstance(section, Mapping):
-            problems.append(
-                Problem(name, repr(section), "must contain fields with values", "give a mapping")
-            )
+            rule = "must contain fields with values"
+            yield Problem(name, repr(section), rule, "give a mapping")
         else:
             names = [field.name for field in section_fields(SECTIONS[name])]
             for key in section:
                 if key not in names:
                     cure = did_you_mean(nearest(key, names), "remove it")
-                    problems.append(
-                        Problem(f"{name}.{key}", "", f"is not an option of {name}", cure)
-                    )
-    return problems
+                    yield Problem(f"{name}.{key}", "", f"is not an option of {name}", cure)

@@ -10,10 +10,10 @@ import math
 from typing import Any
 
 from megatron_packed.config.options import Field
-from megatron_packed.config.run import every_field
+from megatron_packed.config.run import stored_values
 from megatron_packed.config.section import section_fields
 from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.config.value_checks import within
+from megatron_packed.config.value_checks import within_bounds
 
 _MODEL = tuple(field.name for field in section_fields(ModelConfig) if field.required)
 _SIZES = ("global_batch_size", "micro_batch_size", "seq_length")
@@ -30,10 +30,9 @@ def stored_problem(value: Any) -> str | None:
         missing = [name for name in required if name not in value.get(section, {})]
         if missing if section in value else section != "packing":
             return f".{'.'.join([section, *missing[:1]])} is missing"
-    for field in every_field():
-        section_values = value.get(field.section, {})
-        if field.name in section_values and not _fits(field, section_values[field.name]):
-            return f".{field.key}{wrong(section_values[field.name], field.kind.word)}"
+    for field, stored in stored_values(value):
+        if not _fits(field, stored):
+            return f".{field.key}{wrong(stored, field.kind.word)}"
     return None
 
 
@@ -50,7 +49,8 @@ def _fits(field: Field, value: Any) -> bool:
     for item in value if field.kind.many else [value]:
         typed = type(item) is field.kind.base or (field.kind.base is float and type(item) is int)
         if not typed or (
-            field.kind.base in (int, float) and not (is_number(item) and within(field.option, item))
+            field.kind.base in (int, float)
+            and not (is_number(item) and within_bounds(field.option, item))
         ):
             return False
     return True

@@ -1,4 +1,4 @@
-"""Reader of the tables in JSON files: packages, and flags of Megatron-LM and of other trainers."""
+"""Reader of the tables in JSON files: packages, flags of a first run, and of other programs."""
 
 from __future__ import annotations
 

@@ -64,10 +64,10 @@ def answer(name: str, texts: Sequence[str], shown: str | None = None) -> Problem
     if group is None:
         return None
     value = " ".join(texts)
-    return Problem(shown or name, value, group.rule, cure_of(group, value))
+    return Problem(shown or name, value, group.rule, trainer_cure(group, value))
 
 
-def cure_of(group: TrainerFlags, value: str) -> str:
+def trainer_cure(group: TrainerFlags, value: str) -> str:
     """Return the cure for a value; an empty value leaves a placeholder."""
     if not value:
         return group.cure.replace(_VALUE, group.blank)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from megatron_packed.config.errors import MOST_SHOWN, Problem
+from megatron_packed.config.errors import MOST_SHOWN, Fault, Problem
 from megatron_packed.config.options import Field, Option
 from megatron_packed.config.parser.did_you_mean import did_you_mean, nearest
 
@@ -54,7 +54,7 @@ def check_value(field: Field, value: Any) -> tuple[Any, list[Problem]]:
 
 
 def _check_one(field: Field, value: Any) -> tuple[Any, Problem | None]:
-    kind, limits, flag = field.kind, field.option, field.flag
+    kind, limits = field.kind, field.option
     if limits.word and value == limits.word:
         return value, None
     if kind.base is float and isinstance(value, int) and not isinstance(value, bool):
@@ -62,49 +62,39 @@ def _check_one(field: Field, value: Any) -> tuple[Any, Problem | None]:
             value = float(value)
         except OverflowError:  # a file may have a whole number with hundreds of digits
             value = math.inf if value > 0 else -math.inf
-    shown = str(value) if kind.base in (int, float) else repr(value)
-    if not isinstance(value, kind.base) or (isinstance(value, bool) and kind.base is not bool):
-        return value, Problem(
-            flag, repr(value), f"must be {kind.word}", f"give {flag} {placeholder(field)}"
-        )
+    shown = str(value) if type(value) in (int, float) else repr(value)
     if isinstance(value, str) and limits.value_aliases:
         value = limits.value_aliases.get(value, value)
+    fault = _fault(field, value)
+    return value, Problem(field.flag, shown, *fault) if fault else None
+
+
+def _fault(field: Field, value: Any) -> Fault | None:
+    """Return the rule that a single value breaks, and the cure."""
+    kind, limits = field.kind, field.option
+    fits = isinstance(value, kind.base) and (kind.base is bool or not isinstance(value, bool))
+    if not fits:
+        return f"must be {kind.word}", f"give {field.flag} {placeholder(field)}"
     if limits.not_built and value in limits.not_built:
-        return value, Problem(flag, shown, "is not supported", limits.not_built[value])
+        return "is not supported", limits.not_built[value]
     if limits.choices and value not in limits.choices:
-        choices = ", ".join(str(choice) for choice in limits.choices)
         suggestions = nearest(value, limits.choices) if isinstance(value, str) else []
-        return value, Problem(
-            flag,
-            shown,
-            f"must be one of {choices}",
-            did_you_mean(suggestions, "choose one of them"),
-        )
+        rule = f"must be one of {', '.join(map(str, limits.choices))}"
+        return rule, did_you_mean(suggestions, "choose one of them")
     if kind.base is str:
         if not value.strip():
-            return value, Problem(
-                flag, shown, "must not be empty", "give a value, or leave the option out"
-            )
-        if "\0" in value:
-            return value, Problem(flag, shown, "contains a NUL character", "remove it")
-        return value, None
+            return "must not be empty", "give a value, or leave the option out"
+        return ("contains a NUL character", "remove it") if "\0" in value else None
     if kind.base is float and not math.isfinite(value):
-        return value, Problem(
-            flag, shown, "must be a finite number", f"give a number {bounds(limits)}".rstrip()
-        )
+        return "must be a finite number", f"give a number {bounds(limits)}".rstrip()
     if kind.base is int and limits.maximum is None and abs(value) > INT32_MAX:
-        return value, Problem(
-            flag, shown, f"must fit into 32 bits (at most {INT32_MAX})", "give a smaller number"
-        )
-    if kind.base in (int, float) and not within(limits, value):
-        return value, Problem(
-            flag, shown, f"must be {bounds(limits)}", f"give {kind.word} {bounds(limits)}"
-        )
-    return value, None
+        return f"must fit into 32 bits (at most {INT32_MAX})", "give a smaller number"
+    if kind.base is not bool and not within_bounds(limits, value):
+        return f"must be {bounds(limits)}", f"give {kind.word} {bounds(limits)}"
+    return None
 
 
-def within(limits: Option, value: float) -> bool:
-    """Return whether a number is within the bounds of an option."""
+def within_bounds(limits: Option, value: float) -> bool:
     return not (
         (limits.minimum is not None and value < limits.minimum)
         or (limits.above is not None and value <= limits.above)

@@ -41,6 +41,22 @@ def open_new(path: str | os.PathLike[str], *, mode: int = 0o666, dir_fd: int | N
     return os.open(path, flags, mode, dir_fd=dir_fd)
 
 
+def write_all(descriptor: int, data: bytes | memoryview) -> None:
+    """Write all bytes to an open file; one call of the system may write only some."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def sync_path(path: Path) -> None:
+    """Flush a file, or the names in a directory, to the disk, so that they survive a power failure."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def temporary_path(path: Path) -> Path:
     """Return a random path in the folder of ``path``."""
     return path.with_name(f".{path.name[:_SHOWN_OF_NAME]}.tmp-{uuid.uuid4().hex[:_RANDOM_DIGITS]}")

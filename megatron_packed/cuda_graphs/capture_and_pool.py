@@ -339,7 +339,6 @@ def addresses_noted(saved: set[int]) -> Iterator[None]:
 
 
 def address_of(tensor: Tensor) -> int:
-    """Return the address of the memory of a tensor."""
     return tensor.untyped_storage().data_ptr()
 
 

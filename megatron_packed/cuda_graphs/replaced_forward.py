@@ -130,7 +130,6 @@ class GraphedForward:
                     captured.reset()
 
     def in_slot(self, slot: Slot) -> dict[CaptureSize, ModuleGraphs]:
-        """Return the module's graphs in one slot."""
         return self._captured[slot]
 
     @property

@@ -124,7 +124,6 @@ class SlotGraphs:
         yield self._adopt(planned, size)
 
     def drop_size(self, size: CaptureSize) -> None:
-        """Free the graphs of one capture size."""
         for module in self._captured:
             module.forget(self.slot, size)
         graph = self.tables.pop(size, None)

@@ -273,7 +273,6 @@ class SlotRing:
         self.under_way = None
 
     def vacate(self) -> None:
-        """Empty all slots."""
         self.under_way = None
         for slot in self.slots:
             slot.vacate()

@@ -13,6 +13,9 @@ import numpy as np
 from megatron_packed.data.keyed_random import KeyedRandom
 from megatron_packed.packed.array_types import Int32Array, Int64Array, IntegerArray, UInt8Array
 
+TokensAndTargets = tuple[Int32Array, UInt8Array]
+"""Tokens of a document or of a piece, and 1 for each token that is a target, else 0."""
+
 
 class Documents(Protocol):
     """Interface of tokenised documents, numbered from 0. Several threads may use it."""
@@ -20,7 +23,8 @@ class Documents(Protocol):
     lengths: Int64Array
     """``(D,)`` number of tokens of each document."""
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return len(self.lengths)
 
     @property
     def source_lengths(self) -> Int64Array:
@@ -28,7 +32,7 @@ class Documents(Protocol):
 
         The same as `lengths` if documents are not shortened.
         """
-        ...
+        return self.lengths
 
     @property
     def source_targets(self) -> Int64Array:
@@ -40,9 +44,7 @@ class Documents(Protocol):
         """Hash of the tokens and target marks; the paths of files do not count."""
         ...
 
-    def document(
-        self, index: int, start: int = 0, length: int | None = None
-    ) -> tuple[Int32Array, UInt8Array]:
+    def document(self, index: int, start: int = 0, length: int | None = None) -> TokensAndTargets:
         """Return tokens and target marks of a document, or of ``length`` tokens from ``start``."""
         ...
 
@@ -88,16 +90,13 @@ def drawing_order(count: int) -> Int64Array:
     return KeyedRandom(0, "split", count).permutation(count)
 
 
-class ShuffledDocuments:
+class ShuffledDocuments(Documents):
     """Documents of a source in `drawing_order`; implements `Documents`."""
 
     def __init__(self, source: Documents) -> None:
         self._source = source
         self._order = drawing_order(len(source))
         self.lengths: Int64Array = source.lengths[self._order]
-
-    def __len__(self) -> int:
-        return len(self.lengths)
 
     @property
     def source_lengths(self) -> Int64Array:
@@ -111,9 +110,7 @@ class ShuffledDocuments:
     def content_hash(self) -> str:
         return hashlib.sha256(f"shuffled {self._source.content_hash}".encode()).hexdigest()
 
-    def document(
-        self, index: int, start: int = 0, length: int | None = None
-    ) -> tuple[Int32Array, UInt8Array]:
+    def document(self, index: int, start: int = 0, length: int | None = None) -> TokensAndTargets:
         return self._source.document(int(self._order[index]), start, length)
 
     def count_targets(
@@ -128,7 +125,7 @@ class ShuffledDocuments:
         return self._source.sentences()
 
 
-class JoinedDocuments:
+class JoinedDocuments(Documents):
     """Concatenation of ranges of documents; implements `Documents`.
 
     Args:
@@ -149,9 +146,6 @@ class JoinedDocuments:
             [p.documents.lengths[p.first : p.stop] for p in ranges]
         )
 
-    def __len__(self) -> int:
-        return len(self.lengths)
-
     @property
     def source_lengths(self) -> Int64Array:
         return np.concatenate([p.documents.source_lengths[p.first : p.stop] for p in self._ranges])
@@ -165,9 +159,7 @@ class JoinedDocuments:
         parts = [[piece.documents.content_hash, piece.first, piece.stop] for piece in self._ranges]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
-    def document(
-        self, index: int, start: int = 0, length: int | None = None
-    ) -> tuple[Int32Array, UInt8Array]:
+    def document(self, index: int, start: int = 0, length: int | None = None) -> TokensAndTargets:
         if not 0 <= index < len(self):
             raise IndexError(
                 f"document {index} does not exist; there are {len(self)} documents, numbered from 0."

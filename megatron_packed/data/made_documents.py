@@ -8,8 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_packed.config import flag_names as flags
+from megatron_packed.data.documents import Documents, TokensAndTargets
 from megatron_packed.data.keyed_random import KeyedRandom
-from megatron_packed.packed.array_types import Int32Array, Int64Array, IntegerArray, UInt8Array
+from megatron_packed.packed.array_types import Int64Array, IntegerArray
 
 _COUNTS = {"training": 16_384, "validation": 512, "test": 512}
 _HALVINGS = 6
@@ -26,7 +27,7 @@ class MadeFrom(NamedTuple):
     """True if the first third of each document is a prompt without targets."""
 
 
-class MadeDocuments:
+class MadeDocuments(Documents):
     """Documents (`documents.Documents`) of counting tokens, each from a random first token.
 
     They depend only on the arguments. Most documents are several times shorter than the longest, so
@@ -55,13 +56,6 @@ class MadeDocuments:
         self._first = draw.below(vocab_size, count)
         self._prompts = np.maximum(self.lengths // 3, 1) if source.sft else np.ones(count, np.int64)
 
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    @property
-    def source_lengths(self) -> Int64Array:
-        return self.lengths
-
     @property
     def source_targets(self) -> Int64Array:
         return self.lengths - self._prompts
@@ -70,9 +64,7 @@ class MadeDocuments:
     def content_hash(self) -> str:
         return hashlib.sha256(repr(self._key).encode()).hexdigest()
 
-    def document(
-        self, index: int, start: int = 0, length: int | None = None
-    ) -> tuple[Int32Array, UInt8Array]:
+    def document(self, index: int, start: int = 0, length: int | None = None) -> TokensAndTargets:
         """Return tokens and target marks of a document or piece; see `documents.Documents`.
 
         Raises:

@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 from megatron_packed.config.data_fields import fields_from
+from megatron_packed.config.regular_files import StrPath
 from megatron_packed.config.sections.data_parts.tokenizer import (
     AT_TURN,
     DATA_RULES,
@@ -21,7 +22,6 @@ from megatron_packed.data.errors import DataError
 from megatron_packed.data.packed_dataset_checks import (
     CutRules,
     Data,
-    StrPath,
     check_integers,
     check_pack_sizes,
     check_run,
@@ -33,7 +33,6 @@ from megatron_packed.data.packed_dataset_sources import (
     open_sources,
 )
 from megatron_packed.data.packing.packer import Packer, Packs
-from megatron_packed.data.packing.rank_balance import BY_TOKENS
 from megatron_packed.data.packing.step_plan import PieceTable
 from megatron_packed.data.packing.token_accounting import cut_documents
 from megatron_packed.data.tokenizers.base import Tokenizer
@@ -316,7 +315,7 @@ class PackedDataset(IterableDataset[MicroBatch]):
 
 def _hash_of(documents: Documents, table: PieceTable) -> str:
     """Return a hash of the documents and of the packs, which a saved state must have too."""
-    identity = f"{documents.content_hash} {table.hash(packs_per_step=1)}"
+    identity = f"{documents.content_hash} {table.hash}"
     return hashlib.sha256(identity.encode()).hexdigest()
 
 
@@ -340,4 +339,6 @@ def _piece_table(
             f"the data has no target left: {pieces.targets.sentence().rstrip('.')} (max_document_length {cut.longest}, "
             f"overlong_policy {cut.policy}); raise max_document_length, or give documents with answers."
         )
-    return PieceTable(pieces, targets, packer, seed, BY_TOKENS, None, show)
+    return PieceTable(
+        pieces, targets, packer=packer, packs_per_step=1, seed=seed, show_progress=show
+    )

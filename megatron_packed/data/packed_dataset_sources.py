@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_packed.config.data_fields import DataFields
+from megatron_packed.config.regular_files import StrPath
 from megatron_packed.config.sections.data_parts.tokenizer import (
     ANSWER_ENDS,
     DATA_RULES,
@@ -25,7 +26,7 @@ from megatron_packed.data.documents import DocumentRange, Documents, JoinedDocum
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.index.indexed_documents import IndexedDocuments
 from megatron_packed.data.index.indexed_file import is_indexed
-from megatron_packed.data.packed_dataset_checks import Data, StrPath, paths_or_records
+from megatron_packed.data.packed_dataset_checks import Data, paths_or_records
 from megatron_packed.data.progress_bar import say
 from megatron_packed.data.records import (
     is_huggingface_dataset,
@@ -89,7 +90,6 @@ class ConversationOptions:
         return None if variables is None else json.dumps(variables, sort_keys=True)
 
     def chat_format(self, tokenizer: Tokenizer) -> ChatFormat:
-        """Build the chat format of the options."""
         template = None if self.chat_template is None else os.fspath(self.chat_template)
         return chat_format(
             tokenizer,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
 from typing import Any
 
 from megatron_packed.config.errors import escaped, printable
@@ -91,12 +90,7 @@ class ProgressBar:
             )
         self._bar.update(self._task, completed=done, total=self._total, note=note)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 

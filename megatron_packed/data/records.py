@@ -18,12 +18,12 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from io import FileIO
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 from megatron_packed.config.data_fields import DataFields
+from megatron_packed.config.written_files import write_all
 from megatron_packed.data.errors import DataError, printable
 from megatron_packed.data.packed_dataset_checks import TEXT_CURE, describe_value
 from megatron_packed.data.progress_bar import ProgressBar
@@ -104,7 +104,7 @@ def write_records(
             for number, block in _blocks(records, texts):
                 digest.update(block)
                 with _writing(directory):  # not around the loop: a generator has errors of its own
-                    _write_all(file, block)
+                    write_all(file.fileno(), block)
                 bar.update(number)
         final = directory / f".records-{digest.hexdigest()[:16]}.jsonl"
         with _writing(directory):
@@ -205,12 +205,6 @@ def _fault(value: Any, place: str) -> str:
 
 def _cut(place: str) -> str:
     return printable(place, _MOST_PLACE)
-
-
-def _write_all(file: FileIO, data: bytes) -> None:
-    left = memoryview(data)
-    while left:
-        left = left[file.write(left) :]
 
 
 def _publish(temporary: Path, final: Path, digest: str) -> None:

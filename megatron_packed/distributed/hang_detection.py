@@ -50,7 +50,37 @@ class DeviceHangError(RuntimeError):
     """Error for a GPU that makes no progress, usually because it waits for another GPU."""
 
 
-class HangDetector:
+class DeviceWatch:
+    """Interface of `HangDetector`; this class does nothing, for a device that waits for no other."""
+
+    def beat(self) -> None:
+        """Record that work was queued."""
+
+    def waits(self) -> None:
+        """Look at the queued work; called repeatedly by a main thread that waits for the device."""
+
+    def wait(self) -> None:
+        """Wait until the device has completed the work of the last `beat`."""
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Suspend the watch inside a ``with`` block whose waits have their own timeout."""
+        yield
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """Wait for all queued work, and suspend the watch inside the block."""
+        self.beat()
+        self.wait()
+        with self.resting():
+            yield
+
+
+UNWATCHED = DeviceWatch()
+"""Watch of a device that waits for no other device."""
+
+
+class HangDetector(DeviceWatch):
     """Context manager that watches for a hanging GPU while its ``with`` block runs.
 
     See [Note: hangs that no timeout sees].

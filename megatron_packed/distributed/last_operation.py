@@ -42,7 +42,6 @@ def last_operation_of_thread(ident: int | None) -> str:
 
 
 def last_operation_of_error(error: BaseException) -> str:
-    """Describe the operation that raised ``error``."""
     place = _describe(frame for frame, _ in traceback.walk_tb(error.__traceback__))
     on_device = _collective_of_device()
     return place if on_device is None else f"{place}, while its GPU was in {on_device}"

@@ -3,6 +3,9 @@
 Both work bucket by bucket ([Note: buckets] in ``zero1_layout.py``) and stage by stage. Stages are
 the modules that the hidden state passes through, in order.
 
+On two H200, an eager step of a model with experts takes 183.5 ms with both and 205.9 ms without. The
+share of time in which only NCCL works falls from 15 % to 4 % (2026-11-22).
+
 [Note: when gradients are complete]
 All parameter gradients of a stage and of the later stages are complete when the gradient of that
 stage's input arrives. The reason is autograd's order: of the nodes that are ready, autograd runs
@@ -199,7 +202,6 @@ class OverlappedGather:
             )
 
     def start(self) -> None:
-        """Start the all-gather of all parameters."""
         # Start the buckets in the order of their first use. The first layer of the next step then
         # waits only for the first bucket.
         for number in self._order:

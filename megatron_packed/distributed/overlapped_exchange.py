@@ -12,6 +12,10 @@ The messages of all parts start at once. A part is computed as soon as it has ar
 result travels back while the next part is computed. Only the first message and the last result have
 nothing to hide under.
 
+By default there is one part. On two H200, four parts leave 17 ms of the exchange exposed instead of
+39 ms. But kernels of fewer heads are less efficient, so a step in graphs takes 197 ms instead of
+187 ms (2026-11-24).
+
 In autograd's graph an exchange is two nodes: `_Send` starts a collective, `_Receive` waits for it.
 The backward of `_Receive` starts the collective in the opposite direction, and the backward of
 `_Send` waits for it. Autograd runs the most recently created of the nodes that are ready. All

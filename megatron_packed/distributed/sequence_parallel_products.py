@@ -10,6 +10,9 @@ other. `TensorOverlap` runs a collective under a product in one of two ways:
   products, dX and dW. The rows for dW are gathered under the product dX, and dX is scattered under the
   product dW. These are the usual collectives, started earlier, so all results have the same bits. They
   need no symmetric memory, so they also work across hosts.
+
+By default nothing overlaps. On two H200, all kinds together shorten a step in graphs from 192.5 to
+180.3 ms, but lengthen an eager step from 454 to 594 ms (2026-11-29).
 """
 
 from __future__ import annotations

@@ -8,6 +8,9 @@ rank copies the parts for its peers into its buffer. The peers copy their parts 
 results. Copy engines transfer these parts over NVLink, so the transfer takes no SM from kernels that
 run beside it. The results have the bits of the collective, because nothing is computed.
 
+Between two H200, parts of 132 MB take 422 us and parts of 8 MB 48 us. NCCL takes 481 us and 48 us
+(2026-11-25). Beside matrix products either adds about as much time to them.
+
 A part is transferred in pieces, and the buffer has `PIECE_SLOTS` slots for pieces. So a buffer of one size
 serves messages of every size and all layers. Two streams run the steps of piece i:
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, product
+from itertools import accumulate
 from math import prod
 
 import torch
@@ -203,23 +203,6 @@ class Shard:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlatPiece:
-    """Run of elements of a rank's shard, with its position in the unsplit parameter.
-
-    Positions count elements of the flattened tensors.
-    """
-
-    local_start: int
-    global_start: int
-    length: int
-    owned: bool
-    """True if this rank is the first of the ranks that hold the piece.
-
-    The owned pieces of all ranks together cover the unsplit parameter exactly once.
-    """
-
-
-@dataclass(frozen=True, kw_only=True)
 class StoredPiece:
     """Equally spaced runs of elements of a rank's shard, with their positions in a checkpoint.
 
@@ -232,7 +215,10 @@ class StoredPiece:
     global_start: int
     length: int
     owned: bool
-    """Same meaning as `FlatPiece.owned`."""
+    """True if this rank is the first of the ranks that hold the piece.
+
+    The owned pieces of all ranks together cover the stored parameter exactly once.
+    """
     rows: int = 1
     local_stride: int = 0
     global_stride: int = 0
@@ -312,25 +298,6 @@ class ShardedParameter:
                     )
                 )
         return pieces
-
-    def flat_pieces(self) -> list[FlatPiece]:
-        """Return this rank's shard as runs of flat elements.
-
-        The runs are in the order of the dimensions before ``dim``, then of the pieces.
-        """
-        shard, shape = self.shard, self.parameter.shape
-        inner = prod(shape[shard.dim + 1 :])
-        outer = range(prod(shape[: shard.dim]))
-        rows_before = 0 if shard.first is None else shard.first.start * prod(shape[1 : shard.dim])
-        return [
-            FlatPiece(
-                local_start=(row * shard.local_length + begin) * inner,
-                global_start=((rows_before + row) * shard.length + piece.start) * inner,
-                length=piece.length * inner,
-                owned=self.rank % piece.shared_by == 0,
-            )
-            for row, (begin, piece) in product(outer, list(shard.local_pieces()))
-        ]
 
 
 def set_shard(parameter: nn.Parameter, shard: Shard) -> nn.Parameter:

@@ -329,5 +329,4 @@ def _ranges_of(slots: Sequence[ParamSlot], end: int) -> Iterator[FlatRange]:
 
 
 def round_up(value: int, multiple: int) -> int:
-    """Round ``value`` up to a multiple of ``multiple``."""
     return -(-value // multiple) * multiple

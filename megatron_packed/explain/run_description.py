@@ -19,6 +19,7 @@ from megatron_packed.explain.kernel_reasons import (
 from megatron_packed.explain.op_requests import useless_recomputation
 from megatron_packed.models.equal_exchanges import exchange_line
 from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.models.run_model import trained_elements
 from megatron_packed.models.tensor_overlap import overlap_line
 
 
@@ -45,7 +46,11 @@ def describe(
     parameters = sum(
         sharded.stored_shape.numel() for sharded in model.sharded_parameters().values()
     )
-    say(f"model {config.model.hybrid_layer_pattern}: {parameters:,} parameters, {precision}")
+    frozen = parameters - trained_elements(model)
+    suffix = f" ({frozen:,} of them frozen)" if frozen else ""
+    say(
+        f"model {config.model.hybrid_layer_pattern}: {parameters:,} parameters{suffix}, {precision}"
+    )
     detail(
         f"{groups.world_size} process(es) on {groups.device.type}{_shared(config, groups)}; packs of "
         f"{config.packing.tokens_per_pack:,} tokens, {config.packs_per_step()} packs a step{_ramp(config)}; "

@@ -63,10 +63,10 @@ def evaluation_sentences(name: str, plan: PackPlan | EvaluationPlan) -> list[str
     if isinstance(plan, EvaluationPlan) and plan.num_targets < FEW_TARGETS:
         assert plan.pieces.targets is not None
         cure = "add documents to it"
-        kept = plan.pieces.targets.targets_kept
-        if plan.num_targets < kept:  # even all targets of the data may be too few
-            more = "" if kept >= FEW_TARGETS else f", and {cure}"
-            cure = f"raise --eval-iters, which stops before the last document{more}"
+        kept_targets = plan.pieces.targets.targets_kept
+        if plan.num_targets < kept_targets:  # even all targets of the data may be too few
+            cure_clause = "" if kept_targets >= FEW_TARGETS else f", and {cure}"
+            cure = f"raise --eval-iters, which stops before the last document{cure_clause}"
         lines.append(
             f"{name} data: {plan.num_targets:,} targets are fewer than {FEW_TARGETS:,}, so the {name} loss is noisy; "
             f"{cure}."

@@ -33,10 +33,10 @@ def with_epochs(
         return config
     steps = -(-plan.packs_of(epochs) // plan.packs_per_step)
     batch = config.packing.global_batch_size
-    before = 0 if progress is None else progress.plan_samples
-    samples = before + steps * batch
-    if progress is not None and before:
-        steps += (before - progress.samples_ahead(config.packing)) // batch
+    earlier_samples = 0 if progress is None else progress.plan_samples
+    samples = earlier_samples + steps * batch
+    if progress is not None and earlier_samples:
+        steps += (earlier_samples - progress.samples_ahead(config.packing)) // batch
     # The rules between options expect the steps of a run in which all batches had this size.
     nominal = samples // batch
     if config.training.train_iters not in (None, steps, nominal):
@@ -54,8 +54,12 @@ def epochs_sentences(config: RunConfig, plan: PackPlan) -> list[str]:
         return []
     packs = plan.packs_of(epochs)
     steps = -(-packs // plan.packs_per_step)
-    more = steps * plan.packs_per_step - packs
-    ends = f" The last step also takes {more} of the next {_packs(more)}." if more else ""
+    further_packs = steps * plan.packs_per_step - packs
+    ends = (
+        f" The last step also takes {further_packs} of the next {_packs(further_packs)}."
+        if further_packs
+        else ""
+    )
     blend = (
         " An epoch of the blend has as many tokens as its data sets together."
         if plan.blend is not None

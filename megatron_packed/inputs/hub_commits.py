@@ -30,7 +30,7 @@ def agree_on_commits(paths: Sequence[str], groups: ParallelGroups) -> None:
         except DataError as error:
             mine["error"] = str(error)
         mine["commits"] = known_commits()
-    of_rank_0 = all_gather_json(mine, groups)[0]
-    if of_rank_0["error"]:
-        raise DataError(of_rank_0["error"])
-    use_commits(of_rank_0["commits"])
+    commits = all_gather_json(mine, groups)[0]
+    if commits["error"]:
+        raise DataError(commits["error"])
+    use_commits(commits["commits"])

@@ -234,8 +234,8 @@ def open_documents(
 
 def _files(path: str) -> list[Path]:
     """Return the files of a data path, with links resolved."""
-    found = [index_path(path)] if names_indexed(path) else expand_paths([path])
-    return [file.resolve() for file in found]
+    files = [index_path(path)] if names_indexed(path) else expand_paths([path])
+    return [file.resolve() for file in files]
 
 
 class _Opener:
@@ -290,12 +290,12 @@ class _Opener:
             trained = {file for path in self._options.train_paths for file in _files(path)}
             both = [str(file) for path in blend.paths for file in _files(path) if file in trained]
             if both:
-                verb, more = (
+                verb, others_clause = (
                     "validate" if split == "valid" else "test",
                     f" and {len(both) - 1} more" * (len(both) > 1),
                 )
                 raise DataError(
-                    f"{both[0]}{more} is training data too, so it cannot {verb} the model; name other files."
+                    f"{both[0]}{others_clause} is training data too, so it cannot {verb} the model; name other files."
                 )
             sources = self.open(blend, apart=apart)
         except DataError as error:
@@ -391,13 +391,13 @@ def _divided(
     tests = tests and not untested
     counts = [sum(part.stop - part.first for part in ranges) for ranges in parts]
     unused = "" if validates or not counts[1] else " (unused without --eval-interval)"
-    rest = "test" if tests else "are left out"
+    test_clause = "test" if tests else "are left out"
     if untested:
-        rest += f": no test is run, because no document of {untested[0]} is left for it"
+        test_clause += f": no test is run, because no document of {untested[0]} is left for it"
     how = "drawn at random" if drawn else "in file order"
     sentences.append(
         f"Divided by --split {options.split}, {how}: {counts[0]} documents train, {counts[1]} validate{unused}, "
-        f"{counts[2]} {rest}."
+        f"{counts[2]} {test_clause}."
     )
     return RunDocuments(
         _joined(train, blend),

@@ -213,7 +213,7 @@ def plan_evaluation(
         DataError: the options do not allow to pack the documents, or no target is left.
     """
     pieces, targets = _pieces(config, dataset, name)
-    whole = config.training.full_validation and name != TEST
+    all_data = config.training.full_validation and name != TEST
     plan = EvaluationPlan(
         pieces,
         targets,
@@ -222,8 +222,8 @@ def plan_evaluation(
         dp_size=dp_size,
         seed=config.training.seed,
         cost=cost,
-        blend=None if whole else _blend(config, dataset, pieces),
-        max_steps=None if whole else config.training.eval_iters,
+        blend=None if all_data else _blend(config, dataset, pieces),
+        max_steps=None if all_data else config.training.eval_iters,
     )
     if plan.num_steps and not plan.num_targets:
         raise DataError(

@@ -30,7 +30,7 @@ from megatron_packed.data.sources.line_schema import (
 )
 from megatron_packed.data.sources.message_masks import LISTED_MASK
 from megatron_packed.data.sources.preference_lines import PREFERENCE_ANSWERS
-from megatron_packed.data.sources.strict_json import check_characters, parse_object
+from megatron_packed.data.sources.strict_json import check_characters, object_of_line
 from megatron_packed.data.tokenizers.base import Tokenizer
 from megatron_packed.data.tokenizers.chat_format import ChatFormat, TextPiece, chat_format
 from megatron_packed.data.tokenizers.encode import (
@@ -162,14 +162,14 @@ def texts(prompts: Sequence[str], name: str = "the prompt") -> list[GivenPrompt]
 def _lines(path: str | Path, name: str) -> Iterator[RawLine]:
     with _readable(path, name) as file:
         _check_size(file, name)
-        found = 0
+        num_prompts = 0
         for line in LineReader(file):
             if line.reason is not None:
                 raise _not_a_prompt(f"{name}, {line.kind} {line.number}", BadLine(line.reason))
             if line.is_blank:
                 continue
-            found += 1
-            if found > MOST_PROMPTS:
+            num_prompts += 1
+            if num_prompts > MOST_PROMPTS:
                 raise DataError(f"{name} has more than {MOST_PROMPTS:,} prompts; {_SPLIT}.")
             yield line
 
@@ -216,12 +216,12 @@ def _check_size(file: Path, name: str) -> None:
             raise DataError(f"{name} has more than {MOST_BYTES >> 20} MiB of prompts; {_SPLIT}.")
 
 
-def _not_a_prompt(where: str, bad: BadLine) -> DataError:
-    return DataError(f"{where} is not a prompt: {_in_words(bad)}.")
+def _not_a_prompt(where: str, bad_line: BadLine) -> DataError:
+    return DataError(f"{where} is not a prompt: {_in_words(bad_line)}.")
 
 
-def _in_words(bad: BadLine) -> str:
-    return REASONS[bad.reason] + (f" ({bad.detail})" if bad.detail else "")
+def _in_words(bad_line: BadLine) -> str:
+    return REASONS[bad_line.reason] + (f" ({bad_line.detail})" if bad_line.detail else "")
 
 
 def _of_text(name: str, line: RawLine) -> GivenPrompt:
@@ -248,7 +248,7 @@ def _of_object(name: str, line: bytes, fields: DataFields | None) -> list[GivenP
 
     Labels, masks and preferences of answers do not matter, because only the prompt is used.
     """
-    value = parse_object(line)
+    value = object_of_line(line)
     if fields is None or not any(has_field(value, path) for _, path in fields.paths):
         about_answers = (*PREFERENCE_ANSWERS, LISTED_MASK)
         value = {name: part for name, part in value.items() if name not in about_answers}

@@ -126,7 +126,9 @@ class RunData:
 
     def sentences(self) -> list[str]:
         """Return sentences about packing and about kept and dropped tokens and targets."""
-        of_plans = [evaluation_sentences(name, one.plan) for name, one in self.evaluated.items()]
+        of_plans = [
+            evaluation_sentences(name, stream.plan) for name, stream in self.evaluated.items()
+        ]
         return [*self.packing.sentences(), *(line for lines in of_plans for line in lines)]
 
     def close(self) -> None:
@@ -192,8 +194,8 @@ def build_data(
     plans = plan_data(config, documents, groups.dp.size, cost, resumed=resumed, show_progress=show)
     _say_packs(config, plans, say, detail)
     streams = {
-        name: _stream(config, groups, documents.evaluated[name], one, plans.capture_sizes)
-        for name, one in plans.evaluations.items()
+        name: _stream(config, groups, documents.evaluated[name], plan, plans.capture_sizes)
+        for name, plan in plans.evaluations.items()
     }
     train = _stream(config, groups, documents.train, plans.train, plans.capture_sizes)
     # In the first step, ranks with different data would run different collectives and hang.
@@ -261,8 +263,8 @@ def _say_packs(
         for line in beyond_sentences(plans.capture_sizes, evaluation, name)
     ]
     pieces = [plans.train.pieces, *(plan.pieces for plan in plans.evaluations.values())]
-    kept = all(part.keeps_everything for part in pieces)
-    show = detail if detail is not None and kept else say
+    keeps_all = all(part.keeps_everything for part in pieces)
+    show = detail if detail is not None and keeps_all else say
     for line in [*packing_sentences(config, plans), *beyond, *spread_sentences(plans.train)]:
         show(line)
     _refuse_fallbacks(config, plans, beyond)
@@ -299,9 +301,11 @@ def check_alike(streams: Mapping[str, Stream[AnyPlan]], groups: ParallelGroups) 
         name: [stream.plan.hash, stream.dataset.content_hash] for name, stream in streams.items()
     }
     of_ranks = all_gather_json(mine, groups)
-    for name in sorted({name for one in of_ranks for name in one}):
+    for name in sorted({name for hashes in of_ranks for name in hashes}):
         others = [
-            str(rank) for rank, one in enumerate(of_ranks) if one.get(name) != of_ranks[0].get(name)
+            str(rank)
+            for rank, hashes in enumerate(of_ranks)
+            if hashes.get(name) != of_ranks[0].get(name)
         ]
         if others:
             raise DataError(

@@ -33,7 +33,9 @@ class RunDocuments(NamedTuple):
         """
         both = {VALIDATION: self.valid, TEST: self.test}
         if self.valid_sets:
-            sets = {f"{VALIDATION} ({name})": one for name, one in self.valid_sets.items()}
+            sets = {
+                f"{VALIDATION} ({name})": documents for name, documents in self.valid_sets.items()
+            }
             both = {**sets, TEST: self.test}
         return {name: documents for name, documents in both.items() if documents is not None}
 
@@ -48,7 +50,10 @@ def made_documents(
     )
     assert train is not None
     sentences = [
-        line for one in (train, valid, test) if one is not None for line in one.sentences()
+        line
+        for documents in (train, valid, test)
+        if documents is not None
+        for line in documents.sentences()
     ]
     return RunDocuments(
         train, valid, test, sentences, {} if valid is None else dict.fromkeys(sets, valid)

@@ -60,8 +60,8 @@ def _uses_own_template(options: DataConfig, tokenizer: Tokenizer) -> bool:
     """Return whether the one template of the tokenizer's files renders the conversations."""
     renders = options.sft and options.sft_tokenizer_prompt_format in (None, "default")
     # Only the tokenizer itself can offer a second template for tools.
-    one = tokenizer.chat_template is not None and tokenizer.tool_chat_template is None
-    return renders and options.chat_template is None and one
+    has_one_template = tokenizer.chat_template is not None and tokenizer.tool_chat_template is None
+    return renders and options.chat_template is None and has_one_template
 
 
 class StoredFiles(NamedTuple):
@@ -111,8 +111,8 @@ class StoredFiles(NamedTuple):
             options: options of the data of a run that starts from the checkpoint.
             attached: the files that its own checkpoints will contain.
         """
-        then, now = self.texts.get(TEMPLATE), attached.get(TEMPLATE)
-        if then is None or now is None or then == now:
+        stored_text, text = self.texts.get(TEMPLATE), attached.get(TEMPLATE)
+        if stored_text is None or text is None or stored_text == text:
             return ""
         if options.chat_template is None:
             return (
@@ -164,12 +164,12 @@ def stored_files(
     ranks: dict[str, Any] = {}
     if groups is not None:
         ranks = {"rank": groups.rank, "world_size": groups.world_size, "group": groups.world_group}
-    found = read_attachments(folder, step=step, warn=warn, **ranks)
+    attachments = read_attachments(folder, step=step, warn=warn, **ranks)
     # The load reads the same metadata later, and refuses it with its problem.
-    if found is None or metadata_problem(found.metadata) is not None:
+    if attachments is None or metadata_problem(attachments.metadata) is not None:
         return None
-    data = found.metadata["config"].get("data", {})
-    return StoredFiles(found.path, data, found.texts, found.metadata.get(FOLDER))
+    data = attachments.metadata["config"].get("data", {})
+    return StoredFiles(attachments.path, data, attachments.texts, attachments.metadata.get(FOLDER))
 
 
 def files_of_start(config: RunConfig, groups: ParallelGroups | None = None) -> StoredFiles | None:
@@ -182,12 +182,12 @@ def files_of_start(config: RunConfig, groups: ParallelGroups | None = None) -> S
     """
     options = config.checkpoint
     # The order of `restore`: a run that has saved a checkpoint continues with its own files.
-    found = None
+    files = None
     if options.load is not None:
-        found = stored_files(options.load, options.ckpt_step, groups)
-    if found is None and options.pretrained_checkpoint is not None:
-        found = stored_files(options.pretrained_checkpoint, None, groups)
-    return found
+        files = stored_files(options.load, options.ckpt_step, groups)
+    if files is None and options.pretrained_checkpoint is not None:
+        files = stored_files(options.pretrained_checkpoint, None, groups)
+    return files
 
 
 def with_stored_template(config: RunConfig, files: StoredFiles | None) -> RunConfig:
@@ -198,8 +198,8 @@ def with_stored_template(config: RunConfig, files: StoredFiles | None) -> RunCon
     """
     if files is None:
         return config
-    taken = (config.origins or {}).get("data.chat_template") == STORED
-    return replace(config, data=files.with_template(config.data, prefers_stored=taken))
+    from_checkpoint = (config.origins or {}).get("data.chat_template") == STORED
+    return replace(config, data=files.with_template(config.data, prefers_stored=from_checkpoint))
 
 
 def with_tokenizer(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
@@ -218,5 +218,4 @@ def with_tokenizer(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
 
 
 def _is_file(chat_template: str | None) -> bool:
-    """Return whether a value of ``--chat-template`` names a file."""
     return chat_template is not None and chat_template not in CHAT_TEMPLATES

@@ -35,7 +35,7 @@ from megatron_packed.launch.nodes_and_restarts import (
 from megatron_packed.lazy_exports import lazy_function
 from megatron_packed.resume.stored_options import stored_options
 from megatron_packed.training.signals import SIGNALS, SignalFlag
-from megatron_packed.training.worker import explain
+from megatron_packed.training.worker import explain_report
 
 mark_loss = lazy_function("megatron_packed.training.failures", "mark_loss")
 """Imported at its call, because its module imports torch."""
@@ -301,7 +301,11 @@ def _read_flags(options: LaunchOptions, arguments: Sequence[str]) -> RunConfig:
     values = (node * options.processes, 0, node, world_size)
     with _variables({name: str(value) for name, value in zip(names, values, strict=True)}):
         return parse_or_exit(
-            arguments, explain, world_size=world_size, warns=False, read_stored=stored_options
+            arguments,
+            explain_report,
+            world_size=world_size,
+            warns=False,
+            read_stored=stored_options,
         )
 
 

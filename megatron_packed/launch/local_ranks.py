@@ -148,7 +148,6 @@ class LocalRanks:
         return self._failure(failed[0], ended[failed[0]]) if failed else None
 
     def signal(self, number: int) -> None:
-        """Send a signal to all processes."""
         for process in self._running.values():
             process.send_signal(number)
 

@@ -308,17 +308,13 @@ class Attention(nn.Module):
             config.hidden_size,
             qkv_shard(config, build.tp),
             bias=config.add_bias_linear or config.add_qkv_bias,
-            tp=build.tp,
-            device=build.device,
-            dtype=build.dtype,
+            build=build,
         )
         self.proj = build.parts.row_parallel(
             build.tp.shard(query_heads(config), dim=1),
             config.hidden_size,
             bias=config.add_bias_linear,
-            tp=build.tp,
-            device=build.device,
-            dtype=build.dtype,
+            build=build,
         )
         if norm is not None:
             self.q_norm = norm.q_norm

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from megatron_packed.layers.backends import Backends
-from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
-from megatron_packed.layers.context_parallel import ContextParallel
+from megatron_packed.layers.context_parallel import ALL_ROWS, ContextParallel
 from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.layers.transformer_impl import Implementation, implementation
@@ -16,10 +16,7 @@ from megatron_packed.layers.transformer_impl import Implementation, implementati
 
 @dataclass(frozen=True, kw_only=True)
 class Build:
-    """Arguments that every layer of a model takes, the same for all of them.
-
-    Parts of a layer, for example a projection or a norm, take only those that they need.
-    """
+    """Arguments that every layer of a model and its parts take, the same for all of them."""
 
     backends: Backends
     """Backend of each op."""
@@ -33,6 +30,14 @@ class Build:
     """Device of the parameters."""
     dtype: torch.dtype
     """Dtype of the parameters, except parameters that stay float32."""
+
+    def new_parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+        """Create an uninitialised parameter; `models.init` later initialises each by its name.
+
+        Args:
+            dtype: dtype of the parameter; by default that of the layers.
+        """
+        return nn.Parameter(torch.empty(shape, device=self.device, dtype=dtype or self.dtype))
 
     @property
     def parts(self) -> Implementation:

@@ -114,7 +114,7 @@ class ContextParallel:
         has_states: bool = True,
         **communication: Unpack[Communication],
     ) -> ContextParallel:
-        """Return the context parallelism of this rank, or ``SINGLE`` for one rank.
+        """Return the context parallelism of this rank, or ``ALL_ROWS`` for one rank.
 
         Without layers that ``has_states`` to pass, Mamba's communication type has no effect.
 
@@ -124,7 +124,7 @@ class ContextParallel:
         comm_type = cp_comm_type(communication.get("cp_comm_type", A2A))
         mamba_comm_type = mamba_cp_comm_type(communication.get("mamba_cp_comm_type", HEADS))
         if groups is None or groups.cp.size == 1:
-            return SINGLE
+            return ALL_ROWS
         return cls(
             group=groups.cp.group,
             size=groups.cp.size,
@@ -241,7 +241,7 @@ class ContextParallel:
         return x if self.group is None else all_reduce_sum(x.clone(), self.group)
 
 
-SINGLE = ContextParallel()
+ALL_ROWS = ContextParallel()
 """No context parallelism: one rank holds all rows."""
 
 

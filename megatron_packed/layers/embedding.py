@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron_packed.distributed.tensor_parallel_shards import Shard, SplitSegment, set_shard
+from megatron_packed.layers.build import Build
 from megatron_packed.layers.linear import main_grad_of
-from megatron_packed.layers.parameters import new_parameter
-from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
+from megatron_packed.layers.tensor_parallel import TensorParallel
 
 _GPU_MODULE = "megatron_packed.ops.token_rows"
 """Needs Triton, which a CPU does not."""
@@ -74,9 +74,7 @@ class Embedding(nn.Module):
         stored_rows: number of rows that a checkpoint contains, the same in every layout; by default
             all.
         multiplier: factor on the output; None leaves the output unchanged.
-        tp: tensor parallelism of this rank.
-        device: device of the table.
-        dtype: dtype of the table.
+        build: arguments that all layers share.
     """
 
     def __init__(
@@ -86,19 +84,15 @@ class Embedding(nn.Module):
         *,
         stored_rows: int | None = None,
         multiplier: float | None = None,
-        tp: TensorParallel = SINGLE,
-        device: torch.device | str,
-        dtype: torch.dtype,
+        build: Build,
     ) -> None:
         super().__init__()
-        rows = vocab_shard(num_rows, tp, stored_rows)
-        self.tp = tp
+        rows = vocab_shard(num_rows, build.tp, stored_rows)
+        self.tp = build.tp
         self.multiplier = multiplier
         self.first_row = rows.pieces[0].start
         self.num_rows = rows.local_length
-        self.weight = set_shard(
-            new_parameter(self.num_rows, hidden_size, device=device, dtype=dtype), rows
-        )
+        self.weight = set_shard(build.new_parameter(self.num_rows, hidden_size), rows)
 
     def forward(self, tokens_T: Tensor) -> Tensor:
         """Return the hidden state ``(T, D)`` of ``(T,)`` int32 or int64 token ids.
@@ -106,7 +100,13 @@ class Embedding(nn.Module):
         With sequence parallelism the result has only this rank's ``T / tp_size`` rows.
         """
         hidden_TD = self._look_up(tokens_T)
-        return hidden_TD if self.multiplier is None else hidden_TD * self.multiplier
+        if self.multiplier is not None:
+            hidden_TD = hidden_TD * self.multiplier
+        if torch.is_grad_enabled() and not hidden_TD.requires_grad:
+            # The table is frozen. Layers still need the gradient of their input: graphs, recomputation
+            # and overlapped reductions rely on it, and weights of the first layers may be trained.
+            hidden_TD.requires_grad_()
+        return hidden_TD
 
     def _look_up(self, tokens_T: Tensor) -> Tensor:
         """Return the table's rows, of the complete vocabulary."""

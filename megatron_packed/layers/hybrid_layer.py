@@ -145,9 +145,6 @@ def build_norm(config: ModelConfig, build: Build) -> Norm:
         config.hidden_size,
         kind=config.normalization,
         eps=config.norm_epsilon,
-        device=build.device,
-        dtype=build.dtype,
         zero_centered=config.apply_layernorm_1p,
-        backend=build.backends.rms_norm,
-        tp=build.tp,
+        build=build,
     )

@@ -23,7 +23,7 @@ from megatron_packed.ops.residual_projection.api import WITH_CHOICE, AddedProduc
 
 NOT_LOCAL = "the projections are not those of this package"
 BIAS = "the projections have a bias"
-TENSOR_PARALLEL = "tensor-parallel ranks exchange rows around the projections"
+ROWS_EXCHANGED = "tensor-parallel ranks exchange rows around the projections"
 OTHER_DTYPE = "rows and weights differ in dtype"
 OBSERVED = "calls of the projections or of the activation are replaced or observed"
 NOTES_CALLS = "transformer_engine.pytorch.graph"
@@ -47,7 +47,7 @@ def reason_apart(*projections: nn.Module) -> str:
         if projection.bias is not None:
             return BIAS
         if projection.tp.size > 1:
-            return TENSOR_PARALLEL
+            return ROWS_EXCHANGED
     return ""
 
 

@@ -12,7 +12,7 @@ weight.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +21,11 @@ from torch.autograd.function import once_differentiable
 
 from megatron_packed.distributed.sequence_parallel_products import SequenceParallelProducts
 from megatron_packed.distributed.tensor_parallel_shards import Shard, set_shard
-from megatron_packed.layers.parameters import new_parameter, no_weight_decay
-from megatron_packed.layers.tensor_parallel import TensorParallel
+from megatron_packed.layers.parameters import no_weight_decay
 from megatron_packed.ops.residual_projection.api import AddedProduct
+
+if TYPE_CHECKING:
+    from megatron_packed.layers.build import Build
 
 
 def main_grad_of(parameter: Tensor | None) -> Tensor | None:
@@ -63,10 +65,15 @@ def accumulate_weight_grad(main_grad_OI: Tensor, grad_TO: Tensor, x_TI: Tensor) 
         main_grad_OI.add_(grad_TO.t() @ x_TI)
 
 
-@torch.no_grad()
-def accumulate_bias_grad(main_grad_O: Tensor, grad_TO: Tensor) -> None:
-    """Add the bias gradient, ``grad`` summed over tokens in the dtype of ``main_grad``."""
+def bias_grad(main_grad_O: Tensor | None, grad_TO: Tensor) -> Tensor | None:
+    """Add the bias gradient to ``main_grad``; without ``main_grad``, return the gradient.
+
+    ``grad`` is summed over tokens, in the dtype of ``main_grad``.
+    """
+    if main_grad_O is None:
+        return grad_TO.sum(dim=0)
     main_grad_O.add_(grad_TO.sum(dim=0, dtype=main_grad_O.dtype))
+    return None
 
 
 class _LinearIntoMainGrad(torch.autograd.Function):
@@ -91,12 +98,7 @@ class _LinearIntoMainGrad(torch.autograd.Function):
         grad_TI = grad_TO @ weight_OI if ctx.needs_input_grad[0] else None
         if ctx.needs_input_grad[1]:
             accumulate_weight_grad(ctx.weight_main_grad, grad_TO, x_TI)
-        grad_O = None
-        if ctx.needs_input_grad[2]:
-            if ctx.bias_main_grad is None:
-                grad_O = grad_TO.sum(dim=0)
-            else:
-                accumulate_bias_grad(ctx.bias_main_grad, grad_TO)
+        grad_O = bias_grad(ctx.bias_main_grad, grad_TO) if ctx.needs_input_grad[2] else None
         return grad_TI, None, grad_O
 
 
@@ -141,10 +143,7 @@ class _GatheredLinear(torch.autograd.Function):
                 ctx.weight_main_grad, grad_TO, products.gathered(gathering, own_TI)
             )
         if ctx.needs_input_grad[2]:
-            if ctx.bias_main_grad is None:
-                grad_O = grad_TO.sum(dim=0)
-            else:
-                accumulate_bias_grad(ctx.bias_main_grad, grad_TO)
+            grad_O = bias_grad(ctx.bias_main_grad, grad_TO)
         if scattering is not None:
             own_grad_TI = scattering.wait()
         return own_grad_TI, grad_OI, grad_O, None
@@ -262,8 +261,7 @@ class Linear(nn.Module):
         in_features: I.
         out_features: O.
         bias: True adds a bias; it gets no weight decay.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
+        build: arguments that all layers share.
     """
 
     def __init__(
@@ -272,14 +270,13 @@ class Linear(nn.Module):
         out_features: int,
         *,
         bias: bool,
-        device: torch.device | str,
-        dtype: torch.dtype,
+        build: Build,
     ) -> None:
         super().__init__()
-        self.weight = new_parameter(out_features, in_features, device=device, dtype=dtype)
+        self.weight = build.new_parameter(out_features, in_features)
         self.bias: nn.Parameter | None = None
         if bias:
-            self.bias = no_weight_decay(new_parameter(out_features, device=device, dtype=dtype))
+            self.bias = no_weight_decay(build.new_parameter(out_features))
 
     def forward(self, x_TI: Tensor) -> Tensor:
         return linear(x_TI, self.weight, self.bias)
@@ -296,9 +293,7 @@ class ColumnParallelLinear(Linear):
         in_features: I.
         rows: this rank's shard of the output features.
         bias: True adds a bias; it gets no weight decay.
-        tp: tensor parallelism of this rank.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
+        build: arguments that all layers share.
     """
 
     def __init__(
@@ -307,12 +302,10 @@ class ColumnParallelLinear(Linear):
         rows: Shard,
         *,
         bias: bool,
-        tp: TensorParallel,
-        device: torch.device | str,
-        dtype: torch.dtype,
+        build: Build,
     ) -> None:
-        super().__init__(in_features, rows.local_length, bias=bias, device=device, dtype=dtype)
-        self.tp = tp
+        super().__init__(in_features, rows.local_length, bias=bias, build=build)
+        self.tp = build.tp
         set_shard(self.weight, rows)
         if self.bias is not None:
             set_shard(self.bias, rows)
@@ -337,9 +330,7 @@ class RowParallelLinear(Linear):
         columns: this rank's shard of the input features, along dimension 1.
         out_features: O.
         bias: True adds a bias; it gets no weight decay.
-        tp: tensor parallelism of this rank.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
+        build: arguments that all layers share.
     """
 
     def __init__(
@@ -348,11 +339,10 @@ class RowParallelLinear(Linear):
         out_features: int,
         *,
         bias: bool,
-        tp: TensorParallel,
-        device: torch.device | str,
-        dtype: torch.dtype,
+        build: Build,
     ) -> None:
-        super().__init__(columns.local_length, out_features, bias=bias, device=device, dtype=dtype)
+        tp = build.tp
+        super().__init__(columns.local_length, out_features, bias=bias, build=build)
         assert tp.group is not None or tp.size == 1 or not bias, (
             "a bias needs a tensor-parallel group, because it is added to the sum over ranks"
         )

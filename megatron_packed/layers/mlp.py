@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_packed.distributed.tensor_parallel_shards import SplitSegment
-from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.build import Build
 from megatron_packed.layers.joined import (
     NOT_LOCAL,
     OTHER_DTYPE,
@@ -18,8 +18,6 @@ from megatron_packed.layers.joined import (
 )
 from megatron_packed.layers.joined_mlp import joined_mlp
 from megatron_packed.layers.linear import JoinedResidual
-from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
-from megatron_packed.layers.transformer_impl import implementation
 from megatron_packed.ops.activation.api import Kind, activation
 from megatron_packed.ops.backend_dispatch import planned_type
 from megatron_packed.ops.dense_mlp import api as dense_mlp
@@ -67,10 +65,7 @@ class MLP(nn.Module):
         inner_size: F; the first projection of SwiGLU is ``[gate | up]`` with 2F rows.
         kind: ``gelu``, ``squared_relu`` or ``swiglu``.
         bias: True adds a bias to both projections.
-        backends: backend of each op.
-        tp: tensor parallelism of this rank.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
+        build: arguments that all layers share.
     """
 
     def __init__(
@@ -80,25 +75,17 @@ class MLP(nn.Module):
         *,
         kind: Kind,
         bias: bool,
-        backends: Backends,
-        tp: TensorParallel = SINGLE,
-        device: torch.device | str,
-        dtype: torch.dtype,
+        build: Build,
     ) -> None:
         super().__init__()
         segments = inner_segments(inner_size, kind)
-        rows, columns = tp.shard(*segments), tp.shard(segments[0], dim=1)
-        parts = implementation(backends.transformer_impl, device, dtype)
-        self.fc1 = parts.column_parallel(
-            hidden_size, rows, bias=bias, tp=tp, device=device, dtype=dtype
-        )
+        rows, columns = build.tp.shard(*segments), build.tp.shard(segments[0], dim=1)
+        self.fc1 = build.parts.column_parallel(hidden_size, rows, bias=bias, build=build)
         self.hidden_size = hidden_size
         self.inner_size = columns.local_length
-        self.backend = backends.dense_mlp
-        self.mlp_act = Activation(kind, backends.activation)
-        self.fc2 = parts.row_parallel(
-            columns, hidden_size, bias=bias, tp=tp, device=device, dtype=dtype
-        )
+        self.backend = build.backends.dense_mlp
+        self.mlp_act = Activation(kind, build.backends.activation)
+        self.fc2 = build.parts.row_parallel(columns, hidden_size, bias=bias, build=build)
 
     @property
     def output_projection(self) -> nn.Module:

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from torch import nn
 
-Output = TypeVar("Output")
+_Output = TypeVar("_Output")
 
 
 class NamedCall(nn.Module):
@@ -17,5 +17,5 @@ class NamedCall(nn.Module):
     module, so their names in checkpoints do not change.
     """
 
-    def forward(self, function: Callable[..., Output], *args: object) -> Output:
+    def forward(self, function: Callable[..., _Output], *args: object) -> _Output:
         return function(*args)

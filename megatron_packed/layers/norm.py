@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
 from torch import Tensor, nn
 
-from megatron_packed.layers.parameters import new_parameter, no_weight_decay
-from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
+from megatron_packed.layers.parameters import no_weight_decay
 from megatron_packed.ops.rms_norm.api import layer_norm, rms_norm, rms_norm_with_residual
+
+if TYPE_CHECKING:
+    from megatron_packed.layers.build import Build
 
 
 class Norm(nn.Module):
@@ -19,11 +22,9 @@ class Norm(nn.Module):
         hidden_size: D.
         kind: ``RMSNorm`` or ``LayerNorm``.
         eps: value added to the variance (LayerNorm) or to the mean square (RMSNorm).
-        device: device of the parameters.
-        dtype: dtype of the parameters.
         zero_centered: the scale is stored minus one.
-        backend: backend of the op ``rms_norm``.
-        tp: tensor parallelism; with sequence parallelism each rank normalises its own rows.
+        build: arguments that all layers share; with sequence parallelism each rank normalises its
+            own rows.
     """
 
     def __init__(
@@ -32,23 +33,20 @@ class Norm(nn.Module):
         *,
         kind: str,
         eps: float,
-        device: torch.device | str,
-        dtype: torch.dtype,
         zero_centered: bool = False,
-        backend: str = "auto",
-        tp: TensorParallel = SINGLE,
+        build: Build,
     ) -> None:
         super().__init__()
         assert kind in ("RMSNorm", "LayerNorm"), kind
         self.eps = eps
         self.zero_centered = zero_centered
-        self.backend = backend
-        self.weight = no_weight_decay(new_parameter(hidden_size, device=device, dtype=dtype))
-        tp.use_on_rows(self.weight)
+        self.backend = build.backends.rms_norm
+        self.weight = no_weight_decay(build.new_parameter(hidden_size))
+        build.tp.use_on_rows(self.weight)
         self.bias: nn.Parameter | None = None
         if kind == "LayerNorm":
-            self.bias = no_weight_decay(new_parameter(hidden_size, device=device, dtype=dtype))
-            tp.use_on_rows(self.bias)
+            self.bias = no_weight_decay(build.new_parameter(hidden_size))
+            build.tp.use_on_rows(self.bias)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         if self.bias is None:

@@ -1,14 +1,9 @@
-"""Creation of parameters, and attributes that mark parameters for optimizer and precision rules."""
+"""Attributes that mark parameters for optimizer and precision rules."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
-
-
-def new_parameter(*shape: int, device: torch.device | str, dtype: torch.dtype) -> nn.Parameter:
-    """Create an uninitialised parameter; `models.init` later initialises each by its name."""
-    return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
 
 def no_weight_decay(parameter: nn.Parameter) -> nn.Parameter:

@@ -20,8 +20,7 @@ from megatron_packed.distributed.tensor_parallel_shards import SplitSegment, set
 from megatron_packed.layers.attention_heads import query_heads
 from megatron_packed.layers.build import Build
 from megatron_packed.layers.norm import Norm
-from megatron_packed.layers.parameters import new_parameter, no_weight_decay
-from megatron_packed.layers.tensor_parallel import TensorParallel
+from megatron_packed.layers.parameters import no_weight_decay
 from megatron_packed.ops.rms_norm.api import rms_norm
 
 
@@ -61,18 +60,16 @@ class AllHeadsNorm(nn.Module):
         *,
         eps: float,
         zero_centered: bool,
-        backend: str,
-        tp: TensorParallel,
-        device: torch.device | str,
-        dtype: torch.dtype,
+        build: Build,
     ) -> None:
         super().__init__()
+        tp = build.tp
         shard = tp.shard(heads)
-        weight = new_parameter(shard.local_length, device=device, dtype=dtype)
+        weight = build.new_parameter(shard.local_length)
         self.weight = set_shard(no_weight_decay(weight), shard)
         self.eps = eps
         self.zero_centered = zero_centered
-        self.backend = backend
+        self.backend = build.backends.rms_norm
         self.tp = tp
         # Ranks that hold the same head count its squares once each.
         self.counted_channels = tp.size * shard.local_length
@@ -122,10 +119,7 @@ def _all_heads_norm(heads: SplitSegment, config: ModelConfig, build: Build) -> A
         heads,
         eps=config.norm_epsilon,
         zero_centered=config.apply_layernorm_1p,
-        backend=build.backends.rms_norm,
-        tp=build.tp,
-        device=build.device,
-        dtype=build.dtype,
+        build=build,
     )
 
 
@@ -135,7 +129,5 @@ def _head_norm(config: ModelConfig, build: Build) -> Norm:
         kind=config.normalization,
         eps=config.norm_epsilon,
         zero_centered=config.apply_layernorm_1p,
-        backend=build.backends.rms_norm,
-        device=build.device,
-        dtype=build.dtype,
+        build=build,
     )

@@ -27,7 +27,7 @@ from megatron_packed.layers.initial_values import (
 from megatron_packed.layers.joined import adds_residual
 from megatron_packed.layers.linear import JoinedResidual
 from megatron_packed.layers.named_call import NamedCall
-from megatron_packed.layers.parameters import keep_fp32, new_parameter, no_weight_decay
+from megatron_packed.layers.parameters import keep_fp32, no_weight_decay
 from megatron_packed.layers.short_convolution import CausalConv1d
 from megatron_packed.layers.state_passing import PassedStates, StatePassing
 from megatron_packed.ops.column_slices import split_columns
@@ -87,7 +87,7 @@ class RecurrentMixer(nn.Module):
     ) -> None:
         super().__init__()
         self.backends = build.backends
-        tp, device, dtype = build.tp, build.device, build.dtype
+        tp = build.tp
         self.z_first = z_first
         self.values_per_head = values_per_head
         head = replace(z, width=1)
@@ -111,30 +111,21 @@ class RecurrentMixer(nn.Module):
             hidden_size,
             tp.shard(*self._rows(z, convolved, head)),
             bias=False,
-            tp=tp,
-            device=device,
-            dtype=dtype,
+            build=build,
         )
-        self.conv1d = CausalConv1d(
-            channels,
-            width,
-            bias=bias,
-            backend=build.backends.causal_conv1d,
-            device=device,
-            dtype=dtype,
-        )
+        self.conv1d = CausalConv1d(channels, width, bias=bias, build=build)
         self.scan = NamedCall()
         self.norm = norm
         self.out_proj = build.parts.row_parallel(
-            tp.shard(z, dim=1), hidden_size, bias=False, tp=tp, device=device, dtype=dtype
+            tp.shard(z, dim=1), hidden_size, bias=False, build=build
         )
         for name in self.head_parameters:
-            setattr(self, name, self._per_head(tp.shard(head), device))
+            setattr(self, name, self._per_head(tp.shard(head), build))
 
     @staticmethod
-    def _per_head(heads: Shard, device: torch.device | str) -> nn.Parameter:
+    def _per_head(heads: Shard, build: Build) -> nn.Parameter:
         """Create a float32 parameter with one value per head, without weight decay."""
-        parameter = new_parameter(heads.local_length, device=device, dtype=torch.float32)
+        parameter = build.new_parameter(heads.local_length, dtype=torch.float32)
         return set_shard(keep_fp32(no_weight_decay(parameter)), heads)
 
     def _rows(self, z: Row, convolved: Sequence[Row], head: Row) -> tuple[Row, ...]:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from megatron_packed.distributed.tensor_parallel_shards import Shard, set_shard
+from megatron_packed.layers.build import Build
 from megatron_packed.layers.context_parallel import take_in_parts
-from megatron_packed.layers.parameters import new_parameter, no_weight_decay
+from megatron_packed.layers.parameters import no_weight_decay
 from megatron_packed.ops.causal_conv1d.api import causal_conv1d
 
 
@@ -30,9 +30,7 @@ class CausalConv1d(nn.Module):
         channels: this tensor-parallel rank's shard of the channels.
         width: W.
         bias: adds a bias to each channel.
-        backend: backend of the op ``causal_conv1d``.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
+        build: arguments that all layers share.
     """
 
     def __init__(
@@ -41,18 +39,14 @@ class CausalConv1d(nn.Module):
         width: int,
         *,
         bias: bool = True,
-        backend: str,
-        device: torch.device | str,
-        dtype: torch.dtype,
+        build: Build,
     ) -> None:
         super().__init__()
-        self.backend = backend
-        self.weight = set_shard(
-            new_parameter(channels.local_length, width, device=device, dtype=dtype), channels
-        )
+        self.backend = build.backends.causal_conv1d
+        self.weight = set_shard(build.new_parameter(channels.local_length, width), channels)
         self.bias: nn.Parameter | None = None
         if bias:
-            values = new_parameter(channels.local_length, device=device, dtype=dtype)
+            values = build.new_parameter(channels.local_length)
             self.bias = set_shard(no_weight_decay(values), channels)
 
     def in_parts(self, used: Shard, parts: int) -> list[Weights]:

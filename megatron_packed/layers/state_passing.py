@@ -5,7 +5,8 @@ Rank r runs the layer on part r of the pack, slots ``[r T / c, (r + 1) T / c)``,
 Two small messages connect the parts. The last W - 1 inputs of each part (the halo) go to the
 convolution of the next one. The state that leaves each part goes to all later parts, because a
 document may have tokens in several of them (`ops.ssd.passed_states`). The sizes of both do not depend
-on T. So neither heads nor groups need to divide among the ranks.
+on T. So neither heads nor groups need to divide among the ranks. On two H200, a step in graphs takes
+171.1 ms with passed states and 187.6 ms with exchanged heads (2026-11-29).
 
 The halo is all-gathered. Kernels that pass states themselves send their message only to the parts that
 need it: to later parts in forward, and to earlier ones in backward. The first rank does not wait in

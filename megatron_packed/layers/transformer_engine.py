@@ -20,11 +20,11 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import torch
 import transformer_engine.pytorch as te
 from torch import Tensor, nn
 
 from megatron_packed.distributed.tensor_parallel_shards import Shard
+from megatron_packed.layers.build import Build
 from megatron_packed.layers.linear import (
     ColumnParallelLinear,
     JoinedResidual,
@@ -33,7 +33,7 @@ from megatron_packed.layers.linear import (
     main_grad_of,
 )
 from megatron_packed.layers.norm import Norm
-from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
+from megatron_packed.layers.tensor_parallel import TensorParallel
 from megatron_packed.layers.transformer_impl import Implementation
 
 
@@ -98,12 +98,10 @@ class TransformerEngineColumnParallelLinear(ColumnParallelLinear):
         rows: Shard,
         *,
         bias: bool,
-        tp: TensorParallel,
-        device: torch.device | str,
-        dtype: torch.dtype,
+        build: Build,
     ) -> None:
-        super().__init__(in_features, rows, bias=bias, tp=tp, device=device, dtype=dtype)
-        _attach_te_linear(self, "column", tp)
+        super().__init__(in_features, rows, bias=bias, build=build)
+        _attach_te_linear(self, "column", build.tp)
 
     def forward(self, x_TI: Tensor) -> Tensor:
         return _run(self, x_TI)
@@ -118,12 +116,10 @@ class TransformerEngineRowParallelLinear(RowParallelLinear):
         out_features: int,
         *,
         bias: bool,
-        tp: TensorParallel,
-        device: torch.device | str,
-        dtype: torch.dtype,
+        build: Build,
     ) -> None:
-        super().__init__(columns, out_features, bias=bias, tp=tp, device=device, dtype=dtype)
-        _attach_te_linear(self, "row", tp)
+        super().__init__(columns, out_features, bias=bias, build=build)
+        _attach_te_linear(self, "row", build.tp)
 
     def forward(self, x_TI: Tensor, joined: JoinedResidual | None = None) -> Tensor:
         assert joined is None, (
@@ -141,25 +137,17 @@ class TransformerEngineNorm(Norm):
         *,
         kind: str,
         eps: float,
-        device: torch.device | str,
-        dtype: torch.dtype,
         zero_centered: bool = False,
-        backend: str = "auto",
-        tp: TensorParallel = SINGLE,
+        build: Build,
     ) -> None:
-        super().__init__(
-            hidden_size,
-            kind=kind,
-            eps=eps,
-            device=device,
-            dtype=dtype,
-            zero_centered=zero_centered,
-            backend=backend,
-            tp=tp,
-        )
+        super().__init__(hidden_size, kind=kind, eps=eps, zero_centered=zero_centered, build=build)
         norm_class = te.RMSNorm if kind == "RMSNorm" else te.LayerNorm
         module = norm_class(
-            hidden_size, eps=eps, zero_centered_gamma=zero_centered, dtype=dtype, device="meta"
+            hidden_size,
+            eps=eps,
+            zero_centered_gamma=zero_centered,
+            dtype=build.dtype,
+            device="meta",
         )
         _share_parameters(module, self)
 

@@ -3,10 +3,12 @@
 ``README.md`` describes the life of an offloaded tensor. *Earlier* and *later* mean the order of the
 forward pass; *next* means the order of the backward pass, which is the reverse.
 
-With n device buffers, up to n - 1 groups are prefetched while one group is in use. A buffer is
-ordinary memory of torch's allocator and belongs to the caller that holds the tensor. So no copy
-writes to it while it is read, and between backward passes the forward pass uses its memory. Groups
-whose sources still exist when they are restored are returned without a copy back.
+With n device buffers, up to n - 1 groups are prefetched while one group is in use. On an H200, a
+step that recomputes layers takes 1.09 times as long if their inputs are offloaded with one buffer,
+and 1.004 times with two (2026-11-29). A buffer is ordinary memory of torch's allocator and belongs
+to the caller that holds the tensor. So no copy writes to it while it is read, and between backward
+passes the forward pass uses its memory. Groups whose sources still exist when they are restored are
+returned without a copy back.
 
 There is no lock: the backward pass runs in autograd's thread, while the thread that called it waits.
 Finalizers run in any thread at any time, but only append to a deque, which is atomic.

@@ -28,8 +28,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron_packed.config.kinds.experts import EXPERT_ACTIVATION
+from megatron_packed.config.kinds.layer_kind import LAYER_NORM
 from megatron_packed.config.sections.memory import (
-    LAYER_NORM,
     MIXERS,
     MODULES,
     OFFLOADED,

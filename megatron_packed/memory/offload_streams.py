@@ -253,7 +253,6 @@ class MetaStreams(CpuStreams):
 
 
 def streams_of(device: torch.device) -> OffloadStreams:
-    """Return the streams of a device."""
     if device.type == "cuda":
         return CudaStreams(device)
     return MetaStreams() if device.type == "meta" else CpuStreams()

@@ -73,9 +73,7 @@ class DecoderModules(nn.Module):
             num_rows,
             config.hidden_size,
             multiplier=config.embedding_multiplier,
-            tp=tp,
-            device=meta,
-            dtype=model.dtype,
+            build=build,
         )
         self.layers = build_layers(config, build, rotary)
         self.final_norm = build_norm(config, build)

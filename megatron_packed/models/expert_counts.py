@@ -33,7 +33,6 @@ class ExpertCounts:
         self._own_R2[groups.dp_cp.rank] = 1
 
     def add(self, output: HybridOutput) -> None:
-        """Add the counts of a micro-batch."""
         self._counters[ASSIGNED].add_(output.tokens_per_expert)
         if DROPPED in self._counters:
             self._counters[DROPPED].add_(output.dropped_assignments)

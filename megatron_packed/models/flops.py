@@ -31,6 +31,7 @@ Operations per token in the forward pass, with hidden size h:
   Slots that do not reach their token are counted too.
 
 The backward pass has two products for each product of the forward pass, so twice its operations.
+A frozen matrix of a linear layer has one, because it needs no gradient of its own.
 Recomputation (``--recompute-granularity``) does not count: these are the operations of the model,
 as Megatron counts them.
 
@@ -43,7 +44,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,6 +94,15 @@ class FlopCounter:
         output, outputs = model.output_weight.numel(), 1 + len(model.mtp)
         self.projections_per_token = 2 * sum(active * uses for active, uses in layers)
         self.output_per_token = 2 * output * outputs
+        self.frozen_projections_per_token = 2 * sum(
+            active_elements(weight, config) * uses
+            for weight, uses in uses_in_layers(model).items()
+            if not weight.requires_grad
+        )
+        """Part of ``projections_per_token`` that belongs to frozen weights."""
+        self.frozen_output_per_token = (
+            0 if model.output_weight.requires_grad else self.output_per_token
+        )
         self.repeated_per_token = 2 * (
             sum(active * (uses - 1) for active, uses in layers) + output * (outputs - 1)
         )
@@ -162,8 +172,16 @@ class FlopCounter:
         return linear, unlimited / 2
 
     def training(self, lengths: Sequence[int] | NDArray[np.integer]) -> Flops:
-        """Return the operations of forward and backward pass: three times the forward pass."""
-        return self.forward(lengths).scaled(3.0)
+        """Return the operations of forward and backward pass: three times the forward pass.
+
+        The gradients of frozen weights are not computed, so they do not count.
+        """
+        full, tokens = self.forward(lengths).scaled(3.0), float(np.sum(lengths))
+        return replace(
+            full,
+            projections=full.projections - self.frozen_projections_per_token * tokens,
+            output=full.output - self.frozen_output_per_token * tokens,
+        )
 
     def six_n_t(self, tokens: int) -> float:
         """Return ``6 N T``, the usual estimate of forward and backward pass."""
@@ -182,9 +200,9 @@ def visible_pairs(length: NDArray[np.float64], window: int | None) -> float:
 
 def pairs_in_chunks(length: NDArray[np.float64], chunk: int) -> float:
     """Return the pairs of tokens in equal chunks: ``q^2 / 2`` for q tokens, of ``chunk`` or fewer."""
-    whole = np.floor(length / chunk)
-    rest = length - whole * chunk
-    return float((whole * chunk**2 + np.square(rest)).sum()) / 2
+    full_chunks = np.floor(length / chunk)
+    remainder = length - full_chunks * chunk
+    return float((full_chunks * chunk**2 + np.square(remainder)).sum()) / 2
 
 
 def model_flops(

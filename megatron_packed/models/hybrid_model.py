@@ -40,6 +40,7 @@ from megatron_packed.layers.tensor_parallel import TensorParallel
 from megatron_packed.memory.activation_offload import Offload
 from megatron_packed.memory.apply import apply_memory
 from megatron_packed.models.expert_layers import ExpertLayers, ExpertTotals
+from megatron_packed.models.freeze import freeze_parameters
 from megatron_packed.models.init import initialize
 from megatron_packed.models.lm_head_and_loss import (
     HybridOutput,
@@ -57,12 +58,12 @@ from megatron_packed.packed.shared_tables import NO_TABLES
 
 
 def _offloader(
-    memory: MemoryConfig, given: Offload | None, device: torch.device | str
+    memory: MemoryConfig, offload: Offload | None, device: torch.device | str
 ) -> Offload | None:
     """Return the given offloader of activations or a new one; None if nothing is offloaded."""
     if not memory.offloads:
         return None
-    return given or Offload.from_config(memory, device)
+    return offload or Offload.from_config(memory, device)
 
 
 class HybridModel(ExpertLayers, nn.Module):
@@ -155,9 +156,7 @@ class HybridModel(ExpertLayers, nn.Module):
             config.hidden_size,
             stored_rows=stored_rows,
             multiplier=config.embedding_multiplier,
-            tp=self.tp,
-            device=device,
-            dtype=dtype,
+            build=build,
         )
         # Positions of a document's padding continue after its last token.
         positions = max_positions + -max_positions % self.cp.attention_partition.alignment
@@ -170,14 +169,7 @@ class HybridModel(ExpertLayers, nn.Module):
         self.mtp = MultiTokenPrediction(config, build, self.layers)
         self.output: Output | None = None
         if config.untie_embeddings_and_output_weights:
-            self.output = Output(
-                num_rows,
-                config.hidden_size,
-                stored_rows=stored_rows,
-                tp=self.tp,
-                device=device,
-                dtype=dtype,
-            )
+            self.output = Output(num_rows, config.hidden_size, stored_rows=stored_rows, build=build)
         self.pack_tables = PackTables(
             config, build, rotary=self.rotary, max_positions=max_positions
         )
@@ -187,6 +179,7 @@ class HybridModel(ExpertLayers, nn.Module):
         shard = loss_shard(self.embedding, num_rows, self.tp)
         self._cross_entropy = cross_entropy_of(config, vocab_size, shard, self.backends)
         initialize(self, config, seed, tp_rank=self.tp.rank, tp_size=self.tp.size)
+        freeze_parameters(self, config.freeze_params)
         if self.memory.changes_layers:
             apply_memory(self.layers, config.layer_types, self.memory, self.offload)
 
@@ -225,7 +218,7 @@ class HybridModel(ExpertLayers, nn.Module):
 
     @property
     def num_parameters(self) -> int:
-        """Number of trainable values on this rank; tied weights count once."""
+        """Number of values of all parameters on this rank; tied weights count once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     @property
@@ -300,20 +293,19 @@ class HybridModel(ExpertLayers, nn.Module):
             depth_grad_scales: the same for ``depth_loss_sums``.
         """
         packed = self.prepare(micro_batch.packed)
-        whole = (micro_batch.tokens, micro_batch.labels, micro_batch.loss_mask)
-        tokens_T, labels_T, loss_mask_T = whole
+        rows_of_pack = (micro_batch.tokens, micro_batch.labels, micro_batch.loss_mask)
+        tokens_T, labels_T, loss_mask_T = rows_of_pack
         if self.cp.size > 1:
-            tokens_T, labels_T, loss_mask_T = (self.cp.own(x_T, packed) for x_T in whole)
+            tokens_T, labels_T, loss_mask_T = (self.cp.own(x_T, packed) for x_T in rows_of_pack)
         hidden_TD, reports = self.hidden_states(tokens_T, packed)
-        inputs = (self.tp.enter(hidden_TD), self.output_weight, labels_T, loss_mask_T)
-        loss_sum, per_token_loss_T = self._cross_entropy(*inputs, grad_scale=grad_scale)
+        loss_sum, per_token_loss_T = self._loss_sum(hidden_TD, labels_T, loss_mask_T, grad_scale)
         loss_scale, aux_scale = micro_batch.scales.unbind()
         loss, depth_losses = loss_sum * loss_scale, self._no_counts.view(-1)
         if self.mtp and self.training:
-            depth_losses, found = self.mtp.losses(
-                hidden_TD, whole, packed, self.embedding, self._loss_sum, depth_grad_scales
+            depth_losses, depth_reports = self.mtp.losses(
+                hidden_TD, rows_of_pack, packed, self.embedding, self._loss_sum, depth_grad_scales
             )
-            reports += found
+            reports += depth_reports
             loss = loss + (depth_losses * self.mtp.scales(micro_batch)).sum()
         totals = self.totals_of(reports) if reports else self._no_totals
         if reports and self.training:

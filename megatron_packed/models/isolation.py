@@ -224,6 +224,7 @@ def small_config(
         "init_method_std": HIDDEN**-0.5,
         "make_vocab_size_divisible_by": VOCAB,
         "vocab_size": VOCAB,
+        "freeze_params": (),
     }
     for kind in MIXERS.values():
         changes |= kind.isolation.absent
@@ -259,7 +260,7 @@ def _check_layer(
     unchanged, changed = make_pack(length), make_pack(0)
     document_T = unchanged.packed.seq_idx[0]
     others_T = document_T != CHANGED
-    before, again, after = (observe(model, pack) for pack in (unchanged, unchanged, changed))
+    baseline, again, after = (observe(model, pack) for pack in (unchanged, unchanged, changed))
     joined = None
     if symbol not in MIXERS or MIXERS[symbol].kind.mixes_tokens:
         joined = [observe(model, _without_boundaries(pack)) for pack in (unchanged, changed)]
@@ -267,7 +268,7 @@ def _check_layer(
     if symbol in MIXERS:  # A depth of multi-token prediction reads later tokens by design.
         if joined is None:
             late = make_pack(length // 2)
-            pair = (before, observe(model, late))
+            pair = (baseline, observe(model, late))
             earlier_T = ~others_T & (late.tokens == unchanged.tokens)
         else:
             pair = (joined[0], joined[1])
@@ -275,7 +276,7 @@ def _check_layer(
         earlier = _moved(pair[0][OUTPUTS], pair[1][OUTPUTS], earlier_T)
     eps = torch.finfo(model.dtype).eps
     results = []
-    for quantity, value in before.items():
+    for quantity, value in baseline.items():
         noise = _moved(value, again[quantity], others_T)
         leak = (
             None if joined is None else _moved(joined[0][quantity], joined[1][quantity], others_T)
@@ -342,18 +343,19 @@ def observe(model: HybridModel, pack: MicroBatch) -> dict[str, Tensor]:
     normed_TD = normed_TD.detach()
     if model.tp.sequence_parallel:
         normed_TD, input_grad_TD = (
-            all_gather_rows(own, model.tp.group) for own in (normed_TD, input_grad_TD)
+            all_gather_rows(rows, model.tp.group) for rows in (normed_TD, input_grad_TD)
         )
     loss_T = {} if model.mtp else {"loss": output.per_token_loss_T}
-    found = {OUTPUTS: normed_TD, **loss_T, "input gradients": input_grad_TD}
+    quantities = {OUTPUTS: normed_TD, **loss_T, "input gradients": input_grad_TD}
     return {
-        quantity: model.cp.gather(value.detach(), pack.packed) for quantity, value in found.items()
+        quantity: model.cp.gather(value.detach(), pack.packed)
+        for quantity, value in quantities.items()
     }
 
 
-def _moved(before: Tensor, after: Tensor, rows_T: Tensor) -> float:
+def _moved(first: Tensor, after: Tensor, rows_T: Tensor) -> float:
     """Return max |difference| / max |before| over some rows; infinite if a value is not finite."""
-    kept, changed = before[rows_T].double(), after[rows_T].double()
-    if not torch.isfinite(torch.stack([kept, changed])).all():
+    first_rows, changed = first[rows_T].double(), after[rows_T].double()
+    if not torch.isfinite(torch.stack([first_rows, changed])).all():
         return math.inf
-    return ((kept - changed).abs().max() / kept.abs().max().clamp(min=1e-30)).item()
+    return ((first_rows - changed).abs().max() / first_rows.abs().max().clamp(min=1e-30)).item()

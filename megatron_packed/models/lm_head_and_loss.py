@@ -9,7 +9,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -18,8 +17,8 @@ from megatron_packed.distributed.collectives import all_reduce_max, all_reduce_s
 from megatron_packed.distributed.differentiable import gather_last
 from megatron_packed.distributed.tensor_parallel_shards import set_shard
 from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.build import Build
 from megatron_packed.layers.embedding import Embedding, vocab_shard
-from megatron_packed.layers.parameters import new_parameter
 from megatron_packed.layers.tensor_parallel import TensorParallel
 from megatron_packed.ops.cross_entropy.api import VocabShard, linear_cross_entropy
 
@@ -72,15 +71,11 @@ class Output(nn.Module):
         hidden_size: int,
         *,
         stored_rows: int,
-        tp: TensorParallel,
-        device: torch.device | str,
-        dtype: torch.dtype,
+        build: Build,
     ) -> None:
         super().__init__()
-        rows = vocab_shard(num_rows, tp, stored_rows)
-        self.weight = set_shard(
-            new_parameter(rows.local_length, hidden_size, device=device, dtype=dtype), rows
-        )
+        rows = vocab_shard(num_rows, build.tp, stored_rows)
+        self.weight = set_shard(build.new_parameter(rows.local_length, hidden_size), rows)
 
 
 def whole_logits(hidden_TD: Tensor, weight: Tensor, tp: TensorParallel, vocab_size: int) -> Tensor:

@@ -42,9 +42,7 @@ class DepthHead(nn.Module):
         hidden = config.hidden_size
         self.enorm = build_norm(config, build)
         self.hnorm = build_norm(config, build)
-        self.eh_proj = Linear(
-            2 * hidden, hidden, bias=False, device=build.device, dtype=build.dtype
-        )
+        self.eh_proj = Linear(2 * hidden, hidden, bias=False, build=build)
         build.tp.use_on_rows(self.eh_proj.weight)
         self.final_norm = build_norm(config, build)
 
@@ -97,15 +95,15 @@ class MultiTokenPrediction(nn.ModuleList):
 
     def stages(self, embedding: nn.Parameter, output: nn.Parameter) -> list[Stage]:
         """Return the stages of all depths, in order, with the tables that they use."""
-        found: list[Stage] = []
+        stages: list[Stage] = []
         (layers,) = self._layers
         for depth, head in enumerate(self, start=1):
             norm = list(head.final_norm.parameters())
-            found.append(Stage(head, [*head.own_parameters(), embedding]))
+            stages.append(Stage(head, [*head.own_parameters(), embedding]))
             for number in self.config.layers_of_depth(depth):
-                found.append(Stage(layers[number], list(layers[number].parameters())))
-            found.append(Stage(head.final_norm, [*norm, output]))
-        return found
+                stages.append(Stage(layers[number], list(layers[number].parameters())))
+            stages.append(Stage(head.final_norm, [*norm, output]))
+        return stages
 
     def scales(self, micro_batch: MicroBatch) -> Tensor:
         """Return the factor of each depth's summed loss in the loss: its weight over its targets."""
@@ -131,7 +129,7 @@ class MultiTokenPrediction(nn.ModuleList):
     def losses(
         self,
         hidden_TD: Tensor,
-        whole: Sequence[Tensor],
+        rows_of_pack: Sequence[Tensor],
         packed: PackedSeqParams,
         embedding: nn.Module,
         loss_sum: LossSum,
@@ -159,13 +157,13 @@ class MultiTokenPrediction(nn.ModuleList):
             reaches_T = reached(packed, depth)
             # Shift in the whole pack, and split over context-parallel ranks after that.
             tokens_T, labels_T, loss_mask_T = (
-                self.cp.own(later(x_T, depth, reaches_T), packed) for x_T in whole
+                self.cp.own(later(x_T, depth, reaches_T), packed) for x_T in rows_of_pack
             )
             hidden_TD = head(hidden_TD, embedding(tokens_T))
-            hidden_TD, found = layers(hidden_TD, packed, self.config.layers_of_depth(depth))
+            hidden_TD, depth_reports = layers(hidden_TD, packed, self.config.layers_of_depth(depth))
             hidden_TD = head.final_norm(hidden_TD)
             losses.append(loss_sum(hidden_TD, labels_T, loss_mask_T, grad_scale)[0])
-            reports += found
+            reports += depth_reports
         return torch.stack(losses), reports
 
 

@@ -49,8 +49,8 @@ class PackTables:
         self.balances_documents = config.balances_documents and self.has_experts
         """True if experts are balanced in each document, so that ``sample_shape`` is not used."""
         self.depths = range(1, config.mtp_depths + 1)
-        found = (kind.tables(config, build) for kind in kinds_of(config.layer_types))
-        self.of_kinds = [tables for tables in found if tables is not None]
+        builders = (kind.tables(config, build) for kind in kinds_of(config.layer_types))
+        self.of_kinds = [tables for tables in builders if tables is not None]
         """Functions that build the tables of one kind of layer."""
 
     def check(self, packed: PackedSeqParams) -> None:

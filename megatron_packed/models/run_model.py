@@ -10,7 +10,7 @@ import torch
 
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.run import RunConfig
-from megatron_packed.config.sections.offload_rules import forced_buffers
+from megatron_packed.config.sections.memory import forced_buffers
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.layers.context_parallel import communication_of
 from megatron_packed.memory.activation_offload import Offload
@@ -92,3 +92,15 @@ def build_model(
     if per_sample and packing.micro_batch_size > 1:
         model.pack_tables.sample_shape = (packing.micro_batch_size, packing.seq_length)
     return model
+
+
+def trained_elements(model: HybridModel) -> int:
+    """Return the number of elements of the whole model's trained parameters.
+
+    Replicas count once. Padding of the vocabulary that only this layout needs does not count.
+    """
+    return sum(
+        sharded.stored_shape.numel()
+        for sharded in model.sharded_parameters().values()
+        if sharded.parameter.requires_grad
+    )

@@ -5,7 +5,8 @@ is a module that is imported on first use, so each optional package is imported 
 The module has two functions:
 
 * ``not_supported_reasons(inputs) -> list[str]``: sentences that say why the backend does not
-  support ``inputs``; empty if it does. The function is cheap and runs on the host only.
+  support ``inputs``; empty if it does. The function is cheap and runs on the host only. Plain
+  PyTorch supports all inputs and has no such function.
 * ``run(...)``: the implementation, with the signature of the op's public function.
 
 ``inputs`` is a frozen, hashable dataclass of the op. It holds shapes, dtypes, the device type and
@@ -83,7 +84,8 @@ class Backend:
             module = self.load()
         except Exception as error:  # A broken optional package may raise any exception at import.
             return [f"{self.module} does not import: {type(error).__name__}: {error}"]
-        return list(module.not_supported_reasons(inputs))
+        find_reasons = getattr(module, "not_supported_reasons", None)
+        return [] if find_reasons is None else list(find_reasons(inputs))
 
 
 def is_on_meta(inputs: Hashable) -> bool:

@@ -44,7 +44,7 @@ class StepStats:
     skipped: Tensor
     """1.0 if the step changed nothing, for any reason, else 0.0."""
     params_norm: Tensor
-    """L2 norm of all parameters after the step; 0 if it is not requested."""
+    """L2 norm of all trained parameters after the step; 0 if it is not requested."""
     grad_zeros: Tensor
     """``(2,)``: number of gradient elements that are exactly zero, in the format of `Statistics`;
     0 if they are not counted.
@@ -234,6 +234,11 @@ class Optimizer:
         Only an optimizer with ``weight_decay_changes`` reads it.
         """
         self.weight_decay.fill_(weight_decay)
+
+    @property
+    def skipped(self) -> Tensor:
+        """0-d float32: 1.0 if the last step changed nothing, else 0.0."""
+        return self._stats.skipped
 
     @torch.no_grad()
     def step(

@@ -118,8 +118,8 @@ class CaptureSizes:
         Example:
             ``"up to 16 documents"``; ``"up to 16 documents and rows of 2048 tokens"``.
         """
-        alike = sum(other.capacity == size.capacity for other in self.sizes)
-        rows = f" and rows of {size.max_seqlen} tokens" if alike > 1 else ""
+        same_capacity = sum(other.capacity == size.capacity for other in self.sizes)
+        rows = f" and rows of {size.max_seqlen} tokens" if same_capacity > 1 else ""
         return f"up to {size.capacity} documents{rows}"
 
     def smallest_for(self, num_seqs: int, longest: int) -> CaptureSize | None:
@@ -227,13 +227,13 @@ def _one_capacity_more(
     Returns:
         ``(D,)`` ``room_k``, and ``(D,)`` the index of the next smaller capacity.
     """
-    more = np.full_like(room, _UNREACHABLE)
+    new_room = np.full_like(room, _UNREACHABLE)
     under = np.zeros_like(room)
     for j in range(1, distinct.size):
         total = room[:j] + distinct[j] * (below[j + 1] - below[1 : j + 1])
         under[j] = np.argmin(total)
-        more[j] = min(int(total[under[j]]), _UNREACHABLE)
-    return more, under
+        new_room[j] = min(int(total[under[j]]), _UNREACHABLE)
+    return new_room, under
 
 
 def percentile(documents_per_pack: NDArray[np.integer], share: float) -> int:

@@ -64,9 +64,9 @@ class Partition:
                 f"seq_length x micro_batch_size as a multiple of {max(self.size, self.alignment)}."
             )
         offsets = packed.cu_seqlens_cpu.numpy()
-        wrong = np.flatnonzero(np.diff(offsets) % self.alignment)
-        if wrong.size:
-            number = int(wrong[0])
+        misaligned = np.flatnonzero(np.diff(offsets) % self.alignment)
+        if misaligned.size:
+            number = int(misaligned[0])
             what = f"document {number}" if number < packed.num_seqs else "the tail of a pack"
             raise ValueError(
                 f"{what} has {offsets[number + 1] - offsets[number]} token slots. A zigzag over cp_size = {self.size} "

@@ -81,19 +81,19 @@ def host_reads(
         function: forward of a module.
         args, options: its arguments. Metadata is replaced by a copy that notes reads of host values.
     """
-    found: dict[HostRead, None] = {}
+    reads: dict[HostRead, None] = {}
 
     def note(what: str) -> None:
         place = _caller()
         if place is not None:
-            found[HostRead(what, *place)] = None
+            reads[HostRead(what, *place)] = None
 
     watch = _Watch(note)
     watched = [watch.metadata(value) for value in args]
     watched_options = {name: watch.metadata(value) for name, value in options.items()}
     with watch:
         result = function(*watched, **watched_options)
-    return result, list(found)
+    return result, list(reads)
 
 
 class _Watch(TorchFunctionMode):
@@ -132,7 +132,9 @@ class _Watch(TorchFunctionMode):
         """Return metadata as a copy that notes reads of its host values; other values unchanged."""
         if not isinstance(value, PackedSeqParams):
             return value
-        fields = {one.name: getattr(value, one.name) for one in dataclasses.fields(PackedSeqParams)}
+        fields = {
+            field.name: getattr(value, field.name) for field in dataclasses.fields(PackedSeqParams)
+        }
         self._on_host[_storage(value.cu_seqlens_cpu)] = value.cu_seqlens_cpu
         return _WatchedPackedSeqParams(**fields, note=self._note)
 
@@ -144,18 +146,18 @@ def _read(name: str, args: Any, kwargs: Mapping[str, Any]) -> str | None:
     """Return how a host read by a function of torch looks in source code; None if it reads nothing."""
     if name in _READS:
         return _READS[name]
-    given = [value for value in args if value is not None]
+    arguments = [value for value in args if value is not None]
     reads = {
         "to": "cpu"
-        in (*(value for value in given if isinstance(value, str)), kwargs.get("device")),
-        "where": len(given) + len(kwargs) == 1,
+        in (*(value for value in arguments if isinstance(value, str)), kwargs.get("device")),
+        "where": len(arguments) + len(kwargs) == 1,
         "repeat_interleave": any(
-            isinstance(value, Tensor) for value in (*given[1:], kwargs.get("repeats"))
+            isinstance(value, Tensor) for value in (*arguments[1:], kwargs.get("repeats"))
         )
         and kwargs.get("output_size") is None,
-        "one_hot": len(given) == 1 and kwargs.get("num_classes", -1) == -1,
-        "__getitem__": len(given) > 1 and any(map(_selects_by_value, _indices(given[1]))),
-        "__setitem__": len(given) > 2 and _writes_by_value(given[1], given[2]),
+        "one_hot": len(arguments) == 1 and kwargs.get("num_classes", -1) == -1,
+        "__getitem__": len(arguments) > 1 and any(map(_selects_by_value, _indices(arguments[1]))),
+        "__setitem__": len(arguments) > 2 and _writes_by_value(arguments[1], arguments[2]),
     }
     if reads.get(name, name in _SHAPED_BY_VALUES or name in _FACTORIES):
         return {

@@ -275,8 +275,8 @@ def _write_documents(
     Padding and the tail stay zero.
     """
     tokens_T, labels_T, mask_T = (views[name].numpy() for name in ("tokens", "labels", "loss_mask"))
-    for number, (given, target_mask) in enumerate(documents):
-        tokens = np.asarray(given)
+    for number, (token_numbers, target_mask) in enumerate(documents):
+        tokens = np.asarray(token_numbers)
         if tokens.dtype not in _FIT_INT32 or tokens.ndim != 1:
             _check_tokens(number, tokens, None)
         start = int(cu_seqlens[number])
@@ -302,8 +302,8 @@ def _write_documents(
         mask_T[start : end - 1] = counts
     # Check the complete pack, not each document: two passes take only some microseconds.
     if tokens_T.min() < 0 or (vocab_size is not None and tokens_T.max() >= vocab_size):
-        for number, (given, _) in enumerate(documents):
-            _check_tokens(number, np.asarray(given), vocab_size)
+        for number, (token_numbers, _) in enumerate(documents):
+            _check_tokens(number, np.asarray(token_numbers), vocab_size)
 
 
 def _own_scales(views: dict[str, Tensor]) -> list[float]:
@@ -312,8 +312,8 @@ def _own_scales(views: dict[str, Tensor]) -> list[float]:
     A target of depth k is a target of the main model that is at least k slots into its document.
     """
     positions = views["position_ids"].numpy()[views["loss_mask"].numpy() != 0]
-    own = [np.count_nonzero(positions >= depth) for depth in range(MOST_DEPTHS + 1)]
-    main, *depths = (1 / max(int(count), 1) for count in own)
+    targets = [np.count_nonzero(positions >= depth) for depth in range(MOST_DEPTHS + 1)]
+    main, *depths = (1 / max(int(count), 1) for count in targets)
     return [main, 1.0, *depths]
 
 

@@ -2,7 +2,8 @@
 
 The host builds it once per micro-batch, outside captured code, and all layers share it. It never
 reads the device: values that Python needs are integers on the host, and values that kernels need are
-tensors.
+tensors. If every layer of a 0.6 B transformer derives its mask from the device instead, a step takes
+1.20 to 1.33 times as long on an H200 (2026-11-29).
 """
 
 from __future__ import annotations

@@ -89,7 +89,6 @@ class SharedTables:
         return cast("Found | None", self.of_kinds.get(tables))
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return all tensors."""
         alone = (self.rope_position_ids, self.rank_valid, self.num_valid)
         of_kinds = (tensor for tables in self.of_kinds.values() for tensor in tables.tensors())
         several = (*of_kinds, *(self.rank_order or ()), *(self.samples or ()))

@@ -131,6 +131,7 @@ class Console:
             parts.append(
                 f"replayed {record.graphs.replays}/{record.graphs.replays + record.graphs.fallbacks}"
             )
+        parts += [f"{name} {value:.4g}" for name, value in record.callback_metrics.items()]
         if record.skipped:
             parts.append(f"SKIPPED: {record.skip_reason}")
         return " | ".join(parts)

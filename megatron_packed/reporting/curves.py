@@ -66,7 +66,6 @@ class Run:
 
     @property
     def validations(self) -> list[Record]:
-        """Records of validations."""
         return [record for record in self.records if "valid_loss" in record]
 
     @property

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from megatron_packed.checkpoint.errors import printable
+from megatron_packed.checkpoint.errors import printable_message
 from megatron_packed.config.sections.logging import LoggingConfig
 from megatron_packed.reporting.metric_names import answers_text, samples_of, tracked
 
@@ -106,7 +106,9 @@ class TrackerWriter:
 
     def _work(self) -> None:
         try:
-            self._say(f"{self._service.name}: {printable(self._service.start(), _MOST_SHOWN)}")
+            self._say(
+                f"{self._service.name}: {printable_message(self._service.start(), _MOST_SHOWN)}"
+            )
             for records in self._batches():
                 self._service.log(records)
             self._service.finish(failed=self._failed)
@@ -114,7 +116,7 @@ class TrackerWriter:
             if not self._gave_up:
                 self._gave_up = True
                 # A service may answer with a page of any length.
-                what = printable(str(error).strip() or type(error).__name__, _MOST_SHOWN)
+                what = printable_message(str(error).strip() or type(error).__name__, _MOST_SHOWN)
                 self._warn(f"{self._service.name}: {what.rstrip('.')}; the run goes on without it.")
 
     def _batches(self) -> Iterator[list[_Record]]:

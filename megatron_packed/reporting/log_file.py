@@ -162,7 +162,6 @@ class OldLines:
         return next((starts for starts in reversed(lists) if isinstance(starts, list)), [])
 
     def before(self, first_iteration: int) -> list[LogLine]:
-        """Return the lines of the steps before ``first_iteration``."""
         return [line for line in self.lines if line.iteration < first_iteration]
 
     def loses(self, first_iteration: int) -> bool:

@@ -44,7 +44,7 @@ def curves_html(runs: Sequence[Run], levels: Mapping[str, float] | None = None) 
     return f'<div class="charts">{"".join(figures)}</div>'
 
 
-def write_curves_png(runs: Sequence[Run], image: str | os.PathLike[str]) -> Path:
+def write_runs_png(runs: Sequence[Run], image: str | os.PathLike[str]) -> Path:
     """Draw the curves of runs as one PNG image and return its path.
 
     The image has the same curves as the page about these runs, but no chart of single experts.

@@ -30,10 +30,10 @@ _MANY = 0.1
 def overview(run: Run) -> str:
     """Return HTML with the verdict, the warnings and the main numbers of a run."""
     kind, sentence = outcome(run)
-    run_facts = warnings_of(run)
-    items = "".join(f"<li>{html.escape(text)}</li>" for text in run_facts)
-    heading = "1 warning" if len(run_facts) == 1 else f"{len(run_facts)} warnings"
-    box = f"<div class='warnings'><b>{heading}</b><ul>{items}</ul></div>" if run_facts else ""
+    warning_texts = warnings_of(run)
+    items = "".join(f"<li>{html.escape(text)}</li>" for text in warning_texts)
+    heading = "1 warning" if len(warning_texts) == 1 else f"{len(warning_texts)} warnings"
+    box = f"<div class='warnings'><b>{heading}</b><ul>{items}</ul></div>" if warning_texts else ""
     tiles = "".join(_tile(*tile) for tile in tiles_of(run))
     return f"<p class='verdict {kind}'>{html.escape(sentence)}</p>{box}<div class='tiles'>{tiles}</div>"
 

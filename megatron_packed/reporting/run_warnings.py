@@ -102,15 +102,15 @@ def warnings_of(run: Run) -> list[str]:
 
 
 def _of_skipped_steps(steps: Sequence[Record]) -> Iterator[str]:
-    if step_list := skipped_for(steps, NON_FINITE):
+    if affected_steps := skipped_for(steps, NON_FINITE):
         yield (
-            f"Steps with a non-finite loss or gradient: {listed(step_list)}. Their updates were not applied. "
+            f"Steps with a non-finite loss or gradient: {listed(affected_steps)}. Their updates were not applied. "
             f"Lower {flags.LR}, lengthen the warm-up, or look at the documents of these steps."
         )
-    if step_list := skipped_for(steps, NO_TARGETS):
+    if affected_steps := skipped_for(steps, NO_TARGETS):
         yield (
-            f"Steps without target tokens: {listed(step_list)}. Their updates were not applied. Too few documents keep "
-            f"an answer; a larger {flags.SEQ_LENGTH} keeps more."
+            f"Steps without target tokens: {listed(affected_steps)}. Their updates were not applied. "
+            f"Too few documents keep an answer; a larger {flags.SEQ_LENGTH} keeps more."
         )
     if spikes := spikes_of(steps):
         skipped = skipped_for(steps, SPIKE)

@@ -20,7 +20,7 @@ from megatron_packed.reporting.tensorboard_folder import events_folder
 
 write_report = lazy_function("megatron_packed.reporting.run_report", "write_report")
 """Writer of the report page; its charts are imported only by a run that gets a page."""
-Callback = Callable[[dict[str, object]], object]
+RecordFunction = Callable[[dict[str, object]], object]
 """Function that receives the records of the log."""
 
 
@@ -49,7 +49,7 @@ class CallbackWriter:
         callback: receives a copy of each record.
     """
 
-    def __init__(self, callback: Callback) -> None:
+    def __init__(self, callback: RecordFunction) -> None:
         self._callback = callback
 
     def write(self, record: dict[str, object]) -> None:
@@ -65,7 +65,7 @@ def writers_of(
     state: ReportedState,
     opening: Mapping[str, Any],
     console: Console,
-    callback: Callback | None = None,
+    callback: RecordFunction | None = None,
     log: LogFile | None = None,
 ) -> list[Writer]:
     """Return the writers of rank 0; the other ranks have none.

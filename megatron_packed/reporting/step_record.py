@@ -5,7 +5,8 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -266,6 +267,8 @@ class StepRecord:
     """Running median of the loss, if the loss is a spike; otherwise None."""
     grad_norm_median: float | None = None
     """Running median of the gradient norm, if the gradient norm is a spike; otherwise None."""
+    callback_metrics: Mapping[str, float] = field(default_factory=dict)
+    """Metrics that callbacks have added."""
 
     def as_dict(self) -> dict[str, object]:
         """Return the record as one flat JSON object; optional fields without a value are left out."""
@@ -282,6 +285,7 @@ class StepRecord:
         for name in _WHERE_THERE_IS_ONE:
             if values.get(name, ()) is None:
                 del values[name]
+        values.update(values.pop("callback_metrics"))
         return values
 
 
@@ -311,6 +315,7 @@ def step_record(
         medians: ``loss`` or ``grad_norm`` -> the running median that it exceeded as a spike.
     """
     flops_per_second = facts.flops / seconds / world_size
+    spikes: dict[str, Any] = {f"{name}_median": value for name, value in (medians or {}).items()}
     return StepRecord(
         iteration=facts.iteration,
         lm_loss=loss,
@@ -344,5 +349,5 @@ def step_record(
         num_zeros=num_zeros,
         skip_reason=skip_reason,
         mtp_losses=mtp_losses,
-        **{f"{name}_median": median for name, median in (medians or {}).items()},
+        **spikes,
     )

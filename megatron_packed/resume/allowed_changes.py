@@ -34,7 +34,7 @@ _TOKENIZER = keys_deciding("tokenizer", "tokenizer name")
 """Options that decide the meaning of token ids, which a phase may not change."""
 _DECIDES_TOKENS = (*keys_deciding("data", "chat"), *_TOKENIZER)
 """Options that decide which tokens a run trains on."""
-_PHASE_MODEL = frozenset(about.flag for about in section_fields(ModelConfig) if about.option.phase)
+_PHASE_MODEL = frozenset(field.flag for field in section_fields(ModelConfig) if field.option.phase)
 """Options of the model that a phase may change: routing, and rotary frequencies for longer packs."""
 _EARLIER_RULES = (
     "an earlier version made its tokens, and today's rules make other tokens of the same lines. Masks of other "
@@ -62,18 +62,20 @@ def model_refusal(
         model: model of the run.
         new_phase: the run begins a phase, which may change some options.
     """
-    found = model_differences(metadata["config"]["model"], model)
+    differing_options = model_differences(metadata["config"]["model"], model)
     if new_phase:
-        found = [problem for problem in found if problem.option not in _PHASE_MODEL]
-    if not found:
+        differing_options = [
+            problem for problem in differing_options if problem.option not in _PHASE_MODEL
+        ]
+    if not differing_options:
         return None
     phase = (
         ", or change them in a new phase (--begin-phase NAME)"
-        if all(problem.option in _PHASE_MODEL for problem in found)
+        if all(problem.option in _PHASE_MODEL for problem in differing_options)
         else ""
     )
     differences = "; ".join(
-        f"{problem.option} is {problem.value}, and {problem.rule}" for problem in found
+        f"{problem.option} is {problem.value}, and {problem.rule}" for problem in differing_options
     )
     return f"belongs to another model: {differences}; give the checkpoint's options, or load another checkpoint{phase}"
 
@@ -83,7 +85,7 @@ def precision_refusal(metadata: Mapping[str, Any], dtype: torch.dtype) -> str | 
     was_bf16 = metadata["config"]["training"]["bf16"]
     if was_bf16 == (dtype == torch.bfloat16):
         return None
-    found, cure, other = (
+    stored_flag, cure, other = (
         ("with", "give it", "without") if was_bf16 else ("without", "leave it out", "with")
     )
     # Only runs store how they pack; a checkpoint without it comes from `convert`.
@@ -91,27 +93,37 @@ def precision_refusal(metadata: Mapping[str, Any], dtype: torch.dtype) -> str | 
     if "packing" not in metadata["config"]:
         made, again = "converted", f", or convert the weights again {other} --bf16"
     return (
-        f"was {made} {found} --bf16, and a load does not change precisions; "
+        f"was {made} {stored_flag} --bf16, and a load does not change precisions; "
         f"{cure} in this run too{again}"
     )
 
 
 def padding_refusal(metadata: Mapping[str, Any], model: HybridModel) -> str | None:
     """Return why a checkpoint's embedding tables have other padding than ``model``'s; None if equal."""
-    before, now = metadata["config"]["model"].get("make_vocab_size_divisible_by"), model.config
-    then = now if before is None else replace(now, make_vocab_size_divisible_by=before)
-    if then.padded_vocab_size(model.vocab_size) == now.padded_vocab_size(model.vocab_size):
+    stored_multiple, model_config = (
+        metadata["config"]["model"].get("make_vocab_size_divisible_by"),
+        model.config,
+    )
+    stored_model = (
+        model_config
+        if stored_multiple is None
+        else replace(model_config, make_vocab_size_divisible_by=stored_multiple)
+    )
+    if stored_model.padded_vocab_size(model.vocab_size) == model_config.padded_vocab_size(
+        model.vocab_size
+    ):
         return None
     return (
         "has embedding tables with another number of rows: --make-vocab-size-divisible-by is "
-        f"{now.make_vocab_size_divisible_by}, and the checkpoint was made with {before}; give {before}"
+        f"{model_config.make_vocab_size_divisible_by}, and the checkpoint was made with {stored_multiple}; "
+        f"give {stored_multiple}"
     )
 
 
 def _alignment_of(stored: Mapping[str, Any]) -> int:
     """Return the alignment in tokens of document starts in packs of a stored configuration."""
-    given: int | None = stored["packing"].get("pad_packed_seq_alignment")
-    return given or unchecked(ParallelConfig, stored.get("parallel", {})).document_alignment
+    alignment: int | None = stored["packing"].get("pad_packed_seq_alignment")
+    return alignment or unchecked(ParallelConfig, stored.get("parallel", {})).document_alignment
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -145,13 +157,29 @@ class CheckpointRefusals:
             return problem
         if holds_only_weights(metadata):
             return "holds converted weights, which no run has trained; give --finetune to start a run from them"
-        resumed = Resumed.of(metadata, begun_phase(self.config))
+        resumed = Resumed.from_metadata(metadata, begun_phase(self.config))
         return (
             self._phase_refusal(metadata, resumed)
             or model_refusal(metadata, self.model.config, new_phase=resumed.begins)
             or (None if resumed.has_new_packs else self._data_refusal(metadata))
+            or self._frozen_refusal(metadata)
             or self._schedule_refusal(metadata)
             or self._optimizer_refusal(metadata)
+        )
+
+    def _frozen_refusal(self, metadata: Mapping[str, Any]) -> str | None:
+        """Return why the run cannot continue with other trained parameters; None if it can."""
+        keys = keys_deciding("trained parameters")
+        # Runs of versions without the option trained all parameters.
+        model = {"freeze_params": [], **metadata["config"]["model"]}
+        stored = {**metadata["config"], "model": model}
+        changed = "; ".join(changed_options(stored, self.config, keys))
+        if not changed:
+            return None
+        return (
+            f"trained other parameters, so its optimizer state belongs to them: {changed}; "
+            f"{restoring_words(stored, self.config, keys)} to resume, or give --finetune to start a new "
+            "run from these weights"
         )
 
     def _optimizer_refusal(self, metadata: Mapping[str, Any]) -> str | None:
@@ -245,18 +273,22 @@ class CheckpointRefusals:
         Only the policy ``truncate_prompt`` does: it shortens documents while they are tokenised.
         """
         rules = ("overlong_policy", "max_document_length")
-        then, now = (
+        stored_limits, limits = (
             [config["packing"].get(name) for name in rules] for config in (stored, self.config)
         )
-        return then != now and "truncate_prompt" in (then[0], now[0])
+        return stored_limits != limits and "truncate_prompt" in (stored_limits[0], limits[0])
 
     def _plan_hash_then(self, metadata: Mapping[str, Any]) -> str:
         """Return the hash of this run's plan with the batch size of the checkpoint's run.
 
         A run may resume with another batch size, since it does not change the order of documents.
         """
-        then = packs_per_step_of(metadata)
-        return self.plan.hash_with(then) if self.plan is not None and then else self.plan_hash
+        stored_packs_per_step = packs_per_step_of(metadata)
+        return (
+            self.plan.hash_with(stored_packs_per_step)
+            if self.plan is not None and stored_packs_per_step
+            else self.plan_hash
+        )
 
     def _schedule_refusal(self, metadata: Mapping[str, Any]) -> str | None:
         """Return why the learning-rate schedule cannot continue after a change of the batch size.

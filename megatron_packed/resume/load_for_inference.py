@@ -14,7 +14,7 @@ from megatron_packed.data.tokenizers.base import Tokenizer, meaning_hash, vocabu
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.run_model import build_model
 from megatron_packed.resume.allowed_changes import model_refusal, precision_refusal
-from megatron_packed.resume.run_and_random_state import held_state
+from megatron_packed.resume.held_state import held_state
 
 
 def load_model(
@@ -44,7 +44,7 @@ def load_model(
         config.checkpoint.load,
         [held.shard for held in held_state(model)],
         step=config.checkpoint.ckpt_step,
-        allow_extra=("optimizer/", "rng/"),
+        allow_extra=("optimizer/", "rng/", "callback/"),
         accept=lambda metadata: (
             metadata_problem(metadata)
             or precision_refusal(metadata, model.dtype)

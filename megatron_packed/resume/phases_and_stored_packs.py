@@ -61,7 +61,7 @@ class Resumed:
     """True if another program trained the checkpoint, which has no packs."""
 
     @classmethod
-    def of(cls, metadata: Mapping[str, Any], phase: str | None = None) -> Resumed:
+    def from_metadata(cls, metadata: Mapping[str, Any], phase: str | None = None) -> Resumed:
         """Build the object from a checkpoint's metadata, which has been validated.
 
         Args:
@@ -117,8 +117,8 @@ class Resumed:
         if not self.begins:
             return done.without_best() if hashes.validates_otherwise(self.hashes) else done
         begun = replace(done.without_best(), validated_at=done.iteration)
-        now = (hashes.data_hash, config["packing"]["micro_batch_size"])
-        same_data = now == (self.hashes.data_hash, self.micro_batch_size)
+        data_and_batch = (hashes.data_hash, config["packing"]["micro_batch_size"])
+        same_data = data_and_batch == (self.hashes.data_hash, self.micro_batch_size)
         if plan is not None and self.is_of(plan) and same_data:
             return begun
         samples = done.samples(self.micro_batch_size)
@@ -202,7 +202,7 @@ def resumed_options(
     if metadata is None or holds_only_weights(metadata):
         return config, None, []
     stored, lines = metadata["config"], []
-    resumed = Resumed.of(metadata, options.begin_phase)
+    resumed = Resumed.from_metadata(metadata, options.begin_phase)
     config, flags = (config, []) if resumed.has_new_packs else packs_as_stored(config, stored)
     if flags:
         lines.append(

@@ -66,9 +66,10 @@ def restore(config: RunConfig, state: RunState, say: Say, warn: Say) -> None:
     what = "weights of" if options.finetune else "resuming from"
     say(f"{what} {loaded.path} (iteration {loaded.step})")
     strictness = options.dist_ckpt_strictness
-    # Ranks that only one of the two runs has need no random states of the other.
+    # Ranks that only one of the two runs has need no random states of the other. States of callbacks
+    # have sentences of their own.
     unexpected, unused = (
-        [name for name in names if not name.startswith("rng/")]
+        [name for name in names if not name.startswith(("rng/", "callback/"))]
         for names in (loaded.missing, loaded.unused)
     )
     if unexpected and strictness.startswith("log_"):
@@ -83,6 +84,8 @@ def restore(config: RunConfig, state: RunState, say: Say, warn: Say) -> None:
         )
     if not options.finetune:
         _say_changes(config, state, loaded.metadata, say)
+        for sentence in state.callback_states.warnings(loaded.metadata):
+            warn(sentence)
         return
     # A resumed run gets no warning: its load has raised an error.
     warning = tokenizer_warning(loaded.path, loaded.metadata, state.hashes.tokenizer_hash)
@@ -100,11 +103,14 @@ def _say_changes(config: RunConfig, state: RunState, metadata: Mapping[str, Any]
     last = config.last_iteration(done.samples_ahead(config.packing))
     if state.phases:
         say(_phase_sentence(state, begins))
-    before = metadata["config"]
+    stored_config = metadata["config"]
     if takes_schedule(config):
-        before = {**before, "optim": {**before["optim"], **stored_schedule(before)}}
+        stored_config = {
+            **stored_config,
+            "optim": {**stored_config["optim"], **stored_schedule(stored_config)},
+        }
     keys = PHASE_CHANGES if begins else ("optim", "training")
-    changed = changed_options(before, state.config, keys)
+    changed = changed_options(stored_config, state.config, keys)
     # With --train-samples and --train-epochs, these lengths are computed and are not options.
     computed: dict[str, tuple[str, ...]] = {
         "--train-samples": ("--train-iters ",),
@@ -127,18 +133,18 @@ def _say_changes(config: RunConfig, state: RunState, metadata: Mapping[str, Any]
             f"{before_best:,})"
         )
     # Another batch size changes the packs of each later step, so it is printed.
-    then, now = packs_per_step_of(metadata), config.packs_per_step()
+    stored_packs, packs = packs_per_step_of(metadata), config.packs_per_step()
     if state.resumed.imported:
         say(
             f"steps and samples of the imported checkpoint continue ({done.plan_samples:,} samples); "
             "its data begins with the first pack"
         )
-    elif then != now and not begins:
+    elif stored_packs != packs and not begins:
         sizes = "; ".join(changed_options(metadata["config"], state.config, ("packing",)))
         rate = "samples" if config.schedule_units == {"samples"} else "steps"
         onward = (
-            f"; step {done.iteration + 1:,} continues with the next pack, with {now:,} packs a step instead of "
-            f"{then:,}; the learning rate counts {rate}, and the last step is {last:,}"
+            f"; step {done.iteration + 1:,} continues with the next pack, with {packs:,} packs a step instead of "
+            f"{stored_packs:,}; the learning rate counts {rate}, and the last step is {last:,}"
         )
         say(
             f"{sizes}: {done.consumed_packs:,} packs were trained on in {done.iteration:,} steps"

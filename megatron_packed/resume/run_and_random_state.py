@@ -1,7 +1,7 @@
 """State of a run that its checkpoints store, so that it resumes as if it had never stopped.
 
 Named tensors: ``model/<name>`` (parameters and persistent buffers), ``optimizer/<kind>/<name>`` and
-``rng/rank_<r>/<generator>``.
+``rng/rank_<r>/<generator>``, and those of callbacks (``callback_state.py``).
 JSON object: the position in the data, the hash of the pack plan, random states that are not arrays,
 and the configuration.
 """
@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron_packed.checkpoint.background_save import BackgroundSaves
 from megatron_packed.checkpoint.directory_lock import RootLock
@@ -34,99 +33,19 @@ from megatron_packed.checkpoint.run_metadata import (
     RunProgress,
 )
 from megatron_packed.checkpoint.save import SavedCheckpoint, save_checkpoint
-from megatron_packed.checkpoint.tensor_extent import Extent
-from megatron_packed.checkpoint.tensor_shard import TensorShard, shards_of, share_out, whole_tensors
+from megatron_packed.checkpoint.tensor_shard import TensorShard, share_out, whole_tensors
 from megatron_packed.config.sections.checkpoint import CheckpointConfig
 from megatron_packed.data.packing.pack_plan import PackPlan
 from megatron_packed.data.progress_bar import ProgressBar
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.rng import RngState
-from megatron_packed.distributed.tensor_parallel_shards import ShardedParameter
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.resume.allowed_changes import CheckpointRefusals
+from megatron_packed.resume.callback_state import CallbackStates, StatefulCallback
+from megatron_packed.resume.held_state import Held, held_state
 from megatron_packed.resume.phases_and_stored_packs import Resumed, begun_phase
 from megatron_packed.resume.stored_expert_bounds import restore_bounds, stored_bounds
-
-
-class Held(NamedTuple):
-    """Part of a run's state that this rank holds."""
-
-    shard: TensorShard
-    owned: bool
-    """True if no lower tensor-parallel rank holds the same shard."""
-    replicated: bool
-    """True if all ranks of ``dp_cp`` hold the shard; for experts, all ranks of ``expert_dp``."""
-    expert: bool = False
-    """True if the shard belongs to an expert."""
-
-
-def held_state(model: HybridModel, optimizer: Optimizer | None = None) -> Iterator[Held]:
-    """Yield this rank's shards of parameters, persistent buffers and optimizer state.
-
-    The names do not depend on the parallel layout. A tied parameter is yielded once.
-    """
-    if optimizer is not None:
-        optimizer.buffers.wait_params()
-    parameters, persistent, first = (
-        model.sharded_parameters(),
-        model.state_dict(),
-        model.tp.rank == 0,
-    )
-    for name, sharded in parameters.items():
-        for shard, owned in _shards_of(
-            f"model/{name}", sharded, sharded.parameter.detach().view(-1)
-        ):
-            yield Held(shard, owned, replicated=True, expert=sharded.is_expert)
-    for name, buffer in model.named_buffers():
-        if name in persistent:
-            yield Held(TensorShard.whole(f"model/{name}", buffer), owned=first, replicated=True)
-    if optimizer is None:
-        return
-    starts, buffers = optimizer.state_starts(), optimizer.buffers
-    alike = {slot.name: buffers.owners(slot.part).size == 1 for slot in buffers.layout.slots}
-    for name, view in optimizer.state_shards().items():
-        kind, _, of = name.partition("/")
-        if name == "step":
-            yield Held(TensorShard.whole("optimizer/step", view), owned=first, replicated=True)
-        # float32 parameters are their own masters, and are saved once.
-        elif kind != "master" or parameters[of].parameter.dtype == torch.bfloat16:
-            for shard, owned in _shards_of(f"optimizer/{name}", parameters[of], view, starts[name]):
-                yield Held(shard, owned, replicated=alike[of], expert=parameters[of].is_expert)
-
-
-def _shards_of(
-    name: str, sharded: ShardedParameter, view: Tensor, start: int = 0
-) -> Iterator[tuple[TensorShard, bool]]:
-    """Yield the shards of the unsharded tensor that ``view`` holds, and whether this rank owns them.
-
-    Args:
-        name: name of the unsharded tensor.
-        sharded: the parameter, with its place in the unsharded tensor.
-        view: consecutive elements of this rank's part of the parameter, or of an optimizer state of
-            the same shape.
-        start: index of the first element of ``view`` in this rank's flattened part.
-    """
-    for piece in sharded.stored_pieces():
-        extent = Extent(
-            piece.global_start, piece.global_start + piece.length, piece.rows, piece.global_stride
-        )
-        # On this rank, the rows of most pieces are contiguous in memory. If they are not, each row
-        # becomes a separate extent.
-        together = piece.rows == 1 or piece.local_stride == piece.length
-        extents = (
-            [(piece.local_start, extent)]
-            if together
-            else zip((at for at, _ in piece.runs()), extent.each_row())
-        )
-        for at, its_extent in extents:
-            first, last = max(at, start), min(at + its_extent.numel, start + view.numel())
-            if first < last:
-                held = its_extent.cut(first - at, last - at)
-                for shard in shards_of(
-                    name, tuple(sharded.stored_shape), held, view[first - start : last - start]
-                ):
-                    yield shard, piece.owned
 
 
 class RunState:
@@ -146,6 +65,7 @@ class RunState:
         attached: texts that each checkpoint contains, by file name.
         changed_files: see `CheckpointRefusals`.
         show: show progress and warnings of loads on standard error.
+        callbacks: callbacks of the user, whose states are saved and restored.
     """
 
     def __init__(
@@ -165,6 +85,7 @@ class RunState:
         attached: Mapping[str, str] | None = None,
         changed_files: str = "",
         show: bool = True,
+        callbacks: Sequence[StatefulCallback] = (),
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -200,6 +121,9 @@ class RunState:
         self._ranks = Ranks(
             rank=groups.rank, world_size=groups.world_size, group=groups.world_group
         )
+        self.callback_states = CallbackStates(
+            callbacks, model, groups.device, self._layout, self._ranks
+        )
         self._background: BackgroundSaves | None = None
         self._background_ranks = self._ranks
         self.run_id = str(self._ranks.gather(uuid.uuid4().hex[:12])[0])
@@ -218,12 +142,14 @@ class RunState:
         """
         # One save at a time: the copies of the previous save are in memory that this save would
         # overwrite.
-        before = self.saved(wait=True)
+        previous_save = self.saved(wait=True)
         # The update of the last step may still be queued, and shards are views of the tensors that
         # it writes.
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        shards, metadata = self._owned_shards(options), self._metadata()
+        callbacks, callback_metadata = self.callback_states.save()
+        shards = self._owned_shards(options, callbacks)
+        metadata = self._metadata() | callback_metadata
         if not options.async_save:
             return self._write(shards, metadata, options, self.progress.iteration, self._ranks)
         if self._background is None:
@@ -238,7 +164,7 @@ class RunState:
             ranks=self._background_ranks,
         )
         self._background.begin(write, shards)
-        return before
+        return previous_save
 
     def saved(self, *, wait: bool = False) -> SavedCheckpoint | None:
         """Return the checkpoint of the last background save, once, after it is published.
@@ -250,16 +176,17 @@ class RunState:
         """
         return None if self._background is None else self._background.take(wait=wait)
 
-    def _owned_shards(self, options: CheckpointConfig) -> list[TensorShard]:
-        """Return the shards that this rank writes."""
+    def _owned_shards(
+        self, options: CheckpointConfig, callbacks: Sequence[Held]
+    ) -> list[TensorShard]:
         groups = self.groups
         self.optimizer.buffers.wait_params()
         saved = held_state(self.model, self.optimizer if options.save_optim else None)
-        owned = [held for held in saved if held.owned]
-        alike = [held.shard for held in owned if held.replicated and not held.expert]
+        owned = [held for held in (*saved, *callbacks) if held.owned]
+        dense_shards = [held.shard for held in owned if held.replicated and not held.expert]
         experts = [held.shard for held in owned if held.replicated and held.expert]
         # Each rank writes a part of the replicated shards, so that a save takes a fraction of the time.
-        shards = share_out(alike, groups.dp_cp.rank, groups.dp_cp.size)
+        shards = share_out(dense_shards, groups.dp_cp.rank, groups.dp_cp.size)
         shards += share_out(experts, groups.expert_dp.rank, groups.expert_dp.size)
         shards += [held.shard for held in owned if not held.replicated]
         rng = RngState.capture(self._device).tensors if options.save_rng else {}
@@ -353,10 +280,9 @@ class RunState:
                 group=self.groups.world_group,
                 step=options.ckpt_step,
                 allow_missing=("",) if options.allows_unexpected else ("rng/",),
-                allow_extra=("",) if options.allows_missing else ("rng/", *unwanted),
-                accept=self.refusals.for_fine_tuning
-                if options.finetune
-                else self.refusals.for_resuming,
+                allow_extra=("",) if options.allows_missing else ("rng/", "callback/", *unwanted),
+                accept=self.refusals.for_fine_tuning if options.finetune else self._refusal,
+                more_wanted=None if options.finetune else self.callback_states.wanted,
                 warn=None if self._show else lambda line: None,
                 on_read=lambda done, total: bar.update(done, total=total),
             )
@@ -369,6 +295,10 @@ class RunState:
         self._go_on(loaded, rng if with_rng else None)
         return loaded
 
+    def _refusal(self, metadata: Mapping[str, Any]) -> str | None:
+        """Return why a run cannot resume from a checkpoint; None if it can."""
+        return self.refusals.for_resuming(metadata) or self.callback_states.refusal(metadata)
+
     def _go_on(self, loaded: LoadedCheckpoint, rng: RngState | None) -> None:
         """Restore position, spike window and random states from a checkpoint.
 
@@ -376,7 +306,7 @@ class RunState:
             rng: random states with tensors from the checkpoint; None does not restore them.
         """
         self._reset_masters(loaded.missing)
-        resumed = Resumed.of(loaded.metadata, begun_phase(self.config))
+        resumed = Resumed.from_metadata(loaded.metadata, begun_phase(self.config))
         self.resumed = resumed
         self.phases = resumed.phases
         self.progress = resumed.progress_in(self.config, self.plan, self.hashes)
@@ -391,10 +321,15 @@ class RunState:
             samples = done.samples(self.config["packing"]["micro_batch_size"])
             self.plan.resume(done.iteration, done.consumed_packs - done.plan_packs, samples)
         self.run_id = loaded.run_id
+        self.callback_states.restore()
         # In another layout, ranks draw other random numbers anyway; their states start from the
         # seed.
-        alike = loaded.metadata.get("layout") == self._layout
-        if rng is not None and alike and not any(n.startswith("rng/") for n in loaded.missing):
+        same_layout = loaded.metadata.get("layout") == self._layout
+        if (
+            rng is not None
+            and same_layout
+            and not any(n.startswith("rng/") for n in loaded.missing)
+        ):
             metadata = loaded.metadata["rng"][self.groups.rank]
             RngState(tensors=rng.tensors, metadata=metadata).restore(self._device)
 

@@ -49,7 +49,7 @@ class _Rates(NamedTuple):
 
     last: float
     """Rate of the last step before the checkpoint."""
-    kept: float
+    unchanged: float
     """Rate that the next step would have with the schedule of the checkpoint."""
     next: float
     """Rate of the next step."""
@@ -78,16 +78,16 @@ def schedule_change(
     except ValueError:  # the version that saved the checkpoint had other rules
         return None
     samples = done.samples(config.packing.micro_batch_size)
-    before = samples - _last_batch(unchecked(PackingConfig, stored["packing"]), samples)
+    previous_samples = samples - _last_batch(unchecked(PackingConfig, stored["packing"]), samples)
     place, kept_place = (_place(run, done.iteration, samples) for run in (config, earlier))
     rates = _Rates(
-        last=old.at(_place(earlier, done.iteration - 1, before)),
-        kept=old.at(kept_place),
+        last=old.at(_place(earlier, done.iteration - 1, previous_samples)),
+        unchanged=old.at(kept_place),
         next=new.at(place),
     )
-    same = math.isclose(rates.next, rates.kept, rel_tol=_ROUNDING)
+    same = math.isclose(rates.next, rates.unchanged, rel_tol=_ROUNDING)
     # Two rates with the same text would make a sentence that contradicts itself.
-    if same or _shown(rates.next) == _shown(rates.kept):
+    if same or _shown(rates.next) == _shown(rates.unchanged):
         return None
     causes = _causes(old, new, place)
     if place != kept_place and "decay_steps" not in causes:
@@ -135,16 +135,16 @@ def _place(run: RunConfig, iteration: int, samples: int) -> float:
 def _causes(old: Schedule, new: Schedule, place: float) -> list[str]:
     """Return the fields of a schedule whose change alters its rate."""
     differing = [name for name in _OPTIONS if getattr(old, name) != getattr(new, name)]
-    found = []
+    causes = []
     for name in differing:
         try:
             without = replace(new, **{name: getattr(old, name)})
         except ValueError:  # the old value contradicts another new value
-            found.append(name)
+            causes.append(name)
             continue
         if without.at(place) != new.at(place):
-            found.append(name)
-    return found or differing
+            causes.append(name)
+    return causes or differing
 
 
 def _sentence(
@@ -155,37 +155,37 @@ def _sentence(
     causes: Collection[str],
     done: int,
 ) -> str:
-    then, now = section_to_dict(earlier.optim), to_dict(config)
+    earlier_optim, config_dict = section_to_dict(earlier.optim), to_dict(config)
     reasons, keys = [], set()
     for name in causes:
         options = {f"optim.{option}" for option in _OPTIONS[name]}
         keys |= options
-        changed = list(differing_options({"optim": then}, now, options))
+        changed = list(differing_options({"optim": earlier_optim}, config_dict, options))
         reasons += [
-            f"{about.flag} is {as_given(about, value)} (was {as_given(about, before)})"
-            for about, before, value in changed
+            f"{field.flag} is {as_given(field, value)} (was {as_given(field, earlier_value)})"
+            for field, earlier_value, value in changed
         ]
         # Without a change of its own options, a length follows the length of the run.
         if not changed:
             reasons.append(f"its decay follows {_length(config, earlier)}")
             keys |= {f"optim.{option}" for option in _OPTIONS["decay_steps"]}
     # The number of steps keeps a decay that followed the length of the run.
-    kept = {"optim": {**then, **stored_schedule(stored)}}
+    unchanged_optim = {"optim": {**earlier_optim, **stored_schedule(stored)}}
     because = ", and ".join(dict.fromkeys(reasons))
     return (
         f"the schedule has changed since the checkpoint: the learning rate {_move(rates, done)}, because {because}; "
-        f"{restoring_words(kept, now, keys)} to keep the schedule, with which step {done + 1:,} has "
-        f"{_shown(rates.kept)}"
+        f"{restoring_words(unchanged_optim, config_dict, keys)} to keep the schedule, with which step {done + 1:,} has "
+        f"{_shown(rates.unchanged)}"
     )
 
 
 def _length(config: RunConfig, earlier: RunConfig) -> str:
     """Return the flag that gives the length of the run, with its value and the earlier one."""
-    flag, before = config.training.length_flag, earlier.training.length_flag
+    flag, earlier_flag = config.training.length_flag, earlier.training.length_flag
     value = getattr(config.training, _LENGTHS[flag])
-    earlier_value = getattr(earlier.training, _LENGTHS[before])
-    if flag != before:
-        return f"{flag} ({value:.12g}), not {before} ({earlier_value:.12g})"
+    earlier_value = getattr(earlier.training, _LENGTHS[earlier_flag])
+    if flag != earlier_flag:
+        return f"{flag} ({value:.12g}), not {earlier_flag} ({earlier_value:.12g})"
     if value != earlier_value:
         return f"{flag} ({value:.12g}, was {earlier_value:.12g})"
     # Epochs of other data have another number of steps.
@@ -199,7 +199,7 @@ def _move(rates: _Rates, done: int) -> str:
         return f"stays at {last} (steps {done:,} and {done + 1:,})"
     verb = "rises" if rates.next > rates.last else "falls"
     # A smaller move in the direction of the kept schedule is no jump.
-    move, kept_move = rates.next - rates.last, rates.kept - rates.last
+    move, kept_move = rates.next - rates.last, rates.unchanged - rates.last
     jumps = move * kept_move <= 0 or abs(move) > abs(kept_move)
     return (
         f"{verb} from {last} (step {done:,}) to {following} (step {done + 1:,}){' at once' * jumps}"

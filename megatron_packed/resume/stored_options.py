@@ -11,14 +11,14 @@ from megatron_packed.config.section import unchecked
 from megatron_packed.config.sections.training import TrainingConfig
 
 
-def stored_options(given: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]] | None:
+def stored_options(options: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]] | None:
     """Return the configuration in the newest checkpoint of ``--load``, or of
     ``--pretrained-checkpoint`` if there is none; see `stored_options.ReadStored`.
 
     Raises:
         ConfigError: the checkpoint cannot be read.
     """
-    training = {key.removeprefix("training."): value for key, value in given.items()}
+    training = {key.removeprefix("training."): value for key, value in options.items()}
     # Must precede the import of torch.
     apply_environment(unchecked(TrainingConfig, training))
     from megatron_packed.checkpoint.errors import CheckpointError
@@ -26,25 +26,28 @@ def stored_options(given: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]] 
     from megatron_packed.checkpoint.run_metadata import FOLDER, found_paths, metadata_problem
 
     for name in ("load", "pretrained_checkpoint"):
-        folder = given.get(f"checkpoint.{name}")
+        folder = options.get(f"checkpoint.{name}")
         if folder is None:
             continue
-        step = given.get("checkpoint.ckpt_step") if name == "load" else None
+        step = options.get("checkpoint.ckpt_step") if name == "load" else None
         try:
             keys = ("config", FOLDER)
-            found = newest_metadata(folder, keys, step=step, problem=metadata_problem)
-            candidates = find_checkpoints(folder) if found is None else []
-            fault = next((one.problem for one in candidates if one.problem is not None), None)
+            metadata = newest_metadata(folder, keys, step=step, problem=metadata_problem)
+            candidates = find_checkpoints(folder) if metadata is None else []
+            fault = next(
+                (candidate.problem for candidate in candidates if candidate.problem is not None),
+                None,
+            )
         except CheckpointError as error:
             fault = str(error).rstrip(".")
         if fault is not None:
             cure = "load another checkpoint"
-            if given.get("checkpoint.use_checkpoint_args"):
+            if options.get("checkpoint.use_checkpoint_args"):
                 cure += ", or leave --use-checkpoint-args out"
             raise ConfigError([Problem(f"--{name.replace('_', '-')}", folder, fault, cure)])
-        if found is not None:
-            config: dict[str, dict[str, Any]] = found["config"]
+        if metadata is not None:
+            config: dict[str, dict[str, Any]] = metadata["config"]
             if "data" in config:
-                config["data"] |= found_paths(config["data"], found.get(FOLDER))
+                config["data"] |= found_paths(config["data"], metadata.get(FOLDER))
             return config
     return None

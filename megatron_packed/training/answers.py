@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from megatron_packed.data.tokenizers.base import Tokenizer, answer_text
 from megatron_packed.distributed.collectives import all_gather_json
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.hang_detection import DeviceWatch
 from megatron_packed.inputs.sample_and_metric_prompts import Questions
 from megatron_packed.models.generate import generate
 from megatron_packed.reporting.sample_answers import Sample
@@ -26,8 +25,7 @@ class TrainingAnswers:
     """The training step, whose model answers."""
     groups: ParallelGroups
     tokenizer: Tokenizer
-    idle: Callable[[], AbstractContextManager[None]]
-    """Returns a block in which the device may be waited for."""
+    hang_detector: DeviceWatch
     samples: Questions | None
     metric: Questions | None
 
@@ -44,15 +42,17 @@ class TrainingAnswers:
         """Return the prompts with their answers; on other ranks than rank 0 an empty list."""
         if self.samples is None:
             return []
-        asked = zip(self.samples.shown, self._texts(self.samples), self.samples.expected)
+        prompts_with_answers = zip(
+            self.samples.shown, self._texts(self.samples), self.samples.expected
+        )
         return [
             {"prompt": prompt, "answer": answer, **({} if right is None else {"expected": right})}
-            for prompt, answer, right in asked
+            for prompt, answer, right in prompts_with_answers
         ]
 
     def _texts(self, questions: Questions) -> list[str]:
         """Return the answers as texts on rank 0; on other ranks an empty list."""
-        with self.idle():
+        with self.hang_detector.idle():
             # With overlap, gathers of parameters may still run.
             self.step.buffers.wait_params()
             tokens = generate(
@@ -64,4 +64,4 @@ class TrainingAnswers:
             )
             if self.groups.rank != 0:
                 return []
-            return [answer_text(self.tokenizer, one) for one in tokens]
+            return [answer_text(self.tokenizer, answer) for answer in tokens]

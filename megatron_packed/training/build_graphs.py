@@ -137,15 +137,15 @@ def modules_to_capture(options: CudaGraphConfig, model: HybridModel) -> dict[str
     Example:
         ``M*E`` with ``attn moe_router``: ``{"layers.1": ..., "layers.2.mixer.router": ...}``.
     """
-    asked = options.modules or tuple(name for name in MODULE_LAYERS if name != ROUTER)
-    whole = {MODULE_LAYERS[name] for name in asked if name != ROUTER}
+    requested_names = options.modules or tuple(name for name in MODULE_LAYERS if name != ROUTER)
+    symbols = {MODULE_LAYERS[name] for name in requested_names if name != ROUTER}
     modules: dict[str, nn.Module] = {}
     for number, (symbol, layer) in enumerate(
         zip(model.config.layer_types, model.layers, strict=True)
     ):
-        if symbol in whole:
+        if symbol in symbols:
             modules[f"layers.{number}"] = layer
-        elif ROUTER in asked and symbol == MODULE_LAYERS[ROUTER]:
+        elif ROUTER in requested_names and symbol == MODULE_LAYERS[ROUTER]:
             assert isinstance(layer, HybridMoELayer)
             modules[f"layers.{number}.mixer.router"] = layer.mixer.router
     return modules
@@ -228,9 +228,9 @@ def audit_graphs(
     # Graphs may hold collectives, so either all ranks replay or none does.
     if not all(all_gather_json(replays, step.groups)):
         return None
-    found = graphs.audit(micro_batch, deterministic=deterministic, seed=seed)
-    assert found is not None
-    return f"{found.finding} (largest difference {found.largest_difference:.1e})"
+    comparison = graphs.audit(micro_batch, deterministic=deterministic, seed=seed)
+    assert comparison is not None
+    return f"{comparison.finding} (largest difference {comparison.largest_difference:.1e})"
 
 
 def audit_first_replay(
@@ -248,9 +248,9 @@ def audit_first_replay(
     """
     begun = time.perf_counter()
     for micro_batch in micro_batches:
-        found = audit_graphs(graphs, step, micro_batch, deterministic=deterministic, seed=seed)
-        if found is not None:
-            return f"{found}, in {time.perf_counter() - begun:.1f} s"
+        sentence = audit_graphs(graphs, step, micro_batch, deterministic=deterministic, seed=seed)
+        if sentence is not None:
+            return f"{sentence}, in {time.perf_counter() - begun:.1f} s"
     return "no micro-batch of the next step would be replayed"
 
 
@@ -261,7 +261,7 @@ def _added_to(step: TrainStep, part: str) -> dict[str, Tensor]:
     result is defined only for the gradients that it owns, so only those are returned.
     """
     buffers = step.buffers
-    main_grads = {name: main_grad_of(one) for name, one in buffers.parameters.items()}
+    main_grads = {name: main_grad_of(parameter) for name, parameter in buffers.parameters.items()}
     gradients = {name: grad for name, grad in main_grads.items() if grad is not None}
     if part == LAST_MICRO_BATCH and not buffers.owns_all:
         owned = [buffers.owned_span(bucket) for bucket in buffers.layout.buckets]
@@ -332,10 +332,10 @@ def _lengths(
 ) -> NDArray[np.int64]:
     """Return ``count`` random lengths from 1 to ``longest``, with the sum ``total`` if possible."""
     cuts = np.sort(random.choice(total - 1, count - 1, replace=False)) + 1
-    return within(np.diff(np.concatenate([[0], cuts, [total]])), longest)
+    return cut_to_longest(np.diff(np.concatenate([[0], cuts, [total]])), longest)
 
 
-def within(lengths: NDArray[np.int64], longest: int) -> NDArray[np.int64]:
+def cut_to_longest(lengths: NDArray[np.int64], longest: int) -> NDArray[np.int64]:
     """Cut lengths to ``longest``, and add the cut tokens to shorter lengths as far as possible.
 
     Example:

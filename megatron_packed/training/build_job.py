@@ -14,7 +14,7 @@ from megatron_packed.distributed.zero1_layout import BufferPart, Ownership
 from megatron_packed.models.equal_exchanges import connect_exchanges
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.metrics_layout import MetricsLayout
-from megatron_packed.models.run_model import build_model
+from megatron_packed.models.run_model import build_model, trained_elements
 from megatron_packed.models.tensor_overlap import connect_overlap, unfused_lines
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.optim.spikes import SpikeDetector
@@ -52,17 +52,9 @@ def counted_elsewhere(model: HybridModel, buffers: FlatBuffers) -> list[tuple[in
         (starts[name] + begin, starts[name] + begin + piece.length)
         for name, sharded in model.sharded_parameters().items()
         for piece in sharded.stored_pieces()
-        if not piece.owned
+        if name in starts and not piece.owned
         for begin, _ in piece.runs()
     ]
-
-
-def elements_of(model: HybridModel) -> int:
-    """Return the number of parameter elements of the whole model.
-
-    Replicas count once. Padding of the vocabulary that only this layout needs does not count.
-    """
-    return sum(sharded.stored_shape.numel() for sharded in model.sharded_parameters().values())
 
 
 def ranks_of_norm(
@@ -116,7 +108,7 @@ def job_of_model(model: HybridModel, config: RunConfig, groups: ParallelGroups) 
         copies=copies,
         counted_elsewhere=counted_elsewhere(model, buffers),
         params_norm=config.logging.log_params_norm,
-        count_zeros_of=elements_of(model) if config.logging.log_num_zeros_in_grad else None,
+        count_zeros_of=trained_elements(model) if config.logging.log_num_zeros_in_grad else None,
         spikes=SpikeDetector.from_config(
             config.training, groups.device, groups.world_group if groups.tp.size > 1 else None
         ),

@@ -98,8 +98,8 @@ def resumable_runs(options: CheckpointConfig) -> set[str]:
     """
     if options.load is None or options.finetune:
         return set()
-    found = (candidate.manifest for candidate in scan(Path(options.load)))
-    return {manifest.run_id for manifest in found if manifest is not None}
+    manifests = (candidate.manifest for candidate in scan(Path(options.load)))
+    return {manifest.run_id for manifest in manifests if manifest is not None}
 
 
 def refuse_other_runs(options: CheckpointConfig) -> None:
@@ -112,11 +112,11 @@ def refuse_other_runs(options: CheckpointConfig) -> None:
     """
     if options.save is None or options.saves_where_it_loads:
         return
-    known = resumable_runs(options)
+    run_ids = resumable_runs(options)
     others = [
         candidate.path.name
         for candidate in scan(Path(options.save))
-        if candidate.manifest is None or candidate.manifest.run_id not in known
+        if candidate.manifest is None or candidate.manifest.run_id not in run_ids
     ]
     if others:
         raise CheckpointError(

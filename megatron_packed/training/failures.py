@@ -14,7 +14,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_packed.checkpoint.directory import temporary_name
-from megatron_packed.checkpoint.errors import CheckpointError, printable
+from megatron_packed.checkpoint.errors import CheckpointError, printable_message
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.config.written_files import open_new
@@ -24,8 +24,9 @@ from megatron_packed.data.errors import DataError
 from megatron_packed.distributed.failure_watch import Failure
 from megatron_packed.distributed.hang_detection import DeviceHangError
 from megatron_packed.reporting.out_of_memory import CURE, is_out_of_memory
+from megatron_packed.resume.callback_state import CallbackError
 from megatron_packed.training.replica_checks import ReplicaMismatchError
-from megatron_packed.training.under_launcher import tell_launcher
+from megatron_packed.training.under_launcher import report_to_launcher
 
 STATUS = "STATUS.json"
 _LOST = "another process was lost"
@@ -67,6 +68,7 @@ def failure_of(error: Exception, *, rank: int | None, step: int | None) -> Failu
 
 def _kind(error: Exception) -> tuple[ExitCode, str, str]:
     """Return the exit code, the name and the cure of an error."""
+    error = _cause_of(error)
     if isinstance(error, ConfigError):
         return ExitCode.USAGE, "configuration error", ""
     if isinstance(error, DataError):
@@ -93,26 +95,37 @@ def _kind(error: Exception) -> tuple[ExitCode, str, str]:
 
 def is_lost_connection(error: Exception) -> bool:
     """Return True if the error means that another process has ended or hangs."""
+    error = _cause_of(error)
     # Gloo raises plain RuntimeError; only the text, which holds a source path, identifies it.
     if isinstance(error, (dist.DistError, DeviceHangError)):
         return True
     return isinstance(error, RuntimeError) and any(
-        words in str(error) for words in _GLOO_IS_CUT_OFF
+        fragment in str(error) for fragment in _GLOO_IS_CUT_OFF
     )
+
+
+def _cause_of(error: Exception) -> Exception:
+    """Return the error; for one of a callback, the error that the callback has raised."""
+    if isinstance(error, CallbackError) and isinstance(error.__cause__, Exception):
+        return error.__cause__
+    return error
 
 
 def is_failed_gpu(error: Exception) -> bool:
     """Return True if CUDA reports a failure of the hardware."""
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _GPU_FAILED)
+    error = _cause_of(error)
+    return isinstance(error, RuntimeError) and any(
+        fragment in str(error) for fragment in _GPU_FAILED
+    )
 
 
 def speak(error: Exception, status_folder: StatusFolder | None, failure: Failure) -> None:
     """Write the reason for the end of the run to standard error and ``STATUS.json``."""
     if failure.exit_code == ExitCode.UNFORESEEN and not is_lost_connection(error):
         traceback.print_exception(error)
-    print(printable(failure.reason), file=sys.stderr, flush=True)
+    print(printable_message(failure.reason), file=sys.stderr, flush=True)
     write_status(status_folder, asdict(failure))
-    tell_launcher(lost=is_lost_connection(error) or is_failed_gpu(error))
+    report_to_launcher(lost=is_lost_connection(error) or is_failed_gpu(error))
 
 
 class StatusFolder:
@@ -204,4 +217,8 @@ def write_status(folder: StatusFolder | None, status: dict[str, object]) -> None
     try:
         folder.write(json.dumps(status) + "\n")
     except OSError as error:
-        print(printable(f"{folder.path} cannot be written: {error}"), file=sys.stderr, flush=True)
+        print(
+            printable_message(f"{folder.path} cannot be written: {error}"),
+            file=sys.stderr,
+            flush=True,
+        )

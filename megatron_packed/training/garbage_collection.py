@@ -9,11 +9,16 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from megatron_packed.config.sections.training import TrainingConfig
+from megatron_packed.training.callback import Callback
+
+if TYPE_CHECKING:
+    from megatron_packed.training.trainer import Trainer
 
 
-class GarbageCollection:
+class GarbageCollection(Callback):
     """Garbage collection at the steps set by ``options``; does nothing without ``manual_gc``."""
 
     def __init__(self, options: TrainingConfig) -> None:
@@ -36,9 +41,9 @@ class GarbageCollection:
         finally:
             gc.enable()
 
-    def after_step(self, iteration: int) -> None:
-        """Collect after every ``manual_gc_interval``-th iteration."""
-        if self._manual and self._interval and iteration % self._interval == 0:
+    def on_step_end(self, trainer: Trainer, step: int) -> None:
+        """Collect after every ``manual_gc_interval``-th step."""
+        if self._manual and self._interval and step % self._interval == 0:
             gc.collect()
 
     @contextmanager

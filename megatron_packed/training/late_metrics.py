@@ -12,12 +12,13 @@ after the host has read it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar, Union, cast
 
 import torch
 from torch import Tensor
+
+from megatron_packed.distributed.hang_detection import UNWATCHED, DeviceWatch
 
 Facts = TypeVar("Facts")
 
@@ -56,14 +57,14 @@ class LateMetrics(Generic[Facts]):
         size: elements of the device vector (float32).
         device: device of the vector. On a CPU the values are available at once; the protocol is the
             same.
-        waits: called repeatedly while the host waits for the device.
+        hang_detector: watches the device while the host waits for it.
     """
 
     def __init__(
-        self, size: int, device: torch.device, *, waits: Callable[[], None] = lambda: None
+        self, size: int, device: torch.device, *, hang_detector: DeviceWatch = UNWATCHED
     ) -> None:
         self._on_gpu = device.type == "cuda"
-        self._waits = waits
+        self._hang_detector = hang_detector
         # Two buffers: the host may still read one while the next step's vector is copied to the
         # other. They are pinned, since a copy to pageable memory waits for the device.
         self._buffers = [
@@ -110,7 +111,7 @@ class LateMetrics(Generic[Facts]):
             # Not `synchronize`: a host that waits inside CUDA sends no heartbeat to the thread that
             # detects hangs.
             while not item.end.query():  # type: ignore[no-untyped-call]
-                self._waits()
+                self._hang_detector.waits()
                 time.sleep(_POLL_SECONDS)
             seconds = cast(torch.cuda.Event, item.begin).elapsed_time(item.end) / 1e3
         return Arrived(item.facts, item.values.tolist(), seconds)  # type: ignore[arg-type]

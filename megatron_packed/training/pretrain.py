@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 
-from megatron_packed.checkpoint.errors import printable
+from megatron_packed.checkpoint.errors import printable_message
 from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.config.launch_checks import environment_number
 from megatron_packed.config.resumed_options import implied_keys
@@ -24,7 +24,7 @@ from megatron_packed.distributed.collectives import barrier
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.failure_watch import FailureWatch
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.hang_detection import HangDetector
+from megatron_packed.distributed.hang_detection import UNWATCHED, HangDetector
 from megatron_packed.distributed.rng import seed_all
 from megatron_packed.distributed.same_flags import check_same_flags
 from megatron_packed.explain.kernel_reasons import check_implementation, check_kernels
@@ -43,7 +43,7 @@ from megatron_packed.reporting.out_of_memory import MemoryHistory, memory_histor
 from megatron_packed.reporting.profiling import profiler_of
 from megatron_packed.reporting.run_facts import opening_of
 from megatron_packed.reporting.run_writers import (
-    Callback,
+    RecordFunction,
     end_log,
     progress_log_of,
     write_page_if_requested,
@@ -61,6 +61,7 @@ from megatron_packed.training.build_graphs import (
     tune_graphs,
 )
 from megatron_packed.training.build_job import Job, build_job
+from megatron_packed.training.callback import Callback
 from megatron_packed.training.claimed_outputs import ClaimedOutputs
 from megatron_packed.training.failures import (
     failure_of,
@@ -76,7 +77,8 @@ from megatron_packed.training.trainer import Trainer
 def run_job(
     config: RunConfig,
     signal_flag: SignalFlag,
-    callback: Callback | None = None,
+    on_record: RecordFunction | None = None,
+    callbacks: Sequence[Callback] = (),
     *,
     raises: bool = False,
     quiet: bool = False,
@@ -84,6 +86,8 @@ def run_job(
     """Run the job and return its exit code.
 
     Args:
+        on_record: called on rank 0 with every record of the log.
+        callbacks: called by the training loop, on all ranks.
         raises: raise an error instead of printing it and returning its exit code.
         quiet: print nothing but the failures of a run with several ranks.
     """
@@ -94,7 +98,7 @@ def run_job(
     except ValueError as error:  # the environment, the devices or the libraries are not suitable
         if raises:
             raise
-        print(printable(str(error)), file=sys.stderr, flush=True)
+        print(printable_message(str(error)), file=sys.stderr, flush=True)
         return ExitCode.USAGE
     # A rank that fails now informs the other ranks, which would otherwise wait in a collective.
     watch = FailureWatch(groups)
@@ -115,7 +119,8 @@ def run_job(
                 watch=watch,
                 hang_detector=hang_detector_of(groups, report),
                 outputs=outputs,
-                callback=callback,
+                on_record=on_record,
+                callbacks=callbacks,
             )
         )
         barrier(groups)  # if another rank fails now, this rank ends here, too
@@ -203,8 +208,10 @@ class Launch:
     hang_detector: HangDetector | None
     outputs: ClaimedOutputs
     """Folder of checkpoints and log."""
-    callback: Callback | None = None
+    on_record: RecordFunction | None = None
     """Receives every record of the log, on rank 0."""
+    callbacks: Sequence[Callback] = ()
+    """Callbacks of the user, the same on all ranks."""
     resumed: Resumed | None = None  # the checkpoint for which the data is planned
     closing: ClosingLines = field(default_factory=ClosingLines)
     """Counts of the run's steps, for its last lines."""
@@ -302,6 +309,7 @@ def _build_model(launch: Launch, data: RunData) -> tuple[Job, RunState]:
         attached=data.attached,
         changed_files=data.changed_files,
         show=not console.silent,
+        callbacks=launch.callbacks,
     )
     if config.checkpoint.load is not None or config.checkpoint.pretrained_checkpoint is not None:
         restore(config, state, console.say, console.warn)
@@ -352,7 +360,7 @@ def _build_trainer(
     )
     # Logs are cut at the iteration at which the run resumes, so they are opened after the restore.
     log = launch.outputs.log
-    writers = writers_of(config, groups, state, opening, console, launch.callback, log)
+    writers = writers_of(config, groups, state, opening, console, launch.on_record, log)
     writers.append(launch.closing)
     profiler = None
     if config.profiling.profile:
@@ -371,9 +379,10 @@ def _build_trainer(
         console=console,
         signal=launch.signal,
         watch=launch.watch,
-        hang_detector=launch.hang_detector,
+        hang_detector=launch.hang_detector or UNWATCHED,
         profiler=profiler,
         progress_log=progress_log_of(config, groups, state, console),
+        user_callbacks=launch.callbacks,
     )
 
 
@@ -392,7 +401,7 @@ def _run_trainer(
             # From here on, ranks wait for each other in captured collectives, so hangs are watched.
             with nullcontext() if launch.hang_detector is None else launch.hang_detector:
                 if trainer.state.progress.iteration < trainer.last_iteration:
-                    trainer.steps.observe_routing()
+                    trainer.observe_routing()
                 if graphs is not None:
                     _capture(graphs, launch, job)
                 exit_code = trainer.run()

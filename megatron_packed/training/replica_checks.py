@@ -23,7 +23,6 @@ the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -33,6 +32,7 @@ from torch import Tensor
 from megatron_packed.checkpoint.rank_agreement import Ranks
 from megatron_packed.distributed.collectives import all_reduce_sum
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.hang_detection import UNWATCHED, DeviceWatch
 from megatron_packed.distributed.replica_hashes import (
     CHUNK,
     against_masters,
@@ -41,6 +41,7 @@ from megatron_packed.distributed.replica_hashes import (
     mismatches,
     on_host,
 )
+from megatron_packed.distributed.tensor_parallel_shards import is_expert
 from megatron_packed.distributed.zero1_layout import GRAIN_ELEMENTS, ParamSlot
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
@@ -67,9 +68,11 @@ class OwnedSpan(NamedTuple):
 
     @property
     def name(self) -> str:
-        whole = (self.start, self.end) == (self.slot.start, self.slot.end)
+        covers_parameter = (self.start, self.end) == (self.slot.start, self.slot.end)
         return self.slot.name + (
-            "" if whole else f"[{self.start - self.slot.start}:{self.end - self.slot.start}]"
+            ""
+            if covers_parameter
+            else f"[{self.start - self.slot.start}:{self.end - self.slot.start}]"
         )
 
 
@@ -99,7 +102,7 @@ class ReplicaCheck:
         model: the model.
         optimizer: the optimizer of the model's parameters.
         groups: process groups of this rank.
-        resting: context that is entered before the host waits for the device and for other ranks.
+        hang_detector: suspended while the host waits for the device and for other ranks.
     """
 
     def __init__(
@@ -107,13 +110,13 @@ class ReplicaCheck:
         model: HybridModel,
         optimizer: Optimizer,
         groups: ParallelGroups,
-        resting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        hang_detector: DeviceWatch = UNWATCHED,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.buffers = optimizer.buffers
         self.groups = groups
-        self._resting = resting
+        self._hang_detector = hang_detector
         self._spans = list(self._cut())
 
     def weights(self) -> None:
@@ -130,17 +133,17 @@ class ReplicaCheck:
             held[span.slot.part.expert, span.name] = bit_hash(self._held(span))
         due = list(self._hashes_of_masters())
         state = {key: bit_hash(tensor) for key, tensor in self._replicated_state()}
-        with self._resting():
+        with self._hang_detector.idle():
             numbers = on_host([*held.values(), *due, *state.values()])
             hashes = dict(
                 zip([*held, *state], [*numbers[: len(held)], *numbers[len(held) + len(due) :]])
             )
-            wrong = {
+            wrong_tensors = {
                 self._called(span.slot.part.expert, span.name): self._masters_of(span)
-                for span, found, wanted in zip(self._spans, numbers, numbers[len(held) :])
-                if span.slot.dtype == torch.bfloat16 and found != wanted
+                for span, weights, masters in zip(self._spans, numbers, numbers[len(held) :])
+                if span.slot.dtype == torch.bfloat16 and weights != masters
             }
-            self._compare("weights or optimizer state", hashes, wrong)
+            self._compare("weights or optimizer state", hashes, wrong_tensors)
 
     def gradients(self, reduce: Callable[[], None]) -> None:
         """Run ``reduce``, which sums the flat gradients over replicas, and check the sums.
@@ -165,17 +168,17 @@ class ReplicaCheck:
         # The tail (losses and counts) is summed by the same collective as the gradients, so a
         # defective link may change it as well.
         summed[False, "losses and counts of the step"] = bit_hash(self.buffers.tail, one_nan=True)
-        with self._resting():
+        with self._hang_detector.idle():
             *numbers, count = on_host([*summed.values(), wrong_rows.sum()])
             rows = wrong_rows.cpu() if count else wrong_rows[:0]
-            wrong = {
+            wrong_tensors = {
                 self._called(
                     slot.part.expert, f"gradient of {slot.name}"
                 ): "than the sum of the ranks' gradients"
                 for slot in self.buffers.layout.slots
                 if rows[slot.start // ROW : -(-slot.end // ROW)].any()
             }
-            self._compare("sums of gradients", dict(zip(summed, numbers)), wrong)
+            self._compare("sums of gradients", dict(zip(summed, numbers)), wrong_tensors)
 
     # ------------------------------------------------------------------------------------------------------
     # weights
@@ -224,8 +227,8 @@ class ReplicaCheck:
     def _replicated_state(self) -> Iterator[tuple[tuple[bool, str], Tensor]]:
         """Yield tensors besides parameters that must be equal on replicas, with their keys.
 
-        They are masters and moments that are not sharded, persistent buffers (experts' biases), and
-        the number of optimizer steps.
+        They are masters and moments that are not sharded, persistent buffers (experts' biases),
+        frozen parameters, and the number of optimizer steps.
         """
         state = self.optimizer.state_shards()
         yield (False, "the number of steps"), state["step"]
@@ -245,6 +248,10 @@ class ReplicaCheck:
         for name, buffer in self.model.named_buffers():
             if name in persistent:
                 yield (False, name), buffer
+        apart = self.buffers.ownership.experts is not None
+        for name, parameter in self.model.named_parameters():
+            if not parameter.requires_grad:
+                yield (apart and is_expert(parameter), name), parameter.detach()
 
     def _masters_of(self, span: OwnedSpan) -> str:
         """Return the masters that ``span`` should equal, in words for a message."""
@@ -282,7 +289,7 @@ class ReplicaCheck:
             expected: ``(rows, 2)`` float64: sums over ranks of `_sums_of_rows` before the collective.
             found: ``(rows, 2)`` float64: `_sums_of_rows` after the collective.
         """
-        limits, wrong = (
+        limits, wrong_rows = (
             torch.finfo(self.buffers.grads.dtype),
             torch.zeros_like(found[:, 0], dtype=torch.bool),
         )
@@ -299,8 +306,8 @@ class ReplicaCheck:
             close = (sums - wanted).abs() <= relative * size + ranks * ROW * limits.tiny
             # Do not report rows whose sum of absolute values overflows the gradients' dtype: an
             # infinite result is right there, and the step is skipped as non-finite.
-            wrong[rows] = ~close & (size < limits.max)
-        return wrong
+            wrong_rows[rows] = ~close & (size < limits.max)
+        return wrong_rows
 
     # ---------------------------------------------------------------------------------------------------
     # comparison
@@ -339,30 +346,33 @@ class ReplicaCheck:
         held = {self._called(*key): value for key, value in hashes.items()}
         digests: dict[str, int] = {}
         for expert in (False, True):
-            kept = [value for key, value in hashes.items() if key[0] is expert]
-            if kept:
-                digests[self._called(expert, "experts" if expert else "dense")] = digest(kept)
+            group_hashes = [value for key, value in hashes.items() if key[0] is expert]
+            if group_hashes:
+                digests[self._called(expert, "experts" if expert else "dense")] = digest(
+                    group_hashes
+                )
         # Exchange a few numbers per rank first. Names and hashes of all parameters are exchanged
         # only if these numbers differ, which hardly ever happens.
         brief = [
-            cast(dict[str, int], one) for one in ranks.gather({**digests, "wrong": len(wrong)})
+            cast(dict[str, int], counts)
+            for counts in ranks.gather({**digests, "wrong": len(wrong)})
         ]
-        troubled = [rank for rank, one in enumerate(brief) if one.pop("wrong")]
+        troubled = [rank for rank, counts in enumerate(brief) if counts.pop("wrong")]
         if not troubled and not mismatches(brief):
             return
         everything = [
-            cast(dict[str, dict[str, Any]], one)
-            for one in ranks.gather({"held": held, "wrong": dict(wrong)})
+            cast(dict[str, dict[str, Any]], of_rank)
+            for of_rank in ranks.gather({"held": held, "wrong": dict(wrong)})
         ]
-        found = against_masters([one["wrong"] for one in everything])
-        known = {name for one in everything for name in one["wrong"]}
+        differences = against_masters([of_rank["wrong"] for of_rank in everything])
+        wrong_names = {name for of_rank in everything for name in of_rank["wrong"]}
         others = [
-            {name: value for name, value in one["held"].items() if name not in known}
-            for one in everything
+            {name: value for name, value in of_rank["held"].items() if name not in wrong_names}
+            for of_rank in everything
         ]
-        found += mismatches(others)
-        more = f"; and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+        differences += mismatches(others)
+        more_clause = f"; and {len(differences) - _NAMED} more" if len(differences) > _NAMED else ""
         raise ReplicaMismatchError(
-            f"{what} have wrong bits: {'; '.join(found[:_NAMED])}{more}. Load a checkpoint that was saved before the "
-            "last check that passed, and check the hardware of these ranks"
+            f"{what} have wrong bits: {'; '.join(differences[:_NAMED])}{more_clause}. Load a checkpoint that was "
+            "saved before the last check that passed, and check the hardware of these ranks"
         )

@@ -60,16 +60,16 @@ class SignalFlag:
             signal.signal(number, handler)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        now = time.monotonic()
+        time_now = time.monotonic()
         if self.received is None:
             # Set the time first: a second signal may interrupt this handler between the two lines,
             # and its handler compares with the time.
-            self._received_at = now
+            self._received_at = time_now
             self.received = signal.Signals(number)
             if self._speaks:
                 promise = "the run will stop after its next step; a second signal ends it at once"
                 # Not print: the signal may interrupt a print call, which is not reentrant.
                 with suppress(OSError):
                     os.write(2, f"{self.received.name}: {promise}.\n".encode())
-        elif now - self._received_at > SAME_REQUEST_SECONDS:
+        elif time_now - self._received_at > SAME_REQUEST_SECONDS:
             self._exit_now(128 + number)

@@ -26,6 +26,7 @@ from megatron_packed.cuda_graphs.step_graphs import StepGraphs
 from megatron_packed.distributed.collectives import all_reduce_sum
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.hang_detection import UNWATCHED, DeviceWatch
 from megatron_packed.distributed.overlapped_collectives import OverlappedReduce
 from megatron_packed.models.expert_counts import ASSIGNED, ExpertCounts
 from megatron_packed.models.hybrid_model import HybridModel
@@ -92,8 +93,8 @@ class TrainStep:
         self.device = buffers.device
         self.graphs: StepGraphs | None = None
         """Captured graphs of layers or of whole parts of a step; None: everything runs eagerly."""
-        self.beat: Callable[[], None] = lambda: None
-        """Function called before every micro-batch. See [Note: hangs that no timeout sees]."""
+        self.hang_detector: DeviceWatch = UNWATCHED
+        """Gets a sign before every micro-batch. See [Note: hangs that no timeout sees]."""
         self.layout = MetricsLayout.of(groups, model)
         self._extras = buffers.tail
         self._signs = self._extras[self.layout.signs]
@@ -261,8 +262,8 @@ class TrainStep:
             # Store the number of the first bad micro-batch only: a later one does not overwrite it.
             number = extras["micro_batches"].add_(1)[0]
             slot = extras["bad_micro_batches"][self.groups.rank]
-            bad = ~torch.isfinite(output.loss) | ~torch.isfinite(self._input_grad_sum)
-            slot.copy_(torch.where(bad & (slot == 0), number, slot))
+            nonfinite = ~torch.isfinite(output.loss) | ~torch.isfinite(self._input_grad_sum)
+            slot.copy_(torch.where(nonfinite & (slot == 0), number, slot))
 
     def last_micro_batch(self, micro_batch: MicroBatch) -> None:
         """Run the last micro-batch of a step, and reduce gradients during its backward pass.
@@ -389,7 +390,7 @@ class TrainStep:
     def _run(self, part: str, micro_batch: MicroBatch) -> None:
         """Run one of ``parts`` on a micro-batch, by replay if possible."""
         # Send the heartbeat before queueing, because the host may then block in the driver.
-        self.beat()
+        self.hang_detector.beat()
         if self.graphs is not None:
             self.graphs.run(part, self.parts[part], micro_batch)
         else:

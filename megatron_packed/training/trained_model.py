@@ -59,9 +59,9 @@ def with_layers_of_this_machine(config: RunConfig) -> RunConfig:
         ValueError: the device of ``--device`` is missing.
     """
     key = "training.transformer_impl"
-    taken = config.origins is None or config.origins[key] == STORED
+    from_checkpoint = config.origins is None or config.origins[key] == STORED
     name = config.training.transformer_impl
-    if not taken or name != TRANSFORMER_ENGINE_NAME:
+    if not from_checkpoint or name != TRANSFORMER_ENGINE_NAME:
         return config
     if transformer_engine_refusal(device_of(config), dtype_of(config)) is None:
         return config
@@ -204,14 +204,14 @@ def stored_run(
     if step is not None:
         values["checkpoint.ckpt_step"] = step
     # The parser's rules decide which options count, so that `generate` and Python agree.
-    given = GivenOptions(values=values)
-    take_for_inference(given, lambda values: stored)
+    options = GivenOptions(values=values)
+    take_for_inference(options, lambda values: stored)
     sections: dict[str, dict[str, Any]] = {
         # Options of a newer version are refused, because they may change what the model computes.
         name: _unknown_options(name, stored.get(name, {}))
         for name in ("model", "data")
     }
-    for key, value in given.values.items():
+    for key, value in options.values.items():
         section, _, name = key.partition(".")
         sections.setdefault(section, {})[name] = value
     config = from_dict(sections)
@@ -222,5 +222,5 @@ def stored_run(
 
 
 def _unknown_options(section: str, stored: Mapping[str, Any]) -> dict[str, Any]:
-    known = {about.name for about in section_fields(SECTIONS[section])}
-    return {name: value for name, value in stored.items() if name not in known}
+    known_names = {field.name for field in section_fields(SECTIONS[section])}
+    return {name: value for name, value in stored.items() if name not in known_names}

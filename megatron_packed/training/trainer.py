@@ -1,45 +1,72 @@
-"""Training loop of a run: steps, late metrics, validation, checkpoints, and reasons to stop."""
+"""Training loop of a run: steps, late metrics, repeated steps, and the end of the run.
+
+The run's periodic work (validation, saves, ...) is in ``run_callbacks.py``, and one step of the model
+in ``train_step.py``.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any, NamedTuple
 
+from torch import Tensor
+
+from megatron_packed.checkpoint.run_metadata import RunProgress
 from megatron_packed.checkpoint.save import SavedCheckpoint
 from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.config.run import RunConfig
+from megatron_packed.cuda_graphs.fallback_reasons import GraphCounters
+from megatron_packed.data.errors import DataError
 from megatron_packed.distributed.failure_watch import FailureWatch
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.hang_detection import HangDetector
+from megatron_packed.distributed.hang_detection import UNWATCHED, DeviceWatch
+from megatron_packed.distributed.rng import RngState
 from megatron_packed.inputs.run_data import AnyPlan, RunData, Stream
+from megatron_packed.memory.offload_figures import OffloadFigures
 from megatron_packed.models.flops import FlopCounter
+from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.metrics_layout import StepValues
 from megatron_packed.optim.lr_schedule import Schedule
+from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.optim.weight_decay_schedule import WeightDecaySchedule
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.reporting.console import Console
 from megatron_packed.reporting.metric_writers import Writer
 from megatron_packed.reporting.profiling import StepProfiler
 from megatron_packed.reporting.progress_log import ProgressLog
-from megatron_packed.reporting.step_record import StepFacts
+from megatron_packed.reporting.step_record import GraphFigures, StepFacts, replays_and_fallbacks
+from megatron_packed.resume.callback_state import CallbackError
 from megatron_packed.resume.run_and_random_state import RunState
-from megatron_packed.training.build_graphs import audit_first_replay, capture_graphs
-from megatron_packed.training.evaluation import Evaluations
+from megatron_packed.training.callback import (
+    HOOKS,
+    Callback,
+    StepMetrics,
+    overriding,
+)
+from megatron_packed.training.evaluation import early_stop, evaluate_end, evaluate_validation
+from megatron_packed.training.expert_bounds import ExpertBounds
 from megatron_packed.training.garbage_collection import GarbageCollection
-from megatron_packed.training.late_metrics import Arrived
-from megatron_packed.training.periodic_actions import PeriodicAction, after_every_step
+from megatron_packed.training.late_metrics import Arrived, LateMetrics
 from megatron_packed.training.replica_checks import ReplicaCheck, StepChecks
+from megatron_packed.training.run_callbacks import run_callbacks
+from megatron_packed.training.run_log import RunLog
 from megatron_packed.training.signals import SignalFlag
-from megatron_packed.training.step_queue import StepQueue
-from megatron_packed.training.step_results import StepResults
 from megatron_packed.training.train_step import TrainStep
 
 _RESUME = "Run the same command again to resume."
 _NOT_SAVED = "Nothing was saved, because --save is not given."
+
+
+class _Queued(NamedTuple):
+    """Arguments of a queued step, for its repeat."""
+
+    micro_batches: Sequence[MicroBatch]
+    rng: RngState | None
+    """Random generators before the step; None if a repeat draws no random numbers."""
 
 
 @dataclass(kw_only=True)
@@ -50,7 +77,7 @@ class Trainer:
     All ranks must take some decisions together: to stop after a signal, to stop after a non-finite
     step, to capture graphs again. These decisions depend on the all-reduced metrics of the previous
     step, which every rank reads at the same place of the loop. A time limit that any rank's clock
-    has reached is sent in the same way as a signal.
+    has reached, and the request of a callback on any rank, are sent in the same way as a signal.
     """
 
     config: RunConfig
@@ -67,250 +94,383 @@ class Trainer:
     writers: list[Writer]
     signal: SignalFlag
     watch: FailureWatch
-    hang_detector: HangDetector | None = None
-    """Detector of hangs; None if the device does not wait for other devices."""
+    hang_detector: DeviceWatch = UNWATCHED
     profiler: StepProfiler | None = None
     progress_log: ProgressLog | None = None
+    user_callbacks: Sequence[Callback] = ()
+    exit_code: ExitCode | None = field(default=None, init=False)
+    """Reason to stop; None while the run goes on."""
+    stopped_early: bool = field(default=False, init=False)
+    """True if validations have stopped the run."""
+    weights_moved: bool = field(default=False, init=False)
+    """True if tensors of captured graphs were reallocated on some rank."""
+    last_checkpoint: Path | None = field(default=None, init=False)
+    """Checkpoint that this process saved last."""
 
     def __post_init__(self) -> None:
-        if self.hang_detector is not None:
-            self.step.beat = self.hang_detector.beat
-        self._garbage = GarbageCollection(self.config.training)
-        self._results = StepResults(
-            self.config, self.groups, self.step, self.state.progress, self.console, self.writers
+        self.progress: RunProgress = self.state.progress
+        self.step.hang_detector = self.hang_detector
+        self.garbage = GarbageCollection(self.config.training)
+        self.callbacks = run_callbacks(
+            self.config, self.garbage, self.profiler, self.user_callbacks
         )
-        self._evaluations = Evaluations(
-            config=self.config,
-            groups=self.groups,
-            step=self.step,
-            progress=self.state.progress,
-            console=self.console,
-            write=self._results.write,
-            load=self._loaded,
-            garbage=self._garbage,
-            wait_for_device=self._wait_for_device,
-            idle=self._idle,
-            data=self.data,
+        # Most callbacks define one hook, and a step calls only hooks that are defined.
+        self._hooks = {hook: overriding(self.callbacks, hook) for hook in HOOKS}
+        # The weights of a step may still be gathered while the next step begins.
+        self._reads_weights = bool(overriding(self.user_callbacks, "on_step_end"))
+        self.log = RunLog(
+            self.config, self.groups, self.step, self.progress, self.console, self.writers
         )
-        self.steps = StepQueue(
-            config=self.config,
-            groups=self.groups,
-            step=self.step,
-            progress=self.state.progress,
-            schedule=self.schedule,
-            weight_decay=self.weight_decay,
-            train=self.data.train,
-            flops=self.flops,
-            console=self.console,
-            watch=self.watch,
-            load=self._loaded,
-            checks=self._checks,
-            stop_requested=self._stop_requested,
-            waits=(lambda: None) if self.hang_detector is None else self.hang_detector.waits,
+        self._late: LateMetrics[StepFacts] = LateMetrics(
+            self.step.numbers.numel(), self.groups.device, hang_detector=self.hang_detector
         )
-        self.last_checkpoint: Path | None = None
-        """Checkpoint that this process saved last."""
-        self._weights_moved = False
-        self.stopped_early = False
-        """True if validations have stopped the run."""
+        self._queued: dict[int, _Queued] = {}
+        self._known_fallbacks: set[str] = set()
+        self._paused = False
+        self._requested_stop = False
         self._started = time.perf_counter()
         # The checkpoint from which the run resumes need not be saved again.
-        self._saved_at = self.state.progress.iteration or None
+        self._saved_at = self.progress.iteration or None
+
+    @property
+    def model(self) -> HybridModel:
+        return self.step.model
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return self.step.optimizer
+
+    @property
+    def update_applied(self) -> Tensor:
+        """0-d float32 on the device: 1 if the last queued step changes the weights, else 0.
+
+        The value is 0 for a step with a non-finite value or without targets, for a skipped spike, and
+        for a step that will be repeated.
+        """
+        return 1.0 - self.optimizer.skipped
+
+    # ---------------------------------------------------------------------------------------------
+    # the loop
 
     def run(self) -> ExitCode:
         """Train until the last iteration or a reason to stop, save, and return the exit code."""
-        with self._garbage.in_training():
-            return self._run()
+        with self.garbage.in_training():
+            if self.config.training.skip_train:
+                self.validate()
+                evaluate_end(self, complete=True)
+                return ExitCode.DONE
+            self._start()
+            while self.progress.iteration < self.last_iteration and self.exit_code is None:
+                previous = self._queue_next()
+                self._finish(previous)
+                self._call("on_step_end", self.progress.iteration)
+                if self._paused:
+                    self._late.restart()
+                    self._paused = False
+            return self._end()
 
-    def _run(self) -> ExitCode:
-        if self.config.training.skip_train:
-            self.validate()
-            self._evaluations.end(complete=True)
-            return ExitCode.DONE
-        exit_code, actions = self._begin(), self._periodic_actions()
-        while self.state.progress.iteration < self.last_iteration and exit_code is None:
-            exit_code = self._settle(self.steps.queue_next())
-            for action in actions:
-                if (exit_code is None or action.also_when_stopping) and action.due():
-                    reason = self._pause(action.run) if action.pauses else action.run()
-                    exit_code = exit_code if reason is None else reason
-        return self._end(exit_code)
+    def _start(self) -> None:
+        """Do the work that was due after the step at which the run resumes."""
+        self._call("on_train_start")
+        self._late.restart()
+        if self.exit_code is None:
+            self._stop_early(
+                "Nothing is trained, because the run had an ", " Raise it or leave it out to go on."
+            )
 
-    def _periodic_actions(self) -> tuple[PeriodicAction, ...]:
-        """Return the actions that may follow a step, in their order.
+    def _queue_next(self) -> Arrived[StepFacts] | None:
+        """Queue one step, and return the previous step, whose metrics have arrived."""
+        progress, train = self.progress, self.data.train
+        self.watch.step = progress.iteration + 1
+        facts = self._facts(progress.iteration)
+        loading_begun = time.perf_counter()
+        micro_batches = self.micro_batches(train, progress.iteration)
+        data_wait_ms = 1e3 * (time.perf_counter() - loading_begun)
+        expected = train.plan.packs_of_step(progress.iteration) // self.groups.dp.size
+        # With fewer packs, this rank would enter a different collective than the other ranks.
+        if len(micro_batches) != expected:
+            raise DataError(
+                f"the data loader returned {len(micro_batches)} packs, but every rank needs {expected} per step"
+            )
+        counters = None if self.step.graphs is None else self.step.graphs.counters
+        # The counters are totals of the run, and the log reports their increase in this step.
+        previous_counts = (0, 0) if counters is None else replays_and_fallbacks(counters)
+        # Keep the micro-batches until the step's metrics have arrived: the step may be repeated.
+        self._queued[facts.iteration] = _Queued(micro_batches, self._rng())
+        self._run_step(facts)
+        self.hang_detector.beat()
+        # These figures are on the host, so reading them needs no wait for the device.
+        facts = replace(facts, data_wait_ms=data_wait_ms, offload=self._end_offload())
+        if counters is not None:
+            facts = replace(facts, graphs=GraphFigures.since(previous_counts, counters))
+            self._say_new_fallbacks(counters)
+        # The host counts a step when the step is queued. A save first waits for the step's metrics.
+        progress.consumed_packs += expected * self.groups.dp.size
+        progress.iteration += 1
+        progress.consumed_tokens = facts.consumed_tokens
+        progress.flops += facts.flops
+        return self._late.push(facts, self.step.numbers)
 
-        Weights are compared before a save, because a checkpoint must not hold weights that differ
-        between replicas. A validation runs before the save of the same step, because the checkpoint
-        records the last validation.
-        """
-        training = self.config.training
-        hashed = training.check_weight_hash_across_dp_replicas_interval
-        audited = self.config.cuda_graph.cuda_graph_audit_interval
-        # The first action does not wait for the device, so it needs no pause.
-        return (
-            PeriodicAction(after_every_step, self._after_step, False, True),
-            PeriodicAction(self._every(hashed), lambda: self._replicas.weights()),
-            PeriodicAction(self._validation_due, self.validate),
-            PeriodicAction(self._every(self.config.checkpoint.save_interval), self._save_once),
-            PeriodicAction(lambda: self._weights_moved, self._capture_again),
-            PeriodicAction(self._every(audited), self.audit),
-            PeriodicAction(self._profiler_turns, self._turn_profiler),
-            PeriodicAction(self._every(training.exit_interval), self._exit_early, False),
+    def _finish(self, arrived: Arrived[StepFacts] | None) -> None:
+        """Log a finished step, and stop if it is a reason to; repeat a step that the device held."""
+        if arrived is None:
+            return
+        values = StepValues.from_list(
+            arrived.values[: self.step.metrics.numel()], self.step.layout.depths
         )
+        if values.held:
+            self._redo(arrived.facts)
+            return
+        del self._queued[arrived.facts.iteration]
+        self.weights_moved |= values.weights_moved
+        record = self.log.record(arrived, values)
+        if self._hooks["on_metrics"]:
+            metrics = StepMetrics(record.as_dict())
+            self._call("on_metrics", metrics)
+            record = replace(record, callback_metrics=metrics.added)
+        self.stop(self.log.finish(record, values))
 
-    def _begin(self) -> ExitCode | None:
-        """Run the actions that were due after the step at which the run resumes.
+    def _redo(self, facts: StepFacts) -> None:
+        """Run a held step again, and then the step that was queued after it.
 
-        Returns:
-            A reason to stop: the run has already stopped early.
+        A held step changed nothing, because an expert buffer overflowed. See [Note: steps that are
+        done again].
         """
-        progress, stopped = self.state.progress, None
-        validates = self._due(self.config.validation_interval)
-        # A run that was stopped saved at once and left out the validation of its last step.
-        if validates and 0 < progress.iteration != progress.validated_at:
-            stopped = self.validate()
-        if self._profiler_turns():
-            self._turn_profiler()
-        self.steps.restart()
-        if stopped is not None:
-            return stopped
-        return self._stop_early(
-            "Nothing is trained, because the run had an ", " Raise it or leave it out to go on."
+        self.console.say(
+            f"step {facts.iteration} needed more room for experts than the bound of "
+            "--moe-expert-rank-capacity-factor; the step is repeated with room for all rows."
         )
+        self.bounds.room.repeats += 1
+        # The following step is already queued, and the device held it as well. So it is repeated
+        # after the first held step.
+        following = self._late.flush()
+        self._late.restart()
+        self.bounds.make_room()
+        rng = self._queued[facts.iteration].rng
+        # The repeated steps draw the dropout masks of a run without repeats.
+        if rng is not None:
+            rng.restore(self.groups.device)
+        self._run_step(facts, again=True)
+        self._late.push(facts, self.step.numbers)
+        repeated = self._late.flush()
+        assert repeated is not None, "the repeated step was queued above"
+        self._finish(repeated)
+        # Before the next step, so that it is replayed and does not overflow like this one.
+        self.bounds.raise_for(self.step.layout.counts_of(repeated.values))
+        self.step.buffers.wait_params()
+        for callback in self.user_callbacks:
+            self._call_one(callback, "on_step_end", facts.iteration)
+        # The host has already counted the following step. So it runs even if the run stops now.
+        if following is not None:
+            self._run_step(following.facts)
+            self._late.push(following.facts, self.step.numbers)
 
-    def _end(self, exit_code: ExitCode | None) -> ExitCode:
+    def _end(self) -> ExitCode:
         """Finish the last step, save, and evaluate a complete run on the test data."""
-        # The loop ends with a step still queued. Its metrics are read before a save.
-        progress = self.state.progress
-        late = self._settle(self.steps.flush())
+        # The loop ends with a step still queued. Its metrics are read before a save, and it may give
+        # a reason to stop that the loop has not seen.
+        self._finish(self._late.flush())
         self.step.buffers.wait_params()
         if self.profiler is not None:
-            with self._resting():
-                self.profiler.end(progress.iteration)
-        # The last step may give a reason to stop that the loop has not seen.
-        if late is not None and exit_code in (None, ExitCode.DONE):
-            exit_code = late
+            with self.hang_detector.resting():
+                self.profiler.end(self.progress.iteration)
+        validates, exit_code = self.config.validation_interval, self.exit_code
         if (
             exit_code is None
-            and self.config.validation_interval
-            and progress.validated_at != progress.iteration
+            and validates
+            and self.progress.validated_at != self.progress.iteration
         ):
             self.validate()
         # Save after a non-finite step, too: its update was not applied, so weights and moments are
         # valid, and the steps since the last save are not lost.
-        self._save_once()
-        with self._resting():
-            self._say_saved(self.state.saved(wait=True))
-        if exit_code == ExitCode.PREEMPTED:
+        self.save_once()
+        with self.hang_detector.resting():
+            self.report_saved(self.state.saved(wait=True))
+        if self.exit_code == ExitCode.PREEMPTED:
             hint = _NOT_SAVED if self.config.checkpoint.save is None else _RESUME
             self.console.say(f"Stopped on request. {hint}")
-        complete = progress.iteration >= self.last_iteration or self.stopped_early
-        if exit_code in (None, ExitCode.DONE):
-            self._evaluations.end(complete=complete)
-        return ExitCode.DONE if exit_code is None else exit_code
+        complete = self.progress.iteration >= self.last_iteration or self.stopped_early
+        if self.exit_code in (None, ExitCode.DONE):
+            evaluate_end(self, complete=complete)
+        self.stop(ExitCode.DONE)
+        self._call("on_train_end")
+        assert self.exit_code is not None
+        return self.exit_code
 
-    def _after_step(self) -> None:
-        """Collect garbage if it is due, and report a checkpoint that is published by now."""
-        self._garbage.after_step(self.state.progress.iteration)
-        self._say_saved(self.state.saved())
+    # ---------------------------------------------------------------------------------------------
+    # work of callbacks between steps
 
-    def _exit_early(self) -> ExitCode:
-        iteration = self.state.progress.iteration
-        self.console.say(f"Iteration {iteration} is a multiple of --exit-interval: stopping.")
-        return ExitCode.DONE
+    def request_stop(self) -> None:
+        """Let all ranks stop and save, as after a signal; any rank may call it, at any time.
 
-    def validate(self) -> ExitCode | None:
-        """Print and log the loss over the validation data, if the run has any; a collective.
+        The run ends after the next step that is queued, or the one after it, with the exit code
+        ``PREEMPTED``.
+        """
+        self._requested_stop = True
+
+    def is_multiple(self, interval: int | None) -> bool:
+        """Return True if the number of steps so far is a multiple of ``interval``."""
+        return bool(interval and self.progress.iteration % interval == 0)
+
+    def pause(self) -> bool:
+        """Log the last step, before work between two steps that reads weights or waits for the device.
+
+        All ranks call it together. The time until the next step is queued does not count as step
+        time.
 
         Returns:
-            A reason to stop: too many validations had no lower loss.
+            False if the run stops: the work is then left out.
+        """
+        if self.exit_code is not None:
+            return False
+        self._paused = True
+        self._finish(self._late.flush())
+        self.step.buffers.wait_params()  # gathers of parameters may still run on the device
+        return self.exit_code is None
+
+    def stop(self, reason: ExitCode | None) -> None:
+        """Stop after this step if there is a reason, which is the same on all ranks."""
+        # The metrics of the last step replace a planned end.
+        if reason is not None and self.exit_code in (None, ExitCode.DONE):
+            self.exit_code = reason
+
+    def validate(self) -> None:
+        """Print and log the loss over the validation data, if the run has any; a collective.
+
+        Too many validations without a lower loss stop the run.
         """
         if not self.data.validations:
-            return None
-        improved = self._evaluations.validate()
+            return
+        metrics, improved = evaluate_validation(self)
         self._saved_at = None  # save again, so that a checkpoint records this validation
+        self._call("on_validation_end", metrics)
         if improved and self.config.checkpoint.save_best and not self.config.training.skip_train:
             self.save()
-        return self._stop_early("Stopping: ")
+        self._stop_early("Stopping: ")
 
-    def _stop_early(self, begin: str, end: str = "") -> ExitCode | None:
-        """Print why validations stop the run, and return its exit code; None if they do not."""
-        sentence = self._evaluations.stop_sentence()
-        if sentence is None or self.state.progress.iteration >= self.last_iteration:
-            return None
+    def _stop_early(self, begin: str, end: str = "") -> None:
+        """Print why validations stop the run, and stop; do nothing if they do not."""
+        sentence = early_stop(self.config.training.early_stopping_patience, self.progress)
+        if sentence is None or self.progress.iteration >= self.last_iteration:
+            return
         self.stopped_early = True
         self.console.say(f"{begin}{sentence}{end}")
-        return ExitCode.DONE
+        self.stop(ExitCode.DONE)
 
-    def audit(self) -> None:
-        """Compare a replay with an eager run of the next step's first micro-batch that fits a graph.
-
-        Raises:
-            AuditMismatchError: the results differ.
-        """
-        graphs, iteration = self.step.graphs, self.state.progress.iteration
-        if graphs is None:
-            return
-        found = audit_first_replay(
-            graphs,
-            self.step,
-            # Data of the next step, which is loaded anyway. The audit does not change that step.
-            self.data.train.loader.micro_batches(iteration),
-            deterministic=self.config.training.deterministic_mode,
-            seed=iteration,
-        )
-        self.console.say(f"audit at step {iteration}: {found}")
-
-    def _profiler_turns(self) -> bool:
-        return self.profiler is not None and self.profiler.turns_at(self.state.progress.iteration)
-
-    def _turn_profiler(self) -> None:
-        assert self.profiler is not None
-        with self._resting():
-            self.profiler.turn(self.state.progress.iteration)
-
-    def _save_once(self) -> None:
+    def save_once(self) -> None:
         """Save, unless the checkpoint of this iteration is already saved."""
-        if self._saved_at != self.state.progress.iteration:
+        if self._saved_at != self.progress.iteration:
             self.save()
 
     def save(self) -> None:
         """Write a checkpoint, if ``--save`` is given; with ``--async-save`` only begin to write."""
         if self.config.checkpoint.save is None:
             return
-        with self._resting():
+        with self.hang_detector.resting():
             saved = self.state.save(self.config.checkpoint)
         # With ``--async-save``, the checkpoint is not complete yet, but it needs no second save.
-        self._saved_at = self.state.progress.iteration
-        self._say_saved(saved)
+        self._saved_at = self.progress.iteration
+        self.report_saved(saved)
         if self.progress_log is not None:
-            self.progress_log.saved(self.state.progress, beside=self.config.checkpoint.async_save)
+            self.progress_log.saved(self.progress, beside=self.config.checkpoint.async_save)
 
-    def _resting(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.hang_detector is None else self.hang_detector.resting()
-
-    def _say_saved(self, saved: SavedCheckpoint | None) -> None:
+    def report_saved(self, saved: SavedCheckpoint | None) -> None:
+        """Print and log a published checkpoint; None does nothing."""
         if saved is None:
             return
         self.last_checkpoint = saved.path
         self.console.say(
             f"saved {saved.path} ({saved.num_bytes / 2**20:,.1f} MiB in {saved.seconds:.1f} s)"
         )
-        self._results.saved(saved)
+        self.log.saved(saved)
         for warning in saved.warnings:
             self.console.warn(warning)
         if self.progress_log is not None and self.config.checkpoint.async_save:
             self.progress_log.published(saved.step)
-
-    def _loaded(self, stream: Stream[AnyPlan], number: int) -> list[MicroBatch]:
-        # The loader may have to pack an epoch first. Resting keeps the hang detector from taking
-        # this wait for a hang.
-        with self._resting():
-            return stream.loader.micro_batches(number)
+        self._call("on_save", saved.path)
 
     @cached_property
-    def _replicas(self) -> ReplicaCheck:
-        return ReplicaCheck(self.step.model, self.step.optimizer, self.groups, self._idle)
+    def replicas(self) -> ReplicaCheck:
+        """Comparison of this rank's weights and gradients with those of other ranks."""
+        return ReplicaCheck(self.model, self.optimizer, self.groups, self.hang_detector)
+
+    # ---------------------------------------------------------------------------------------------
+    # parts of a step
+
+    def _call(self, hook: str, *arguments: Any) -> None:
+        """Call a hook of all callbacks that define it."""
+        if hook == "on_step_end" and self._reads_weights:
+            self.step.buffers.wait_params()
+        for callback in self._hooks[hook]:
+            self._call_one(callback, hook, *arguments)
+
+    def _call_one(self, callback: Callback, hook: str, *arguments: Any) -> None:
+        """Call one hook.
+
+        Raises:
+            CallbackError: a callback of the user has failed.
+        """
+        try:
+            getattr(callback, hook)(self, *arguments)
+        except Exception as error:
+            if callback not in self.user_callbacks:
+                raise
+            raise CallbackError(callback, hook, error) from error
+
+    def _facts(self, number: int) -> StepFacts:
+        """Return the numbers of a step that the host knows before the device runs it."""
+        # The host counts all steps. The device's count leaves out skipped steps, but learning rate
+        # and weight decay advance with them, too.
+        train, decay = self.data.train, self.weight_decay
+        done = train.plan.full_steps_before(number)
+        plan = train.plan.step(number)
+        lengths = train.lengths(plan)
+        real = plan.global_tokens
+        slots = train.plan.packs_of_step(number) * self.config.packing.tokens_per_pack
+        return StepFacts(
+            iteration=number + 1,
+            learning_rate=self.schedule.at(done),
+            weight_decay=decay.at(done) if decay.changes else None,
+            real_tokens=real,
+            target_tokens=plan.global_targets,
+            padded_tokens=slots - real,
+            consumed_tokens=self.progress.consumed_tokens + real,
+            num_seqs=len(lengths),
+            num_packs=plan.global_packs,
+            epoch=plan.epoch,
+            flops=self.flops.training(lengths).total,
+            plan_hash=train.plan.hash,
+            dp_imbalance=plan.dp_imbalance,
+        )
+
+    def micro_batches(self, stream: Stream[AnyPlan], number: int) -> list[MicroBatch]:
+        """Return this rank's micro-batches of a step of a plan."""
+        # The loader may have to pack an epoch first. Resting keeps the hang detector from taking
+        # this wait for a hang.
+        with self.hang_detector.resting():
+            return stream.loader.micro_batches(number)
+
+    def _run_step(self, facts: StepFacts, *, again: bool = False) -> None:
+        """Queue a step whose micro-batches are loaded.
+
+        Args:
+            again: the device held the step, and it gets room for all experts' rows.
+        """
+        (self.step.redo if again else self.step)(
+            self._queued[facts.iteration].micro_batches,
+            facts.learning_rate,
+            weight_decay=facts.weight_decay,
+            stop_requested=self._stop_requested(),
+            checks=self._checks(facts.iteration),
+        )
+
+    def _stop_requested(self) -> bool:
+        """Return True if this rank asks all ranks to stop. See [Note: when a run may stop]."""
+        limit = self.config.training.exit_duration_in_mins
+        # Each rank reads its own clock. The flags of all ranks are summed, so all ranks stop
+        # together.
+        timed_out = limit is not None and time.perf_counter() - self._started > 60 * limit
+        return self.signal.received is not None or self._requested_stop or timed_out
 
     def _checks(self, iteration: int) -> StepChecks:
         """Return the checks that run inside a step."""
@@ -318,84 +478,41 @@ class Trainer:
         weights = training.check_weight_hash_across_dp_replicas_interval
         gradients = training.check_grad_hash_across_dp_replicas_interval
         return StepChecks(
-            weights=self._replicas.weights if weights and iteration % weights == 0 else None,
-            gradients=self._replicas.gradients
-            if gradients and iteration % gradients == 0
-            else None,
+            weights=self.replicas.weights if weights and iteration % weights == 0 else None,
+            gradients=self.replicas.gradients if gradients and iteration % gradients == 0 else None,
         )
 
-    def _wait_for_device(self) -> None:
-        """Wait for all queued work, watched by the hang detector.
+    def _rng(self) -> RngState | None:
+        """Return the random generators' state, if a step draws numbers and may be repeated."""
+        draws = self.model.config.hidden_dropout > 0 and self.model.bounds_expert_buffers
+        return RngState.capture(self.groups.device) if draws else None
 
-        A later wait inside CUDA would not be watched.
+    @cached_property
+    def bounds(self) -> ExpertBounds:
+        """Bounds of the expert buffers."""
+        packs = self.config.packs_per_step()
+        return ExpertBounds(self.step, self.groups, packs_per_step=packs, say=self.console.say)
+
+    def observe_routing(self) -> None:
+        """Set the first bounds of expert buffers from the next step's packs; a collective.
+
+        Call it before graphs are captured, because the bounds are sizes inside the graphs.
         """
-        if self.hang_detector is not None:
-            self.step.beat()
-            self.hang_detector.wait()
+        if self.bounds.unknown and not self.config.training.skip_train:
+            self.bounds.observe(self.micro_batches(self.data.train, self.progress.iteration))
 
-    @contextmanager
-    def _idle(self) -> Iterator[None]:
-        """Wait for the device, and pause the hang detector inside the block."""
-        self._wait_for_device()
-        with self._resting():
-            yield
-
-    def _capture_again(self) -> None:
-        assert self.step.graphs is not None
-        self.console.say("weights have moved to other memory, so CUDA graphs are captured again")
-        # All ranks capture at the same step, even if weights have moved on one rank only, because
-        # captures contain collectives.
-        capture_graphs(self.step.graphs, self.step, self.config.packs_per_step(), self.groups)
-        self._weights_moved = False
-
-    def _settle(self, arrived: Arrived[StepFacts] | None) -> ExitCode | None:
-        """Log a finished step, or run a held step again.
-
-        A held step changed nothing, because an expert buffer overflowed.
-
-        Returns:
-            The exit code if the step is a reason to stop; otherwise None.
-        """
-        if arrived is None:
+    def _end_offload(self) -> OffloadFigures | None:
+        offload = self.model.offload
+        if offload is None:
             return None
-        values = StepValues.from_list(
-            arrived.values[: self.step.metrics.numel()], self.step.layout.depths
-        )
-        if values.held:
-            return self.steps.redo(arrived.facts, self._settle)
-        self.steps.forget(arrived.facts)
-        self._weights_moved |= values.weights_moved
-        return self._results.take(arrived, values)
+        offload.end_step()
+        for sentence in offload.messages():
+            self.console.say(sentence)
+        return offload.figures
 
-    def _stop_requested(self) -> bool:
-        limit = self.config.training.exit_duration_in_mins
-        # Each rank reads its own clock. The flags of all ranks are summed, so all ranks stop
-        # together.
-        timed_out = limit is not None and time.perf_counter() - self._started > 60 * limit
-        return self.signal.received is not None or timed_out
-
-    def _due(self, interval: int | None) -> bool:
-        return bool(interval and self.state.progress.iteration % interval == 0)
-
-    def _every(self, interval: int | None) -> Callable[[], bool]:
-        return lambda: self._due(interval)
-
-    def _validation_due(self) -> bool:
-        # Validate after the last step, too. The last checkpoint is written after the validation, so
-        # that it records the result.
-        interval = self.config.validation_interval
-        return self._due(interval) or (
-            bool(interval) and self.state.progress.iteration == self.last_iteration
-        )
-
-    def _pause(self, run: Callable[[], ExitCode | None]) -> ExitCode | None:
-        """Run an action between steps, after the last step's metrics are logged.
-
-        The time of the action does not count as step time.
-        """
-        exit_code = self._settle(self.steps.flush())
-        self.step.buffers.wait_params()  # gathers of parameters may still run on the device
-        if exit_code is None:
-            exit_code = run()
-        self.steps.restart()
-        return exit_code
+    def _say_new_fallbacks(self, counters: GraphCounters) -> None:
+        for reason in sorted(counters.fallbacks.keys() - self._known_fallbacks):
+            self._known_fallbacks.add(reason)
+            self.console.say(
+                f"CUDA graphs: a micro-batch ran eagerly, with the same result: {reason}"
+            )

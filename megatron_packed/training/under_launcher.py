@@ -38,11 +38,10 @@ def _runs(process: int) -> bool:
 
 
 def report_file(folder: str | Path, rank: int) -> Path:
-    """Return the path of the report of a rank."""
     return Path(folder) / f"rank_{rank}.json"
 
 
-def tell_launcher(*, lost: bool) -> None:
+def report_to_launcher(*, lost: bool) -> None:
     """Report a failure to the launcher, if a launcher started this process.
 
     Args:

@@ -27,7 +27,7 @@ def main() -> NoReturn:
     guard_standard_streams()
     with required_packages():
         # Parsed before torch is imported, so that a wrong command line fails within a second.
-        config = parse_or_exit(sys.argv[1:], explain, read_stored=stored_options)
+        config = parse_or_exit(sys.argv[1:], explain_report, read_stored=stored_options)
         # Install the handler before slow work: a signal during start-up takes effect at the first
         # step.
         with SignalFlag(speaks=os.environ.get("RANK", "0") == "0") as signal_flag:
@@ -44,10 +44,10 @@ def launched() -> NoReturn:
     with required_packages(), SignalFlag() as signal_flag:
         # A signal that arrived while this process started is delivered now, to the handler.
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        _run(parse_or_exit(sys.argv[1:], explain, read_stored=stored_options), signal_flag)
+        _run(parse_or_exit(sys.argv[1:], explain_report, read_stored=stored_options), signal_flag)
 
 
-def explain(config: RunConfig) -> str:
+def explain_report(config: RunConfig) -> str:
     """Return the report of ``--explain``."""
     apply_environment(config.training)
     from megatron_packed.explain.report import explanation

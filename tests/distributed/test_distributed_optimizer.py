@@ -36,7 +36,8 @@ from megatron_packed.distributed.zero1_layout import BufferPart, Ownership
 from megatron_packed.models.metrics_layout import MetricsLayout
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.resume.run_and_random_state import RunState, held_state
+from megatron_packed.resume.held_state import held_state
+from megatron_packed.resume.run_and_random_state import RunState
 from megatron_packed.training.build_job import Job, build_job
 from support.whole_state import assert_same_bits, same_bits
 

@@ -25,6 +25,8 @@ from megatron_packed.distributed.sequence_parallel_products import (
 from megatron_packed.distributed.symmetric_memory import connect, workspace_bytes
 from megatron_packed.distributed.tensor_parallel_shards import SplitSegment
 from megatron_packed.distributed.testing import WorkerPools
+from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.build import Build
 from megatron_packed.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_packed.layers.tensor_parallel import TensorParallel
 from megatron_packed.models.tensor_overlap import overlap_line
@@ -91,9 +93,9 @@ def run_layers(
     """
     tp = tensor_parallel(groups, overlap, ROWS)
     segment = SplitSegment(noun="channels", count=INNER, width=1)
-    options: dict[str, Any] = {"bias": bias, "tp": tp, "device": "cpu", "dtype": torch.float64}
-    column = ColumnParallelLinear(WIDTH, tp.shard(segment), **options)
-    row = RowParallelLinear(tp.shard(segment, dim=1), WIDTH, **options)
+    build = Build(backends=Backends(), tp=tp, device="cpu", dtype=torch.float64)
+    column = ColumnParallelLinear(WIDTH, tp.shard(segment), bias=bias, build=build)
+    row = RowParallelLinear(tp.shard(segment, dim=1), WIDTH, bias=bias, build=build)
     generator = torch.Generator().manual_seed(groups.tp.rank)
 
     def drawn(*shape: int) -> Tensor:
@@ -199,8 +201,8 @@ def order_of_work(groups: ParallelGroups, overlap: TensorOverlap) -> list[str]:
     """Return the operations of the backward pass of a column-parallel layer, in order."""
     tp = tensor_parallel(groups, overlap, ROWS)
     rows = tp.shard(SplitSegment(noun="channels", count=INNER, width=1))
-    options: dict[str, Any] = {"bias": False, "tp": tp, "device": "cpu", "dtype": torch.float64}
-    layer = ColumnParallelLinear(WIDTH, rows, **options)
+    build = Build(backends=Backends(), tp=tp, device="cpu", dtype=torch.float64)
+    layer = ColumnParallelLinear(WIDTH, rows, bias=False, build=build)
     layer.weight.data.normal_()
     y = layer(torch.randn(ROWS, WIDTH, dtype=torch.float64, requires_grad=True))
     order = Order()

@@ -24,17 +24,21 @@ from megatron_packed.models import lm_head_and_loss
 from megatron_packed.models.hybrid_model import HybridModel
 from support import rank_models
 from support.rank_models import (
-    QUESTIONS,
+    asks,
+    assert_small,
     cases,
+    described,
     gathered_without_sum,
     mutated,
     observe,
     only_own_rows,
     own_value,
+    recorded_calls,
+    two_packs,
+    whole,
+    with_other_token,
 )
-from support.recorder import Recorder
 
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5}
 LAYOUTS = [(2, 2), (4, 4), (4, 2)]
 """World size and tp_size; the third layout has two data-parallel replicas."""
 TAIL = 13
@@ -183,59 +187,8 @@ def train(run: Run, groups: ParallelGroups | None = None) -> dict[str, Any]:
         }
 
 
-def described(model: HybridModel) -> dict[str, Any]:
-    """Return the positions of this rank's shards in this layout and in a checkpoint."""
-    return {
-        name: (
-            p.shard,
-            tuple(p.global_shape),
-            tuple(p.stored_shape),
-            p.flat_pieces(),
-            p.stored_pieces(),
-        )
-        for name, p in model.sharded_parameters().items()
-    }
-
-
 def train_ranks(groups: ParallelGroups, runs: list[Run]) -> list[dict[str, Any]]:
     return [train(run, groups) for run in runs]
-
-
-def whole(ranks: list[dict[str, Any]], kind: str, name: str) -> Tensor:
-    """Assemble the unsplit tensor from the shards of all tensor-parallel ranks.
-
-    Copies of a shard must agree bit for bit.
-    """
-    _, shape, stored_shape, *_ = ranks[0]["shards"][name]
-    result = torch.full(shape, float("nan"), dtype=ranks[0][kind][name].dtype)
-    by_ranges = torch.full_like(result, float("nan")).flatten()
-    stored = torch.full(stored_shape, float("nan"), dtype=result.dtype).flatten()
-    for rank in ranks:
-        shard, *shapes, flat_pieces, stored_pieces = rank["shards"][name]
-        assert shapes == [shape, stored_shape]
-        local = rank[kind][name]
-        for piece in stored_pieces:
-            for here, there in piece.runs():
-                place = stored[there : there + piece.length]
-                assert not piece.owned or place.isnan().all(), (
-                    f"{name}: two ranks own a range of a checkpoint"
-                )
-                place.copy_(local.flatten()[here : here + piece.length])
-        taken = shard.take(result)
-        assert torch.equal(torch.where(taken.isnan(), local, taken), local), (
-            f"{name}: copies differ"
-        )
-        shard.place(local, result)
-        for piece in flat_pieces:
-            if piece.owned:
-                place = by_ranges[piece.global_start : piece.global_start + piece.length]
-                assert place.isnan().all(), f"{name}: two ranks own a range"
-                place.copy_(local.flatten()[piece.local_start : piece.local_start + piece.length])
-    assert torch.equal(by_ranges.view(shape), result), f"{name}: flat ranges and pieces differ"
-    assert torch.equal(stored.view(stored_shape), result[: stored_shape[0]]), (
-        f"{name}: a checkpoint has other ranges"
-    )
-    return result[: stored_shape[0]]
 
 
 def errors(ranks: list[dict[str, Any]], reference: dict[str, Any]) -> dict[str, float]:
@@ -284,10 +237,7 @@ def check(pools: WorkerPools, world_size: int, tp_size: int, runs: list[Run]) ->
         for first in range(0, world_size, tp_size):
             ranks = [results[first + r][i] for r in range(tp_size)]
             found = errors(ranks, reference) | gradient_errors(ranks, reference)
-            where = max(found, key=found.__getitem__)
-            assert found[where] <= TOLERANCES[run.dtype], (
-                f"{run}: {where} differs by {found[where]:.2e}"
-            )
+            assert_small(found, run)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp and sp"])
@@ -384,24 +334,8 @@ def test_sequence_parallel_ranks_keep_their_own_rows_of_the_hidden_state(
         assert (tokens // 2, hidden) in found
 
 
-def recorded_calls(groups: ParallelGroups, runs: list[Run]) -> list[list[Any]]:
-    """Record the operations that a layout calls for two different packs, with flat gradients."""
-    found = []
-    for run in runs:
-        model = build(run, groups)
-        FlatBuffers(model)
-        shared = model.shared_gradients()
-        calls = []
-        for lengths, tail, spare in (([5, 20, 3, 1, 30], 5, 2), ([40, 2], 22, 5)):
-            batch = cases.make_pack(
-                cases.make_documents(lengths), tail=tail, spare=spare, aux_scale=1.0
-            )
-            with Recorder() as recorder:
-                model(batch).loss.backward()
-                shared.sum()
-            calls.append(recorder.calls)
-        found.append(calls)
-    return found
+def recorded_runs(groups: ParallelGroups, runs: list[Run]) -> list[list[Any]]:
+    return [recorded_calls(build(run, groups), two_packs()) for run in runs]
 
 
 def test_no_question_and_no_shape_depends_on_the_documents(pools: WorkerPools) -> None:
@@ -415,12 +349,9 @@ def test_no_question_and_no_shape_depends_on_the_documents(pools: WorkerPools) -
         Run(changes, "MGE-", sequence_parallel, torch.float32)
         for sequence_parallel in (False, True)
     ]
-    for rank in pools.run(recorded_calls, 2, runs, layout={"tp_size": 2}):
+    for rank in pools.run(recorded_runs, 2, runs, layout={"tp_size": 2}):
         for first, second in rank:
-            names = {name for name, _ in first}
-            assert first == second and len(first) > 100
-            assert any("c10d" in name for name in names), "the collectives must be seen"
-            assert not any(question in name for question in QUESTIONS for name in names)
+            assert first == second and not asks(first)
 
 
 # -- tests fail if a sum over ranks is removed -----------------------------------------------------
@@ -527,10 +458,7 @@ def leaks(groups: ParallelGroups, runs: list[Run]) -> list[dict[str, float]]:
         model = build(run, groups)
         batch = cases.make_pack(cases.make_documents(LENGTHS), tail=7, spare=2)
         at = LENGTHS[0] + 4
-        buffer = batch.buffer.clone()
-        other = batch.with_buffer(buffer)
-        other.tokens[at] = (other.tokens[at] + 1) % cases.VOCAB
-        other.labels[at - 1] = other.tokens[at]
+        other = with_other_token(batch, at)
         before, after = outputs_and_gradients(model, batch), outputs_and_gradients(model, other)
         others_T = batch.packed.seq_idx[0] != batch.packed.seq_idx[0, at]
         changes = {}

@@ -76,11 +76,11 @@ WITH_STATE = (
     ),
     Edit(
         "models/hybrid_model.py",
-        "        packed = self.prepare(micro_batch.packed)\n        whole",
+        "        packed = self.prepare(micro_batch.packed)\n",
         """        packed = self.prepare(micro_batch.packed)
         if self.config.count_packs and self.training:
             self.packs += 1
-        whole""",
+""",
     ),
 )
 """Option with state in the checkpoint."""

@@ -36,7 +36,7 @@ VISION |= {"num_position_embeddings": 16, "out_hidden_size": 32}
 NEW_TOKENS = 24
 
 
-def test_a_tuned_qwen3_5_continues_texts_alike_in_transformers(
+def test_a_tuned_qwen3_5_continues_texts_as_in_transformers(
     data: Data, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The export of a run with two tensor-parallel processes has its tokens and its vision."""
@@ -82,7 +82,7 @@ def test_a_tuned_qwen3_5_continues_texts_alike_in_transformers(
         ("granite", "own", "out: written\n"),
     ],
 )
-def test_a_tuned_model_answers_alike_in_transformers(
+def test_a_tuned_model_answers_as_in_transformers(
     name: str, template: str, expected: str, tmp_path: Path
 ) -> None:
     """transformers prompts it as it was trained, gives its answers, and stops where it stops."""

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from megatron_packed.config.sections.offload_rules import BUFFERS
+from megatron_packed.config.sections.memory import BUFFERS
 from megatron_packed.memory import activation_offload
 from megatron_packed.memory.offload_streams import CpuStreams
 from support.captures import capture_on_cpu

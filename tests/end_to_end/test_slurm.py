@@ -342,7 +342,7 @@ def test_a_sweep_is_the_same_run_with_each_capacity(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["pretrain.sbatch", "sweep_capacities.sbatch"])
-def test_what_slurm_is_asked_for(name: str) -> None:
+def test_requests_to_slurm(name: str) -> None:
     """The templates request the signal at which a run saves, and permit SLURM to requeue the job.
 
     The fake SLURM does not check these directives.

@@ -268,7 +268,7 @@ def test_a_port_of_another_program_ends_all_machines(
         assert line.startswith("the machines did not meet at 127.0.0.1:"), line
 
 
-def test_the_loss_of_the_first_machine_is_told_without_backtraces(
+def test_the_loss_of_the_first_machine_is_reported_without_backtraces(
     data: Data, quick: dict[str, str], tmp_path: Path
 ) -> None:
     """The second machine ends soon after the first, which hosts all stores, was killed.

@@ -29,6 +29,8 @@ from megatron_packed.distributed.symmetric_memory import (
     workspace_bytes,
 )
 from megatron_packed.distributed.testing import WorkerPools
+from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.build import Build
 from megatron_packed.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_packed.layers.tensor_parallel import TensorParallel
 from support.gpu_capture import capture
@@ -97,9 +99,9 @@ def layers_of(tp: TensorParallel, rank: int) -> tuple[ColumnParallelLinear, RowP
     from megatron_packed.distributed.tensor_parallel_shards import SplitSegment
 
     segment = SplitSegment(noun="channels", count=2 * INNER, width=1)
-    options: dict[str, Any] = {"bias": False, "tp": tp, "device": "cuda", "dtype": torch.bfloat16}
-    column = ColumnParallelLinear(WIDTH, tp.shard(segment), **options)
-    row = RowParallelLinear(tp.shard(segment, dim=1), WIDTH, **options)
+    build = Build(backends=Backends(), tp=tp, device="cuda", dtype=torch.bfloat16)
+    column = ColumnParallelLinear(WIDTH, tp.shard(segment), bias=False, build=build)
+    row = RowParallelLinear(tp.shard(segment, dim=1), WIDTH, bias=False, build=build)
     for number, layer in enumerate((column, row)):
         layer.weight.data.copy_(drawn(40 + 2 * number + rank, *layer.weight.shape))
         layer.weight.main_grad = torch.zeros_like(layer.weight, dtype=torch.float32)

@@ -1,9 +1,9 @@
 """Inputs and packs for tests of the gated delta rule's kernels, on CPUs and GPUs."""
 
 import torch
-from torch.nn.functional import pad
 
 from megatron_packed.ops.gated_delta_rule.api import gated_delta_rule
+from support.op_packs import boundaries
 
 ALL = ("q", "k", "v", "a", "b", "A_log", "dt_bias")
 PER_TOKEN = ALL[:5]
@@ -14,13 +14,6 @@ STRENGTHS = {
     "strong and weak decay by turns": {"decay": 300.0, "spread": 12.0},
 }
 """Arguments of `inputs`."""
-
-
-def boundaries(lengths, device="cpu"):
-    """Return ``seq_idx (1, T)`` and ``cu_seqlens (D + 1,)``; documents may be empty."""
-    sizes = torch.tensor(lengths)
-    seq_idx = torch.repeat_interleave(torch.arange(len(lengths)), sizes)[None].int()
-    return seq_idx.to(device), pad(sizes.cumsum(0), (1, 0)).int().to(device)
 
 
 def inputs(tokens, sizes, *, decay=1.0, beta=0.0, spread=1.0, device="cpu"):

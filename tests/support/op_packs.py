@@ -28,6 +28,19 @@ def boundaries(lengths, device="cpu"):
     return seq_idx.to(device), cu_seqlens.to(device)
 
 
+def with_gradients(run, values, weight=None, output="y"):
+    """Return the output of ``run``, which takes the dict of values, and the gradient of each value.
+
+    Without ``weight`` the upstream gradient has a different value for each element.
+    """
+    values = {name: value.clone().requires_grad_() for name, value in values.items()}
+    y = run(values)
+    if weight is None:
+        weight = torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view(y.shape)
+    gradients = torch.autograd.grad((y * weight.to(y.dtype)).sum(), values.values())
+    return {output: y.detach(), **dict(zip((f"d{name}" for name in values), gradients))}
+
+
 def relative_error(got, want):
     return (
         (got.double() - want.double()).abs().max() / want.double().abs().max().clamp_min(1e-30)

@@ -11,16 +11,22 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from megatron_packed.explain.op_requests import traced_requests
+from megatron_packed.config.run import RunConfig
+from megatron_packed.explain.op_requests import op_requests, traced_requests
+from megatron_packed.models.run_model import build_model
 from megatron_packed.ops import quack_tiles
 from megatron_packed.ops.backend_dispatch import Op
 from megatron_packed.ops.dense_mlp import api as dense_mlp
 from megatron_packed.ops.grouped_mlp import api as grouped_mlp
+from megatron_packed.ops.grouped_mlp import grouped_linear
 from megatron_packed.ops.residual_projection import api as residual_projection
+from megatron_packed.packed.micro_batch import MicroBatch
 
 OPS = "megatron_packed.ops."
 BACKENDS = (
@@ -179,3 +185,43 @@ def quack_stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Quack]:
             sys.modules.pop(name, None)
             if module is not None:
                 sys.modules[name] = module
+
+
+def listed(config: RunConfig, op: Op, device: str) -> list[Any]:
+    """Return the inputs of an op that a run lists for its layers."""
+    return [inputs for one, _, inputs in op_requests(config, torch.device(device)) if one is op]
+
+
+def asked(module: ModuleType, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> set[Any]:
+    """Return the inputs for which the layers of a model ask a backend's module, in a pass."""
+    found: set[Any] = set()
+    monkeypatch.setattr(
+        module, "not_supported_reasons", lambda inputs: found.add(inputs) or ["no kernel"]
+    )
+    pack = MicroBatch.build([(torch.arange(128).numpy(), None)], 128)
+    build_model(config, 256, "cpu")(pack).loss.backward()
+    return found
+
+
+def accept(monkeypatch: pytest.MonkeyPatch, module: ModuleType, **changes: Any) -> None:
+    """Let a backend's module take the tensors of a CPU as those of a GPU."""
+    reasons, changes = module.not_supported_reasons, {"device_type": "cuda", **changes}
+    monkeypatch.setattr(
+        module, "not_supported_reasons", lambda inputs: reasons(replace(inputs, **changes))
+    )
+
+
+def clear_by_torch(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
+    """Write the zeros of unused rows and experts without Triton, in these modules too."""
+
+    def cleared(rows: Tensor, offsets: Tensor) -> Tensor:
+        rows[int(offsets[-1]) :] = 0
+        return rows
+
+    def used(weights: Tensor, offsets: Tensor) -> Tensor:
+        weights[torch.diff(offsets, prepend=offsets.new_zeros(1)) == 0] = 0
+        return weights
+
+    for module in (grouped_linear, *modules):
+        monkeypatch.setattr(module, "zero_rows_after_", cleared)
+    monkeypatch.setattr(grouped_linear, "zero_unused_experts_", used)

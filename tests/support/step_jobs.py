@@ -20,7 +20,7 @@ from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models.metrics_layout import StepValues
 from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.resume.run_and_random_state import held_state
+from megatron_packed.resume.held_state import held_state
 from megatron_packed.training.build_job import build_job
 
 SLOTS, VOCAB = 48, 61

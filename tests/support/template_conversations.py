@@ -1,7 +1,7 @@
 """Random conversations for eight structures of chat templates, and a tokenizer for each structure.
 
 The templates are in ``tests/unit/data/tokenizers/templates``. They were written for the tests, after
-descriptions of what the templates of known models print. ``make_template_tables.py`` there stores
+descriptions of what the templates of known models print. ``tools/template_tables.py`` stores
 what the transformers library makes of the conversations. ``test_template_tables.py`` makes the same
 conversations again and compares.
 

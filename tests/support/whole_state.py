@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_packed.checkpoint.tensor_extent import Extent
-from megatron_packed.resume.run_and_random_state import held_state
+from megatron_packed.resume.held_state import held_state
 from megatron_packed.training.build_job import Job
 
 Shards = list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]

@@ -19,11 +19,7 @@ NOTE = re.compile(r"\[Note: ([^]]+)\]")
 def texts() -> dict[str, str]:
     guides = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     files = [*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.md"), *guides]
-    return {
-        str(path.relative_to(ROOT)): path.read_text()
-        for path in files
-        if path.name != "CHANGELOG.md"
-    }
+    return {str(path.relative_to(ROOT)): path.read_text() for path in files}
 
 
 def top_names(source: str) -> set[str]:
@@ -84,6 +80,13 @@ def test_files_that_are_named_exist(read) -> None:
         if name not in FOREIGN and not any(file.endswith(f"/{name}") for file in there)
     ]
     assert missing == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md", "CONTRIBUTING.md"])
+def test_links_of_first_pages_lead_to_files(page: str, read) -> None:
+    """The build of the site finds broken links of the other pages."""
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)", read[page])
+    assert targets and [target for target in targets if not (ROOT / target).exists()] == []
 
 
 def test_modules_that_docstrings_name_exist(read, modules) -> None:

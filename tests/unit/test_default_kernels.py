@@ -1,5 +1,7 @@
 """`docs/default_kernels.json` names the backends that are the default, and tests know their ops."""
 
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,17 @@ def test_the_newest_entry_of_an_op_is_what_auto_tries_first(name):
         f"add the new default of {name} to docs/default_kernels.json, with its date and commit"
     )
     assert [entry["since"] for entry in defaults] == sorted(entry["since"] for entry in defaults)
+
+
+@pytest.mark.parametrize("name", sorted(OPS))
+def test_a_backend_without_reasons_is_plain_pytorch(name):
+    """A kernel without reasons would run on inputs that it does not support."""
+    for backend in kernel_code.op_of(name).backends:
+        text = (ROOT / f"{backend.module.replace('.', '/')}.py").read_text()
+        if "not_supported_reasons" in text:
+            continue
+        packages = set(re.findall(r"^(?:from|import) (\w+)", text, re.MULTILINE))
+        assert packages <= {*sys.stdlib_module_names, "torch", "megatron_packed"}, backend.name
 
 
 def test_ops_of_a_test_are_those_of_its_layers():

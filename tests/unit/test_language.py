@@ -1,9 +1,12 @@
 """Rules of language for all that the repository says, and how `language.py` finds what breaks them."""
 
+import re
 from pathlib import Path
 
 import language
 import pytest
+
+import megatron_packed
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,6 +31,11 @@ def test_exceptions_are_few_and_used(everything) -> None:
     for path, part in language.EXCEPTIONS:
         matching = [p for p in everything if p.path == path and part in " ".join(p.text.split())]
         assert any(list(language.faults(passage)) for passage in matching), (path, part)
+
+
+def test_the_changelog_begins_with_the_version_of_the_package() -> None:
+    headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] == megatron_packed.__version__
 
 
 def test_entries_of_the_changelog_have_two_lines() -> None:

@@ -20,6 +20,8 @@ EXAMPLES = {
 }
 [DATA] = EXAMPLES.pop("# Use it from Python")
 GRAPHS = "CUDA graphs around your own module"
+OWN_LOSS = "Your own loss"
+CALLBACKS = "Callbacks of the training loop"
 
 
 def run(code: str, name: str = "__main__") -> dict:
@@ -45,8 +47,10 @@ def test_every_example_has_a_test():
         "Packs in other models": 2,
         "The model with any optimizer": 1,
         GRAPHS: 1,
+        OWN_LOSS: 1,
         "Offload around your own module": 1,
         "A whole run with a callback": 1,
+        CALLBACKS: 2,
         "Text from a checkpoint": 1,
     }
 
@@ -167,6 +171,40 @@ def test_graphs_are_counted(capsys):
         reason = "CUDA graphs need a GPU, and the device is cpu"
         assert printed.startswith(f"{reason}: every micro-batch runs eagerly.\n")
         assert f"3 x eager: {reason}" in printed
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_model_trains_with_its_own_loss(device, folder):
+    """The loss falls, and replays by a stand-in give the losses of eager layers."""
+    names, backend = run(EXAMPLES[OWN_LOSS][0], "example"), RecordingBackend()
+    losses = names["train_steps"](torch.device(device))
+    assert len(losses) > 8 and losses[-1] < 0.8 * losses[0]
+    if device == "cpu":
+        names["LayerGraphs"] = partial(names["LayerGraphs"], backend=backend)
+        assert names["train_steps"](torch.device(device)) == losses
+        assert sum(graph.replays for graph in backend.graphs) >= 6 * len(losses)
+
+
+def test_a_callback_adds_a_metric_and_stops_the_run(folder, capsys):
+    """The run stops after the bits of a step fall below the target, and saves."""
+    names = run(EXAMPLES[CALLBACKS][0])
+    bits = names["callback"].bits
+    assert capsys.readouterr().out == f"PREEMPTED {bits}\n" and 4 <= len(bits) < 12
+    assert [path.name for path in (folder / "runs" / "bits").glob("step_*")] == [
+        f"step_{len(bits):08d}"
+    ]
+
+
+def test_an_average_of_weights_resumes(folder):
+    """The average of the resumed run equals that of a run that does not stop."""
+    names = run(EXAMPLES[CALLBACKS][1])
+    straight = names["WeightAverage"]()
+    megatron_packed.train(
+        names["model"].split(), callbacks=[straight], train_iters=8, **names["run"]
+    )
+    resumed, stopped = names["resumed"].average, names["stopped"].average
+    assert all(torch.equal(resumed[name], straight.average[name]) for name in resumed)
+    assert not torch.equal(resumed["embedding.weight"], stopped["embedding.weight"])
 
 
 def test_offload_around_a_module_changes_no_gradient(folder, capsys, monkeypatch):

@@ -95,6 +95,14 @@ def test_tokens_are_names_numbers_strings_and_operators(tmp_path: Path) -> None:
     assert found["tokens_per_line"].value == 8 / 4  # if a : b = f'' + 1
 
 
+def test_long_checks_are_no_tests(tmp_path: Path) -> None:
+    for name in ("tests/a.py", "tests/soak/b.py", "tests/unit/tools/c.py", "tools/d.py"):
+        write(tmp_path, name, "a = 1\n")
+    (tmp_path / "benchmarks").mkdir()
+    counts = {"tokens: tests": 3, "tokens: tools": 9, "tokens: benchmarks": 0}
+    assert structure.tokens_outside(tmp_path) == counts
+
+
 @pytest.mark.parametrize("lines, count", [(60, 0), (61, 1)])
 def test_a_function_may_have_60_lines(lines: int, count: int, tmp_path: Path) -> None:
     sources = write(tmp_path, "a.py", "def f():\n" + "    pass\n" * (lines - 1))

@@ -18,11 +18,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_packed import __version__
+from megatron_packed.cli.command import command
 from megatron_packed.cli.doctor.findings import Finding, State
 from megatron_packed.cli.doctor.machine import machine_findings
 from megatron_packed.cli.doctor.supervise import run_probes
 from megatron_packed.cli.doctor.system_calls import system_call_finding
-from megatron_packed.cli.doctor.verdict import broken_findings, verdict
+from megatron_packed.cli.doctor.verdict import machine_verdict, problem_findings
 from megatron_packed.cli.errors import UsageError
 from megatron_packed.config.kernel_options import OPTION_OF
 from megatron_packed.config.kinds.layer_kind import KINDS
@@ -35,17 +36,15 @@ from megatron_packed.config.optional_packages import (
 )
 from megatron_packed.explain.capability import beside
 
-NAME = "doctor"
-HELP = "report what works on this machine, and commands that help"
 EXIT_PROBLEM = 1
 LINE_EVERY = 10.0
 """Seconds between progress lines if standard error is not a terminal."""
 FORCED_BY = {op: OPTION_OF[op] for kind in KINDS.values() for op in kind.backends}
 """Option that chooses the kernel of each op of the model."""
-_Answers = dict[str, dict[str, Any]]
+ProbeAnswers = dict[str, dict[str, Any]]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "--no-kernels",
@@ -62,15 +61,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
-    if rest:
-        raise UsageError(
-            f"doctor does not take {rest[0]}; megatron-packed doctor --help lists its options."
-        )
+@command(
+    "doctor",
+    "report what works on this machine, and commands that help",
+    _add_arguments,
+    takes_run_flags=False,
+)
+def doctor_command(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     if not arguments.timeout > 0:
         raise UsageError(f"--timeout {arguments.timeout}: must be above 0.")
-    findings = examine(arguments.timeout, kernels=not arguments.no_kernels)
-    sentences, problems = verdict(findings), broken_findings(findings)
+    findings = examine_machine(arguments.timeout, kernels=not arguments.no_kernels)
+    sentences, problems = machine_verdict(findings), problem_findings(findings)
     if arguments.json:
         sections = {
             name: [finding.as_dict() for finding in section] for name, section in findings.items()
@@ -91,7 +92,7 @@ def run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     return EXIT_PROBLEM if problems else 0
 
 
-def examine(seconds: float, *, kernels: bool = True) -> dict[str, list[Finding]]:
+def examine_machine(seconds: float, *, kernels: bool = True) -> dict[str, list[Finding]]:
     """Examine packages, kernels and the machine; return the findings by section.
 
     Args:
@@ -172,7 +173,7 @@ def _to_run(ops: dict[str, Any]) -> list[str]:
     ]
 
 
-def _strangers(answers: _Answers) -> list[Finding]:
+def _strangers(answers: ProbeAnswers) -> list[Finding]:
     """Return findings of unrelated packages that were installed by mistake. An unrelated package
     does no harm if the wanted package is installed too.
     """
@@ -194,7 +195,7 @@ def _strangers(answers: _Answers) -> list[Finding]:
     return findings
 
 
-def _package(package: Package, answers: _Answers, on_gpu: bool) -> Finding:
+def _package(package: Package, answers: ProbeAnswers, on_gpu: bool) -> Finding:
     answer = answers[f"import:{package.module}"]
     version = version_of(package.name) or answer.get("version", "")
     finding_fields = {"name": package.name, "found": version, "instead": _instead(package, answers)}
@@ -236,12 +237,12 @@ def _package(package: Package, answers: _Answers, on_gpu: bool) -> Finding:
     )
 
 
-def _ops(answers: _Answers) -> dict[str, Any]:
+def _ops(answers: ProbeAnswers) -> dict[str, Any]:
     ops: dict[str, Any] = answers["kernels"].get("ops", {})
     return ops
 
 
-def _reasons(package: Package, answers: _Answers) -> list[str]:
+def _reasons(package: Package, answers: ProbeAnswers) -> list[str]:
     """Return the reasons why the kernels of a package cannot be used on this machine."""
     pairs = (name.partition(".")[::2] for name in package.kernels)
     reasons_of_backends = [
@@ -250,7 +251,7 @@ def _reasons(package: Package, answers: _Answers) -> list[str]:
     return [reason for reasons in reasons_of_backends for reason in reasons]
 
 
-def _instead(package: Package, answers: _Answers) -> str:
+def _instead(package: Package, answers: ProbeAnswers) -> str:
     """Return the backends that ops choose instead of the package's backends, each op once."""
     chosen = {op: choice["chosen"] for op, choice in _ops(answers).items()}
     pairs = (name.partition(".")[::2] for name in package.kernels)
@@ -260,7 +261,7 @@ def _instead(package: Package, answers: _Answers) -> str:
     return ", ".join(dict.fromkeys(others))
 
 
-def _gains(package: Package, answers: _Answers) -> bool:
+def _gains(package: Package, answers: ProbeAnswers) -> bool:
     """Return whether a backend of the package has a higher priority than the backend that an op
     chooses now.
     """
@@ -274,7 +275,7 @@ def _gains(package: Package, answers: _Answers) -> bool:
     return False
 
 
-def _kernels(answers: _Answers) -> list[Finding]:
+def _kernels(answers: ProbeAnswers) -> list[Finding]:
     """Return a finding for each op: the backend that 'auto' chooses on this machine, and the
     results of the others. A reason that several ops share is given once.
     """
@@ -333,7 +334,10 @@ def _kernels(answers: _Answers) -> list[Finding]:
 
 
 def _refusals(
-    op: str, reasons: dict[str, list[str]], answers: _Answers, first_op: dict[tuple[str, str], str]
+    op: str,
+    reasons: dict[str, list[str]],
+    answers: ProbeAnswers,
+    first_op: dict[tuple[str, str], str],
 ) -> list[str]:
     """Return the reasons against the backends of an op, one text for each backend.
 

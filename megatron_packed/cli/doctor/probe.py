@@ -23,8 +23,8 @@ from typing import Any
 from megatron_packed.config.kinds.attention import SYMBOL as ATTENTION
 from megatron_packed.config.kinds.layer_kind import KINDS
 
-TOKENS = 512
-FLAGS = shlex.split("""
+_TOKENS = 512
+_FLAGS = shlex.split("""
     --hidden-size 256 --normalization RMSNorm --squared-relu --disable-bias-linear
     --vocab-size 512 --untie-embeddings-and-output-weights
     --lr 0 --train-iters 1 --data-path '(none)'""")
@@ -108,10 +108,10 @@ def _job() -> tuple[Any, Any, dict[str, Any]]:
     for kind in KINDS.values():
         layers += shlex.split(kind.example)
     flags = [
-        *FLAGS,
+        *_FLAGS,
         *layers,
         "--seq-length",
-        str(TOKENS),
+        str(_TOKENS),
         *(["--bf16"] if device.type == "cuda" else []),
     ]
     config = parse_or_exit(flags, launched=False, on_this_machine=False)
@@ -164,7 +164,7 @@ def _layer_difference(op: str, backend: str) -> float:
     choice, symbol = ("transformer_impl", ATTENTION) if op == "layers" else (op, _layers_of()[op])
     draw = np.random.default_rng(0)
     documents = [(draw.integers(0, VOCAB, length), None) for length in (130, 3, 251)]
-    pack = MicroBatch.build(documents, TOKENS, scales=(1.0, 0.0)).to(device)
+    pack = MicroBatch.build(documents, _TOKENS, scales=(1.0, 0.0)).to(device)
     observations = []
     for backends in (Backends.reference(), _but(Backends.reference(), choice, backend)):
         model = _one_layer(symbol, device, backends)
@@ -183,7 +183,7 @@ def _one_layer(symbol: str, device: Any, backends: Any) -> Any:
     return HybridModel(
         small_config(symbol, config.model),
         vocab_size=VOCAB,
-        max_positions=TOKENS,
+        max_positions=_TOKENS,
         device=device,
         dtype=dtype_of(config),
         backends=backends,
@@ -203,7 +203,7 @@ def _layers_of() -> dict[str, str]:
     from megatron_packed.packed.micro_batch import MicroBatch
 
     _, device, _ = _job()
-    pack = MicroBatch.build([(np.zeros(TOKENS, dtype=np.int64), None)], TOKENS).to("meta")
+    pack = MicroBatch.build([(np.zeros(_TOKENS, dtype=np.int64), None)], _TOKENS).to("meta")
     ops: dict[str, set[str]] = {}
     for symbol in KINDS:
         model = _one_layer(symbol, "meta", Backends.reference())

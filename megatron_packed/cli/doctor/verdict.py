@@ -11,16 +11,15 @@ Sections = Mapping[str, Sequence[Finding]]
 _REQUIRED = {package.name for package in PACKAGES if package.required}
 
 
-def broken_findings(sections: Sections) -> list[Finding]:
-    """Return the findings that count as problems."""
+def problem_findings(sections: Sections) -> list[Finding]:
     return [
         finding for section in sections.values() for finding in section if finding.state.problem
     ]
 
 
-def verdict(sections: Sections) -> list[str]:
+def machine_verdict(sections: Sections) -> list[str]:
     """Return one line that says whether this machine can train, then a line for each problem."""
-    problems = broken_findings(sections)
+    problems = problem_findings(sections)
     return [
         _can_train(sections, problems),
         *(

@@ -13,6 +13,7 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_packed.cli.command import command
 from megatron_packed.cli.errors import EXIT_DATA, UsageError
 from megatron_packed.cli.quickstart.questions import write_questions
 from megatron_packed.config.kernel_options import count_gpus
@@ -20,15 +21,13 @@ from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.written_files import write_file
 
-NAME = "quickstart"
-HELP = "train a small model in three minutes, with or without a GPU"
-FOLDER = Path("runs/quickstart")
+_FOLDER = Path("runs/quickstart")
 QUESTIONS = 10
 MARGIN = 0.5
 """Nats by which the validation loss must be lower than that of single tokens."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "megatron-packed quickstart [--nproc-per-node N] [--prepare] [FLAGS_OF_A_RUN]"
     parser.add_argument(
         "--nproc-per-node",
@@ -41,7 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
+@command(
+    "quickstart", "train a small model in three minutes, with or without a GPU", _add_arguments
+)
+def quickstart_command(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     processes = arguments.nproc_per_node
     if processes is None:
         processes = min(2, count_gpus(os.environ) or 2)
@@ -51,7 +53,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
         flags_file = _prepare()
     except OSError as error:
         raise UsageError(
-            f"{FOLDER} cannot be written: {error.strerror}; change to another directory."
+            f"{_FOLDER} cannot be written: {error.strerror}; change to another directory."
         ) from None
     if arguments.prepare:
         return 0
@@ -64,17 +66,17 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
 
 def _prepare() -> Path:
     """Write the questions and the flags if they are missing; return the file of flags."""
-    if not (FOLDER / "data" / "valid.jsonl").exists():
+    if not (_FOLDER / "data" / "valid.jsonl").exists():
         library = Path(sysconfig.get_paths()["stdlib"])
         try:
-            objects, questions = write_questions(library, FOLDER / "data")
+            objects, questions = write_questions(library, _FOLDER / "data")
         except ValueError as error:
             raise UsageError(str(error), EXIT_DATA) from None
         print(
-            f"{FOLDER / 'data'}: {questions} questions about {objects} objects of Python's standard "
+            f"{_FOLDER / 'data'}: {questions} questions about {objects} objects of Python's standard "
             "library, and their answers"
         )
-    flags_file = FOLDER / "sft.args"
+    flags_file = _FOLDER / "sft.args"
     if not flags_file.exists():
         write_file(flags_file, Path(__file__).with_name("sft.args").read_bytes())
         print(f"{flags_file}: the flags of the run")

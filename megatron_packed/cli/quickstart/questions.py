@@ -135,7 +135,7 @@ def write_questions(library: Path, folder: Path) -> tuple[int, int]:
     Raises:
         ValueError: the library has no docstrings.
     """
-    objects = chosen(documented(library))
+    objects = chosen_objects(documented(library))
     if not objects:
         raise ValueError(
             f"{library} has no docstrings; install the sources of Python's standard library."
@@ -143,12 +143,14 @@ def write_questions(library: Path, folder: Path) -> tuple[int, int]:
     train: list[Question] = []
     valid: list[Question] = []
     for thing in objects:
-        wordings = sorted(WORDINGS, key=lambda wording: number(thing.name, wording))
-        asked = [Question(wording.format(name=thing.name), thing.summary) for wording in wordings]
-        valid += asked[:VALID_WORDINGS]
-        train += asked[VALID_WORDINGS:]
-    train.sort(key=lambda question: number(question.question, "order"))
-    valid.sort(key=lambda question: number(question.question, "order"))
+        wordings = sorted(WORDINGS, key=lambda wording: number_of(thing.name, wording))
+        seen_questions = [
+            Question(wording.format(name=thing.name), thing.summary) for wording in wordings
+        ]
+        valid += seen_questions[:VALID_WORDINGS]
+        train += seen_questions[VALID_WORDINGS:]
+    train.sort(key=lambda question: number_of(question.question, "order"))
+    valid.sort(key=lambda question: number_of(question.question, "order"))
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder / "train.jsonl", conversations(train))
     _write(folder / "valid.jsonl", [[question] for question in valid])
@@ -173,10 +175,10 @@ def documented(library: Path) -> Iterator[Documented]:
             yield from _members(name, tree)
 
 
-def chosen(objects: Iterator[Documented]) -> list[Documented]:
+def chosen_objects(objects: Iterator[Documented]) -> list[Documented]:
     """Return at most `MOST_OBJECTS` objects with different descriptions, in a hashed order."""
     first = {thing.summary: thing for thing in reversed(list(objects))}
-    return sorted(first.values(), key=lambda thing: number(thing.name))[:MOST_OBJECTS]
+    return sorted(first.values(), key=lambda thing: number_of(thing.name))[:MOST_OBJECTS]
 
 
 def conversations(questions: Sequence[Question]) -> list[list[Question]]:
@@ -184,13 +186,13 @@ def conversations(questions: Sequence[Question]) -> list[list[Question]]:
     parts: list[list[Question]] = []
     at = 0
     while at < len(questions):
-        turns = 1 + number(questions[at].question, "turns") % MOST_TURNS
+        turns = 1 + number_of(questions[at].question, "turns") % MOST_TURNS
         parts.append(list(questions[at : at + turns]))
         at += turns
     return parts
 
 
-def number(*parts: str) -> int:
+def number_of(*parts: str) -> int:
     """Return a number that depends only on ``parts``: the same in every process and machine."""
     return int.from_bytes(hashlib.blake2b("\n".join(parts).encode(), digest_size=8).digest(), "big")
 

@@ -17,7 +17,7 @@ from megatron_packed.config.kinds.layer_kind import (
 from megatron_packed.config.options import derived_option, option
 from megatron_packed.config.section import KERNELS, Section, Sound
 from megatron_packed.config.sections.model_parts.stack import StackOptions
-from megatron_packed.config.sections.model_parts.window import window_sides, windowed_layers
+from megatron_packed.config.sections.model_parts.window import layers_with_window, window_sides
 
 if TYPE_CHECKING:
     from megatron_packed.config.run import RunConfig
@@ -39,7 +39,7 @@ def _has_short_window(run: RunConfig, processes: int) -> bool:
 
 
 ROPE = option_is_not("model.position_embedding_type", "none")
-ROPE_SCALING = option_given("model.use_rope_scaling")
+_ROPE_SCALING = option_given("model.use_rope_scaling")
 SHORT_WINDOW = Condition("the window covers the longest document", _has_short_window)
 
 
@@ -163,7 +163,7 @@ class AttentionOptions(StackOptions, group=ATTN, only_if=ATTENTION_LAYERS):
         8.0,
         "Factor by which --use-rope-scaling stretches.",
         minimum=1,
-        only_if=(ROPE, ROPE_SCALING),
+        only_if=(ROPE, _ROPE_SCALING),
         phase=True,
     )
     rope_scaling_low_freq_factor: float = option(
@@ -171,7 +171,7 @@ class AttentionOptions(StackOptions, group=ATTN, only_if=ATTENTION_LAYERS):
         "With --use-rope-scaling: frequencies with at most this number of turns within "
         "--rope-scaling-original-max-positions are stretched.",
         above=0,
-        only_if=(ROPE, ROPE_SCALING),
+        only_if=(ROPE, _ROPE_SCALING),
         phase=True,
     )
     rope_scaling_high_freq_factor: float = option(
@@ -179,7 +179,7 @@ class AttentionOptions(StackOptions, group=ATTN, only_if=ATTENTION_LAYERS):
         "With --use-rope-scaling: frequencies with at least this number of turns within "
         "--rope-scaling-original-max-positions stay unchanged.",
         above=0,
-        only_if=(ROPE, ROPE_SCALING),
+        only_if=(ROPE, _ROPE_SCALING),
         phase=True,
     )
     rope_scaling_original_max_positions: int = option(
@@ -187,7 +187,7 @@ class AttentionOptions(StackOptions, group=ATTN, only_if=ATTENTION_LAYERS):
         "Longest document of the training before --use-rope-scaling.",
         unit="tokens",
         minimum=1,
-        only_if=(ROPE, ROPE_SCALING),
+        only_if=(ROPE, _ROPE_SCALING),
         phase=True,
     )
     max_position_embeddings: int | None = option(
@@ -220,7 +220,7 @@ class AttentionOptions(StackOptions, group=ATTN, only_if=ATTENTION_LAYERS):
         """
         if self.window_size is None or self.layer_types[layer_number] != SYMBOL:
             return None
-        layers = windowed_layers(self.window_attn_skip_freq, self.num_layers)
+        layers = layers_with_window(self.window_attn_skip_freq, self.num_layers)
         # As in Megatron, the layers of a depth are numbered from 0 again.
         windowed = layers[self.number_in_part(layer_number) % len(layers)]
         return window_sides(self.window_size)[0] + 1 if windowed else None
@@ -301,7 +301,7 @@ class AttentionOptions(StackOptions, group=ATTN, only_if=ATTENTION_LAYERS):
         if not sound("window_attn_skip_freq", "hybrid_layer_pattern"):
             return
         try:
-            layers = windowed_layers(self.window_attn_skip_freq, self.num_layers)
+            layers = layers_with_window(self.window_attn_skip_freq, self.num_layers)
         except ValueError as error:
             cure = "give a number, or a list such as [1]*3+[0] with an entry for each layer"
             yield self.problem("window_attn_skip_freq", str(error), cure)
@@ -334,7 +334,7 @@ class AttentionKernels(Section, group=KERNELS, only_if=ATTENTION_LAYERS):
     )
 
 
-def kernel_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
+def attention_kernel_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
     """Yield problems of the attention kernel with the size of heads and with zigzag rows."""
     if not sound("training.attention_backend"):
         return
@@ -377,7 +377,7 @@ KIND = LayerKind(
     place=1,
     options={"model": AttentionOptions, "training": AttentionKernels},
     rules=AttentionOptions.attention_rules,
-    cross_rules=kernel_rules,
+    cross_rules=attention_kernel_rules,
     required=("num_attention_heads",),
     backends={
         "varlen_attention": "attention_backend",

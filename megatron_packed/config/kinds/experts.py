@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_packed.config.conditions import EXPERT_LAYERS, Condition, option_given, option_is_not
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.kinds.layer_kind import ACTIVATION, LayerKind, LayerPart, Shared
+from megatron_packed.config.kinds.layer_kind import (
+    ACTIVATION,
+    LAYER_NORM,
+    LayerKind,
+    LayerPart,
+    Shared,
+)
 from megatron_packed.config.options import Related, derived_option, option
 from megatron_packed.config.section import Sound
 from megatron_packed.config.sections.model_parts.divisors import divisors
 from megatron_packed.config.sections.model_parts.stack import StackOptions
+
+if TYPE_CHECKING:
+    from megatron_packed.config.run import RunConfig
+    from megatron_packed.config.sections.packing import PackingConfig
+    from megatron_packed.config.sections.parallel import ParallelConfig
 
 EXPERTS = "mixture of experts"
 EXPERT_ACTIVATION = "moe_act"
@@ -299,7 +310,6 @@ class ExpertOptions(StackOptions, group=EXPERTS):
         yield from self._group_rules(sound)
 
     def _group_rules(self, sound: Sound) -> Iterator[Problem]:
-        """Yield problems of the groups of experts."""
         groups, chosen = self.moe_router_num_groups, self.moe_router_group_topk
         if chosen is None or groups is None:
             return  # as in Megatron, all groups are open
@@ -325,6 +335,89 @@ class ExpertOptions(StackOptions, group=EXPERTS):
             )
 
 
+def _parallel_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
+    """Yield problems of experts with the layout, the packs and the memory options."""
+    model, parallel = run.model, run.parallel
+    size, experts = parallel.expert_model_parallel_size, model.num_experts
+    width, ranks = model.moe_ffn_hidden_size, parallel.expert_tensor_parallel_size
+    counts = sound("parallel.expert_model_parallel_size", "model.num_experts")
+    if counts and experts is not None and experts % size:
+        yield parallel.problem(
+            "expert_model_parallel_size",
+            f"does not divide --num-experts ({experts})",
+            f"choose from {divisors(experts)}",
+        )
+    if (
+        sound("model.moe_ffn_hidden_size", "parallel.expert_tensor_parallel_size")
+        and parallel.splits_tokens_of_experts
+        and width % ranks
+    ):
+        yield parallel.problem(
+            "expert_tensor_parallel_size",
+            f"does not divide --moe-ffn-hidden-size ({width})",
+            "give 1, or another --moe-ffn-hidden-size",
+        )
+    yield from _shared_token_rules(run.parallel, run.packing, sound)
+    yield from _shared_expert_rules(run, sound)
+
+
+def _shared_token_rules(
+    parallel: ParallelConfig, packing: PackingConfig, sound: Sound
+) -> Iterator[Problem]:
+    """Yield a problem if tensor-parallel ranks that dispatch different tokens cannot share the slots
+    of a pack evenly.
+    """
+    if not sound(
+        "parallel.tensor_model_parallel_size",
+        "parallel.expert_tensor_parallel_size",
+        "parallel.context_parallel_size",
+        "packing.seq_length",
+        "packing.micro_batch_size",
+    ):
+        return
+    tp, tokens = parallel.tensor_model_parallel_size, packing.tokens_per_pack
+    cp = parallel.context_parallel_size
+    uneven = tokens % (tp * cp)
+    if parallel.splits_tokens_of_experts and uneven and not parallel.sequence_parallel:
+        yield parallel.problem(
+            "expert_tensor_parallel_size",
+            f"requires the {tokens} token slots of a pack to divide evenly among "
+            f"--tensor-model-parallel-size ({tp}) x --context-parallel-size ({cp}) ranks",
+            f"choose a --tensor-model-parallel-size from {divisors(max(tokens // cp, 1))}, or leave "
+            "it out",
+        )
+
+
+def _shared_expert_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
+    """Yield a problem if one stream would restore a saved tensor that another stream reads."""
+    memory, model = run.memory, run.model
+    overlaps = sound(
+        "memory.offload_layer_inputs",
+        "memory.fine_grained_activation_offloading",
+        "memory.recompute_granularity",
+        "memory.recompute_modules",
+        "model.moe_shared_expert_intermediate_size",
+        "parallel.tensor_model_parallel_size",
+        "parallel.expert_tensor_parallel_size",
+    )
+    overlaps = overlaps and model.moe_shared_expert_overlap
+    shared = model.moe_shared_expert_intermediate_size is not None
+    if not overlaps or not shared or run.parallel.splits_tokens_of_experts:
+        return
+    if memory.offloads:
+        yield model.problem(
+            "moe_shared_expert_overlap",
+            f"cannot be used with {memory.offload_flag}, which copies on streams of its own",
+            "leave one of them out",
+        )
+    if LAYER_NORM in memory.modules:
+        yield model.problem(
+            "moe_shared_expert_overlap",
+            f"cannot be used with --recompute-modules {LAYER_NORM}: two streams would read what one recomputes",
+            f"leave one of them out, or recompute moe instead of {LAYER_NORM}",
+        )
+
+
 LIMITING_GROUPS = ("moe_router_num_groups", "moe_router_group_topk")
 """Options that limit the experts of a token to some groups."""
 
@@ -340,6 +433,7 @@ KIND = LayerKind(
     noun="expert",
     options={"model": ExpertOptions},
     rules=ExpertOptions.expert_rules,
+    cross_rules=_parallel_rules,
     left_out=_left_out,
     required=("num_experts",),
     refused_elsewhere=("num_experts", "moe_shared_expert_intermediate_size", "moe_latent_size"),

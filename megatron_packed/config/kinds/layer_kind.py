@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 Exchanged = Literal["heads", "states", "keys and values", ""]
 """Tensors that context-parallel ranks send to each other for a layer; empty for none."""
 INPUT, ACTIVATION, EVERYTHING = "input", "activation", "everything"
+LAYER_NORM = "layernorm"
+"""Name in ``--recompute-modules`` of the norms of all layers."""
 RESERVED = ("|", "/", "D", "+")
 """Symbols that have another meaning in the pattern, here or in Megatron."""
 
@@ -215,10 +217,10 @@ class Kinds(Mapping[str, LayerKind]):
         return {kind.symbol: kind for kind in in_order}
 
 
-Record = TypeVar("Record")
+_Record = TypeVar("_Record")
 
 
-def record_of(module: ModuleType, name: str, record: type[Record]) -> Record | None:
+def record_of(module: ModuleType, name: str, record: type[_Record]) -> _Record | None:
     """Return the record ``name`` of a module in a folder of kinds; None for a module of helpers.
 
     Raises:

@@ -1,7 +1,8 @@
 """Megatron-LM's flags that are not options of this project.
 
-``ALWAYS`` holds flags that are accepted because their effect is always on, ``ACCEPTED`` flags that
-change nothing. ``REFUSED`` holds groups of flags that are not supported, each with a reason and the
+``ALWAYS`` holds flags that are accepted because their effect is always on. ``ACCEPTED`` holds flags
+that change nothing: the trained model is the same with and without such a flag, and a run prints one
+line for each. ``REFUSED`` holds groups of flags that are not supported, each with a reason and the
 nearest alternative. A flag may be accepted with some values: for example, ``--moe-router-dtype fp32``
 is accepted and other values are refused. Every other flag of Megatron is an option of a section.
 """
@@ -9,17 +10,41 @@ is accepted and other values are refused. Every other flag of Megatron is an opt
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from megatron_packed.config.layer_pattern import STAGE
-from megatron_packed.config.megatron.accepted import ACCEPTED, AcceptedFlag
-from megatron_packed.config.megatron.gpt_layers import gpt_pattern, number_of_layers
-from megatron_packed.config.megatron.refused import REFUSAL_OF as REFUSAL_OF
-from megatron_packed.config.megatron.refused import REFUSED as REFUSED
+from megatron_packed.config.megatron.gpt_layers import gpt_layer_count, gpt_pattern
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.table_rows import table_rows
 
 _MOST_SHOWN = 64
 """Maximum number of GPT layers whose pattern a message shows."""
+Differs = Callable[[tuple[str, ...], RunConfig], str]
+"""Function of (values, run) that returns the problem of the values; empty if they are accepted."""
+
+
+@dataclass(frozen=True)
+class AcceptedFlag:
+    """Flag of Megatron that is no option and is accepted.
+
+    Args:
+        reason: the fact that makes the flag unnecessary, or what is done instead.
+        values: the accepted values; None for a switch, () for any values unless ``differs``
+            returns a problem.
+    """
+
+    reason: str
+    values: tuple[str, ...] | None = None
+    differs: Differs | None = None
+
+
+@dataclass(frozen=True)
+class RefusedFlags:
+    """Flags that are refused for the same reason."""
+
+    reason: str
+    nearest: str
+    flags: tuple[str, ...]
 
 
 def _other_number_of_layers(values: tuple[str, ...], run: RunConfig) -> str:
@@ -37,7 +62,7 @@ def _other_number_of_layers(values: tuple[str, ...], run: RunConfig) -> str:
 
 def _of_gpt(values: tuple[str, ...], run: RunConfig) -> str:
     """Return the pattern of a GPT model of that many layers as a problem, or no problem."""
-    layers = number_of_layers(values)
+    layers = gpt_layer_count(values)
     if layers is None:
         return ""
     experts = run.model.num_experts is not None
@@ -96,7 +121,7 @@ def _schedule_of_checkpoint(values: tuple[str, ...], run: RunConfig) -> str:
     return "contradicts --use-checkpoint-opt_param-scheduler; give one of the two flags"
 
 
-_DIFFERS: Mapping[str, Callable[[tuple[str, ...], RunConfig], str]] = {
+_DIFFERS: Mapping[str, Differs] = {
     "--num-layers": _other_number_of_layers,
     "--group-query-attention": _no_query_groups,
     "--spec": _other_spec,
@@ -114,5 +139,19 @@ ALWAYS = {
     )
     for flag, row in table_rows("megatron/always_flags.json").items()
 }
+ANY: tuple[str, ...] = ()
+"""Any values are accepted."""
+
+
+ACCEPTED = {
+    flag: AcceptedFlag(group["reason"], None if values is None else tuple(values))
+    for group in table_rows("megatron/accepted_flags.json")
+    for flag, values in group["flags"].items()
+}
 TAKEN: dict[str, AcceptedFlag] = ALWAYS | ACCEPTED
 """Flags that are no options and are accepted."""
+REFUSED = tuple(
+    RefusedFlags(row["reason"], row["nearest"], tuple(row["flags"]))
+    for row in table_rows("megatron/refused_flags.json")
+)
+REFUSAL_OF: dict[str, RefusedFlags] = {flag: group for group in REFUSED for flag in group.flags}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 NUM_LAYERS = "--num-layers"
 _HYBRID = ("--is-hybrid-model", "--hybrid-attention-ratio", "--hybrid-mlp-ratio")
-MOST_LAYERS = 1000
+MOST_GPT_LAYERS = 1000
 
 
 def gpt_pattern(layers: int, *, experts: bool) -> str:
@@ -21,11 +21,11 @@ def gpt_pattern(layers: int, *, experts: bool) -> str:
     return ("*E" if experts else "*-") * layers
 
 
-def number_of_layers(texts: Sequence[str]) -> int | None:
+def gpt_layer_count(texts: Sequence[str]) -> int | None:
     """Return the number that the values of ``--num-layers`` give, or None if there is none."""
     if len(texts) != 1 or not texts[0].isascii() or not texts[0].isdecimal():
         return None
-    return int(texts[0]) if len(texts[0]) < 5 and 1 <= int(texts[0]) <= MOST_LAYERS else None
+    return int(texts[0]) if len(texts[0]) < 5 and 1 <= int(texts[0]) <= MOST_GPT_LAYERS else None
 
 
 def pattern_of_words(arguments: Sequence[str]) -> tuple[str, ...]:
@@ -37,7 +37,7 @@ def pattern_of_words(arguments: Sequence[str]) -> tuple[str, ...]:
     if NUM_LAYERS not in arguments or "--moe-layer-freq" in arguments or _is_hybrid(arguments):
         return ()
     at = arguments.index(NUM_LAYERS) + 1
-    layers = number_of_layers(arguments[at : at + 1])
+    layers = gpt_layer_count(arguments[at : at + 1])
     if layers is None:
         return ()
     return ("--hybrid-layer-pattern", gpt_pattern(layers, experts="--num-experts" in arguments))

@@ -26,13 +26,13 @@ class MegatronLine:
     """Command line of Megatron-LM.
 
     Args:
-        words: flags and values as separate words. A variable without a value stays as ``${NAME}``.
+        arguments: flags and values as separate words. A variable without a value stays as ``${NAME}``.
         environment: environment variables that the file sets.
         left_out: keys of the file that are not part of the command line.
         launcher: numbers of processes and machines, as flags of the launcher.
     """
 
-    words: tuple[str, ...]
+    arguments: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     launcher: tuple[str, ...] = ()
@@ -40,7 +40,9 @@ class MegatronLine:
     @property
     def unset(self) -> tuple[str, ...]:
         """Variables without a value, in order."""
-        names = [match[1] or match[2] for word in self.words for match in VARIABLE.finditer(word)]
+        names = [
+            match[1] or match[2] for word in self.arguments for match in VARIABLE.finditer(word)
+        ]
         return tuple(dict.fromkeys(names))
 
 
@@ -75,13 +77,13 @@ def read_model_config(path: str, environ: Mapping[str, str]) -> MegatronLine:
     strange = [name for name in environment if not _NAME.fullmatch(name)]
     if strange:
         raise ValueError(f"sets {_shown(strange[0])}, which is not a name of a variable")
-    words = []
+    arguments = []
     for flag, node in _pairs(sections[_ARGUMENTS], _ARGUMENTS):
         if not _FLAG.fullmatch(flag):
             raise ValueError(f"has the key {_shown(flag)} in {_ARGUMENTS}, which is not a flag")
-        words += _flag_words(flag, node, {**environ, **environment})
+        arguments += _flag_words(flag, node, {**environ, **environment})
     left_out = [key for key in sections if key not in {_ARGUMENTS, _ENVIRONMENT, *_OF_THE_TEST}]
-    return MegatronLine(tuple(words), environment, tuple(left_out))
+    return MegatronLine(tuple(arguments), environment, tuple(left_out))
 
 
 def _pairs(node: Any, name: str) -> Iterator[tuple[str, Any]]:

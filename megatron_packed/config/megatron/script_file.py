@@ -45,6 +45,7 @@ _PARAMETER = re.compile(r"([A-Za-z_]\w*)(\[[@*]\])?(?::?-(.*))?", re.DOTALL)
 _ITEMS = re.compile(r"\$\{(\w+)\[@\]\}")
 _PROGRAM = re.compile(r"[^\s=]*\.py")
 _PROCESSES = re.compile(r"--(nproc[-_]per[-_]node|nnodes)")
+_PLAIN = r"""(?:\$\{[^}]*\}?|(?!\$\(|`)[^\s'"\\;|&<>()])+"""
 _CURE = "put echo before the command that starts the training, run the script, and give its output"
 
 
@@ -123,39 +124,48 @@ class _Commands:
     def _line(self) -> int:
         return self._text.count("\n", 0, self._at) + 1
 
+    def _take(self, pattern: str) -> str:
+        """Return the text here that a pattern matches, and move after it; empty without a match."""
+        match = re.compile(pattern, re.DOTALL).match(self._text, self._at)
+        if match is None:
+            return ""
+        self._at = match.end()
+        return match[0]
+
     def _words(self, ends: str) -> list[_Word]:
         """Return words up to one of the characters ``ends``."""
         word_list: list[_Word] = []
         word: _Word | None = None
-        while self._at < len(self._text) and (character := self._text[self._at]) not in ends:
-            if self._text.startswith("\\\n", self._at):
-                self._at += 2
-            elif character.isspace():
+        while self._at < len(self._text) and self._text[self._at] not in ends:
+            if self._take(r"\\\n") or (word is None and self._take(r"#[^\n]*")):
+                continue
+            if self._take(r"\s+?"):
                 word = None
-                self._at += 1
-            elif character == "#" and word is None:
-                end = self._text.find("\n", self._at)
-                self._at = len(self._text) if end < 0 else end
-            else:
-                if word is None:
-                    word = _Word()
-                    word_list.append(word)
-                    self._count += 1
-                    if self._count > MOST_WORDS:
-                        raise ValueError(f"has more than {MOST_WORDS:,} words")
-                self._part(word)
+                continue
+            if word is None:
+                word = _Word()
+                word_list.append(word)
+                self._count += 1
+                if self._count > MOST_WORDS:
+                    raise ValueError(f"has more than {MOST_WORDS:,} words")
+            self._part(word)
         return word_list
 
     def _part(self, word: _Word) -> None:
         """Read the next quoted or unquoted part of a word."""
         character = self._text[self._at]
-        if character == "'":
-            word.parts.append((self._until("'"), False, False))
-        elif character == '"':
-            word.parts.append((self._double(), True, False))
-        elif character == "\\":
-            word.parts.append((self._text[self._at + 1 : self._at + 2], False, False))
-            self._at += 2
+        if text := self._take(r"'[^']*'"):
+            word.parts.append((text[1:-1], False, False))
+        elif text := self._take(r'"(?:[^"\\]|\\.)*"'):
+            # Backslashes stay before $ and `.
+            text = re.sub(r'\\(["\\\n])', lambda escape: escape[1].strip("\n"), text[1:-1])
+            word.parts.append((text, True, False))
+        elif character in "'\"":
+            raise ValueError(f"has an open quotation mark in line {self._line()}")
+        elif text := self._take(r"\\.?"):
+            word.parts.append((text[1:], False, False))
+        elif character in ";|&<>":
+            raise ValueError(f"has {character} in a list in line {self._line()}; {_CURE}")
         elif character in "()":
             is_list = character == "(" and word.array is None and _ASSIGNMENT.fullmatch(word.head)
             if not is_list:
@@ -163,45 +173,21 @@ class _Commands:
             line = self._line()
             self._at += 1
             word.array = self._words(")")
-            if self._at >= len(self._text):
+            if not self._take(r"\)"):
                 raise ValueError(f"has a list without an end in line {line}")
-            self._at += 1
         else:
-            begin = self._at
-            self._skip_unquoted()
-            word.parts.append((self._text[begin : self._at], True, True))
+            word.parts.append((self._unquoted(), True, True))
 
-    def _until(self, quote: str) -> str:
-        end = self._text.find(quote, self._at + 1)
-        if end < 0:
-            raise ValueError(f"has an open quotation mark in line {self._line()}")
-        text = self._text[self._at + 1 : end]
-        self._at = end + 1
-        return text
-
-    def _double(self) -> str:
-        """Return the text between double quotes, in which backslashes stay before $ and `."""
-        match = re.compile(r'"((?:[^"\\]|\\.)*)"', re.DOTALL).match(self._text, self._at)
-        if match is None:
-            raise ValueError(f"has an open quotation mark in line {self._line()}")
-        self._at = match.end()
-        return re.sub(r'\\(["\\\n])', lambda escape: escape[1].strip("\n"), match[1])
-
-    def _skip_unquoted(self) -> None:
-        """Move to the end of an unquoted part; a substitution belongs to it as a whole."""
-        while self._at < len(self._text):
+    def _unquoted(self) -> str:
+        """Return an unquoted part; a substitution belongs to it as a whole."""
+        begin = self._at
+        while self._take(_PLAIN) or self._text.startswith(("$(", "`"), self._at):
             if self._text.startswith(("$(", "`"), self._at):
                 end = _end_of_substitution(self._text, self._at)
                 if end < 0:
                     raise ValueError(f"has a substitution without an end in line {self._line()}")
                 self._at = end
-            elif self._text.startswith("${", self._at):
-                end = self._text.find("}", self._at)
-                self._at = len(self._text) if end < 0 else end + 1
-            elif self._text[self._at].isspace() or self._text[self._at] in "'\"\\;|&<>()":
-                return
-            else:
-                self._at += 1
+        return self._text[begin : self._at]
 
 
 def _end_of_substitution(text: str, at: int) -> int:
@@ -226,7 +212,6 @@ class _Script:
         self.lines: list[MegatronLine] = []
 
     def read(self, line: int, command: list[_Word]) -> None:
-        """Follow one command."""
         declares = command[0].head in DECLARATIONS
         if command[0].head in CONTROL:
             shown = printable(command[0].head, 40)

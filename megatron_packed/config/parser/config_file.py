@@ -12,7 +12,7 @@ from megatron_packed.config.parser.text_file import read_text_file
 from megatron_packed.config.run import SECTIONS
 from megatron_packed.config.trainer_flags import answer
 
-MOST_VALUES = 10_000
+MOST_YAML_VALUES = 10_000
 """Maximum number of keys and values of a configuration file, some 50 times the number of options.
 """
 MOST_DIGITS = 300
@@ -93,8 +93,8 @@ def plain_loader() -> Any:
                 text = (
                     f"found *{event.anchor}, but aliases are not supported; write the value itself"
                 )
-            elif self.nodes > MOST_VALUES:
-                text = f"found more than {MOST_VALUES:,} keys and values"
+            elif self.nodes > MOST_YAML_VALUES:
+                text = f"found more than {MOST_YAML_VALUES:,} keys and values"
             else:
                 return super().compose_node(parent, index)
             raise yaml.composer.ComposerError(None, None, text, event.start_mark)

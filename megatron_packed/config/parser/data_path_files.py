@@ -11,7 +11,7 @@ from megatron_packed.config.parser.text_file import read_text_file
 from megatron_packed.config.value_checks import MOST_VALUES
 
 SPLITS = ("train", "valid", "test")
-MOST_BYTES = 2**20
+MOST_PATH_BYTES = 2**20
 """Maximum bytes of a file of data paths: more than MOST_VALUES words of usual length."""
 
 
@@ -29,10 +29,12 @@ def read_data_args(path: str) -> NamedData:
     """Return the training data that a file names as ``WEIGHT PATH`` pairs or as paths only, with
     any white space between words.
     """
-    text, fault = _read(path)
-    if not fault:
-        fault = _number_fault(text.split()) or ("" if text.split() else "names no data")
-    return NamedData(fault=fault) if fault else NamedData(train=tuple(text.split()))
+    try:
+        arguments = read_text_file(path, MOST_PATH_BYTES).split()
+        _check_number(arguments)
+    except ValueError as error:
+        return NamedData(fault=str(error))
+    return NamedData(tuple(arguments), fault="" if arguments else "names no data")
 
 
 def read_per_split_data_args(path: str) -> NamedData:
@@ -44,50 +46,50 @@ def read_per_split_data_args(path: str) -> NamedData:
     Example:
         ``{"train": ["3", "a", "1", "b"], "valid": "c", "test": null}``.
     """
-    text, fault = _read(path)
-    if fault:
-        return NamedData(fault=fault)
     try:
-        # Weights stay text, so that they are exact. A duplicate key is an error, because JSON would
-        # silently drop the first value.
-        arguments_of_split = json.loads(
-            text, parse_int=str, parse_float=str, object_pairs_hook=_once
-        )
-    except (ValueError, RecursionError) as error:
-        return NamedData(fault=f"is not valid JSON ({error})")
-    if not isinstance(arguments_of_split, dict):
-        return NamedData(fault="does not contain a JSON object")
-    for split, arguments in arguments_of_split.items():
-        if split not in SPLITS:
-            return NamedData(
-                fault=f"has the key {split!r}, but only train, valid and test are allowed"
-            )
-        if isinstance(arguments, str):
-            arguments_of_split[split] = arguments.split()
-        elif arguments is None:
-            arguments_of_split[split] = []
-        elif not isinstance(arguments, list) or not all(
-            isinstance(word, str) and word for word in arguments
-        ):
-            return NamedData(
-                fault=(
-                    f"must name the data of {split!r} as a list of words, or as one text of words"
-                )
-            )
-        if fault := _number_fault(arguments_of_split[split]):
-            return NamedData(fault=fault)
-    if not arguments_of_split.get("train"):
-        return NamedData(fault="names no training data")
-    train, valid, test = (tuple(arguments_of_split.get(split, ())) for split in SPLITS)
+        arguments = _arguments_by_split(read_text_file(path, MOST_PATH_BYTES))
+    except ValueError as error:
+        return NamedData(fault=str(error))
+    train, valid, test = (tuple(arguments.get(split, ())) for split in SPLITS)
     return NamedData(train, valid, test)
 
 
-def _number_fault(arguments: list[str]) -> str:
-    return (
-        f"has {len(arguments):,} words, but at most {MOST_VALUES:,} are allowed"
-        if len(arguments) > MOST_VALUES
-        else ""
-    )
+def _arguments_by_split(text: str) -> dict[str, list[str]]:
+    """Return the words of each split.
+
+    Raises:
+        ValueError: a clause with the problem of the text.
+    """
+    try:
+        # Weights stay text, so that they are exact. A duplicate key is an error, because JSON would
+        # silently drop the first value.
+        splits = json.loads(text, parse_int=str, parse_float=str, object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is not valid JSON ({error})") from None
+    if not isinstance(splits, dict):
+        raise ValueError("does not contain a JSON object")
+    for split, arguments in splits.items():
+        if split not in SPLITS:
+            raise ValueError(f"has the key {split!r}, but only train, valid and test are allowed")
+        if isinstance(arguments, str):
+            splits[split] = arguments.split()
+        elif arguments is None:
+            splits[split] = []
+        elif not isinstance(arguments, list) or not all(
+            isinstance(argument, str) and argument for argument in arguments
+        ):
+            raise ValueError(
+                f"must name the data of {split!r} as a list of words, or as one text of words"
+            )
+        _check_number(splits[split])
+    if not splits.get("train"):
+        raise ValueError("names no training data")
+    return splits
+
+
+def _check_number(arguments: list[str]) -> None:
+    if len(arguments) > MOST_VALUES:
+        raise ValueError(f"has {len(arguments):,} words, but at most {MOST_VALUES:,} are allowed")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -98,11 +100,3 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             f"the key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice"
         )
     return mapping
-
-
-def _read(path: str) -> tuple[str, str]:
-    """Return the text of a file and an empty error, or an empty text and the error."""
-    try:
-        return read_text_file(path, MOST_BYTES), ""
-    except ValueError as error:
-        return "", str(error)

@@ -14,6 +14,7 @@ from megatron_packed.config.options import Field
 from megatron_packed.config.parser.flag_registry import META_FLAGS, spellings
 from megatron_packed.config.run import SECTIONS
 from megatron_packed.config.section import section_fields
+from megatron_packed.config.table_rows import table_rows
 from megatron_packed.config.value_checks import placeholder
 
 _TITLES = {
@@ -44,59 +45,7 @@ Train a hybrid Mamba-Transformer-MoE model on packed sequences.
 
 These are the flags of a first run, with their defaults in brackets; --help-all lists every flag. Flags have
 Megatron-LM's names. The directory examples/recipes has complete command lines, checked with megatron-packed plan."""
-_FIRST_RUN = {
-    "The model": (
-        "--hybrid-layer-pattern",
-        "--hidden-size",
-        "--num-attention-heads",
-        "--num-query-groups",
-        "--ffn-hidden-size",
-        "--squared-relu",
-        "--normalization",
-        "--disable-bias-linear",
-        "--position-embedding-type",
-        "--num-experts",
-        "--moe-router-topk",
-        "--moe-ffn-hidden-size",
-    ),
-    "The data": (
-        "--data-path",
-        "--valid-data-path",
-        "--data-fields",
-        "--sft",
-        "--tokenizer-type",
-        "--tokenizer-model",
-        "--seq-length",
-    ),
-    "Learning": (
-        "--global-batch-size",
-        "--train-iters",
-        "--train-epochs",
-        "--lr",
-        "--min-lr",
-        "--lr-decay-style",
-        "--lr-warmup-iters",
-        "--eval-interval",
-    ),
-    "Speed and memory": (
-        "--bf16",
-        "--cuda-graph-impl",
-        "--tensor-model-parallel-size",
-        "--sequence-parallel",
-        "--context-parallel-size",
-        "--expert-model-parallel-size",
-        "--use-distributed-optimizer",
-        "--recompute-granularity",
-    ),
-    "Saving and reporting": (
-        "--save",
-        "--load",
-        "--save-interval",
-        "--finetune",
-        "--log-jsonl",
-        "--report",
-    ),
-}
+_FIRST_RUN = table_rows("first_run_flags.json")
 """Flags of ``--help``, in the order in which a user decides about them."""
 _FLAG_COLUMN = 30
 
@@ -188,7 +137,7 @@ def _explanation(field: Field, value: str, brief: bool) -> str:
     elif option.unit:
         notes.append(option.unit)
     if option.negated:
-        notes.append(f"undone by {next(name for name, sets in field.switches.items() if sets)}")
+        notes.append(f"undone by {field.flag_for(True)}")
     if not brief:
         notes += [f"also --{name}" for name in option.aliases]
         notes += [
@@ -199,7 +148,6 @@ def _explanation(field: Field, value: str, brief: bool) -> str:
 
 
 def default_text(field: Field) -> str:
-    """Return the default as text."""
     default = field.default
     if field.required:
         return "required"

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 
-SILENT_SECONDS = 3.0
+_SILENT_SECONDS = 3.0
 """Seconds that a silent rank waits before it exits. A launcher kills all processes when the first
 one ends, so silent ranks wait until rank 0 has reported.
 """
@@ -20,7 +20,7 @@ On a busy machine rank 0 may report seconds later than the others are ready.
 """
 
 
-def tell_launcher(sentence: str, environ: Mapping[str, str]) -> None:
+def report_to_launcher(sentence: str, environ: Mapping[str, str]) -> None:
     """Write the cause that torchrun's own report shows, in the file and format of torch's
     ``ErrorHandler``.
     """
@@ -41,4 +41,4 @@ def wait_for_rank_0(environ: Mapping[str, str]) -> None:
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     one_host = environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE")
     under_torchrun = "TORCHELASTIC_ERROR_FILE" in environ
-    time.sleep(SILENT_BESIDE_RANK_0_SECONDS if one_host and under_torchrun else SILENT_SECONDS)
+    time.sleep(SILENT_BESIDE_RANK_0_SECONDS if one_host and under_torchrun else _SILENT_SECONDS)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 from megatron_packed.config.cross_rules import cross_rules
 from megatron_packed.config.environment_variables import environment_problems
@@ -25,9 +25,9 @@ from megatron_packed.config.launch_checks import (
     package_problems,
 )
 from megatron_packed.config.layer_pattern import STAGE
-from megatron_packed.config.megatron.accepted import ACCEPTED
-from megatron_packed.config.megatron.flags import ALWAYS, TAKEN
-from megatron_packed.config.parser.launcher import tell_launcher, wait_for_rank_0
+from megatron_packed.config.megatron.flags import ACCEPTED, ALWAYS, TAKEN
+from megatron_packed.config.options import Field
+from megatron_packed.config.parser.launcher import report_to_launcher, wait_for_rank_0
 from megatron_packed.config.parser.precedence import GivenOptions, gather
 from megatron_packed.config.parser.stored_options import (
     ReadStored,
@@ -39,7 +39,7 @@ from megatron_packed.config.path_checks import path_problems
 from megatron_packed.config.run import SECTIONS, RunConfig, every_field, unchecked_run
 from megatron_packed.config.section import problems_of, unchecked
 from megatron_packed.config.sections.checkpoint import saving_rules
-from megatron_packed.config.sections.offload_rules import forced_buffers
+from megatron_packed.config.sections.memory import forced_buffers
 from megatron_packed.config.sections.parallel import REPLICA_SIZES, fewest_processes
 
 EXIT_CODE = 2
@@ -117,7 +117,7 @@ def parse_with_sources(
         read_stored: reads the checkpoint for ``--use-checkpoint-args``.
     """
     options = gather(argv, keywords)
-    return _resolve(options, world_size, os.environ, on_this_machine, on_this_machine, read_stored)
+    return _resolve(options, world_size, on_this_machine, on_this_machine, read_stored)
 
 
 def parse_or_exit(
@@ -159,9 +159,7 @@ def parse_or_exit(
     speaks = environment_number(os.environ, "RANK", 0, options.problems) == 0
     _answer_without_checks(options, speaks)
     try:
-        parsed = _resolve(
-            options, world_size, os.environ, launched, on_this_machine, read_stored, infers
-        )
+        parsed = _resolve(options, world_size, launched, on_this_machine, read_stored, infers)
     except ConfigError as error:
         _refuse([_as_typed(problem, typed or {}) for problem in error.problems], speaks)
     if speaks and warns:
@@ -211,10 +209,12 @@ def _answer_with_options(
 
 def _refuse(problems: Sequence[Problem], speaks: bool) -> NoReturn:
     """Report problems if this rank reports, and end the process with code 2."""
-    report = _report(list(problems), speaks, os.environ)
+    report = _report(problems, speaks)
     _write(sys.stderr, report)
     if report:
-        tell_launcher("the configuration is refused; its problems are listed above.", os.environ)
+        report_to_launcher(
+            "the configuration is refused; its problems are listed above.", os.environ
+        )
     else:
         wait_for_rank_0(os.environ)
     raise RefusedCommandLine(problems) from None
@@ -230,9 +230,8 @@ def _as_typed(problem: Problem, typed: Mapping[str, str]) -> Problem:
 def _resolve(
     options: GivenOptions,
     world_size: int | None,
-    environ: Mapping[str, str],
-    launched: bool = True,
-    on_this_machine: bool = True,
+    launched: bool,
+    on_this_machine: bool,
     read_stored: ReadStored | None = None,
     infers: bool = False,
 ) -> Parsed:
@@ -245,10 +244,14 @@ def _resolve(
         taken_options = take_stored(options, read_stored, trains=launched)
     problems = list(options.problems)
     unsound = set(options.unsound)
-    sections = {name: unchecked(kind, _values_of(name, options)) for name, kind in SECTIONS.items()}
+    values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    for key, value in options.values.items():
+        section_name, _, field_name = key.partition(".")
+        values[section_name][field_name] = value
+    sections = {name: unchecked(kind, values[name]) for name, kind in SECTIONS.items()}
     run = unchecked_run(sections)
     if world_size is None and launched:
-        world_size = environment_number(environ, "WORLD_SIZE", 1, problems)
+        world_size = environment_number(os.environ, "WORLD_SIZE", 1, problems)
     elif world_size is None:
         world_size = fewest_processes(run.parallel)
     stages = _without_stages(run, unsound)
@@ -264,7 +267,7 @@ def _resolve(
 
     if not on_this_machine:
         problems = [problem for problem in problems if not problem.node_dependent]
-    problems += _taken_problems(options, run)
+    problems += _megatron_problems(options, run)
     problems += [*cross_rules(run, sound), *launch_problems(run, world_size, sound)]
     if launched:
         problems += saving_rules(run.checkpoint, run.logging, sound)
@@ -272,21 +275,15 @@ def _resolve(
         problems += [*path_problems(run, sound), *package_problems(run, sound)]
         problems += environment_problems(run.training)
         if run.memory.offloads:
-            forced_buffers(environ, problems)
+            forced_buffers(os.environ, problems)
     if on_this_machine and launched:  # programs that only inspect a run do not run its kernels
-        problems += [
-            *kernels_missing_here(run, environ, sound),
-            *device_problems(run, environ, sound),
-        ]
+        problems += kernels_missing_here(run, os.environ, sound)
+        problems += device_problems(run, os.environ, sound)
     if problems:
         if read_stored is not None:
             problems = with_stored_cure(options, problems)
         raise ConfigError(dict.fromkeys(problems))
-    sources = {f.key: options.sources.get(f.key, "default") for f in every_field()}
-    for each in every_field():
-        value = getattr(sections[each.section], each.name)
-        if sources[each.key] == "default" and each.option.derived and value is not None:
-            sources[each.key] = f"derived: {each.option.derived}"
+    sources = {field.key: _origin(options, run, field) for field in every_field()}
     object.__setattr__(run, "origins", sources)
     always = {flag: ALWAYS[flag].reason for flag in options.megatron_flags if flag in ALWAYS}
     accepted = _accepted(options)
@@ -296,12 +293,11 @@ def _resolve(
     return Parsed(run, sources, always, accepted, tuple(options.warnings), idle, taken_options)
 
 
-def _values_of(section: str, options: GivenOptions) -> dict[str, object]:
-    return {
-        key.partition(".")[2]: value
-        for key, value in options.values.items()
-        if key.partition(".")[0] == section
-    }
+def _origin(options: GivenOptions, run: RunConfig, field: Field) -> str:
+    """Return the origin of a value; see `Parsed`."""
+    derived = field.option.derived and run.value_of(field) is not None
+    otherwise = f"derived: {field.option.derived}" if derived else "default"
+    return options.sources.get(field.key, otherwise)
 
 
 def _without_stages(run: RunConfig, unsound: set[str]) -> bool:
@@ -319,11 +315,10 @@ def _without_stages(run: RunConfig, unsound: set[str]) -> bool:
 def _derive_global_batch_size(run: RunConfig, world_size: int, unsound: set[str]) -> None:
     """Set the default global batch size: one micro-batch on every data-parallel rank."""
     size = run.packing.micro_batch_size
-    axes = [getattr(run.parallel, axis) for axis in REPLICA_SIZES]
-    well_typed = all(isinstance(value, int) and value >= 1 for value in (size, *axes))
+    axes = (getattr(run.parallel, axis) for axis in REPLICA_SIZES)
     if (
         run.packing.global_batch_size is None
-        and well_typed
+        and all(map(_is_size, (size, *axes)))
         and "packing.global_batch_size" not in unsound
     ):
         object.__setattr__(
@@ -336,18 +331,18 @@ def _derive_iterations(run: RunConfig, unsound: set[str]) -> None:
 
     The iterations of --train-epochs are known only after the data is packed.
     """
-    if run.training.train_epochs is not None:
+    training, batch = run.training, run.packing.global_batch_size
+    samples = training.train_samples
+    keys = {"training.train_iters", "training.train_samples", "packing.global_batch_size"}
+    if training.train_epochs is not None or training.train_iters is not None or unsound & keys:
         return
-    samples, batch = run.training.train_samples, run.packing.global_batch_size
-    well_typed = all(type(value) is int and value >= 1 for value in (samples, batch))
-    if well_typed and not unsound & {
-        "training.train_iters",
-        "training.train_samples",
-        "packing.global_batch_size",
-    }:
-        assert samples is not None
-        if run.training.train_iters is None and samples >= batch:
-            object.__setattr__(run.training, "train_iters", run.last_iteration())
+    if samples is not None and _is_size(samples) and _is_size(batch) and samples >= batch:
+        object.__setattr__(training, "train_iters", run.last_iteration())
+
+
+def _is_size(value: object) -> bool:
+    """Return whether an unchecked value is a whole number of at least 1."""
+    return type(value) is int and value >= 1
 
 
 def _accepted(options: GivenOptions) -> dict[str, str]:
@@ -359,26 +354,24 @@ def _accepted(options: GivenOptions) -> dict[str, str]:
     }
 
 
-def _taken_problems(options: GivenOptions, run: RunConfig) -> list[Problem]:
-    problems = []
+def _megatron_problems(options: GivenOptions, run: RunConfig) -> Iterator[Problem]:
     for flag, (texts, _) in options.megatron_flags.items():
         differs = TAKEN[flag].differs
         rule = differs(texts, run) if differs is not None else ""
         if rule:
-            problems.append(Problem(flag, " ".join(texts), rule, "correct it, or leave it out"))
-    return problems
+            yield Problem(flag, " ".join(texts), rule, "correct it, or leave it out")
 
 
-def _report(problems: Sequence[Problem], speaks: bool, environ: Mapping[str, str]) -> str:
+def _report(problems: Sequence[Problem], speaks: bool) -> str:
     if speaks:
         return format_problems(problems)
+    local = [problem for problem in problems if problem.node_dependent]
     first_of_its_machine = (
-        environ.get("LOCAL_RANK") == "0" and environ.get("GROUP_RANK", "0") != "0"
+        os.environ.get("LOCAL_RANK") == "0" and os.environ.get("GROUP_RANK", "0") != "0"
     )
-    local = (
-        [problem for problem in problems if problem.node_dependent] if first_of_its_machine else []
-    )
-    return f"On {socket.gethostname()}: {format_problems(local)}" if local else ""
+    if not local or not first_of_its_machine:
+        return ""
+    return f"On {socket.gethostname()}: {format_problems(local)}"
 
 
 def _finish(text: str) -> NoReturn:

@@ -279,9 +279,7 @@ def _value_of_texts(spelling: Spelling, flag: str, texts: tuple[str, ...]) -> An
         if texts:
             cure = f"write {flag} alone"
             if spelling.field.kind.base is bool:
-                switches = spelling.field.switches.items()
-                opposite = next(name for name, sets in switches if sets is not spelling.sets)
-                cure += f"; {opposite} is its opposite"
+                cure += f"; {spelling.field.flag_for(not spelling.sets)} is its opposite"
             raise WrongValueError(flag, shown, "takes no value", cure)
         return spelling.sets
     example = f"{flag} {placeholder(spelling.field)}"

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_packed.config.errors import ConfigError, Problem
-from megatron_packed.config.options import Field
+from megatron_packed.config.options import Field, Stored
 from megatron_packed.config.parser.precedence import GivenOptions
-from megatron_packed.config.run import every_field, keys_deciding
+from megatron_packed.config.run import every_field, keys_deciding, stored_values
 from megatron_packed.config.section import KERNELS, section_fields
 from megatron_packed.config.sections.data_parts.files import OF_TRAINED_BPE, TRAINING_DATA
 from megatron_packed.config.sections.data_parts.tokenizer import TRAINED_BPE
@@ -18,7 +18,7 @@ from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.config.serialise import as_flag, as_given
 from megatron_packed.config.value_checks import MISSING
 
-ReadStored = Callable[[Mapping[str, Any]], Mapping[str, Mapping[str, Any]] | None]
+ReadStored = Callable[[Mapping[str, Any]], Stored | None]
 """Function that takes the given values by key, and returns the configuration in the checkpoint that
 the run loads; None if there is no checkpoint. It raises `ConfigError`.
 """
@@ -152,9 +152,7 @@ def _infers(key: str) -> bool:
     return section == ModelConfig.title or name in _OF_INFERENCE.get(section, ())
 
 
-def _precision_problem(
-    options: GivenOptions, stored: Mapping[str, Mapping[str, Any]]
-) -> list[Problem]:
+def _precision_problem(options: GivenOptions, stored: Stored) -> list[Problem]:
     """Return the problem of a training run in another precision than its checkpoint's.
 
     The load refuses it too, but only after the data was tokenised.
@@ -180,7 +178,7 @@ def _expected() -> list[str]:
     return [*(field.key for field in section_fields(ModelConfig)), _LENGTH]
 
 
-def _read(options: GivenOptions, read: ReadStored) -> Mapping[str, Mapping[str, Any]] | None:
+def _read(options: GivenOptions, read: ReadStored) -> Stored | None:
     """Return the configuration in the checkpoint; None after a problem was added to ``options``."""
     try:
         return read(options.values) or {}  # a new run has no checkpoint yet
@@ -214,15 +212,11 @@ def _taken(options: GivenOptions, changes: Iterator[tuple[Field, Any]], by: str 
     return f"options of the checkpoint{by}: {'; '.join(shown_flags)}" if shown_flags else ""
 
 
-def _replaced(
-    options: GivenOptions, stored: Mapping[str, Mapping[str, Any]], trains: bool
-) -> Iterator[tuple[Field, Any]]:
+def _replaced(options: GivenOptions, stored: Stored, trains: bool) -> Iterator[tuple[Field, Any]]:
     """Yield the options that `take_stored` takes from the checkpoint, with their stored values."""
     named = options.values.keys() | options.unsound
     takes_tokenizer = _takes_tokenizer(options, stored)
-    for field in every_field():
-        if field.name not in stored.get(field.section, {}):
-            continue
+    for field, stored_value in stored_values(stored):
         if field.section == ModelConfig.title:
             takes = not field.option.training_only or field.key not in options.values
         elif field.key in TOKENIZER_CHOICE:
@@ -236,21 +230,18 @@ def _replaced(
         else:
             takes = field.key == _LENGTH and field.key not in named
         if takes:
-            yield field, stored[field.section][field.name]
+            yield field, stored_value
 
 
-def _missing(
-    options: GivenOptions, stored: Mapping[str, Mapping[str, Any]]
-) -> Iterator[tuple[Field, Any]]:
+def _missing(options: GivenOptions, stored: Stored) -> Iterator[tuple[Field, Any]]:
     """Yield the options that text generation takes from the checkpoint, with their stored values."""
     named = options.values.keys() | options.unsound
     takes_tokenizer = _takes_tokenizer(options, stored)
     overrides = options.values.get("checkpoint.use_checkpoint_args")
     trained = stored.get("data", {}).get("tokenizer_type") == TRAINED_BPE and takes_tokenizer
-    for field in every_field():
-        if field.name not in stored.get(field.section, {}) or not _infers(field.key):
+    for field, stored_value in stored_values(stored):
+        if not _infers(field.key):
             continue
-        stored_value = stored[field.section][field.name]
         takes = field.key not in named
         if field.section == ModelConfig.title:
             takes |= bool(overrides) and not field.option.training_only
@@ -271,7 +262,7 @@ def _missing(
             yield field, stored_value
 
 
-def _takes_tokenizer(options: GivenOptions, stored: Mapping[str, Mapping[str, Any]]) -> bool:
+def _takes_tokenizer(options: GivenOptions, stored: Stored) -> bool:
     """Return whether options of the tokenizer that are not given come from the checkpoint.
 
     They do unless a given option belongs to another type of tokenizer. A tokenizer that was moved

@@ -225,12 +225,12 @@ def saving_rules(
 
     Programs that only inspect a run write nothing there, so they do not need --save.
     """
-    every = checkpoint.save_interval
-    given = (
-        ("checkpoint.save_interval", "--save-interval", str(every), every is not None),
-        ("checkpoint.save_best", "--save-best", "", checkpoint.save_best),
-        ("logging.log_progress", "--log-progress", "", logging.log_progress),
-    )
-    for key, flag, value, applies in given:
-        if sound(key, "checkpoint.save") and applies and checkpoint.save is None:
-            yield Problem(flag, value, "needs --save", "give --save DIRECTORY")
+    if not sound("checkpoint.save") or checkpoint.save is not None:
+        return
+    for section, name in (
+        (checkpoint, "save_interval"),
+        (checkpoint, "save_best"),
+        (logging, "log_progress"),
+    ):
+        if sound(f"{section.title}.{name}") and getattr(section, name):
+            yield section.problem(name, "needs --save", "give --save DIRECTORY")

@@ -91,7 +91,6 @@ class CudaGraphConfig(Section, title="cuda_graph"):
 
     @property
     def enabled(self) -> bool:
-        """Return whether CUDA graphs are requested."""
         return self.cuda_graph_impl != "none"
 
     @property

@@ -13,8 +13,6 @@ from megatron_packed.config.section import Section, Sound
 if TYPE_CHECKING:
     from megatron_packed.config.run import RunConfig
 
-ANSWERS, TRACKING = "answers during training", "tracking services"
-
 
 def _answers_prompts(run: RunConfig, processes: int) -> bool:
     return run.training.valid_metric is not None or run.logging.sample_prompts is not None
@@ -27,8 +25,8 @@ WANDB = option_given("logging.wandb_project")
 MLFLOW = option_given("logging.mlflow_experiment")
 
 
-class LoggingConfig(Section, title="logging"):
-    """Options of the console, log files, reports and tracking services."""
+class LogOptions(Section):
+    """Options of the console, log files and reports."""
 
     log_interval: int = option(
         1,
@@ -77,51 +75,47 @@ class LoggingConfig(Section, title="logging"):
         None,
         "File of prompts that the model answers at each validation and at the end: one text per "
         "line, or JSONL with prompt or messages.",
-        group=ANSWERS,
+        group="answers during training",
         path="input_file",
     )
     sample_max_new_tokens: int = option(
         64,
         "Maximum number of tokens of an answer to --sample-prompts and of --valid-metric.",
         unit="tokens",
-        group=ANSWERS,
+        group="answers during training",
         minimum=1,
         only_if=ANSWERED_PROMPTS,
     )
 
-    wandb_project: str | None = option(
-        None, "Weights & Biases (W&B) project; rank 0 logs to it.", group=TRACKING
-    )
+
+class LoggingConfig(LogOptions, title="logging", group="tracking services"):
+    """Options of the console, log files, reports and tracking services."""
+
+    wandb_project: str | None = option(None, "Weights & Biases (W&B) project; rank 0 logs to it.")
     wandb_exp_name: str | None = option(
         None,
         "Name of the run in W&B; W&B chooses a name when not given.",
-        group=TRACKING,
         only_if=WANDB,
     )
     wandb_save_dir: str | None = option(
         None,
         "Directory for the local files of W&B; the --save directory when not given.",
-        group=TRACKING,
         path="output_directory",
         only_if=WANDB,
     )
     wandb_entity: str | None = option(
-        None, "W&B user or team that owns the project.", group=TRACKING, only_if=WANDB
+        None, "W&B user or team that owns the project.", only_if=WANDB
     )
-    mlflow_experiment: str | None = option(
-        None, "MLflow experiment; rank 0 logs to it.", group=TRACKING
-    )
+    mlflow_experiment: str | None = option(None, "MLflow experiment; rank 0 logs to it.")
     mlflow_run_name: str | None = option(
         None,
         "Name of the run in MLflow; MLflow chooses a name when not given.",
-        group=TRACKING,
         only_if=MLFLOW,
     )
     mlflow_tracking_uri: str | None = option(
         None,
         "Tracking server or store of MLflow; the environment variable MLFLOW_TRACKING_URI "
         "when not given.",
-        group=TRACKING,
         only_if=MLFLOW,
     )
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_packed.config.conditions import Condition, option_given
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.kinds.attention import CORE_ATTENTION
-from megatron_packed.config.kinds.layer_kind import ACTIVATION, EVERYTHING, INPUT, KINDS
+from megatron_packed.config.kinds.layer_kind import ACTIVATION, EVERYTHING, INPUT, KINDS, LAYER_NORM
 from megatron_packed.config.options import Related, option
 from megatron_packed.config.section import Section, Sound
-from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
+from megatron_packed.config.sections.cuda_graph import LOCAL, CudaGraphConfig
 from megatron_packed.config.sections.model import ModelConfig
 
 FULL, SELECTIVE = "full", "selective"
 UNIFORM, BLOCK = "uniform", "block"
 GRANULARITY, METHOD = "--recompute-granularity", "--recompute-method"
 NUM_LAYERS, MODULES = "--recompute-num-layers", "--recompute-modules"
-LAYER_NORM = "layernorm"
 MIXERS = {kind.mixer_module: symbol for symbol, kind in KINDS.items() if kind.mixer_module}
 RECOMPUTED_IN = {name: symbol for symbol, kind in KINDS.items() for name in kind.recompute_modules}
 """Layers (symbols of the pattern) that contain each module of --recompute-modules. A norm is part
@@ -43,6 +42,23 @@ OFFLOADED_IN = {
 """Layers (symbols of the pattern) that contain each of these modules."""
 
 
+INSIDE = {
+    **{
+        name: set(parts)
+        for kind in KINDS.values()
+        for name, parts in kind.recompute_modules.items()
+    },
+    LAYER_NORM: {name for kind in KINDS.values() for name in kind.inside_norm},
+}
+"""Modules of --offload-modules inside each module of --recompute-modules. If the recomputed module
+contains an offload module, the offload module saves other tensors or none.
+"""
+
+
+BUFFERS = "MEGATRON_PACKED_OFFLOAD_BUFFERS"
+"""Environment variable with a fixed number of device buffers; 0 offloads nothing."""
+
+
 def _words(names: Sequence[str]) -> str:
     """Return names as one text: ``a, b and c``."""
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
@@ -56,10 +72,8 @@ FULL_RECOMPUTATION = option_given("memory.recompute_granularity", FULL)
 OFFLOADS = Condition("nothing is offloaded", lambda run, processes: run.memory.offloads)
 
 
-class MemoryConfig(Section, title="memory"):
-    """Options of the activations between the forward and the backward pass: recompute or offload
-    them.
-    """
+class RecomputeOptions(Section):
+    """Options of the recomputation in the backward pass."""
 
     recompute_granularity: str | None = option(
         None,
@@ -99,11 +113,16 @@ class MemoryConfig(Section, title="memory"):
         only_if=option_given("memory.recompute_granularity", SELECTIVE),
     )
 
+
+class MemoryConfig(RecomputeOptions, title="memory", group="offload"):
+    """Options of the activations between the forward and the backward pass: recompute or offload
+    them.
+    """
+
     offload_layer_inputs: bool = option(
         False,
         "Offload the inputs of recomputed layers to pinned host memory. An input is copied back "
         "while the following layer runs its backward pass.",
-        group="offload",
         needs=Related(
             "recompute_granularity",
             "only this saves the tensors to offload",
@@ -115,7 +134,6 @@ class MemoryConfig(Section, title="memory"):
         False,
         "Offload the tensors that the modules in --offload-modules save for the backward pass "
         "to pinned host memory.",
-        group="offload",
     )
     offload_modules: tuple[str, ...] = option(
         (),
@@ -124,7 +142,6 @@ class MemoryConfig(Section, title="memory"):
         f"{', '.join(_saving(ACTIVATION))}. The modules {_words(_saving(EVERYTHING))} offload all "
         "tensors saved between the projections.",
         choices=tuple(OFFLOADED_IN),
-        group="offload",
         only_if=option_given("memory.fine_grained_activation_offloading"),
         required_with=Related("fine_grained_activation_offloading"),
     )
@@ -133,7 +150,6 @@ class MemoryConfig(Section, title="memory"):
         "Minimum size of an offloaded tensor; smaller tensors stay on the device.",
         unit="elements",
         minimum=1,
-        group="offload",
         only_if=OFFLOADS,
     )
     offload_buffers: int = option(
@@ -142,7 +158,6 @@ class MemoryConfig(Section, title="memory"):
         "buffer and more are added while memory allows. With 1 buffer no tensor is prefetched.",
         minimum=1,
         maximum=64,
-        group="offload",
         only_if=OFFLOADS,
     )
     offload_headroom_mib: int = option(
@@ -150,13 +165,11 @@ class MemoryConfig(Section, title="memory"):
         "Device memory that must stay free when another buffer is added.",
         unit="MiB",
         minimum=0,
-        group="offload",
         only_if=OFFLOADS,
     )
 
     @property
     def recomputes_layers(self) -> bool:
-        """Return whether whole layers are recomputed."""
         return self.recompute_granularity == FULL
 
     @property
@@ -186,8 +199,13 @@ class MemoryConfig(Section, title="memory"):
         return self.offload_layer_inputs or self.fine_grained_activation_offloading
 
     @property
+    def offload_flag(self) -> str:
+        """Flag that requests the offload."""
+        return LAYER_INPUTS if self.offload_layer_inputs else FINE_GRAINED
+
+    @property
     def changes_layers(self) -> bool:
-        """Return whether any layer recomputes or offloads something."""
+        """True if any layer recomputes or offloads something."""
         return self.offloads or self.recompute_granularity is not None
 
     @property
@@ -284,4 +302,90 @@ def _graph_rules(memory: MemoryConfig, graphs: CudaGraphConfig) -> Iterator[Prob
             "moe_router",
             "is part of a recomputed module, and a graph cannot run twice in one micro-batch",
             "give moe, which captures whole layers, or leave it out",
+        )
+
+
+def forced_buffers(environ: Mapping[str, str], problems: list[Problem]) -> int | None:
+    """Return the number of device buffers in `BUFFERS`; None if it is not set. A wrong value is
+    added to ``problems``.
+    """
+    text = environ.get(BUFFERS, "").strip()
+    if not text or (text.isdecimal() and int(text) <= 64):
+        return int(text) if text else None
+    problems.append(
+        Problem(
+            BUFFERS,
+            repr(text),
+            "the environment variable must be a number of device buffers, 0 to 64",
+            "unset it, or set 0 to offload nothing",
+            node_dependent=True,
+        )
+    )
+    return None
+
+
+def offload_rules(
+    memory: MemoryConfig, model: ModelConfig, graphs: CudaGraphConfig, sound: Sound
+) -> Iterator[Problem]:
+    """Yield problems between offload, the pattern and CUDA graphs. See `Sound` for ``sound``."""
+    if (
+        not sound("memory.offload_layer_inputs", "memory.fine_grained_activation_offloading")
+        or not memory.offloads
+    ):
+        return
+    if sound("cuda_graph.cuda_graph_impl") and graphs.uses_transformer_engine:
+        yield graphs.problem(
+            "cuda_graph_impl",
+            f"cannot be used with {memory.offload_flag}: TransformerEngine's graphs keep their saved tensors in "
+            "their own memory",
+            f"give --cuda-graph-impl {LOCAL} or full_iteration",
+        )
+    if sound(
+        "model.hybrid_layer_pattern",
+        "memory.offload_modules",
+        "memory.recompute_granularity",
+        "memory.recompute_method",
+        "memory.recompute_num_layers",
+        "memory.recompute_modules",
+    ):
+        for module in memory.offloaded_modules:
+            yield from _module_rules(module, memory, "".join(model.layer_types))
+
+
+def _module_rules(module: str, memory: MemoryConfig, pattern: str) -> Iterator[Problem]:
+    symbols = OFFLOADED_IN[module]
+    has = [number for number, symbol in enumerate(pattern) if symbol in symbols]
+    without = f"leave {module} out"
+    if not has:
+        kinds = " or ".join(f"{symbol} ({KINDS[symbol].name})" for symbol in symbols)
+        yield Problem(
+            OFFLOADED,
+            module,
+            f"saves no tensor: the pattern {pattern} has no {kinds} layer",
+            without,
+        )
+    elif all(map(memory.recomputes_layer, has)):
+        yield Problem(
+            OFFLOADED,
+            module,
+            "saves no tensor: all layers that contain it are recomputed",
+            f"{without}, or give {LAYER_INPUTS}, which offloads the inputs of recomputed layers",
+        )
+    elif within := [name for name in memory.modules if module in INSIDE[name]]:
+        yield Problem(
+            OFFLOADED,
+            module,
+            f"is recomputed by {MODULES} {within[0]}",
+            f"{without}, or leave {within[0]} out of {MODULES}",
+        )
+    elif module == "attn_proj" and CORE_ATTENTION not in (
+        *memory.offloaded_modules,
+        *memory.modules,
+    ):
+        yield Problem(
+            OFFLOADED,
+            module,
+            "saves a tensor that the attention kernel before it also saves, so offloading only "
+            "this module frees no memory",
+            f"add {CORE_ATTENTION}, or leave it out",
         )

@@ -5,17 +5,71 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
+from megatron_packed.config.conditions import TRAINS, Condition, layers
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.kinds.layer_kind import KINDS, LayerKind
-from megatron_packed.config.layer_pattern import pattern_problems
-from megatron_packed.config.options import option, required_option
-from megatron_packed.config.section import Sound, section_fields
+from megatron_packed.config.layer_pattern import DEPTH, pattern_problems
+from megatron_packed.config.options import derived_option, option, required_option
+from megatron_packed.config.section import Section, Sound, section_fields
 from megatron_packed.config.sections.kind_options import KindModelOptions
-from megatron_packed.config.sections.model_parts.multi_token_prediction import MultiTokenOptions
-from megatron_packed.config.sections.model_parts.multipliers import MultiplierOptions
 from megatron_packed.config.sections.model_parts.stack import STACK
 
 OUTPUT = "embedding and output"
+MULTI_TOKEN = "multi-token prediction"  # noqa: S105
+MOST_DEPTHS = 14
+"""Largest number of depths; a micro-batch has a factor for the loss of each depth."""
+
+
+DEPTHS = layers(DEPTH, f"{DEPTH} part")
+SEVERAL_DEPTHS = Condition(
+    f"the pattern has one {DEPTH} part", lambda run, processes: run.model.mtp_depths > 1
+)
+
+
+class MultiplierOptions(Section, group="multipliers"):
+    """Constant factors of Granite 4.0-H."""
+
+    embedding_multiplier: float | None = option(
+        None, "Factor on the output of the embedding; 1 when not given.", above=0
+    )
+    residual_multiplier: float | None = option(
+        None,
+        "Factor on the output of each layer before it is added to the residual stream; 1 when not "
+        "given.",
+        above=0,
+    )
+    logits_scaling: float | None = option(
+        None,
+        "Number by which the logits are divided; 1 when not given.",
+        above=0,
+    )
+
+
+class MultiTokenOptions(Section, group=MULTI_TOKEN):
+    """Depths of multi-token prediction. Depth k predicts the token k + 1 tokens ahead."""
+
+    mtp_num_layers: int = derived_option(
+        "Number of depths of multi-token prediction.",
+        derived="number of / parts of --hybrid-layer-pattern, which it must equal",
+        derive=lambda model: model.mtp_depths,
+        derived_from=("hybrid_layer_pattern",),
+        unit="depths",
+        minimum=0,
+        only_if=DEPTHS,
+    )
+    mtp_use_repeated_layer: bool = option(
+        False,
+        "Use the same weights at every depth of multi-token prediction.",
+        only_if=(DEPTHS, SEVERAL_DEPTHS),
+    )
+    mtp_loss_scaling_factor: float = option(
+        0.1,
+        "Weight of the mean loss of all depths of multi-token prediction, which is added to the "
+        "loss of the next token.",
+        minimum=0,
+        training_only=True,
+        only_if=DEPTHS,
+    )
 
 
 class ModelConfig(  # dataclass fields follow the bases from right to left
@@ -61,6 +115,16 @@ class ModelConfig(  # dataclass fields follow the bases from right to left
         unit="tokens",
         minimum=1,
     )
+    freeze_params: tuple[str, ...] = option(
+        (),
+        "Do not train the parameters whose name matches one of these patterns (*, ? and [...] as "
+        "in a shell), for example 'embedding.*' 'layers.0.*'. They have no gradient and no "
+        "optimizer state. Tied tables have one name, so embedding.* also freezes the output.",
+        group="frozen parameters",
+        training_only=True,
+        resume="trained parameters",
+        only_if=TRAINS,
+    )
 
     @property
     def activation(self) -> Literal["gelu", "squared_relu", "swiglu"]:
@@ -83,7 +147,8 @@ class ModelConfig(  # dataclass fields follow the bases from right to left
         pattern_sound = sound("hybrid_layer_pattern")
         if pattern_sound:
             yield from pattern_problems(self.hybrid_layer_pattern)
-            yield from self.multi_token_rules(sound, self.mtp_depths)
+            if sound("mtp_num_layers"):
+                yield from self._depth_rules(self.mtp_depths)
         for kind in KINDS.values():
             if pattern_sound and kind not in self.kinds:
                 yield from self._refused(kind)
@@ -95,6 +160,23 @@ class ModelConfig(  # dataclass fields follow the bases from right to left
                 "attention_dropout",
                 "dropout of attention weights is not supported",
                 "leave it out, or give --hidden-dropout",
+            )
+
+    def _depth_rules(self, depths: int) -> Iterator[Problem]:
+        """Yield problems of the number of depths of multi-token prediction."""
+        if self.mtp_num_layers != depths:
+            yield self.problem(
+                "mtp_num_layers",
+                f"is not the number of parts after a {DEPTH} in --hybrid-layer-pattern ({depths})",
+                f"give {depths}, or write the layers of each depth after a {DEPTH}, "
+                "for example M*ME/*E/*E",
+            )
+        if depths > MOST_DEPTHS:
+            yield Problem(
+                "--hybrid-layer-pattern",
+                "",
+                f"has {depths} parts after a {DEPTH}; at most {MOST_DEPTHS} depths are supported",
+                "leave parts out",
             )
 
     def _kind_rules(self, kind: LayerKind, sound: Sound) -> Iterator[Problem]:

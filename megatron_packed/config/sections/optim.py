@@ -13,7 +13,7 @@ from megatron_packed.config.section import Section, Sound
 if TYPE_CHECKING:
     from megatron_packed.config.run import RunConfig
 
-RATE, ADAM, DECAY = "learning rate", "Adam", "weight decay"
+RATE, DECAY = "learning rate", "weight decay"
 SAMPLE_UNITS = {
     "lr_decay_iters": "lr_decay_samples",
     "lr_warmup_iters": "lr_warmup_samples",
@@ -49,16 +49,13 @@ CONSTANT_WEIGHT_DECAY = Condition(
 )
 
 
-class OptimizerConfig(Section, title="optim"):
-    """Options of AdamW with fp32 masters and of the learning-rate schedule. Rules that need
-    the length of the run are in ``cross_rules.py``.
-    """
+class ScheduleOptions(Section, group=RATE):
+    """Options of the learning-rate schedule."""
 
-    lr: float = required_option("Maximum learning rate.", group=RATE, minimum=0)
+    lr: float = required_option("Maximum learning rate.", minimum=0)
     min_lr: float = option(
         0.0,
         "Minimum learning rate, reached at the end of the decay.",
-        group=RATE,
         minimum=0,
         only_if=(TRAINS, option_is_not("optim.lr_decay_style", "constant")),
         zero_is_off=True,
@@ -67,7 +64,6 @@ class OptimizerConfig(Section, title="optim"):
     lr_decay_style: str = option(
         "linear",
         "Shape of the learning-rate decay.",
-        group=RATE,
         choices=("constant", "linear", "cosine", "WSD"),
         not_built={
             "inverse-square-root": "give cosine, or WSD with --lr-wsd-decay-style minus_sqrt"
@@ -78,7 +74,6 @@ class OptimizerConfig(Section, title="optim"):
         None,
         "Iteration at which the decay ends; the end of the run when not given.",
         unit="iterations",
-        group=RATE,
         minimum=1,
         only_if=(TRAINS, DECAY_LENGTH),
     )
@@ -86,7 +81,6 @@ class OptimizerConfig(Section, title="optim"):
         None,
         "End of the decay in samples; one step takes --global-batch-size samples.",
         unit="samples",
-        group=RATE,
         minimum=1,
         maximum=1 << 62,
         only_if=(TRAINS, DECAY_LENGTH),
@@ -96,7 +90,6 @@ class OptimizerConfig(Section, title="optim"):
         0,
         "Length of the linear warm-up, in iterations.",
         unit="iterations",
-        group=RATE,
         minimum=0,
         only_if=TRAINS,
         zero_is_off=True,
@@ -105,7 +98,6 @@ class OptimizerConfig(Section, title="optim"):
         0,
         "Length of the linear warm-up, in samples.",
         unit="samples",
-        group=RATE,
         minimum=0,
         maximum=1 << 62,
         only_if=TRAINS,
@@ -115,7 +107,6 @@ class OptimizerConfig(Section, title="optim"):
     lr_warmup_fraction: float | None = option(
         None,
         "Length of the linear warm-up as a fraction of the decay iterations.",
-        group=RATE,
         minimum=0,
         maximum=1,
         only_if=TRAINS,
@@ -125,7 +116,6 @@ class OptimizerConfig(Section, title="optim"):
     lr_warmup_init: float = option(
         0.0,
         "Learning rate at the start of the warm-up.",
-        group=RATE,
         minimum=0,
         only_if=(TRAINS, WARM_UP),
         zero_is_off=True,
@@ -135,7 +125,6 @@ class OptimizerConfig(Section, title="optim"):
         None,
         "Length of the final decay of the WSD schedule, in iterations.",
         unit="iterations",
-        group=RATE,
         minimum=1,
         only_if=(TRAINS, WSD),
     )
@@ -143,7 +132,6 @@ class OptimizerConfig(Section, title="optim"):
         None,
         "Length of the final decay of the WSD schedule, in samples.",
         unit="samples",
-        group=RATE,
         minimum=1,
         maximum=1 << 62,
         only_if=(TRAINS, WSD),
@@ -152,74 +140,75 @@ class OptimizerConfig(Section, title="optim"):
     lr_wsd_decay_style: str = option(
         "exponential",
         "Shape of the final decay of the WSD schedule.",
-        group=RATE,
         choices=("exponential", "linear", "cosine", "minus_sqrt"),
         only_if=(TRAINS, WSD),
     )
 
+
+class WeightDecayOptions(Section, group=DECAY, only_if=TRAINS):
+    """Options of the weight decay."""
+
     weight_decay: float = option(
         0.01,
         "Weight decay of matrices; norms, biases, A_log, D and dt_bias have none.",
-        group=DECAY,
         minimum=0,
-        only_if=(TRAINS, CONSTANT_WEIGHT_DECAY),
+        only_if=CONSTANT_WEIGHT_DECAY,
     )
     weight_decay_incr_style: str = option(
         "constant",
         "Shape of the rise from --start-weight-decay to --end-weight-decay; constant is always "
         "--weight-decay.",
-        group=DECAY,
         choices=("constant", "linear", "cosine"),
-        only_if=TRAINS,
     )
     start_weight_decay: float | None = option(
-        None, "Weight decay of the first step of a rise.", group=DECAY, minimum=0, only_if=TRAINS
+        None, "Weight decay of the first step of a rise.", minimum=0
     )
     end_weight_decay: float | None = option(
         None,
         "Weight decay at the end of a rise and after it.",
-        group=DECAY,
         minimum=0,
-        only_if=TRAINS,
     )
     weight_decay_incr_iters: int | None = option(
         None,
         "Iteration at which the weight decay is --end-weight-decay; the end of the run when not "
         "given.",
         unit="iterations",
-        group=DECAY,
         minimum=1,
-        only_if=(TRAINS, RISING_WEIGHT_DECAY),
+        only_if=RISING_WEIGHT_DECAY,
     )
     weight_decay_incr_samples: int | None = option(
         None,
         "End of the rise of the weight decay in samples; one step takes --global-batch-size "
         "samples.",
         unit="samples",
-        group=DECAY,
         minimum=1,
         maximum=1 << 62,
-        only_if=(TRAINS, RISING_WEIGHT_DECAY),
+        only_if=RISING_WEIGHT_DECAY,
         excludes=Related("weight_decay_incr_iters", SAME_LENGTH),
     )
+
+
+class OptimizerConfig(  # dataclass fields follow the bases from right to left
+    WeightDecayOptions, ScheduleOptions, title="optim", group="Adam"
+):
+    """Options of AdamW with fp32 masters and of the learning-rate schedule. Rules that need
+    the length of the run are in ``cross_rules.py``.
+    """
 
     optimizer_backend: str = option(
         "auto",
         "Implementation of the optimizer step; auto uses the fastest that supports the run.",
-        group=ADAM,
         choices=("auto", "torch", "transformer_engine", "apex"),
     )
     clip_grad: float = option(
         1.0,
         "Global gradient norm above which the gradient is clipped; 0 disables clipping.",
-        group=ADAM,
         minimum=0,
         only_if=TRAINS,
     )
     adam_beta1: float = option(
         0.9,
         "Decay rate of Adam's first moment (beta1).",
-        group=ADAM,
         minimum=0,
         below=1,
         only_if=TRAINS,
@@ -227,7 +216,6 @@ class OptimizerConfig(Section, title="optim"):
     adam_beta2: float = option(
         0.999,
         "Decay rate of Adam's second moment (beta2).",
-        group=ADAM,
         minimum=0,
         below=1,
         only_if=TRAINS,
@@ -235,14 +223,12 @@ class OptimizerConfig(Section, title="optim"):
     adam_eps: float = option(
         1e-8,
         "Value added to the square root of Adam's second moment.",
-        group=ADAM,
         above=0,
         only_if=TRAINS,
     )
 
     @property
     def weight_decay_changes(self) -> bool:
-        """Return whether the weight decay depends on the step."""
         return self.weight_decay_incr_style != "constant"
 
     def rules(self, sound: Sound) -> Iterator[Problem]:

@@ -152,21 +152,21 @@ class PackingConfig(Section, title="packing"):
         """Yield the problem of ``--rampup-batch-size``; ``unit`` is the number of samples of one
         micro-batch of every data-parallel rank.
         """
-        flag, given = "--rampup-batch-size", " ".join(map(str, self.rampup_batch_size))
+        flag, shown = "--rampup-batch-size", " ".join(map(str, self.rampup_batch_size))
         if len(self.rampup_batch_size) != 3:
             yield Problem(
-                flag, given, "needs three numbers", "give START INCREMENT SAMPLES, in samples"
+                flag, shown, "needs three numbers", "give START INCREMENT SAMPLES, in samples"
             )
             return
         start, increment, _ = self.rampup_batch_size
         full = self.global_batch_size
         if not start or not increment:
             rule = "must begin with two numbers above 0"
-            yield Problem(flag, given, rule, "give START and INCREMENT in samples")
+            yield Problem(flag, shown, rule, "give START and INCREMENT in samples")
         elif start % unit or increment % unit:
             yield Problem(
                 flag,
-                given,
+                shown,
                 f"must begin with two multiples of {unit}, the samples of one micro-batch on every "
                 "data-parallel rank",
                 f"give multiples of {unit}",
@@ -176,7 +176,7 @@ class PackingConfig(Section, title="packing"):
             rule = f"does not reach --global-batch-size ({full}) {steps}"
             smaller = f"give a START of at most {full}"
             cure = smaller if start > full else "give an INCREMENT that divides the difference"
-            yield Problem(flag, given, rule, cure)
+            yield Problem(flag, shown, rule, cure)
 
 
 def default_overlong_policy(sft: bool) -> str:

@@ -19,7 +19,6 @@ from megatron_packed.config.options import Related, derived_option, option
 from megatron_packed.config.parallel_layout import layout_problems
 from megatron_packed.config.section import Sound, section_fields
 from megatron_packed.config.sections.all_to_all import AllToAllOptions
-from megatron_packed.config.sections.expert_rules import expert_rules
 from megatron_packed.config.sections.kind_options import KindCommunication
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.sections.model_parts.divisors import divisors, every_divisor, in_words
@@ -30,7 +29,7 @@ NOT_BUILT = {
     "pipeline_model_parallel_size": "pipeline parallelism",
 }
 """Axes that are not supported: their size must be 1."""
-SIZES = (
+AXIS_SIZES = (
     "tensor_model_parallel_size",
     "context_parallel_size",
     "expert_model_parallel_size",
@@ -209,7 +208,7 @@ def fewest_processes(parallel: ParallelConfig) -> int:
     """Return the smallest number of processes for which these sizes form a layout; 1 if a size is
     invalid.
     """
-    sizes = {name: getattr(parallel, name) for name in SIZES}
+    sizes = {name: getattr(parallel, name) for name in AXIS_SIZES}
     if sizes["expert_tensor_parallel_size"] is None:
         sizes["expert_tensor_parallel_size"] = sizes["tensor_model_parallel_size"]
     if not all(isinstance(size, int) and size >= 1 for size in sizes.values()):
@@ -220,7 +219,7 @@ def fewest_processes(parallel: ParallelConfig) -> int:
 
 def processes_rules(parallel: ParallelConfig, world_size: int, sound: Sound) -> Iterator[Problem]:
     """Yield problems if the sizes do not form a layout of ``world_size`` processes."""
-    keys = (f"parallel.{name}" for name in (*SIZES, *NOT_BUILT))
+    keys = (f"parallel.{name}" for name in (*AXIS_SIZES, *NOT_BUILT))
     if sound(*keys) and all(getattr(parallel, name) == 1 for name in NOT_BUILT):
         yield from layout_problems(world_size, **parallel.layout_sizes)
 
@@ -264,8 +263,15 @@ def parallel_rules(
 ) -> Iterator[Problem]:
     """Yield problems between the layout and other sections. See `Sound` for ``sound``."""
     yield from _dense_rules(parallel, model, packing, sound)
-    if sound("parallel.expert_model_parallel_size", "model.hybrid_layer_pattern"):
-        yield from expert_rules(parallel, model, packing, sound)
+    size = parallel.expert_model_parallel_size
+    if (
+        sound("parallel.expert_model_parallel_size", "model.hybrid_layer_pattern")
+        and not model.has_experts
+        and size > 1
+    ):
+        yield parallel.problem(
+            "expert_model_parallel_size", "the pattern has no expert layer (E)", "leave it out"
+        )
 
 
 def _dense_rules(
@@ -388,7 +394,7 @@ def _shared_items(parallel: ParallelConfig, model: ModelConfig, sound: Sound) ->
             if not is_sound or not count or (shared.may_be_fewer and count in counts):
                 continue
             if shared.of_experts and parallel.splits_tokens_of_experts:
-                continue  # checked against --expert-tensor-parallel-size, in `expert_rules`
+                continue  # checked against --expert-tensor-parallel-size, by the rules of its kind
             counts += [] if shared.may_be_fewer else [count]
             of_kind = kind if shared.exchanged else None
             yield _Shared(model.flag(shared.option), count, shared.may_be_fewer, of_kind)

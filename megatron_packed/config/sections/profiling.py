@@ -10,66 +10,57 @@ from megatron_packed.config.options import option
 from megatron_packed.config.section import Section, Sound
 from megatron_packed.config.sections.training import TrainingConfig
 
-WINDOW, MEMORY = "a window of steps", "memory"
-
-
 PROFILES = option_given("profiling.profile")
 
 
-class ProfilingConfig(Section, title="profiling"):
-    """Options for traces of kernels and of the memory allocator. Steps outside the profiled window
-    have no overhead.
-    """
+class WindowOptions(Section, group="a window of steps", only_if=TRAINS):
+    """Options of the traces of a few steps."""
 
     profile: bool = option(
         False,
         "Profile a window of steps, with --use-pytorch-profiler or as the capture range of nsys.",
-        group=WINDOW,
-        only_if=TRAINS,
     )
     profile_step_start: int = option(
         10,
         "Step after which the profiled window begins.",
         unit="iterations",
-        group=WINDOW,
         minimum=0,
-        only_if=(TRAINS, PROFILES),
+        only_if=PROFILES,
     )
     profile_step_end: int = option(
         12,
         "Last step of the profiled window.",
         unit="iterations",
-        group=WINDOW,
         minimum=1,
-        only_if=(TRAINS, PROFILES),
+        only_if=PROFILES,
     )
-    profile_ranks: tuple[int, ...] = option(
-        (0,), "Ranks to profile.", group=WINDOW, minimum=0, only_if=(TRAINS, PROFILES)
-    )
+    profile_ranks: tuple[int, ...] = option((0,), "Ranks to profile.", minimum=0, only_if=PROFILES)
     use_pytorch_profiler: bool = option(
         False,
         "Profile with torch.profiler: one Chrome trace per rank and a table of kernels.",
-        group=WINDOW,
-        only_if=(TRAINS, PROFILES),
+        only_if=PROFILES,
     )
     record_shapes: bool = option(
         False,
         "Record tensor shapes in the traces of torch.profiler.",
-        group=WINDOW,
-        only_if=(TRAINS, PROFILES, option_given("profiling.use_pytorch_profiler")),
+        only_if=(PROFILES, option_given("profiling.use_pytorch_profiler")),
     )
+
+
+class ProfilingConfig(WindowOptions, title="profiling", group="memory"):
+    """Options for traces of kernels and of the memory allocator. Steps outside the profiled window
+    have no overhead.
+    """
 
     record_memory_history: bool = option(
         False,
         "Record the history of the GPU memory allocator. It is written after an out-of-memory "
         "error and at the end of the run.",
-        group=MEMORY,
     )
     memory_snapshot_path: str | None = option(
         None,
         "File for the memory history; snapshot.pickle when not given. With several ranks, the "
         "rank is added to the name.",
-        group=MEMORY,
         path="output_file",
         only_if=option_given("profiling.record_memory_history"),
     )
@@ -89,11 +80,13 @@ def profiling_rules(
     options: ProfilingConfig, training: TrainingConfig, sound: Callable[..., bool]
 ) -> Iterator[Problem]:
     """Yield problems between the options of profiling and of training."""
-    known = sound("profiling.profile_step_start", "training.train_iters", "training.train_samples")
+    window_sound = sound(
+        "profiling.profile_step_start", "training.train_iters", "training.train_samples"
+    )
     # With --train-samples, the last step of a resumed run depends on the steps before it.
-    known = known and training.train_samples is None
+    window_sound = window_sound and training.train_samples is None
     last = training.train_iters
-    if known and options.profile and last is not None and options.profile_step_start >= last:
+    if window_sound and options.profile and last is not None and options.profile_step_start >= last:
         yield options.problem(
             "profile_step_start",
             f"is never reached: the run ends after step {last} (--train-iters)",

@@ -8,7 +8,7 @@ from megatron_packed.config.section import Section
 from megatron_packed.config.sections.cuda_graph import TRANSFORMER_ENGINE
 
 OVERLAP = "tensor-parallel overlap"
-PARTS = (
+_PARTS = (
     "tp_comm_overlap_ag",
     "tp_comm_overlap_rs",
     "tp_comm_overlap_rs_dgrad",
@@ -30,7 +30,7 @@ SEQUENCE_PARALLEL_LINEAR = (
 OVERLAPS = (*SEQUENCE_PARALLEL_LINEAR, option_given("parallel.tp_comm_overlap"))
 SOME_PART = Condition(
     "every collective is switched off",
-    lambda run, processes: any(getattr(run.parallel, part) for part in PARTS),
+    lambda run, processes: any(getattr(run.parallel, part) for part in _PARTS),
 )
 BULK_WGRAD = Condition(
     "--tp-comm-overlap-rs-dgrad runs this collective in another way",

@@ -16,14 +16,13 @@ from megatron_packed.config.conditions import (
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.kinds.layer_kind import KINDS
 from megatron_packed.config.options import Related, option
-from megatron_packed.config.section import KERNELS, Sound
+from megatron_packed.config.section import KERNELS, Section, Sound
 from megatron_packed.config.sections.data_parts.files import VALIDATION_STEPS
 from megatron_packed.config.sections.kind_options import KindKernels
 
 if TYPE_CHECKING:
     from megatron_packed.config.run import RunConfig
 
-LOOP, EXACT = "loop", "precision and exactness"
 MOST_EPOCHS = 10_000
 """Largest value of --train-epochs. All epochs are packed before the first step, to count them."""
 
@@ -56,20 +55,18 @@ PARTIAL_EVALUATIONS = Condition(
 VALIDATIONS = Condition("the run has no validations", lambda run, processes: run.validates)
 
 
-class TrainingConfig(KindKernels, title="training"):
-    """Options of the training loop, its precision and its kernels."""
+class LoopOptions(Section, group="loop"):
+    """Options of the length of a run, its validations and its end."""
 
     train_iters: int | None = option(
         None,
         "Optimizer steps of the run, resumes included; or --train-epochs.",
         unit="iterations",
-        group=LOOP,
         minimum=1,
     )
     train_epochs: float | None = option(
         None,
         "Length of the run in epochs, also 0.5.",
-        group=LOOP,
         above=0,
         maximum=MOST_EPOCHS,
         only_if=TRAINS,
@@ -78,7 +75,6 @@ class TrainingConfig(KindKernels, title="training"):
         None,
         "Length of the run in samples; one step takes --global-batch-size samples.",
         unit="samples",
-        group=LOOP,
         minimum=1,
         maximum=1 << 62,
         only_if=TRAINS,
@@ -87,7 +83,6 @@ class TrainingConfig(KindKernels, title="training"):
         None,
         "Interval between validations, in iterations; no validation when not given.",
         unit="iterations",
-        group=LOOP,
         minimum=1,
         only_if=(VALIDATION_STEPS, VALIDATION_SHARE),
     )
@@ -96,7 +91,6 @@ class TrainingConfig(KindKernels, title="training"):
         "Maximum number of steps of one validation or test; fewer if the data ends. 0 disables "
         "both.",
         unit="iterations",
-        group=LOOP,
         minimum=0,
         only_if=(EVALUATIONS, PARTIAL_EVALUATIONS),
         zero_is_off=True,
@@ -105,20 +99,17 @@ class TrainingConfig(KindKernels, title="training"):
         False,
         "Validate on all validation data, each document once, however many steps that takes. "
         "--eval-iters and the weights of a blend do not count then.",
-        group=LOOP,
         only_if=VALIDATIONS,
     )
     multiple_validation_sets: bool = option(
         False,
         "Validate on each path of the validation data separately. The loss of each path is "
         "reported by name, in addition to the loss over all of them; weights do not count.",
-        group=LOOP,
         only_if=VALIDATIONS,
     )
     validation_set_names: tuple[str, ...] = option(
         (),
         "Names of the paths for --multiple-validation-sets; the names of the files when not given.",
-        group=LOOP,
         only_if=VALIDATIONS,
         needs=Related("multiple_validation_sets"),
     )
@@ -126,14 +117,12 @@ class TrainingConfig(KindKernels, title="training"):
         None,
         "Task metric of each validation, in addition to the loss. exact_match: share of greedy "
         "answers to validation conversations that equal the last answer of the data.",
-        group=LOOP,
         choices=("exact_match",),
     )
     valid_metric_samples: int = option(
         64,
         "Number of validation conversations that --valid-metric uses, from the first one on.",
         unit="conversations",
-        group=LOOP,
         minimum=1,
         only_if=option_given("training.valid_metric"),
     )
@@ -141,18 +130,14 @@ class TrainingConfig(KindKernels, title="training"):
         None,
         "End the run after this number of validations in a row without a lower loss.",
         unit="validations",
-        group=LOOP,
         minimum=1,
         only_if=TRAINS,
     )
-    skip_train: bool = option(
-        False, "Validate and test once without training, then exit.", group=LOOP
-    )
+    skip_train: bool = option(False, "Validate and test once without training, then exit.")
     exit_interval: int | None = option(
         None,
         "Save a checkpoint and stop at the next iteration that is a multiple of this number.",
         unit="iterations",
-        group=LOOP,
         minimum=1,
         only_if=TRAINS,
     )
@@ -160,7 +145,6 @@ class TrainingConfig(KindKernels, title="training"):
         None,
         "Save a checkpoint and stop after this time, in minutes.",
         unit="minutes",
-        group=LOOP,
         minimum=1,
         only_if=TRAINS,
     )
@@ -169,14 +153,12 @@ class TrainingConfig(KindKernels, title="training"):
         False,
         "Run Python's garbage collection on all ranks at the same step, at "
         "--manual-gc-interval, instead of whenever each process starts it.",
-        group=LOOP,
     )
     manual_gc_interval: int = option(
         0,
         "Interval between garbage collections, in iterations; 0 collects only at the start and "
         "around validations.",
         unit="iterations",
-        group=LOOP,
         minimum=0,
         only_if=option_given("training.manual_gc"),
         zero_is_off=True,
@@ -184,32 +166,33 @@ class TrainingConfig(KindKernels, title="training"):
     manual_gc_eval: bool = option(
         True,
         "Do not collect garbage before and after validations.",
-        group=LOOP,
         flag="no-manual-gc-eval",
         negated=True,
         aliases=("disable-manual-gc-eval",),
         only_if=(EVALUATIONS, option_given("training.manual_gc")),
     )
+
+
+class ExactnessOptions(Section, group="precision and exactness"):
+    """Options of precision, determinism and checks of numbers."""
+
     seed: int = option(
         1234,
         "Seed of initial weights, dropout and data order.",
-        group=EXACT,
         minimum=0,
         resume="packs",
     )
     bf16: bool = option(
         False,
         "Train with bfloat16 weights and activations and fp32 masters, instead of fp32.",
-        group=EXACT,
     )
     deterministic_mode: bool = option(
-        False, "Use only kernels whose results are identical in every run; slower.", group=EXACT
+        False, "Use only kernels whose results are identical in every run; slower."
     )
     on_nonfinite: str = option(
         "stop",
         "Action after a step with a non-finite loss or gradient: stop the run, or skip the "
         "step. Such a step never changes the weights.",
-        group=EXACT,
         choices=("stop", "skip"),
         only_if=TRAINS,
     )
@@ -218,7 +201,6 @@ class TrainingConfig(KindKernels, title="training"):
         "Action after a step whose loss or gradient norm is far above its running median. With "
         "warn, a warning is printed; with skip, the update is skipped too; with off, nothing is "
         "compared.",
-        group=EXACT,
         choices=("off", "warn", "skip"),
         only_if=(TRAINS, FILLED_SPIKE_WINDOW),
     )
@@ -227,7 +209,6 @@ class TrainingConfig(KindKernels, title="training"):
         "Number of steps in the running medians. No step is a spike until half of the window is "
         "filled.",
         unit="iterations",
-        group=EXACT,
         minimum=2,
         maximum=4096,
         only_if=(TRAINS, option_is_not("training.loss_spike_policy", "off"), FILLED_SPIKE_WINDOW),
@@ -235,14 +216,12 @@ class TrainingConfig(KindKernels, title="training"):
     loss_spike_factor: float = option(
         3.0,
         "Multiple of the running median above which a loss is a spike.",
-        group=EXACT,
         above=1,
         only_if=(TRAINS, option_is_not("training.loss_spike_policy", "off"), FILLED_SPIKE_WINDOW),
     )
     grad_norm_spike_factor: float = option(
         10.0,
         "Multiple of the running median above which a gradient norm, before clipping, is a spike.",
-        group=EXACT,
         above=1,
         only_if=(TRAINS, option_is_not("training.loss_spike_policy", "off"), FILLED_SPIKE_WINDOW),
     )
@@ -251,7 +230,6 @@ class TrainingConfig(KindKernels, title="training"):
         "Interval of weight checks, in iterations. Before and after the update, the weights "
         "must be bit-identical on all data-parallel ranks and equal to the rounded fp32 masters.",
         unit="iterations",
-        group=EXACT,
         minimum=1,
         only_if=(REPLICAS_OR_MASTERS, TRAINS),
     )
@@ -260,22 +238,25 @@ class TrainingConfig(KindKernels, title="training"):
         "Interval of gradient checks, in iterations. The gradients reduced over data-parallel "
         "ranks are compared with checksums taken before, and bit by bit between replicas.",
         unit="iterations",
-        group=EXACT,
         minimum=1,
         only_if=(REPLICAS, TRAINS),
     )
     isolation_self_test: bool = option(
         True,
         "Skip the test at the start of a run that documents of a pack cannot affect each other.",
-        group=EXACT,
         flag="no-isolation-self-test",
         negated=True,
     )
 
+
+class TrainingConfig(  # dataclass fields follow the bases from right to left
+    ExactnessOptions, LoopOptions, KindKernels, title="training", group=KERNELS
+):
+    """Options of the training loop, its precision and its kernels."""
+
     device: str = option(
         "auto",
         "Device to train on; auto uses the GPU if there is one.",
-        group=KERNELS,
         choices=("auto", "cuda", "cpu"),
     )
     transformer_impl: str = option(
@@ -283,7 +264,6 @@ class TrainingConfig(KindKernels, title="training"):
         "Implementation of the parallel linear layers, norms and attention; both compute the "
         "same. local: this package, on any device. transformer_engine: TransformerEngine, in "
         "bf16 on GPUs.",
-        group=KERNELS,
         choices=("local", "transformer_engine"),
         not_built={"inference_optimized": "give local or transformer_engine; both can train"},
         megatron=("transformer_engine", "needs no other package and runs on any device"),
@@ -291,7 +271,6 @@ class TrainingConfig(KindKernels, title="training"):
     require_fast_kernels: bool = option(
         False,
         "Refuse to start if an op would use its slow plain PyTorch reference.",
-        group=KERNELS,
     )
 
     @property

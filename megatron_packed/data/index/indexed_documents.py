@@ -8,16 +8,17 @@ from pathlib import Path
 import numpy as np
 
 from megatron_packed.config import flag_names as flags
+from megatron_packed.data.documents import Documents, TokensAndTargets
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.index.indexed_file import IndexedFile
-from megatron_packed.packed.array_types import Int32Array, Int64Array, IntegerArray, UInt8Array
+from megatron_packed.packed.array_types import Int64Array, IntegerArray
 
 _SAMPLES = 64
 """Number of documents whose tokens are checked when a data set is opened."""
 _SAMPLE_TOKENS = 2**14
 
 
-class IndexedDocuments:
+class IndexedDocuments(Documents):
     """Documents (`documents.Documents`) of ``<prefix>.bin`` and ``<prefix>.idx``.
 
     Every token except the first of a document is a target. The sequences of a document are joined.
@@ -57,13 +58,6 @@ class IndexedDocuments:
             )
         self._ended = self._look()
 
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    @property
-    def source_lengths(self) -> Int64Array:
-        return self.lengths
-
     @property
     def source_targets(self) -> Int64Array:
         return self.lengths - 1
@@ -72,9 +66,7 @@ class IndexedDocuments:
     def content_hash(self) -> str:
         return hashlib.sha256(self._file.fingerprint()).hexdigest()
 
-    def document(
-        self, index: int, start: int = 0, length: int | None = None
-    ) -> tuple[Int32Array, UInt8Array]:
+    def document(self, index: int, start: int = 0, length: int | None = None) -> TokensAndTargets:
         """Return tokens and target marks of a document or piece; see `documents.Documents`.
 
         Raises:

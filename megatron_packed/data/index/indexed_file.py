@@ -32,10 +32,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from megatron_packed.config.checksums import crc32c
 from megatron_packed.config.regular_files import open_regular
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.index.tokens_in_file import TokensInFile
-from megatron_packed.data.sources.checked_arrays import BLOCK_BYTES, checksum
+from megatron_packed.data.sources.checked_arrays import (
+    CHECKSUM_BLOCK_BYTES,
+    CHECKSUMS,
+    CheckedBlocks,
+)
 from megatron_packed.packed.array_types import AnyArray, Int32Array, Int64Array, UInt8Array
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -55,7 +60,6 @@ CODES: dict[int, np.dtype[Any]] = {
     )
 }
 """Type of the tokens for each code of the header."""
-CHECKSUMS = np.dtype("<u4")
 _AT_ONCE = 2**22
 """Number of entries of an index that are checked together, which limits the memory used."""
 
@@ -123,7 +127,11 @@ class IndexedFile:
             mapped if map_tokens else TokensInFile(self._tokens, self.dtype)
         )
         self._checksums = self._read_checksums(raw)
-        self._checked = np.zeros(0 if self._checksums is None else len(self._checksums), np.bool_)
+        self._blocks: CheckedBlocks | None = None
+        if self._checksums is not None:
+            name = checksums_path(self.prefix).name
+            cure = f"(CRC32C differs from {name}); test the disk, and make or copy the file again."
+            self._blocks = CheckedBlocks(self._values, self._checksums, self._tokens, cure)
         self._check_sequences()
         self._check_documents()
 
@@ -171,12 +179,7 @@ class IndexedFile:
         Raises:
             DataError: the tokens changed since they were written.
         """
-        if self._checksums is not None and stop > start:
-            item = self.dtype.itemsize
-            first, last = start * item // BLOCK_BYTES, (stop * item - 1) // BLOCK_BYTES
-            if not self._checked[first : last + 1].all():
-                self._check_blocks(first, last)
-        return self._values[start:stop]
+        return self._values[start:stop] if self._blocks is None else self._blocks.read(start, stop)
 
     def fingerprint(self) -> bytes:
         """Return bytes that change when the data changes; path and time of the files do not count.
@@ -189,13 +192,11 @@ class IndexedFile:
         parts = [f"some:{self.num_tokens}".encode()]
         raw = _map(self._index)
         for at in range(0, len(raw), _AT_ONCE):
-            parts.append(checksum(raw[at : at + _AT_ONCE].tobytes()).to_bytes(4, "little"))
-        step = max(BLOCK_BYTES // self.dtype.itemsize, 1)
+            parts.append(crc32c(raw[at : at + _AT_ONCE].tobytes()).to_bytes(4, "little"))
+        step = max(CHECKSUM_BLOCK_BYTES // self.dtype.itemsize, 1)
         for sample in range(16):
             start = max(self.num_tokens - step, 0) * sample // 15
-            parts.append(
-                checksum(self._values[start : start + step].tobytes()).to_bytes(4, "little")
-            )
+            parts.append(crc32c(self._values[start : start + step].tobytes()).to_bytes(4, "little"))
         return b"".join(parts)
 
     # ------------------------------------------------------------------------------------------------------
@@ -310,36 +311,21 @@ class IndexedFile:
                 stored = np.frombuffer(file.read(), CHECKSUMS)
         except (OSError, ValueError) as error:
             raise DataError(f"{path} cannot be read ({error}); {cure}.") from None
-        of_index = -(-len(raw) // BLOCK_BYTES)
-        of_tokens = -(-self.num_tokens * self.dtype.itemsize // BLOCK_BYTES)
-        if len(stored) != of_index + of_tokens + 1 or checksum(stored[:-1].tobytes()) != stored[-1]:
+        of_index = -(-len(raw) // CHECKSUM_BLOCK_BYTES)
+        of_tokens = -(-self.num_tokens * self.dtype.itemsize // CHECKSUM_BLOCK_BYTES)
+        if len(stored) != of_index + of_tokens + 1 or crc32c(stored[:-1].tobytes()) != stored[-1]:
             raise DataError(f"{path} is damaged, or contains the checksums of other files; {cure}.")
         for block in range(of_index):
             if (
-                checksum(raw[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES].tobytes())
+                crc32c(
+                    raw[block * CHECKSUM_BLOCK_BYTES : (block + 1) * CHECKSUM_BLOCK_BYTES].tobytes()
+                )
                 != stored[block]
             ):
                 raise DataError(
                     f"{self._index} changed since it was written (CRC32C differs from {path.name}); {cure}."
                 )
         return stored[of_index:-1]
-
-    def _check_blocks(self, first: int, last: int) -> None:
-        assert self._checksums is not None
-        step = BLOCK_BYTES // self.dtype.itemsize
-        for block in range(first, last + 1):
-            if self._checked[block]:
-                continue
-            if (
-                checksum(self._values[block * step : (block + 1) * step].tobytes())
-                != self._checksums[block]
-            ):
-                raise DataError(
-                    f"{self._tokens}: bytes {block * BLOCK_BYTES} to {(block + 1) * BLOCK_BYTES - 1} changed since "
-                    f"they were written (CRC32C differs from {checksums_path(self.prefix).name}); test the disk, and "
-                    "make or copy the file again."
-                )
-            self._checked[block] = True
 
     def _bad(self, finding: str, meaning: str) -> DataError:
         return DataError(f"{self._index} {finding}; {meaning}: make or copy the file again.")

@@ -20,15 +20,14 @@ from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
 
+from megatron_packed.config.checksums import crc32c
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.index.indexed_file import (
-    CHECKSUMS,
     CODES,
     HEADER,
     MAGIC,
@@ -37,8 +36,8 @@ from megatron_packed.data.index.indexed_file import (
     index_path,
     tokens_path,
 )
-from megatron_packed.data.sources.checked_arrays import BLOCK_BYTES, checksum
-from megatron_packed.packed.array_types import IntegerArray
+from megatron_packed.data.sources.checked_arrays import CHECKSUMS, BlockWriter
+from megatron_packed.packed.array_types import AnyArray, IntegerArray
 
 _CODE_OF = {dtype: code for code, dtype in CODES.items() if dtype.kind != "f"}
 _SUFFIX = ".part"
@@ -131,10 +130,8 @@ class IndexedWriter:
         try:
             temporary.append(index := _open(index_path(self.prefix)))
             self._write_index(index)
-            sums = np.frombuffer(index.finish() + self._tokens.finish(), np.uint32).astype(
-                CHECKSUMS
-            )
-            closing = np.array([checksum(sums.tobytes())], CHECKSUMS)
+            sums = np.concatenate([index.finish(), self._tokens.finish()])
+            closing = np.array([crc32c(sums.tobytes())], CHECKSUMS)
             temporary.append(beside := _open(checksums_path(self.prefix)))
             beside.write(sums.tobytes() + closing.tobytes())
             beside.finish()
@@ -174,12 +171,7 @@ class IndexedWriter:
     def __enter__(self) -> IndexedWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
         else:
@@ -226,23 +218,17 @@ class _Summed:
             self._file.close()  # another writer renamed or removed the file after it was opened here
             raise BlockingIOError
         self._file.truncate(0)
-        self._block = bytearray()
-        self._sums = array("I")
+        self._blocks = BlockWriter(self._file)
 
     def write(self, data: bytes) -> None:
-        self._block += data
-        num_bytes = len(self._block) // BLOCK_BYTES * BLOCK_BYTES
-        if num_bytes:
-            self._write(bytes(self._block[:num_bytes]))
-            del self._block[:num_bytes]
+        self._blocks.write(data)
 
-    def finish(self) -> array[int]:
+    def finish(self) -> AnyArray:
         """Flush the file to the disk and return the checksums of all blocks."""
-        self._write(bytes(self._block))
-        self._block.clear()
+        checksums = self._blocks.finish()
         self._file.flush()
         os.fsync(self._file.fileno())
-        return self._sums
+        return checksums
 
     def publish(self) -> None:
         os.replace(self._path, self._final)
@@ -255,9 +241,3 @@ class _Summed:
             # Closing writes the rest of the buffer, which a full disk refuses again.
             with suppress(OSError):
                 self._file.close()
-
-    def _write(self, data: bytes) -> None:
-        self._sums.extend(
-            checksum(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)
-        )
-        self._file.write(data)

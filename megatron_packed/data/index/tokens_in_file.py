@@ -25,7 +25,7 @@ class TokensInFile:
 
     def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
         self._path = path
-        self._dtype = dtype
+        self.dtype = dtype
         self._file = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)
         self._count = os.fstat(self._file).st_size // dtype.itemsize
@@ -40,7 +40,7 @@ class TokensInFile:
             DataError: the file has become shorter, or cannot be read.
         """
         start, stop, _ = part.indices(self._count)
-        at, end = start * self._dtype.itemsize, max(stop, start) * self._dtype.itemsize
+        at, end = start * self.dtype.itemsize, max(stop, start) * self.dtype.itemsize
         pieces = []
         while at < end:
             try:
@@ -57,4 +57,4 @@ class TokensInFile:
                 )
             pieces.append(piece)
             at += len(piece)
-        return np.frombuffer(b"".join(pieces), self._dtype)
+        return np.frombuffer(b"".join(pieces), self.dtype)

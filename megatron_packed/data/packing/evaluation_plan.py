@@ -2,54 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from megatron_packed.data.packing.packer import Packer
-from megatron_packed.data.packing.pieces import Pieces
-from megatron_packed.data.packing.rank_balance import BY_TOKENS, PackCost
-from megatron_packed.data.packing.step_plan import PieceTable, StepPlan, check_ranks
-from megatron_packed.data.source_blend import SourceBlend
-from megatron_packed.packed.array_types import Int64Array, IntegerArray
+from megatron_packed.data.packing.step_plan import PieceTable, StepPlan
+from megatron_packed.packed.array_types import Int64Array
 
 
-class EvaluationPlan:
+@dataclass(kw_only=True, eq=False)
+class EvaluationPlan(PieceTable):
     """Finite plan of an evaluation, with the same packs at every evaluation.
 
     The plan has every document once, or the first epoch of a blend. With ``max_steps`` only the
     first steps of that plan are run. The last step is filled up with empty packs, so that every
-    rank runs the same number of micro-batches. For arguments and errors see `PackPlan`.
+    rank runs the same number of micro-batches. For other arguments and errors see `PieceTable`.
     """
 
-    def __init__(
-        self,
-        pieces: Pieces,
-        targets: IntegerArray,
-        *,
-        packer: Packer,
-        packs_per_step: int,
-        dp_size: int = 1,
-        seed: int = 0,
-        cost: PackCost = BY_TOKENS,
-        blend: SourceBlend | None = None,
-        max_steps: int | None = None,
-    ) -> None:
-        check_ranks(packs_per_step, dp_size)
-        self._table = PieceTable(pieces, targets, packer, seed, cost, blend)
-        self._packs = self._table.pack(0)
-        self.packs_per_step = packs_per_step
-        self.dp_size = dp_size
-        steps = -(-len(self._packs) // packs_per_step)
-        self.num_steps = steps if max_steps is None else min(steps, max_steps)
-        self.hash = self._table.hash(packs_per_step)
+    max_steps: int | None = None
 
-    @property
-    def pieces(self) -> Pieces:
-        return self._table.pieces
-
-    @property
-    def alignment(self) -> int:
-        """Alignment of pieces in a pack, in slots. Pieces begin at multiples of the alignment."""
-        return self._table.packer.alignment
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._packs = self.pack(0)
+        steps = -(-len(self._packs) // self.packs_per_step)
+        self.num_steps = steps if self.max_steps is None else min(steps, self.max_steps)
 
     @property
     def documents_per_pack(self) -> Int64Array:
@@ -59,9 +35,7 @@ class EvaluationPlan:
     @property
     def num_targets(self) -> int:
         """Number of targets of all steps. The mean loss is the mean over these targets."""
-        return int(
-            self._packs.sums(self._table.targets)[: self.num_steps * self.packs_per_step].sum()
-        )
+        return int(self._packs.sums(self.targets)[: self.num_steps * self.packs_per_step].sum())
 
     def packs_of_step(self, step: int) -> int:
         """Return `packs_per_step`, which all steps have."""
@@ -79,6 +53,5 @@ class EvaluationPlan:
         first = step * self.packs_per_step
         end = min(first + self.packs_per_step, len(self._packs))
         packs = [self._packs[pack] for pack in range(first, end)]
-        empty = np.zeros(0, dtype=np.int64)
-        packs += [empty] * (self.packs_per_step - len(packs))
-        return self._table.step(step, 0, packs, self.dp_size)
+        packs += [np.zeros(0, dtype=np.int64)] * (self.packs_per_step - len(packs))
+        return self.deal(step, 0, packs)

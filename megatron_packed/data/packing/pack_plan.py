@@ -13,84 +13,47 @@ import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
 
 from megatron_packed.config.batch_ramp import BatchRamp, BatchStage, stage_of
 from megatron_packed.data.packing.evaluation_plan import EvaluationPlan
-from megatron_packed.data.packing.packer import Packer, Packs
-from megatron_packed.data.packing.pieces import Pieces
-from megatron_packed.data.packing.rank_balance import BY_TOKENS, PackCost, spread
+from megatron_packed.data.packing.packer import Packs
+from megatron_packed.data.packing.rank_balance import spread
 from megatron_packed.data.packing.step_plan import (
     PieceNumbers,
     PieceTable,
     StepPlan,
-    check_ranks,
 )
-from megatron_packed.data.source_blend import SourceBlend
-from megatron_packed.packed.array_types import Float64Array, IntegerArray
+from megatron_packed.packed.array_types import Float64Array
 
 
-class PackPlan:
+@dataclass(kw_only=True, eq=False)
+class PackPlan(PieceTable):
     """Endless plan of the packs of training.
 
     Args:
-        pieces: the pieces of the data set.
-        targets: ``(S,)`` target tokens of each piece (`token_accounting.cut_documents`).
-        packer: the packing rules; no piece is longer than ``packer.slots``.
-        packs_per_step: P, over all ranks: ``global_batch_size // micro_batch_size``.
-        dp_size: data-parallel ranks; divides P.
-        seed: seed of the data order.
-        cost: estimated work of a pack, used to distribute a step's packs over the ranks. The cost
-            is not part of ``hash``, because it does not change which packs a step trains on.
-        blend: selects the pieces of each epoch; None for every piece once.
         ramp: growth of P at the start of the run; ``packs_per_step`` is then the final P.
-        epoch_starts: `epoch_starts` of an earlier plan with the same `hash`. With this argument a
-            run that resumes in a later epoch does not pack the earlier epochs again. The argument
-            does not change the packs.
-        show_progress: show a progress bar while the main thread waits for packing.
-        depth_targets: for each depth of multi-token prediction, the targets of each piece
-            (`token_accounting.targets_of_depths`).
-    Raises:
-        ValueError: there are no pieces, the numbers of pieces and target counts differ, or P is
-            not divisible by dp_size.
+        epoch_starts: place in the stream of the first pack of each epoch whose start is known, of
+            an earlier plan with the same `hash`. With this argument a run that resumes in a later
+            epoch does not pack the earlier epochs again. The argument does not change the packs.
+    For other arguments and errors see `PieceTable`.
     """
 
-    def __init__(
-        self,
-        pieces: Pieces,
-        targets: IntegerArray,
-        *,
-        packer: Packer,
-        packs_per_step: int,
-        dp_size: int = 1,
-        seed: int = 0,
-        cost: PackCost = BY_TOKENS,
-        blend: SourceBlend | None = None,
-        ramp: BatchRamp | None = None,
-        epoch_starts: Sequence[int] = (0,),
-        show_progress: bool = False,
-        depth_targets: Sequence[IntegerArray] = (),
-    ) -> None:
-        check_ranks(packs_per_step, dp_size)
-        self._table = PieceTable(
-            pieces, targets, packer, seed, cost, blend, show_progress, depth_targets
-        )
-        self.packs_per_step = packs_per_step
-        self.dp_size = dp_size
-        self._starts = list(epoch_starts)
-        """Place in the stream of the first pack of each epoch whose start is known. The last entry
-        belongs to an epoch that is not packed yet.
-        """
+    ramp: BatchRamp | None = None
+    epoch_starts: Sequence[int] = (0,)
+    """Place in the stream of the first pack of each epoch whose start is known. The last entry
+    belongs to an epoch that is not packed yet.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.epoch_starts = tuple(self.epoch_starts)
         self._epochs: OrderedDict[int, Packs] = OrderedDict()
         self._lock = threading.Lock()
-        self._ramp = ramp
-        self._stages = [BatchStage(0, 0, packs_per_step)] if ramp is None else ramp.stages()
-        self.hash = self._table.hash(packs_per_step)
-
-    @property
-    def pieces(self) -> Pieces:
-        return self._table.pieces
+        constant = [BatchStage(0, 0, self.packs_per_step)]
+        self._stages = constant if self.ramp is None else self.ramp.stages()
 
     @property
     def origin(self) -> int:
@@ -123,38 +86,16 @@ class PackPlan:
         batch size while it grows.
         """
         with self._lock:
-            if self._ramp is not None:
-                self._stages = self._ramp.stages(step, pack, samples)
+            if self.ramp is not None:
+                self._stages = self.ramp.stages(step, pack, samples)
             else:
                 packs = self.packs_per_step
                 self._stages = [BatchStage(0, pack - step * packs, packs)]
 
-    def hash_with(self, packs_per_step: int) -> str:
-        """Return the `hash` of the same stream with another number of packs per step."""
-        return self._table.hash(packs_per_step)
-
-    @property
-    def blend(self) -> SourceBlend | None:
-        return self._table.blend
-
-    @property
-    def alignment(self) -> int:
-        """Alignment of pieces in a pack, in slots. Pieces begin at multiples of the alignment."""
-        return self._table.packer.alignment
-
     @property
     def room(self) -> int | None:
         """Largest number of documents that the CUDA graphs can hold; see `Packer.room`."""
-        return self._table.packer.room
-
-    @property
-    def epoch_starts(self) -> tuple[int, ...]:
-        """Place in the stream of the first pack of each epoch whose start is known.
-
-        See the argument of the same name.
-        """
-        with self._lock:
-            return tuple(self._starts)
+        return self.packer.room
 
     def epoch(self, epoch: int) -> Packs:
         """Return all packs of one epoch, in training order.
@@ -173,13 +114,13 @@ class PackPlan:
         exact = Fraction(repr(epochs))
         full_epochs, last = exact.numerator // exact.denominator, ceil(exact)
         with self._lock:
-            while len(self._starts) <= last:
-                number = len(self._starts) - 1
+            while len(self.epoch_starts) <= last:
+                number = len(self.epoch_starts) - 1
                 # Not `_epoch`: the cache must keep the epochs that training begins with.
                 packs = self._epochs.get(number)
-                packs = self._table.pack(number) if packs is None else packs
-                self._starts.append(self._starts[number] + len(packs))
-            first, end = self._starts[full_epochs], self._starts[last]
+                packs = self.pack(number) if packs is None else packs
+                self.epoch_starts = (*self.epoch_starts, self.epoch_starts[number] + len(packs))
+            first, end = self.epoch_starts[full_epochs], self.epoch_starts[last]
         return first + ceil((exact - full_epochs) * (end - first))
 
     def epochs_of(self, first: int, stop: int) -> Iterator[Packs]:
@@ -205,21 +146,21 @@ class PackPlan:
                 raise ValueError(f"step is {step}; the first step of this plan is {at}.")
             epoch = self._epoch_of(first)
             packs: list[PieceNumbers] = []
-            at, number = first - self._starts[epoch], epoch
+            at, number = first - self.epoch_starts[epoch], epoch
             while len(packs) < count:
                 current = self._epoch(number)
                 wanted = count - len(packs)
                 packs += [current[pack] for pack in range(at, min(at + wanted, len(current)))]
                 at, number = 0, number + 1
-        return self._table.step(step, epoch, packs, self.dp_size)
+        return self.deal(step, epoch, packs)
 
     def dp_imbalance(self, epoch: int = 0) -> Float64Array:
         """Return `StepPlan.dp_imbalance` of every full step of one epoch's packs.
 
         If the epoch has fewer packs than a step, the step is filled up with empty packs.
         """
-        packs, table = self.epoch(epoch), self._table
-        costs = table.cost.estimate(packs.sums(table.pieces.length), packs.sums(table.squares))
+        packs = self.epoch(epoch)
+        costs = self.cost.estimate(packs.sums(self.pieces.length), packs.sums(self.squares))
         steps = max(len(costs) // self.packs_per_step, 1)
         costs.resize(
             steps * self.packs_per_step, refcheck=False
@@ -232,39 +173,25 @@ class PackPlan:
         Only epochs that have a pack of more than ``room`` documents are packed differently; see
         `Packer.room`. If the first epoch is already packed and within the limit, it is reused.
         """
-        table = self._table
-        plan = PackPlan(
-            table.pieces,
-            table.targets,
-            packer=table.packer.keeping_to(room),
-            packs_per_step=self.packs_per_step,
-            dp_size=self.dp_size,
-            seed=table.seed,
-            cost=table.cost,
-            blend=table.blend,
-            ramp=self._ramp,
-            show_progress=table.show_progress,
-            depth_targets=table.depth_targets,
-        )
+        plan = replace(self, packer=self.packer.keeping_to(room), epoch_starts=(0,))
         with self._lock:
             first = self._epochs.get(0)
         if first is not None and first.documents_per_pack.max() <= room:
             plan._epochs[0] = first
-            plan._starts = [0, len(first)]
+            plan.epoch_starts = (0, len(first))
         return plan
 
     def evaluation(self, max_steps: int | None = None) -> EvaluationPlan:
         """Return a plan of one evaluation over the same pieces; see `EvaluationPlan`."""
-        table = self._table
         return EvaluationPlan(
-            table.pieces,
-            table.targets,
-            packer=table.packer,
+            self.pieces,
+            self.targets,
+            packer=self.packer,
             packs_per_step=self.packs_per_step,
             dp_size=self.dp_size,
-            seed=table.seed,
-            cost=table.cost,
-            blend=table.blend,
+            seed=self.seed,
+            cost=self.cost,
+            blend=self.blend,
             max_steps=max_steps,
         )
 
@@ -273,24 +200,24 @@ class PackPlan:
 
         Earlier epochs are packed if their numbers of packs are not known.
         """
-        while pack >= self._starts[-1]:
-            self._epoch(len(self._starts) - 1)
-        return bisect_right(self._starts, pack) - 1
+        while pack >= self.epoch_starts[-1]:
+            self._epoch(len(self.epoch_starts) - 1)
+        return bisect_right(self.epoch_starts, pack) - 1
 
     def _epoch(self, epoch: int) -> Packs:
         packs = self._epochs.get(epoch)
         if packs is None:
-            packs = self._table.pack(epoch)
+            packs = self.pack(epoch)
             self._epochs[epoch] = packs
             while len(self._epochs) > 2:
                 self._epochs.popitem(last=False)
-            end = self._starts[epoch] + len(packs) if epoch < len(self._starts) else None
-            if epoch == len(self._starts) - 1:
-                self._starts.append(self._starts[epoch] + len(packs))
-            elif end is not None and end != self._starts[epoch + 1]:
+            end = self.epoch_starts[epoch] + len(packs) if epoch < len(self.epoch_starts) else None
+            if epoch == len(self.epoch_starts) - 1:
+                self.epoch_starts = (*self.epoch_starts, self.epoch_starts[epoch] + len(packs))
+            elif end is not None and end != self.epoch_starts[epoch + 1]:
                 raise ValueError(
                     f"epoch {epoch} has {len(packs)} packs, but epoch_starts gives it "
-                    f"{self._starts[epoch + 1] - self._starts[epoch]}; epoch_starts comes from a plan with other data "
-                    "or packing rules."
+                    f"{self.epoch_starts[epoch + 1] - self.epoch_starts[epoch]}; epoch_starts comes from a plan with "
+                    "other data or packing rules."
                 )
         return packs

@@ -243,23 +243,24 @@ class _Plan(NamedTuple):
         return cls(bin_of, num_bins, most, tokens, int(lengths.sum()) - tokens)
 
 
+@dataclass
 class _Balancer:
     """Balanced packer of the windows of one epoch; it starts each window from the choices of
     earlier windows."""
 
-    def __init__(self, slots: int, max_documents: int, random: KeyedRandom) -> None:
-        self._slots = slots
-        self._limit = max_documents
-        self._random = random
-        self._packs = 0
-        self._tokens = 0
-        self._most = 0
-        self._by_fit = False
-        """True if best fit cost less in the first window; then best fit packs the other windows."""
-        self._waste = 0.0
-        """Smallest share of its slots that a window left empty, an estimate of the share that
-        cannot be filled with these lengths.
-        """
+    _slots: int
+    _limit: int
+    """Largest number of documents of a pack."""
+    _random: KeyedRandom
+    _packs: int = 0
+    _tokens: int = 0
+    _most: int = 0
+    _by_fit: bool = False
+    """True if best fit cost less in the first window; then best fit packs the other windows."""
+    _waste: float = 0.0
+    """Smallest share of its slots that a window left empty, an estimate of the share that cannot be
+    filled with these lengths.
+    """
 
     def pack(self, lengths: Lengths, last: bool) -> Int64Array:
         """Return the bin of each document, ``(n,)``, or `LEFT_OVER` for the next window.

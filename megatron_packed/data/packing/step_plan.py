@@ -6,13 +6,14 @@ import hashlib
 import json
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
 from megatron_packed.data.packing.packer import Packer, Packs
 from megatron_packed.data.packing.pieces import Pieces
-from megatron_packed.data.packing.rank_balance import PackCost, spread
+from megatron_packed.data.packing.rank_balance import BY_TOKENS, PackCost, spread
 from megatron_packed.data.progress_bar import ProgressBar
 from megatron_packed.data.source_blend import SourceBlend
 from megatron_packed.packed.array_types import Int64Array, IntegerArray
@@ -65,37 +66,62 @@ class StepPlan:
         return tuple(1.0 / count if count else 0.0 for count in counts)
 
 
+@dataclass(kw_only=True, eq=False)
 class PieceTable:
-    """Pieces of a data set with their target counts and the packing rules."""
+    """Pieces of a data set with their target counts, the packing rules, and the size of a step.
 
-    def __init__(
-        self,
-        pieces: Pieces,
-        targets: IntegerArray,
-        packer: Packer,
-        seed: int,
-        cost: PackCost,
-        blend: SourceBlend | None,
-        show_progress: bool = False,
-        depth_targets: Sequence[IntegerArray] = (),
-    ) -> None:
-        if len(targets) != len(pieces):
+    Args:
+        pieces: the pieces of the data set.
+        targets: ``(S,)`` target tokens of each piece (`token_accounting.cut_documents`).
+        packer: the packing rules; no piece is longer than ``packer.slots``.
+        packs_per_step: P, over all ranks: ``global_batch_size // micro_batch_size``.
+        dp_size: data-parallel ranks; divides P.
+        seed: seed of the data order.
+        cost: estimated work of a pack, used to distribute a step's packs over the ranks. The cost
+            is not part of ``hash``, because it does not change which packs a step trains on.
+        blend: selects the pieces of each epoch; None for every piece once.
+        show_progress: show a progress bar while the main thread waits for packing.
+        depth_targets: for each depth of multi-token prediction, the targets of each piece
+            (`token_accounting.targets_of_depths`).
+    Raises:
+        ValueError: there are no pieces, the numbers of pieces and target counts differ, or P is
+            not divisible by dp_size.
+    """
+
+    pieces: Pieces = field(kw_only=False)
+    targets: IntegerArray = field(kw_only=False)
+    packer: Packer
+    packs_per_step: int
+    dp_size: int = 1
+    seed: int = 0
+    cost: PackCost = BY_TOKENS
+    blend: SourceBlend | None = None
+    show_progress: bool = False
+    depth_targets: Sequence[IntegerArray] = ()
+
+    def __post_init__(self) -> None:
+        check_ranks(self.packs_per_step, self.dp_size)
+        if len(self.targets) != len(self.pieces):
             raise ValueError(
-                f"there are {len(pieces)} pieces but {len(targets)} target counts; get both from cut_documents."
+                f"there are {len(self.pieces)} pieces but {len(self.targets)} target counts; get both from "
+                "cut_documents."
             )
-        if len(pieces) == 0:
+        if len(self.pieces) == 0:
             raise ValueError(
                 "there is no document to pack; check the data paths and the over-long policy."
             )
-        self.pieces = pieces
-        self.targets = np.asarray(targets, dtype=np.int64)
-        self.depth_targets = depth_targets
-        self.squares = pieces.length**2
-        self.cost = cost
-        self.packer = packer
-        self.seed = seed
-        self.blend = blend
-        self.show_progress = show_progress
+        self.targets = np.asarray(self.targets, dtype=np.int64)
+        self.squares = self.pieces.length**2
+
+    @property
+    def alignment(self) -> int:
+        """Alignment of pieces in a pack, in slots. Pieces begin at multiples of the alignment."""
+        return self.packer.alignment
+
+    @cached_property
+    def hash(self) -> str:
+        """Hash of the stream of packs, and of the packs of a step."""
+        return self.hash_with(self.packs_per_step)
 
     def pack(self, epoch: int) -> Packs:
         """Pack one epoch: all pieces, or the pieces that the blend draws for the epoch."""
@@ -108,7 +134,7 @@ class PieceTable:
             packs = self.packer.pack(lengths, self.seed, epoch, progress.update)
         return packs if drawn is None else Packs(drawn[packs.order], packs.offsets)
 
-    def hash(self, packs_per_step: int) -> str:
+    def hash_with(self, packs_per_step: int) -> str:
         """Hash lengths, targets, packing rules and seed to 64 hexadecimal digits.
 
         The number of ranks is not part of the hash.
@@ -138,14 +164,14 @@ class PieceTable:
             digest.update(np.ascontiguousarray(array, dtype="<i8").data)
         return digest.hexdigest()
 
-    def step(self, step: int, epoch: int, packs: Sequence[PieceNumbers], dp_size: int) -> StepPlan:
+    def deal(self, step: int, epoch: int, packs: Sequence[PieceNumbers]) -> StepPlan:
         """Distribute the packs of a step over the ranks so that their estimated work is even.
 
         Empty packs come last on each rank. See `spread`.
         """
         tokens = np.array([self.pieces.length[numbers].sum() for numbers in packs])
         squares = np.array([self.squares[numbers].sum() for numbers in packs])
-        packs_SRB, imbalance_S = spread(self.cost.estimate(tokens, squares)[None], dp_size)
+        packs_SRB, imbalance_S = spread(self.cost.estimate(tokens, squares)[None], self.dp_size)
         return StepPlan(
             step=step,
             epoch=epoch,

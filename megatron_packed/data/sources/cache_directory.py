@@ -29,7 +29,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatron_packed.config import flag_names as flags
-from megatron_packed.config.written_files import remove_abandoned, write_file
+from megatron_packed.config.written_files import remove_abandoned, sync_path, write_file
 from megatron_packed.data.errors import DataError, printable
 
 _STALE_SECONDS = 24 * 3600.0
@@ -104,8 +104,8 @@ def _build_and_publish(
         temporary.mkdir()
         build(temporary)
         for file in temporary.iterdir():
-            _flush(file)
-        _flush(temporary)
+            sync_path(file)
+        sync_path(temporary)
         _publish(temporary, final, is_valid)
     except DataError as error:
         # Without the file, waiting processes build too, and raise the same error.
@@ -130,7 +130,7 @@ def _publish(temporary: Path, final: Path, is_valid: Callable[[Path], bool]) -> 
     for _ in range(3):
         try:
             os.rename(temporary, final)
-            _flush(final.parent)
+            sync_path(final.parent)
             return
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
@@ -221,11 +221,3 @@ def _failure(final: Path) -> tuple[str, str] | None:
     except (OSError, UnicodeDecodeError):
         return None
     return token, sentence
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

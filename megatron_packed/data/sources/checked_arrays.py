@@ -7,24 +7,87 @@ before it is used, and opening an array does not read its data.
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-import google_crc32c
 import numpy as np
-from numpy.typing import DTypeLike
+from numpy.typing import ArrayLike, DTypeLike
 
+from megatron_packed.config.checksums import crc32c
 from megatron_packed.data.errors import DataError
 from megatron_packed.packed.array_types import AnyArray
 
-BLOCK_BYTES = 2**16
+CHECKSUM_BLOCK_BYTES = 2**16
 """Bytes per checksum; a multiple of every item size."""
-_CHECKSUMS = np.dtype("<u4")
+CHECKSUMS = np.dtype("<u4")
 
 
-def checksum(data: bytes) -> int:
-    """Return the CRC32C of ``data``."""
-    return int(google_crc32c.value(data))
+class BlockWriter:
+    """Writer of bytes to an open file, with the CRC32C of each block."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._block = bytearray()
+        # 4 bytes each; a trillion int32 tokens have 61 million checksums
+        self._checksums = array("I")
+
+    def write(self, data: bytes) -> None:
+        self._block += data
+        if len(self._block) >= CHECKSUM_BLOCK_BYTES:
+            self._write(len(self._block) // CHECKSUM_BLOCK_BYTES * CHECKSUM_BLOCK_BYTES)
+
+    def finish(self) -> AnyArray:
+        """Write the rest and return the checksums of all blocks, as they are stored."""
+        self._write(len(self._block))
+        return np.frombuffer(self._checksums, np.uint32).astype(CHECKSUMS)
+
+    def _write(self, num_bytes: int) -> None:
+        data = bytes(self._block[:num_bytes])
+        del self._block[:num_bytes]
+        for start in range(0, num_bytes, CHECKSUM_BLOCK_BYTES):
+            self._checksums.append(crc32c(data[start : start + CHECKSUM_BLOCK_BYTES]))
+        self._file.write(data)
+
+
+@dataclass
+class CheckedBlocks:
+    """Items of a file of which each block is compared with its checksum when it is first read.
+
+    Args:
+        values: the items.
+        checksums: CRC32C of each block of `CHECKSUM_BLOCK_BYTES` bytes.
+        path: the file, for messages.
+        cure: end of the message about a block that has changed.
+    """
+
+    values: Any
+    checksums: AnyArray
+    path: Path
+    cure: str
+
+    def __post_init__(self) -> None:
+        self._checked = np.zeros(len(self.checksums), np.bool_)
+        self._items = CHECKSUM_BLOCK_BYTES // self.values.dtype.itemsize
+
+    def read(self, start: int, stop: int) -> AnyArray:
+        """Return the items from ``start`` to ``stop - 1``, read-only.
+
+        Raises:
+            DataError: a block has changed since it was written.
+        """
+        first, end = start // self._items, -(-stop // self._items)
+        for block in (first + np.flatnonzero(~self._checked[first:end])).tolist():
+            data = self.values[block * self._items : (block + 1) * self._items].tobytes()
+            if crc32c(data) != self.checksums[block]:
+                byte = block * CHECKSUM_BLOCK_BYTES
+                raise DataError(
+                    f"{self.path}: bytes {byte} to {byte + CHECKSUM_BLOCK_BYTES - 1} changed since they were "
+                    f"written {self.cure}"
+                )
+            self._checked[block] = True
+        items: AnyArray = self.values[start:stop]
+        return items
 
 
 class ArrayWriter:
@@ -40,36 +103,23 @@ class ArrayWriter:
         self._dtype = np.dtype(dtype)
         self._file = (directory / f"{name}.bin").open("wb")
         self._checksums_file = directory / f"{name}.crc32c"
-        # 4 bytes each; a trillion int32 tokens have 61 million checksums
-        self._checksums = array("I")
-        self._block = bytearray()
+        self._blocks = BlockWriter(self._file)
         self._count = 0
 
-    def append(self, values: AnyArray) -> None:
-        raw = np.ascontiguousarray(values, self._dtype).tobytes()
-        self._count += len(values)
-        self._block += raw
-        if len(self._block) >= BLOCK_BYTES:
-            num_bytes = len(self._block) // BLOCK_BYTES * BLOCK_BYTES
-            self._write(bytes(self._block[:num_bytes]))
-            del self._block[:num_bytes]
-
-    def _write(self, data: bytes) -> None:
-        for start in range(0, len(data), BLOCK_BYTES):
-            self._checksums.append(checksum(data[start : start + BLOCK_BYTES]))
-        self._file.write(data)
+    def append(self, values: ArrayLike) -> None:
+        items = np.ascontiguousarray(values, self._dtype)
+        self._count += len(items)
+        self._blocks.write(items.tobytes())
 
     def close(self) -> dict[str, Any]:
         """Write the rest and the checksums, and return the array's entry in the manifest."""
-        if self._block:
-            self._write(bytes(self._block))
+        checksums = self._blocks.finish().tobytes()
         self._file.close()
-        checksums = np.frombuffer(self._checksums, np.uint32).astype(_CHECKSUMS).tobytes()
         self._checksums_file.write_bytes(checksums)
         return {
             "dtype": self._dtype.str,
             "count": self._count,
-            "checksums_crc32c": checksum(checksums),
+            "checksums_crc32c": crc32c(checksums),
         }
 
 
@@ -96,16 +146,16 @@ class CheckedArray:
         num_bytes = self.count * item.itemsize
         self._check_size(self.path, num_bytes)
         checksums_path = directory / f"{name}.crc32c"
-        self._check_size(checksums_path, -(-num_bytes // BLOCK_BYTES) * _CHECKSUMS.itemsize)
+        self._check_size(checksums_path, -(-num_bytes // CHECKSUM_BLOCK_BYTES) * CHECKSUMS.itemsize)
         raw = checksums_path.read_bytes()
-        if checksum(raw) != entry["checksums_crc32c"]:
+        if crc32c(raw) != entry["checksums_crc32c"]:
             raise DataError(f"{checksums_path} is damaged; remove {directory} to build it again.")
-        self._checksums = np.frombuffer(raw, _CHECKSUMS)
-        self._checked = np.zeros(len(self._checksums), np.bool_)
-        self._items_per_block = BLOCK_BYTES // item.itemsize
-        empty = np.zeros(0, item)
-        self._values: AnyArray = (
-            np.asarray(np.memmap(self.path, item, "r")) if self.count else empty
+        values = np.memmap(self.path, item, "r") if self.count else np.zeros(0, item)
+        self._blocks = CheckedBlocks(
+            np.asarray(values),
+            np.frombuffer(raw, CHECKSUMS),
+            self.path,
+            f"(CRC32C differs); test the disk, and remove {directory} to build it again.",
         )
 
     def read(self, start: int, stop: int) -> AnyArray:
@@ -114,29 +164,10 @@ class CheckedArray:
         Raises:
             DataError: a block has changed since it was written.
         """
-        if stop > start:
-            first, last = start // self._items_per_block, (stop - 1) // self._items_per_block
-            if not self._checked[first : last + 1].all():
-                self._check_blocks(first, last)
-        return self._values[start:stop]
+        return self._blocks.read(start, stop)
 
     def read_all(self) -> AnyArray:
         return self.read(0, self.count)
-
-    def _check_blocks(self, first: int, last: int) -> None:
-        for block in range(first, last + 1):
-            if self._checked[block]:
-                continue
-            at = block * self._items_per_block
-            if (
-                checksum(self._values[at : at + self._items_per_block].tobytes())
-                != self._checksums[block]
-            ):
-                raise DataError(
-                    f"{self.path}: bytes {block * BLOCK_BYTES} to {(block + 1) * BLOCK_BYTES - 1} changed since they "
-                    f"were written (CRC32C differs); test the disk, and remove {self.path.parent} to build it again."
-                )
-            self._checked[block] = True
 
     @staticmethod
     def _check_size(path: Path, expected: int) -> None:

@@ -297,6 +297,7 @@ class DataReport(LineCounts):
         return text
 
 
+@dataclass
 class LineTally:
     """Counter of source lines, which fills the line counts of a report.
 
@@ -305,16 +306,15 @@ class LineTally:
         quarantine: receives the lines that are left out.
     """
 
-    def __init__(self, counts: LineCounts, quarantine: Quarantine) -> None:
-        self._counts = counts
-        self._quarantine = quarantine
-        self._of_file: Counter[str] = Counter()
-        self._empty_of_file: Counter[str] = Counter()
+    counts: LineCounts
+    quarantine: Quarantine
+    _of_file: Counter[str] = field(default_factory=Counter)
+    _empty_of_file: Counter[str] = field(default_factory=Counter)
 
     def blank(self, line: RawLine) -> None:
         """Count blank lines."""
-        self._counts.lines += line.num_lines
-        self._counts.blank += line.num_lines
+        self.counts.lines += line.num_lines
+        self.counts.blank += line.num_lines
 
     def used(
         self,
@@ -330,30 +330,30 @@ class LineTally:
             notes: what of the lines is not learned as it is written.
             line: the line; None for several lines.
         """
-        self._counts.add_notes(notes or Counter())
-        if self._counts.turn_marker_lines and not self._counts.first_marked and line is not None:
-            self._counts.first_marked = f"{file}, {line.kind} {line.number}"
-        self._counts.lines += count
-        self._counts.good += count
-        self._counts.schemas[schema] = self._counts.schemas.get(schema, 0) + count
+        self.counts.add_notes(notes or Counter())
+        if self.counts.turn_marker_lines and not self.counts.first_marked and line is not None:
+            self.counts.first_marked = f"{file}, {line.kind} {line.number}"
+        self.counts.lines += count
+        self.counts.good += count
+        self.counts.schemas[schema] = self.counts.schemas.get(schema, 0) + count
         self._of_file[str(file)] += count
 
     def left_out(self, file: Path, line: RawLine, bad_line: BadLine) -> None:
         """Count a line that is left out, and list it in the quarantine file."""
-        self._counts.lines += line.num_lines
+        self.counts.lines += line.num_lines
         self._of_file[str(file)] += line.num_lines
         is_empty = bad_line.reason in EMPTY
-        counts = self._counts.empty if is_empty else self._counts.bad
+        counts = self.counts.empty if is_empty else self.counts.bad
         counts[bad_line.reason] = counts.get(bad_line.reason, 0) + 1
         if is_empty:
             self._empty_of_file[str(file)] += 1
-        elif not self._counts.first_bad:
-            self._counts.first_bad = _place_of(file, line, bad_line)
-        self._quarantine.add(file, line, bad_line)
+        elif not self.counts.first_bad:
+            self.counts.first_bad = _place_of(file, line, bad_line)
+        self.quarantine.add(file, line, bad_line)
 
     def close(self) -> None:
         """Find the files with many empty lines."""
-        self._counts.empty_files = {
+        self.counts.empty_files = {
             file: [empty, self._of_file[file]]
             for file, empty in self._empty_of_file.items()
             if 2 * empty > self._of_file[file]

@@ -21,7 +21,7 @@ from megatron_packed.data.sources.data_report import HOPELESS, LineCounts, LineT
 from megatron_packed.data.sources.jsonl_lines import RawLine
 from megatron_packed.data.sources.line_fields import absent, field_names, has_field
 from megatron_packed.data.sources.line_schema import LineSample
-from megatron_packed.data.sources.strict_json import parse_object
+from megatron_packed.data.sources.strict_json import object_of_line
 from megatron_packed.data.tokenizers.encode import SampleEncoder
 
 _LINES, _ALL_LINES = 4096, 2**16
@@ -163,7 +163,7 @@ class _FirstLines:
                 tally.used(file, "", notes=outcome.notes, line=line)
 
     def _look_for_fields(self, line: RawLine) -> None:
-        value = parse_object(line.data)
+        value = object_of_line(line.data)
         if self._names is None:
             self._names = field_names(value)
         for target, path in list(self._unseen.items()):

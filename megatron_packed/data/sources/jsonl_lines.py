@@ -69,7 +69,7 @@ class LineReader:
         self.file = file
         self.max_line_bytes = max_line_bytes
         self.unread_columns: tuple[str, ...] = ()
-        """Empty: lines are read with all of their fields."""
+        """Columns of a table that are not read; none of lines and texts."""
         self._blocks = Blocks(file)
 
     @property

@@ -20,7 +20,7 @@ from megatron_packed.config.parser.did_you_mean import did_you_mean, nearest
 from megatron_packed.data.errors import BadLine, DataError, printable
 from megatron_packed.data.sources.line_messages import has_messages, is_message
 from megatron_packed.data.sources.message_masks import LISTED_MASK
-from megatron_packed.data.sources.strict_json import JsonObject, type_name
+from megatron_packed.data.sources.strict_json import JsonObject, expect
 
 _NO_TEXTS = frozenset({"messages", "conversations", "tools", "history", LABEL})
 """Targets that keep their value. All other targets are texts, or messages."""
@@ -80,9 +80,8 @@ def _elements(value: Any, steps: Sequence[str]) -> Iterator[tuple[Any, ...]]:
         yield ()
         return
     elements = _follow(value, steps[0].split("."))
-    if elements is not None and not isinstance(elements, list):
-        shown = printable(steps[0], _MOST_NAME)
-        raise BadLine("wrong_type", f"{shown} is a {type_name(elements)}, not a list")
+    if elements is not None:
+        expect(printable(steps[0], _MOST_NAME), elements, list)
     for element in elements or [None]:
         for inner in _elements(element, steps[1:]):
             yield (element, *inner)
@@ -338,10 +337,6 @@ def _follow(value: Any, names: Sequence[str]) -> Any:
 
 
 def _text(value: Any, path: str) -> str:
-    if isinstance(value, str):
-        return value
     if isinstance(value, list):
         return "\n".join(_text(part, path) for part in value if part is not None)
-    raise BadLine(
-        "wrong_type", f"{printable(path, _MOST_NAME)} is a {type_name(value)}, not a string"
-    )
+    return expect(printable(path, _MOST_NAME), value, str)

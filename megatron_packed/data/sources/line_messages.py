@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_packed.data.errors import BadLine, printable
 from megatron_packed.data.sources.message_masks import TRAIN, check_listed_mask, unify_masks
-from megatron_packed.data.sources.strict_json import JsonObject, type_name
+from megatron_packed.data.sources.strict_json import JsonObject, expect, type_name
 from megatron_packed.data.sources.tool_fields import (
     calls_of_text,
     parse_tool_calls,
@@ -112,9 +112,7 @@ def parse_messages(
     """
     if is_dialogue(turns):
         turns = _turns_of_dialogue(turns)
-    if not isinstance(turns, list):
-        raise BadLine("wrong_type", f"{name} is a {type_name(turns)}, not a list")
-    if not turns:
+    if not expect(name, turns, list):
         raise BadLine("empty_messages")
     masks = check_listed_mask(listed_mask, len(turns))
     messages = []
@@ -134,14 +132,11 @@ def unknown_fields(messages: Iterable[JsonObject]) -> set[str]:
 
 def _with_role(where: str, turn: Any, sharegpt: bool) -> JsonObject:
     """Return a copy of a message with a valid role, without null values except the content."""
-    if not isinstance(turn, dict):
-        raise BadLine("wrong_type", f"{where} is a {type_name(turn)}, not an object")
-    fields = {name: without_nulls(part) for name, part in turn.items() if part is not None}
+    present = expect(where, turn, dict).items()
+    fields = {name: without_nulls(part) for name, part in present if part is not None}
     if sharegpt:
         return _from_sharegpt(where, turn, fields)
-    role = fields.get("role")
-    if not isinstance(role, str):
-        raise BadLine("wrong_type", f"{where}.role is a {type_name(role)}, not a string")
+    role = expect(f"{where}.role", fields.get("role"), str)
     if role not in _ROLES:
         raise BadLine("unknown_role", f"{where}.role is {printable(role, 40)!r}")
     fields["role"] = _ROLES[role]
@@ -157,9 +152,7 @@ def _from_sharegpt(where: str, turn: JsonObject, fields: JsonObject) -> JsonObje
         fields: fields of the turn that are not null.
     """
     key = "from" if "from" in fields else "role"
-    role = fields.get(key)
-    if not isinstance(role, str):
-        raise BadLine("wrong_type", f"{where}.{key} is a {type_name(role)}, not a string")
+    role = expect(f"{where}.{key}", fields.get(key), str)
     if role not in _SHAREGPT_ROLES:
         raise BadLine("unknown_role", f"{where}.{key} is {printable(role, 40)!r}")
     message: JsonObject = {"role": _SHAREGPT_ROLES[role]}
@@ -239,39 +232,31 @@ def _thought(where: str, part: JsonObject) -> str:
     texts: list[str] = []
     for text in value if isinstance(value, list) else [value]:
         text = text.get("text") if isinstance(text, dict) else text
-        if not isinstance(text, str):
-            raise BadLine("wrong_type", f"{where}.{name} is a {type_name(text)}, not a string")
-        texts.append(text)
+        texts.append(expect(f"{where}.{name}", text, str))
     return "\n\n".join(texts)
 
 
 def _content(where: str, message: JsonObject) -> str:
     """Return the content of a message as one string."""
     content = message.get("content")
-    if isinstance(content, str):
-        return content
     if isinstance(content, list):
         return "".join(_part(f"{where}[{at}]", part) for at, part in enumerate(content))
     answers = message["role"] == "assistant" and ("content" in message or "tool_calls" in message)
     if content is None and answers:
         return ""
-    raise BadLine("wrong_type", f"{where} is a {type_name(content)}, not a string")
+    return expect(where, content, str)
 
 
 def _part(where: str, part: Any) -> str:
     """Return the text of one part of a content list."""
     if isinstance(part, str):
         return part
-    if not isinstance(part, dict):
-        raise BadLine("wrong_type", f"{where} is a {type_name(part)}, not an object")
-    kind, text = part.get("type"), part.get("text")
+    kind, text = expect(where, part, dict).get("type"), part.get("text")
     if kind not in _TEXT_PARTS:
         shown = printable(kind, 40) if isinstance(kind, str) else type_name(kind)
         place = ", which only begins an answer" if kind in _THOUGHT_PARTS else ""
         raise BadLine("not_text", f"{where}.type is {shown!r}{place}")
-    if not isinstance(text, str):
-        raise BadLine("wrong_type", f"{where}.text is a {type_name(text)}, not a string")
-    return text
+    return expect(f"{where}.text", text, str)
 
 
 def _turns_of_dialogue(text: str) -> list[dict[str, str]]:

@@ -54,7 +54,7 @@ from megatron_packed.data.sources.line_messages import (
 )
 from megatron_packed.data.sources.message_masks import LISTED_MASK, TRAIN
 from megatron_packed.data.sources.preference_lines import PREFERENCE_FIELDS, check_no_preferences
-from megatron_packed.data.sources.strict_json import JsonObject, parse_object, type_name
+from megatron_packed.data.sources.strict_json import JsonObject, expect, object_of_line
 from megatron_packed.data.sources.token_lines import (
     TOKEN_FIELDS,
     TOKEN_ID_FIELDS,
@@ -126,7 +126,6 @@ class _Parsed(NamedTuple):
 
 
 def schema_name(sample: LineSample) -> str:
-    """Return the name of the schema of a sample, for reports."""
     if isinstance(sample, Conversation):
         return sample.schema
     if isinstance(sample, PromptCompletion):
@@ -148,7 +147,7 @@ def parse_line(
     Raises:
         BadLine: the line cannot be used, with the reason.
     """
-    line = parse_object(data)
+    line = object_of_line(data)
     if fields is None:
         check_no_preferences(line)
         values = [line]
@@ -362,7 +361,4 @@ def _system_message(value: JsonObject, messages: list[JsonObject]) -> list[JsonO
 
 
 def _string(value: JsonObject, field: str) -> str:
-    text = value[field]
-    if not isinstance(text, str):
-        raise BadLine("wrong_type", f"{field} is a {type_name(text)}, not a string")
-    return text
+    return expect(field, value[field], str)

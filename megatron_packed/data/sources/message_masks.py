@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_packed.data.errors import BadLine, printable
-from megatron_packed.data.sources.strict_json import JsonObject, type_name
+from megatron_packed.data.sources.strict_json import JsonObject, expect
 
 TRAIN = "train"
 LISTED_MASK = "loss_mask"
@@ -45,14 +45,12 @@ def check_listed_mask(values: Any, num_messages: int) -> Sequence[Any]:
     """
     if values is None:
         return [None] * num_messages
-    if not isinstance(values, list):
-        raise BadLine("wrong_type", f"{LISTED_MASK} is a {type_name(values)}, not a list")
-    if len(values) != num_messages:
+    if len(expect(LISTED_MASK, values, list)) != num_messages:
         raise BadLine(
             "bad_train_flag",
             f"{LISTED_MASK} has {len(values)} values, but the line has {num_messages} messages",
         )
-    return values
+    return list(values)
 
 
 def unify_masks(where: str, message: JsonObject, listed: tuple[str, Any] = ("", None)) -> None:
@@ -97,7 +95,6 @@ def unify_masks(where: str, message: JsonObject, listed: tuple[str, Any] = ("", 
 
 
 def _learned(place: str, name: str, value: Any) -> bool:
-    """Return True if a mask learns its message."""
     is_number = isinstance(value, int | float) and name != TRAIN and value in (0, 1)
     if not isinstance(value, bool) and not is_number:
         raise BadLine("bad_train_flag", f"{place} is {printable(json.dumps(value), 40)}")

@@ -12,6 +12,7 @@ from megatron_packed.data.sources.jsonl_lines import (
     START_BYTES,
     WHITE_SPACE,
     WHOLE_FILE,
+    LineReader,
     RawLine,
     start_of,
     without_mark,
@@ -28,7 +29,7 @@ def begins_as_json(file: Path) -> bool:
     return _JSON_START.match(start) is not None
 
 
-class TextReader:
+class TextReader(LineReader):
     """Iterator over the one `RawLine` of a plain text file; a blank file has a blank line.
 
     The content of the file never raises an exception. It is unusable if it is not UTF-8, contains
@@ -38,18 +39,6 @@ class TextReader:
         file: a text, plain or compressed.
         max_line_bytes: limit of the text, in decompressed bytes.
     """
-
-    def __init__(self, file: Path, max_line_bytes: int) -> None:
-        self.file = file
-        self.max_line_bytes = max_line_bytes
-        self.unread_columns: tuple[str, ...] = ()
-        """Empty: a text has no columns."""
-        self._blocks = Blocks(file)
-
-    @property
-    def bytes_read(self) -> int:
-        """Number of bytes of the file read so far; compressed bytes if the file is compressed."""
-        return self._blocks.bytes_read
 
     def __iter__(self) -> Iterator[RawLine]:
         content, size = [], 0

@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections import Counter
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_packed.data.errors import BadLine, printable
 
@@ -24,7 +24,7 @@ _SUSPECT = re.compile(rb"\\u[dD][89a-fA-F]|\\u[fF][dD][dD][0-2]|\xef\xb7[\x90-\x
 _RESERVED = re.compile("[\ufdd0-\ufdd2]")
 
 
-def parse_object(data: bytes) -> JsonObject:
+def object_of_line(data: bytes) -> JsonObject:
     """Parse one line strictly as a JSON object.
 
     Raises:
@@ -143,6 +143,23 @@ _DECODER = json.JSONDecoder(
     parse_int=_integer,
     parse_float=_float,
 )
+
+
+_NOUNS: dict[type, str] = {str: "a string", list: "a list", dict: "an object"}
+T = TypeVar("T")
+
+
+def expect(where: str, value: Any, kind: type[T]) -> T:
+    """Return a value that must be a string, a list or an object.
+
+    Args:
+        where: place of the value in the line, for the message.
+    Raises:
+        BadLine: the value has another type.
+    """
+    if not isinstance(value, kind):
+        raise BadLine("wrong_type", f"{where} is a {type_name(value)}, not {_NOUNS[kind]}")
+    return value
 
 
 def type_name(value: Any) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ def _needed(columns: Collection[str]) -> set[str]:
     return set(columns) & DECIDING or set(columns)
 
 
+@dataclass
 class RowReader:
     """Iterator over the rows of one table as `RawLine`s, numbered from 1.
 
@@ -74,21 +76,14 @@ class RowReader:
             columns twice, or if pyarrow is not installed.
     """
 
-    def __init__(
-        self,
-        file: Path,
-        max_line_bytes: int,
-        columns: Collection[str],
-        fields: DataFields | None = None,
-    ) -> None:
-        self.file = file
-        self.max_line_bytes = max_line_bytes
-        self.columns = columns
-        self.fields = fields
-        self.bytes_read = 0
-        """Number of bytes of the file read so far; for Parquet, estimated from the rows read."""
-        self.unread_columns: tuple[str, ...] = ()
-        """Columns that are not read, from the first row on; empty with ``fields``, which are a choice."""
+    file: Path
+    max_line_bytes: int
+    columns: Collection[str]
+    fields: DataFields | None = None
+    bytes_read: int = 0
+    """Number of bytes of the file read so far; for Parquet, estimated from the rows read."""
+    unread_columns: tuple[str, ...] = ()
+    """Columns that are not read, from the first row on; empty with ``fields``, which are a choice."""
 
     def __iter__(self) -> Iterator[RawLine]:
         check_pyarrow(self.file)
@@ -196,26 +191,21 @@ class RowReader:
         return columns if decide.isdisjoint(names) else columns - (TOKEN_FIELDS - {LISTED_MASK})
 
     def _lines(self, batch: Any) -> Iterator[tuple[bytes, str | None]]:
-        if (
-            batch.nbytes > self.max_line_bytes
-        ):  # Python objects take several times the bytes of the batch, so split it
-            if len(batch) == 1:
-                yield b"", "line_too_long"
-                return
+        # Python objects take several times the bytes of the batch, so a large batch is divided.
+        reason = "line_too_long" if batch.nbytes > self.max_line_bytes else None
+        rows: list[dict[str, Any]] = []
+        if reason is None:
+            try:
+                rows = batch.to_pylist()
+            except UnicodeDecodeError:
+                reason = "invalid_utf8"
+        if reason is None:
+            yield from map(self._line, rows)
+        elif len(batch) == 1:
+            yield b"", reason
+        else:
             for row in range(len(batch)):
                 yield from self._lines(batch.slice(row, 1))
-            return
-        try:
-            rows = batch.to_pylist()
-        except UnicodeDecodeError:
-            if len(batch) == 1:
-                yield b"", "invalid_utf8"
-                return
-            for row in range(len(batch)):
-                yield from self._lines(batch.slice(row, 1))
-            return
-        for row in rows:
-            yield self._line(row)
 
     def _line(self, row: dict[str, Any]) -> tuple[bytes, str | None]:
         try:

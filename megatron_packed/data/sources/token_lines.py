@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from megatron_packed.data.errors import BadLine, printable
-from megatron_packed.data.sources.strict_json import JsonObject, type_name
+from megatron_packed.data.sources.strict_json import JsonObject, expect, type_name
 
 TOKEN_ID_FIELDS = ("input_ids", "token_ids")
 """Names of the field of the tokens."""
@@ -71,9 +71,7 @@ def token_sequence(line: JsonObject) -> TokenSequence:
 
 def _numbers(name: str, value: Any, length: int | None, lowest: int = 0) -> list[int]:
     """Return a list of token numbers after a check of its elements and of its length."""
-    if not isinstance(value, list):
-        raise BadLine("wrong_type", f"{name} is a {type_name(value)}, not a list")
-    for at, number in enumerate(value):
+    for at, number in enumerate(expect(name, value, list)):
         if not isinstance(number, int) or isinstance(number, bool):
             raise BadLine(
                 "wrong_type", f"{name}[{at}] is a {type_name(number)}, not a token number"
@@ -86,7 +84,7 @@ def _numbers(name: str, value: Any, length: int | None, lowest: int = 0) -> list
         raise BadLine(
             "wrong_type", f"{name} has {len(value)} numbers, but the line has {length} tokens"
         )
-    return value
+    return list(value)
 
 
 def _mask(name: str, value: Any, length: int) -> list[int]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.data_fields import DataFields
@@ -40,6 +41,15 @@ from megatron_packed.data.tokenizers.chat_format import ChatFormat
 from megatron_packed.data.tokenizers.encode import EncodedDocument, SampleEncoder
 from megatron_packed.packed.array_types import Int64Array
 
+ARRAY_TYPES = {
+    "tokens": "<i4",
+    "targets": "u1",
+    "offsets": "<i8",
+    "target_counts": "<i8",
+    "source_lengths": "<i8",
+    "source_targets": "<i8",
+}
+"""Type of the items of each array of a cache. The last two stand only in caches of shortened documents."""
 _CHUNK_LINES = 512
 _CHUNK_BYTES = 2**20
 _MAX_THREADS = 32
@@ -323,37 +333,31 @@ def _parse(line: RawLine, fields: DataFields | None) -> tuple[list[LineSample] |
 
 class _DatasetWriter:
     def __init__(self, directory: Path, with_sources: bool) -> None:
-        self._tokens = ArrayWriter(directory, "tokens", "<i4")
-        self._targets = ArrayWriter(directory, "targets", "u1")
-        self._offsets = ArrayWriter(directory, "offsets", "<i8")
-        self._target_counts = ArrayWriter(directory, "target_counts", "<i8")
-        names = ("source_lengths", "source_targets") if with_sources else ()
-        self._sources = {name: (ArrayWriter(directory, name, "<i8"), array("q")) for name in names}
+        self._arrays = {
+            name: ArrayWriter(directory, name, dtype)
+            for name, dtype in ARRAY_TYPES.items()
+            if with_sources or not name.startswith("source_")
+        }
         self._end = 0
-        self._offsets.append(np.zeros(1, np.int64))
+        self._arrays["offsets"].append([0])
 
     def append(self, document: EncodedDocument) -> tuple[int, int]:
         """Write a document and return its numbers of tokens and of targets."""
         num_targets = int(np.count_nonzero(document.targets))
         self._end += len(document.ids)
-        self._tokens.append(document.ids)
-        self._targets.append(document.targets)
-        self._offsets.append(np.array([self._end], np.int64))
-        self._target_counts.append(np.array([num_targets], np.int64))
-        source_sizes = (
-            (len(document.ids), num_targets) if document.cut is None else document.cut[:2]
-        )
-        for (_, counts), count in zip(self._sources.values(), source_sizes):
-            counts.append(count)
-        return len(document.ids), num_targets
+        sizes = (len(document.ids), num_targets)
+        source_lengths, source_targets = sizes if document.cut is None else document.cut[:2]
+        values: dict[str, ArrayLike] = {
+            "tokens": document.ids,
+            "targets": document.targets,
+            "offsets": [self._end],
+            "target_counts": [num_targets],
+            "source_lengths": [source_lengths],
+            "source_targets": [source_targets],
+        }
+        for name, writer in self._arrays.items():
+            writer.append(values[name])
+        return sizes
 
     def close(self) -> dict[str, Any]:
-        for writer, counts in self._sources.values():
-            writer.append(np.array(counts, np.int64))
-        return {
-            "tokens": self._tokens.close(),
-            "targets": self._targets.close(),
-            "offsets": self._offsets.close(),
-            "target_counts": self._target_counts.close(),
-            **{name: writer.close() for name, (writer, _) in self._sources.items()},
-        }
+        return {name: writer.close() for name, writer in self._arrays.items()}

@@ -20,22 +20,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from megatron_packed.config import flag_names as flags
+from megatron_packed.config.checksums import crc32c
 from megatron_packed.config.data_fields import DataFields
 from megatron_packed.config.hub_paths import is_hub_path
 from megatron_packed.config.sections.data_parts.tokenizer import DATA_RULES, EARLIER_RULES, TOKENS
-from megatron_packed.data.errors import DataError, NotTokenizedError
+from megatron_packed.data.documents import TokensAndTargets
+from megatron_packed.data.errors import DataError, NotTokenizedError, printable
 from megatron_packed.data.progress_bar import say, warn
 from megatron_packed.data.sources.cache_directory import get_or_build
-from megatron_packed.data.sources.cache_manifest import (
-    CACHE_FORMAT,
-    canonical_json,
-    read_cache_manifest,
-    write_manifest,
-)
 from megatron_packed.data.sources.checked_arrays import CheckedArray
 from megatron_packed.data.sources.data_report import DataReport
 from megatron_packed.data.sources.jsonl_lines import MAX_LINE_BYTES
@@ -45,13 +42,22 @@ from megatron_packed.data.sources.source_files import (
     file_identity,
     quarantine_of,
 )
-from megatron_packed.data.sources.tokenize_files import BuildOptions, build_arrays, check_kind
+from megatron_packed.data.sources.tokenize_files import (
+    ARRAY_TYPES,
+    BuildOptions,
+    build_arrays,
+    check_kind,
+)
 from megatron_packed.data.tokenizers.base import Tokenizer
 from megatron_packed.data.tokenizers.chat_format import ChatFormat
 from megatron_packed.data.tokenizers.encode import SampleEncoder
 from megatron_packed.data.tokenizers.shorten_conversations import ShorteningEncoder
-from megatron_packed.packed.array_types import Int32Array, Int64Array, IntegerArray, UInt8Array
+from megatron_packed.packed.array_types import Int64Array, IntegerArray, UInt8Array
 
+CACHE_FORMAT = 4
+"""Version of the cache. Increase this number when a change of the code stores the same sources
+differently."""
+_MANIFEST = "manifest.json"
 _SHORTENING = 2
 """Version of the shortening. Increase this number when a change of the code shortens the same
 documents differently."""
@@ -76,20 +82,20 @@ class TokenizedDataset:
         self.directory = Path(directory)
         self.manifest = read_cache_manifest(self.directory)
         entries = self.manifest["arrays"]
-        self._tokens = CheckedArray(self.directory, "tokens", "<i4", entries["tokens"])
-        self._targets = CheckedArray(self.directory, "targets", "u1", entries["targets"])
-        self._offsets = CheckedArray(
-            self.directory, "offsets", "<i8", entries["offsets"]
-        ).read_all()
-        self.target_counts: Int64Array = CheckedArray(
-            self.directory, "target_counts", "<i8", entries["target_counts"]
-        ).read_all()
+        arrays = {
+            name: CheckedArray(self.directory, name, dtype, entries[name])
+            for name, dtype in ARRAY_TYPES.items()
+            if name in entries
+        }
+        self._tokens, self._targets = arrays["tokens"], arrays["targets"]
+        self._offsets = arrays["offsets"].read_all()
+        self.target_counts: Int64Array = arrays["target_counts"].read_all()
         """``(D,)`` number of targets of each document."""
         self.lengths: Int64Array = np.diff(self._offsets)
         """``(D,)`` number of tokens of each document, end of document included; at least 2."""
         sources = {"source_lengths": self.lengths, "source_targets": self.target_counts}
-        for name in sources.keys() & entries.keys():
-            sources[name] = CheckedArray(self.directory, name, "<i8", entries[name]).read_all()
+        for name in sources.keys() & arrays.keys():
+            sources[name] = arrays[name].read_all()
         self.source_lengths: Int64Array = sources["source_lengths"]
         """``(D,)`` number of tokens of each document before it was shortened."""
         self.source_targets: Int64Array = sources["source_targets"]
@@ -113,9 +119,7 @@ class TokenizedDataset:
         arrays = self.manifest["arrays"]
         return hashlib.sha256(canonical_json({name: arrays[name] for name in _CONTENT})).hexdigest()
 
-    def document(
-        self, index: int, start: int = 0, length: int | None = None
-    ) -> tuple[Int32Array, UInt8Array]:
+    def document(self, index: int, start: int = 0, length: int | None = None) -> TokensAndTargets:
         """Return read-only views of the tokens and target marks of a document or of a piece of it.
 
         ``targets[t]`` is 1 if the model is trained to predict token t from the tokens before it. In
@@ -446,3 +450,47 @@ def _is_valid(directory: Path) -> bool:
 
 def _be_quiet(line: str) -> None:
     pass
+
+
+# ----------------------------------------------------------------------------------------------
+# the manifest of a cache directory
+
+
+def read_cache_manifest(directory: Path) -> dict[str, Any]:
+    """Read and check the manifest of a cache directory.
+
+    Raises:
+        DataError: the manifest is missing, damaged, or of another format.
+    """
+    path = directory / _MANIFEST
+    try:
+        value = json.loads(path.read_bytes())
+        stored = value.pop("crc32c")
+    except FileNotFoundError:
+        raise DataError(
+            f"{path} is missing, so {directory} is not a cache of tokenised data; check the path."
+        ) from None
+    except (OSError, ValueError, AttributeError, KeyError, RecursionError) as error:
+        raise DataError(
+            f"{path} is damaged ({printable(str(error), 80)}); remove {directory} to build it again."
+        ) from None
+    if crc32c(canonical_json(value)) != stored:
+        raise DataError(
+            f"{path} is damaged (CRC32C differs); remove {directory} to build it again."
+        )
+    if value["format"] != CACHE_FORMAT:
+        raise DataError(
+            f"{directory} has format {value['format']}, expected {CACHE_FORMAT}; remove it to build it again."
+        )
+    return dict(value)
+
+
+def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
+    """Write ``manifest`` and its checksum to ``manifest.json`` of a cache directory."""
+    manifest = {**manifest, "crc32c": crc32c(canonical_json(manifest))}
+    (directory / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+
+
+def canonical_json(value: Any) -> bytes:
+    """Return JSON with sorted keys and no spaces, so that equal values give equal bytes."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from megatron_packed.data.errors import BadLine
-from megatron_packed.data.sources.strict_json import JsonObject, parse_text, type_name
+from megatron_packed.data.sources.strict_json import JsonObject, expect, parse_text, type_name
 
 
 def without_nulls(value: Any) -> Any:
@@ -70,9 +70,8 @@ def parse_objects(where: str, value: Any) -> list[JsonObject] | None:
         value = _parsed(where, value, "a list") if value.strip() else None
     if value is None:
         return None
-    if not isinstance(value, list):
-        raise BadLine("wrong_type", f"{where} is a {type_name(value)}, not a list")
-    return [_object(f"{where}[{number}]", element) for number, element in enumerate(value)] or None
+    elements = enumerate(expect(where, value, list))
+    return [_object(f"{where}[{number}]", element) for number, element in elements] or None
 
 
 def parse_tool_calls(where: str, value: Any) -> list[JsonObject] | None:
@@ -139,9 +138,7 @@ def _arguments(text: str) -> Any:
 def _object(where: str, value: Any) -> JsonObject:
     if isinstance(value, str):
         value = _parsed(where, value, "an object")
-    if not isinstance(value, dict):
-        raise BadLine("wrong_type", f"{where} is a {type_name(value)}, not an object")
-    return dict(value)
+    return dict(expect(where, value, dict))
 
 
 def _parsed(where: str, text: str, kind: str) -> Any:

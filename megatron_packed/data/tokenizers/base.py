@@ -27,6 +27,7 @@ from megatron_packed.data.tokenizers.turn_markers import special_pattern
 from megatron_packed.packed.array_types import Int32Array, Int64Array, IntegerArray
 
 TokenIds = Int32Array
+Ids = Sequence[int] | IntegerArray
 Offsets = Int64Array
 """``(L, 2)``: position of the first character of each token, and of the character after the
 token."""
@@ -86,7 +87,7 @@ class Tokenizer(Protocol):
 
     def encode_batch(self, texts: Sequence[str], *, special: bool = False) -> list[TokenIds]: ...
 
-    def decode(self, ids: Sequence[int] | IntegerArray, *, skip_special: bool = False) -> str: ...
+    def decode(self, ids: Ids, *, skip_special: bool = False) -> str: ...
 
     def close(self) -> None:
         """Release processes; the tokenizer stays usable."""
@@ -94,7 +95,18 @@ class Tokenizer(Protocol):
 
 
 class InProcess:
-    """Base class of tokenizers that run in this process."""
+    """Base class of tokenizers that run in this process, with the usual attributes."""
+
+    prefix_ids: tuple[int, ...] = ()
+    splits_cleanly = True
+    chat_template: str | None = None
+    tool_chat_template: str | None = None
+
+    def encode(self, text: str, *, special: bool = False) -> TokenIds:
+        raise NotImplementedError
+
+    def encode_batch(self, texts: Sequence[str], *, special: bool = False) -> list[TokenIds]:
+        return [self.encode(text, special=special) for text in texts]
 
     def close(self) -> None:
         """Do nothing, because there is no child process to end."""
@@ -222,7 +234,7 @@ def answer_text(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
     return tokenizer.decode(ids, skip_special=True).strip()
 
 
-def known_tokens(ids: Sequence[int] | IntegerArray, vocab_size: int) -> list[int]:
+def known_tokens(ids: Ids, vocab_size: int) -> list[int]:
     """Return ``ids`` as a list of Python integers.
 
     Raises:
@@ -248,13 +260,9 @@ class ByteTokenizer(InProcess):
     vocab_size = 256 + len(OWN_SPECIAL_TOKENS)
     eod_id = 256
     pad_id = 256 + OWN_SPECIAL_TOKENS.index(PADDING)
-    prefix_ids: tuple[int, ...] = ()
     special_tokens: Mapping[str, int] = {
         token: 256 + n for n, token in enumerate(OWN_SPECIAL_TOKENS)
     }
-    splits_cleanly = True
-    chat_template: str | None = None
-    tool_chat_template: str | None = None
     template_variables: Mapping[str, str] = {
         "eos_token": END_OF_DOCUMENT,
         "bos_token": "",
@@ -273,10 +281,7 @@ class ByteTokenizer(InProcess):
             return np.array([self.special_tokens[piece]], np.int32)
         return np.frombuffer(piece.encode("utf-8"), np.uint8).astype(np.int32)
 
-    def encode_batch(self, texts: Sequence[str], *, special: bool = False) -> list[TokenIds]:
-        return [self.encode(text, special=special) for text in texts]
-
-    def decode(self, ids: Sequence[int] | IntegerArray, *, skip_special: bool = False) -> str:
+    def decode(self, ids: Ids, *, skip_special: bool = False) -> str:
         raw = bytearray()
         for token in known_tokens(ids, self.vocab_size):
             if token < 256:
@@ -296,11 +301,7 @@ class NullTokenizer(InProcess):
         eod_id: number of the end-of-document token; by default the last number.
     """
 
-    prefix_ids: tuple[int, ...] = ()
     special_tokens: Mapping[str, int] = {}
-    splits_cleanly = True
-    chat_template: str | None = None
-    tool_chat_template: str | None = None
     template_variables: Mapping[str, str] = {}
 
     def __init__(self, vocab_size: int, eod_id: int | None = None) -> None:
@@ -323,10 +324,7 @@ class NullTokenizer(InProcess):
                 )
         return np.array(numbers, np.int32)
 
-    def encode_batch(self, texts: Sequence[str], *, special: bool = False) -> list[TokenIds]:
-        return [self.encode(text) for text in texts]
-
-    def decode(self, ids: Sequence[int] | IntegerArray, *, skip_special: bool = False) -> str:
+    def decode(self, ids: Ids, *, skip_special: bool = False) -> str:
         tokens = known_tokens(ids, self.vocab_size)
         return " ".join(
             str(token) for token in tokens if not (skip_special and token == self.eod_id)

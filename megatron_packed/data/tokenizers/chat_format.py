@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
@@ -38,7 +37,7 @@ from megatron_packed.data.tokenizers.conversation_documents import (
 )
 from megatron_packed.data.tokenizers.limited_process import CPU_SECONDS
 from megatron_packed.data.tokenizers.prompt_formats import FORMATS_BY_NAME
-from megatron_packed.data.tokenizers.template_process import TemplateProcess, template_budget
+from megatron_packed.data.tokenizers.template_process import TemplateProcess
 from megatron_packed.data.tokenizers.turn_ends import TurnCutter
 from megatron_packed.data.tokenizers.turn_markers import (
     PROBES,
@@ -88,20 +87,19 @@ class ChatFormat(Protocol):
     """Hash of the template and of the ends of its documents. With an equal hash and equal `rules`,
     every conversation is converted to the same documents.
     """
-    rules: tuple[object, ...]
+    rules: tuple[object, ...] = ()
     """Options that decide how conversations become documents, in types that JSON has."""
-    ends_documents: bool
+    ends_documents: bool = False
     """True if the text of a conversation already marks its end. Then no end-of-document token is
     appended.
     """
-    ends_turns: bool
+    ends_turns: bool = False
     """True if the text ends with the last trained answer. An end-of-document token is then appended
     only if no special token ends this answer.
     """
-    last_only: bool
+    last_only: bool = False
     """True if only the document that ends last is used (``--multi-turn last``)."""
-
-    refusal: str | None
+    refusal: str | None = None
     """Reason why the options allow no conversation, with its cure; None if they allow them."""
 
     @property
@@ -109,12 +107,12 @@ class ChatFormat(Protocol):
         """End of a turn, found by rendering; None if the format prints no special token after an
         answer.
         """
-        ...
+        return None
 
     @property
     def turn_markers(self) -> frozenset[str]:
         """Special tokens that begin and end turns and documents; no text of a message acts as one."""
-        ...
+        return frozenset()
 
     def documents(self, conversation: Conversation) -> tuple[list[ChatDocument], Notes]:
         """Return the documents of a conversation, and notes about what is not learned.
@@ -147,18 +145,18 @@ class ChatFormat(Protocol):
 
     def reads_field(self, name: str) -> bool:
         """Return True if the format reads a field of messages that has no fixed meaning."""
-        ...
+        return False
 
     def sentences(self) -> list[str]:
         """Return sentences about the format for the report of the data."""
-        ...
+        return []
 
     def close(self) -> None:
         """Release processes; the format stays usable."""
         ...
 
 
-class IdentityFormat:
+class IdentityFormat(ChatFormat):
     """Chat format that joins the contents of the messages without a template.
 
     Use this format for conversations that a template has already rendered: special tokens spelled
@@ -169,12 +167,6 @@ class IdentityFormat:
 
     fingerprint = "identity-2"
     ends_documents = True
-    ends_turns = False
-    turn_end: TurnEnd | None = None
-    turn_markers: frozenset[str] = frozenset()
-    rules: tuple[object, ...] = ()
-    last_only = False
-    refusal: str | None = None
 
     def documents(self, conversation: Conversation) -> tuple[list[ChatDocument], Notes]:
         return [ChatDocument(conversation, self.pieces(conversation))], Counter()
@@ -195,14 +187,8 @@ class IdentityFormat:
     def complete_text(self, messages: Messages, tools: Tools = None) -> str:
         return "".join(message["content"] for message in messages)
 
-    def reads_field(self, name: str) -> bool:
-        return False
-
-    def sentences(self) -> list[str]:
-        return []
-
     def close(self) -> None:
-        pass
+        """Do nothing, because there is no child process to end."""
 
 
 def only_learned(messages: Sequence[dict[str, Any]], learned: Collection[int]) -> Messages:
@@ -215,70 +201,32 @@ def only_learned(messages: Sequence[dict[str, Any]], learned: Collection[int]) -
     ]
 
 
-class _Renderers:
-    """Renderers of one template: in this process for own templates, else one process a thread.
+_Renderer = ConversationRenderer | TemplateProcess
 
-    Args:
-        source: the template.
-        tokenizer: provides the special tokens and the variables that templates expect.
-        cpu_seconds: limit of the CPU time for one conversation.
-        date: see `TemplateRenderer`.
-        kwargs: further variables of the template, as JSON.
+
+def _renderer(
+    source: str,
+    tokenizer: Tokenizer,
+    date: str | None,
+    kwargs: str | None,
+    rules: RenderingRules,
+    cpu_seconds: float,
+) -> _Renderer:
+    """Return the renderer of a template, which several threads may use.
+
+    Own templates are rendered in this process, others in child processes.
+
     Raises:
         DataError: the template does not compile.
     """
-
-    def __init__(
-        self,
-        source: str,
-        tokenizer: Tokenizer,
-        cpu_seconds: float,
-        date: str | None,
-        kwargs: str | None,
-    ) -> None:
-        variables = {**tokenizer.template_variables, **json.loads(kwargs or "{}")}
-        arguments = (source, variables, list(tokenizer.special_tokens), date)
-        self._idle: list[TemplateProcess] = []
-        self._lock = threading.Lock()
-        self._is_own = source in OWN_TEMPLATES
-        if self._is_own:
-            self._render_here = partial(ConversationRenderer, *arguments)
-            return
-        self._start = partial(
-            TemplateProcess, *arguments, cpu_seconds=cpu_seconds, budget=template_budget()
-        )
-        try:
-            self._idle.append(self._start())
-        except TemplateError as error:
-            raise DataError(str(error)) from None
-
-    @cached_property
-    def _own(self) -> ConversationRenderer:
-        """Renderer of an own template, made for the first conversation: plain texts need none."""
-        return self._render_here()
-
-    @contextmanager
-    def renderer(self) -> Iterator[ConversationRenderer | TemplateProcess]:
-        """Yield a renderer that no other thread uses."""
-        if self._is_own:
-            yield self._own
-            return
-        with self._lock:
-            process = self._idle.pop() if self._idle else None
-        if process is None:
-            process = self._start()
-        try:
-            yield process
-        finally:
-            with self._lock:
-                self._idle.append(process)
-
-    def close(self) -> None:
-        with self._lock:
-            idle = self._idle
-            self._idle = []
-        for process in idle:
-            process.close()
+    variables = {**tokenizer.template_variables, **json.loads(kwargs or "{}")}
+    arguments = (source, variables, list(tokenizer.special_tokens), date, rules)
+    try:
+        if source in OWN_TEMPLATES:
+            return ConversationRenderer(*arguments)
+        return TemplateProcess(*arguments, cpu_seconds)
+    except TemplateError as error:
+        raise DataError(str(error)) from None
 
 
 class TemplateFormat:
@@ -326,7 +274,7 @@ class TemplateFormat:
         self.ends_documents = ends_documents
         self.ends_turns = answer_end == AT_TURN and not (trains_all or ends_documents)
         self.last_only = multi_turn == LAST_ANSWER
-        self._rendering = RenderingRules(
+        rules = RenderingRules(
             trains_all=trains_all,
             ends_once=self.ends_turns,
             last_only=self.last_only,
@@ -340,17 +288,22 @@ class TemplateFormat:
         self.fingerprint += ":everything" * trains_all + ":no-end" * ends_documents
         of_tools = None if tool_source is None else _hash(tool_source)
         self.rules: tuple[object, ...] = (multi_turn, unprinted_policy, date, kwargs, of_tools)
-        self._renderers = _Renderers(self._source, tokenizer, cpu_seconds, date, kwargs)
-        self._with_tools = self._renderers
-        if tool_source is not None:
-            self._with_tools = _Renderers(tool_source, tokenizer, cpu_seconds, date, kwargs)
+        build = partial(
+            _renderer,
+            tokenizer=tokenizer,
+            date=date,
+            kwargs=kwargs,
+            rules=rules,
+            cpu_seconds=cpu_seconds,
+        )
+        self._renderer = build(self._source)
+        self._with_tools = self._renderer if tool_source is None else build(tool_source)
 
     def documents(self, conversation: Conversation) -> tuple[list[ChatDocument], Notes]:
         if self.refusal is not None:
             raise DataError(self.refusal)
         messages, tools = conversation.messages, conversation.tools
-        with self._for(tools).renderer() as renderer:
-            rendered, notes = renderer.documents(messages, tools, self._rendering)
+        rendered, notes = self._for(tools).documents(messages, tools)
         if ("not_printed", "tools") in notes:  # later renderings of its parts go without tools
             conversation = conversation._replace(tools=None)
         documents = []
@@ -361,19 +314,14 @@ class TemplateFormat:
         return documents, notes
 
     def pieces(self, conversation: Conversation) -> list[TextPiece]:
-        with self._for(conversation.tools).renderer() as renderer:
-            rendered = renderer.conversation(
-                conversation.messages, conversation.tools, self._rendering
-            )
-        return divided(*self._cut(rendered))
+        messages, tools = conversation.messages, conversation.tools
+        return divided(*self._cut(self._for(tools).conversation(messages, tools)))
 
     def prompt(self, messages: Messages, tools: Tools = None) -> list[TextPiece]:
-        with self._for(tools).renderer() as renderer:
-            return [TextPiece(renderer.prompt(messages, tools), False, True)]
+        return [TextPiece(self._for(tools).prompt(messages, tools), False, True)]
 
     def complete_text(self, messages: Messages, tools: Tools = None) -> str:
-        with self._for(tools).renderer() as renderer:
-            return renderer.complete_text(messages, tools)
+        return self._for(tools).complete_text(messages, tools)
 
     def reads_field(self, name: str) -> bool:
         # A template can read a field only by its name, or by a loop over all fields of a message.
@@ -385,8 +333,7 @@ class TemplateFormat:
 
     @cached_property
     def turn_markers(self) -> frozenset[str]:
-        with self._renderers.renderer() as renderer:
-            return renderer.turn_markers
+        return self._renderer.turn_markers
 
     def sentences(self) -> list[str]:
         sentences = []
@@ -396,15 +343,13 @@ class TemplateFormat:
                 f"tokens every day; {flags.CHAT_TEMPLATE_DATE} sets a date."
             )
         for messages in PROBES if self.ends_turns else ():
-            with suppress(BadLine), self._renderers.renderer() as renderer:
-                return [*sentences, *self._sentences_of_blocks(renderer, messages)]
+            with suppress(BadLine):
+                return [*sentences, *self._sentences_of_blocks(messages)]
         return sentences
 
-    def _sentences_of_blocks(
-        self, renderer: ConversationRenderer | TemplateProcess, messages: Messages
-    ) -> list[str]:
+    def _sentences_of_blocks(self, messages: Messages) -> list[str]:
         """Return what the generation blocks of the template change about the served answers."""
-        [*_, document], _ = renderer.documents(messages, None, self._rendering)
+        [*_, document], _ = self._renderer.documents(messages)
         if document.as_served:
             return []
         sentences = []
@@ -415,7 +360,7 @@ class TemplateFormat:
                 f"{self.turn_end.token}, which ends an answer; this token is learned too, "
                 "because a model that never learns it does not stop."
             )
-        if document.spans and not document.text.startswith(renderer.prompt(messages[:-1])):
+        if document.spans and not document.text.startswith(self._renderer.prompt(messages[:-1])):
             sentences.append(
                 "The text before the last {% generation %} block differs from the prompt that the "
                 "chat template gives (add_generation_prompt), which a served model gets."
@@ -429,11 +374,11 @@ class TemplateFormat:
     def _cut(self, rendered: Rendered) -> Rendered:
         return self._cutter.cut(rendered) if self.ends_turns else rendered
 
-    def _for(self, tools: Tools) -> _Renderers:
-        return self._with_tools if tools else self._renderers
+    def _for(self, tools: Tools) -> _Renderer:
+        return self._with_tools if tools else self._renderer
 
     def close(self) -> None:
-        self._renderers.close()
+        self._renderer.close()
         self._with_tools.close()
 
 

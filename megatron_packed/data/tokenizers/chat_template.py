@@ -158,6 +158,9 @@ class TemplateRenderer:
         ordered = sorted(self.special_tokens, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, ordered))) if ordered else None
 
+    def close(self) -> None:
+        """Do nothing, because there is no child process to end."""
+
     @cached_property
     def turn_markers(self) -> frozenset[str]:
         """Special tokens that begin and end turns and documents; see `find_turn_markers`."""

@@ -86,14 +86,25 @@ class _Served(NamedTuple):
 
 
 class ConversationRenderer(TemplateRenderer):
-    """Compiled chat template that renders conversations to the documents that are trained."""
+    """Compiled chat template that renders conversations to the documents that are trained.
 
-    def conversation(
+    Args:
+        source, variables, special_tokens, date: as for `TemplateRenderer`.
+        rules: what of a conversation is trained.
+    """
+
+    def __init__(
         self,
-        messages: Messages,
-        tools: Tools = None,
+        source: str,
+        variables: Mapping[str, Any],
+        special_tokens: Sequence[str],
+        date: str | None = None,
         rules: RenderingRules = RenderingRules(),  # noqa: B008 - immutable
-    ) -> Rendered:
+    ) -> None:
+        super().__init__(source, variables, special_tokens, date)
+        self._rules = rules
+
+    def conversation(self, messages: Messages, tools: Tools = None) -> Rendered:
         """Render the document of a conversation that ends last, without notes about its meaning.
 
         Raises:
@@ -102,21 +113,18 @@ class ConversationRenderer(TemplateRenderer):
         try:
             messages = self._with_fitting_arguments(messages, tools)
             messages, tools = self.protected(messages, tools)
-            if rules.trains_all:
+            if self._rules.trains_all:
                 return self._everything(messages, tools)
             if self.has_generation_blocks:
                 return _marked_spans(self.render(messages, tools), _trained(messages))
             served = self._served(messages, tools, Counter())
-            document = self._grouped(messages, tools, served, rules)[-1]
+            document = self._grouped(messages, tools, served, self._rules.ends_once)[-1]
             return Rendered(document.text, document.spans)
         except RecursionError:
             raise BadLine("too_deep", "while rendering") from None
 
     def documents(
-        self,
-        messages: Messages,
-        tools: Tools = None,
-        rules: RenderingRules = RenderingRules(),  # noqa: B008
+        self, messages: Messages, tools: Tools = None
     ) -> tuple[list[RenderedDocument], Notes]:
         """Render a conversation to documents in which each answer has its history as served.
 
@@ -134,17 +142,17 @@ class ConversationRenderer(TemplateRenderer):
         """
         notes: Notes = Counter()
         try:
-            if tools and rules.counts_unprinted and self._refuses_tools(messages, tools):
+            if tools and self._rules.counts_unprinted and self._refuses_tools(messages, tools):
                 tools = None
                 notes["not_printed", "tools"] += 1
             messages = self._with_fitting_arguments(messages, tools)
             shown = self.protected(messages, tools, notes)
-            documents = self._documents(*shown, rules, notes)
+            documents = self._documents(*shown, notes)
             if any(kind == "letters" for kind, _ in notes):
                 self._check_letters(messages, tools, documents)
         except RecursionError:
             raise BadLine("too_deep", "while rendering") from None
-        if rules.last_only and len(documents) > 1:
+        if self._rules.last_only and len(documents) > 1:
             earlier = sum(len(document.learned) for document in documents[:-1])
             notes["not_served", "answers of earlier turns"] += earlier
             documents = documents[-1:]
@@ -180,34 +188,30 @@ class ConversationRenderer(TemplateRenderer):
                 return True
         return False
 
-    def _documents(
-        self, messages: Messages, tools: Tools, rules: RenderingRules, notes: Notes
-    ) -> list[RenderedDocument]:
+    def _documents(self, messages: Messages, tools: Tools, notes: Notes) -> list[RenderedDocument]:
         """Render a protected conversation to documents, and add to the notes."""
         answers = [number for number, trained in _answers(messages) if trained]
-        if rules.trains_all:
+        if self._rules.trains_all:
             rendered = self._everything(messages, tools)
             texts = {n: rendered.text for n, _ in list(_answers(messages))[-1:]}
-            self._printed(messages, tools, rules, texts, {}, notes)
+            self._printed(messages, tools, texts, {}, notes)
             return [RenderedDocument(len(messages), answers, *rendered)]
         if self.has_generation_blocks:
             text = self.render(messages, tools)
-            messages = self._printed(
-                messages, tools, rules, dict.fromkeys(answers, text), {}, notes
-            )
+            messages = self._printed(messages, tools, dict.fromkeys(answers, text), {}, notes)
             answers = [number for number, trained in _answers(messages) if trained]
             rendered = _marked_spans(text, _trained(messages))
             return [RenderedDocument(len(messages), answers, *rendered)]
         served = self._served(messages, tools, notes)
         if served:
             texts = {number: answer.text for number, answer in served.items()}
-            messages = self._printed(messages, tools, rules, texts, served, notes)
+            messages = self._printed(messages, tools, texts, served, notes)
             lost = [n for n, trained in _answers(messages) if n in served and not trained]
             for number in lost:
                 del served[number]
             if not served:
                 raise BadLine("empty_assistant", f"messages[{lost[0]}], as it is printed")
-        return self._grouped(messages, tools, served, rules)
+        return self._grouped(messages, tools, served, self._rules.ends_once)
 
     def _check_letters(
         self, messages: Messages, tools: Tools, documents: Sequence[RenderedDocument]
@@ -247,7 +251,7 @@ class ConversationRenderer(TemplateRenderer):
         else:
             notes: Notes = Counter()
             served = self._served(left_out, tools, notes)
-            documents = self._grouped(left_out, tools, served, RenderingRules(ends_once=False))
+            documents = self._grouped(left_out, tools, served, ends_once=False)
             if notes or len(documents) > 1:
                 raise BadLine("template_prefix", "the place of an answer with train: false")
             text, spans = documents[0].text, documents[0].spans
@@ -289,12 +293,12 @@ class ConversationRenderer(TemplateRenderer):
         return served
 
     def _grouped(
-        self, messages: Messages, tools: Tools, served: dict[int, _Served], rules: RenderingRules
+        self, messages: Messages, tools: Tools, served: dict[int, _Served], ends_once: bool
     ) -> list[RenderedDocument]:
         """Return the documents of a conversation, each with the answers that its text holds.
 
         The document that ends last is the complete conversation, or without what follows the last
-        answer if `RenderingRules.ends_once`. Answers that it does not hold get documents of their
+        answer if ``ends_once``. Answers that it does not hold get documents of their
         own, of which later ones hold earlier answers where they can.
         """
         left = sorted(served)
@@ -302,14 +306,14 @@ class ConversationRenderer(TemplateRenderer):
             text = self.render(messages, tools)
             return [RenderedDocument(len(messages), [], text, [])]
         documents: list[RenderedDocument] = []
-        if not rules.ends_once and left[-1] + 1 < len(messages):
+        if not ends_once and left[-1] + 1 < len(messages):
             text = self.render(messages, tools)
-            documents.append(self._document(len(messages), text, served, left, rules))
+            documents.append(self._document(len(messages), text, served, left, ends_once))
             if not documents[0].learned:
                 documents = []
         while left := [n for n in left if not any(n in d.learned for d in documents)]:
             text = served[left[-1]].text
-            documents.append(self._document(left[-1] + 1, text, served, left, rules))
+            documents.append(self._document(left[-1] + 1, text, served, left, ends_once))
         return documents[::-1]
 
     def _document(
@@ -318,13 +322,13 @@ class ConversationRenderer(TemplateRenderer):
         text: str,
         served: dict[int, _Served],
         answers: Sequence[int],
-        rules: RenderingRules,
+        ends_once: bool,
     ) -> RenderedDocument:
         """Return the document with ``text``, and the answers of ``answers`` that it holds."""
         learned, spans = [], []
         for number in answers:
             start, after = served[number]
-            if rules.ends_once:
+            if ends_once:
                 served_text, after = after, self._without_document_end(after, text)
                 if after != served_text and not self._ends_specially(after):
                     continue  # the answer would be learned without an end
@@ -354,7 +358,6 @@ class ConversationRenderer(TemplateRenderer):
         self,
         messages: Messages,
         tools: Tools,
-        rules: RenderingRules,
         texts: Mapping[int, str],
         served: Mapping[int, _Served],
         notes: Notes,
@@ -378,7 +381,7 @@ class ConversationRenderer(TemplateRenderer):
         """
         checked = list(messages)
         lost: list[tuple[str, str]] = []
-        complete = rules.trains_all or self.has_generation_blocks
+        complete = self._rules.trains_all or self.has_generation_blocks
         for number, text in texts.items():
             message = messages[number]
             context = messages if complete else messages[: number + 1]
@@ -400,7 +403,7 @@ class ConversationRenderer(TemplateRenderer):
             last = max(texts)
             context = messages if complete else messages[: last + 1]
             lost += self._unprinted_context(texts[last], context, tools)
-        if lost and not rules.counts_unprinted:
+        if lost and not self._rules.counts_unprinted:
             raise BadLine("not_printed", ", ".join(dict.fromkeys(place for _, place in lost)))
         for name, _ in lost:
             notes["not_printed", name] += 1

@@ -99,12 +99,11 @@ def files_of_template(
 
 def files_of_gpt2(vocab_file: Path, merge_file: Path, chat_template: str | None) -> Files:
     """Return the two files of a GPT-2 tokenizer, and the settings for transformers."""
-    config = _settings({"tokenizer_class": "GPT2Tokenizer", "eos_token": END_OF_DOCUMENT})
-    config |= {} if chat_template is None else {"chat_template": chat_template}
+    fields = {"tokenizer_class": "GPT2Tokenizer", "eos_token": END_OF_DOCUMENT}
     return {
         "vocab.json": vocab_file,
         "merges.txt": merge_file,
-        CONFIG: _text(config),
+        CONFIG: _text(_settings(fields, chat_template)),
     }
 
 
@@ -118,9 +117,8 @@ def files_of_bytes(tokenizer: ByteTokenizer, chat_template: str | None) -> Files
         [AddedToken(token, special=True, normalized=False) for token in OWN_SPECIAL_TOKENS]
     )
     named = {name: token for name, token in tokenizer.template_variables.items() if token}
-    config = _settings(named)
-    config |= {} if chat_template is None else {"chat_template": chat_template}
-    return {TOKENIZER_JSON: engine.to_str(pretty=True), CONFIG: _text(config)}
+    config = _text(_settings(named, chat_template))
+    return {TOKENIZER_JSON: engine.to_str(pretty=True), CONFIG: config}
 
 
 def files_of_sentencepiece(path: Path) -> Files:
@@ -141,7 +139,7 @@ def _byte_characters() -> dict[int, str]:
     }
 
 
-def _settings(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(fields: Mapping[str, Any], chat_template: str | None = None) -> dict[str, Any]:
     """Return the content of tokenizer_config.json, with the defaults of an export.
 
     transformers would otherwise remove spaces before punctuation when it decodes.
@@ -150,6 +148,7 @@ def _settings(fields: Mapping[str, Any]) -> dict[str, Any]:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         **fields,
+        **({} if chat_template is None else {"chat_template": chat_template}),
     }
 
 

@@ -17,6 +17,7 @@ from megatron_packed.config import flag_names as flags
 from megatron_packed.data.errors import DataError, printable
 from megatron_packed.data.tokenizers.base import (
     END_OF_DOCUMENT,
+    Ids,
     InProcess,
     Offsets,
     TokenIds,
@@ -37,7 +38,6 @@ from megatron_packed.data.tokenizers.huggingface_settings import (
     tool_template,
 )
 from megatron_packed.data.tokenizers.turn_markers import DOCUMENT_ENDS
-from megatron_packed.packed.array_types import IntegerArray
 
 _UNMADE = 100
 """Largest allowed number of entries of a GPT-2 vocabulary that no merge produces: special tokens.
@@ -57,9 +57,6 @@ class HuggingFaceTokenizer(InProcess):
         DataError: a file is missing or damaged, files give one number to several tokens, or no file
             names the token that ends a document.
     """
-
-    chat_template: str | None = None
-    tool_chat_template: str | None = None
 
     def __init__(self, path: str | Path) -> None:
         file = _tokenizer_file(Path(path))
@@ -191,16 +188,15 @@ class HuggingFaceTokenizer(InProcess):
         )
 
     def encode_batch(self, texts: Sequence[str], *, special: bool = False) -> list[TokenIds]:
-        encoded = self._tokenizer_for(special).encode_batch_fast(
-            list(texts), add_special_tokens=False
-        )
+        tokenizer = self._tokenizer_for(special)
+        encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(item.ids, np.int32) for item in encoded]
 
     def encode_with_offsets(self, text: str, *, special: bool = False) -> tuple[TokenIds, Offsets]:
         encoded = self._tokenizer_for(special).encode(text, add_special_tokens=False)
         return np.array(encoded.ids, np.int32), np.array(encoded.offsets, np.int64).reshape(-1, 2)
 
-    def decode(self, ids: Sequence[int] | IntegerArray, *, skip_special: bool = False) -> str:
+    def decode(self, ids: Ids, *, skip_special: bool = False) -> str:
         return str(
             self._with_specials.decode([int(n) for n in ids], skip_special_tokens=skip_special)
         )

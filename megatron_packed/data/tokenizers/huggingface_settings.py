@@ -276,7 +276,6 @@ def _text(token: str | AddedToken) -> str:
 
 
 def _token(value: Any, file: Path) -> AddedToken:
-    """Return the token that an object describes."""
     if not isinstance(value, dict) or not isinstance(value.get("content"), str):
         raise _unusable(file, "a token", value, "an object with the text `content`")
     token_flags = {name: value[name] for name in TOKEN_FLAGS if value.get(name) is not None}

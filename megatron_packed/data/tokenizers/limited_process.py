@@ -26,11 +26,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from megatron_packed.data.errors import DataError
+from megatron_packed.data.errors import BadLine, DataError, printable
 from megatron_packed.data.tokenizers.system_call_filter import restrict_process
 
 MEMORY_BYTES = 4 * 2**30
@@ -47,6 +49,7 @@ BUDGET_SECONDS = 300.0
 _HEADER = struct.Struct("<cId")
 _REQUEST, _DONE, _REFUSED = b"?", b"+", b"-"
 """Kinds of messages: a request, its answer, and a refused setup or a request over its limits."""
+_TOO_DEEP = ("too_deep", "while rendering")
 _PACKAGE_ROOT = str(Path(__file__).parents[2])
 
 
@@ -61,6 +64,7 @@ class SetupRefused(Exception):
     """Error for a setup that raised an exception in the child; it has the child's message."""
 
 
+@dataclass
 class Budget:
     """Limit of the CPU time of slow and failed requests over a data set; shared by all threads.
 
@@ -71,23 +75,15 @@ class Budget:
         seconds: limit of the CPU time of all slow and failed requests together.
     """
 
-    def __init__(
-        self,
-        subject: str,
-        unit: str,
-        cure: str,
-        *,
-        max_in_a_row: int,
-        seconds: float = BUDGET_SECONDS,
-    ) -> None:
-        self._subject = subject
-        self._unit = unit
-        self._cure = cure
-        self._max_in_a_row = max_in_a_row
-        self._seconds = seconds
-        self._in_a_row = self._slow = 0
-        self._spent = 0.0
-        self._lock = threading.Lock()
+    subject: str
+    unit: str
+    cure: str
+    max_in_a_row: int
+    seconds: float = BUDGET_SECONDS
+    _in_a_row: int = 0
+    _slow: int = 0
+    _spent: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def succeeded(self, seconds: float, num_bytes: int) -> None:
         """Count an answer that took ``seconds`` of CPU time for a request of ``num_bytes`` bytes.
@@ -109,19 +105,19 @@ class Budget:
         """
         with self._lock:
             self._in_a_row += 1
-            if self._in_a_row >= self._max_in_a_row:
+            if self._in_a_row >= self.max_in_a_row:
                 raise DataError(
-                    f"{self._subject} hit a limit for {self._in_a_row} {self._unit} in a row ({detail}); {self._cure}."
+                    f"{self.subject} hit a limit for {self._in_a_row} {self.unit} in a row ({detail}); {self.cure}."
                 )
             self._spend(seconds)
 
     def _spend(self, seconds: float) -> None:
         self._slow += 1
         self._spent += seconds
-        if self._spent > self._seconds:
+        if self._spent > self.seconds:
             raise DataError(
-                f"{self._subject} took {self._spent:.0f} s of CPU time for {self._slow} slow {self._unit}, but only "
-                f"{self._seconds:g} s are allowed for a data set; {self._cure}."
+                f"{self.subject} took {self._spent:.0f} s of CPU time for {self._slow} slow {self.unit}, but only "
+                f"{self.seconds:g} s are allowed for a data set; {self.cure}."
             )
 
 
@@ -273,6 +269,70 @@ class LimitedProcess:
         return False, f"its process ended with exit status {child.returncode}"
 
 
+class GuardedObject:
+    """Object in child processes with limits. Each thread that calls it uses its own process.
+
+    Args:
+        module: as for `LimitedProcess`; its ``serve`` must call `serve_calls`.
+        arguments: arguments of the object, in types that JSON has.
+        limits, budget, quiet: as for `LimitedProcess`.
+        limit_reason: key of `errors.REASONS` for calls that exceed a limit.
+    Raises:
+        SetupRefused, LimitReached: as for `LimitedProcess`.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[Any],
+        limits: Limits,
+        budget: Budget,
+        limit_reason: str,
+        *,
+        quiet: bool = False,
+    ) -> None:
+        setup = {"arguments": arguments}
+        self._start = partial(LimitedProcess, module, setup, limits, budget, quiet=quiet)
+        self._limit_reason = limit_reason
+        self._lock = threading.Lock()
+        self._idle = [self._start()]
+
+    def call(self, method: str, *arguments: Any) -> tuple[Any, bytes]:
+        """Call a method of the object; return the JSON part of its result, and the bytes.
+
+        Raises:
+            BadLine, DataError: the method raises it, it exceeds a limit, or the budget is exceeded.
+        """
+        with self._lock:
+            process = self._idle.pop() if self._idle else None
+        try:
+            process = process or self._start()
+            answer = process.ask(json.dumps([method, *arguments]).encode())
+        except RecursionError:
+            raise BadLine(*_TOO_DEEP) from None
+        except LimitReached as limit:
+            raise BadLine(self._limit_reason, str(limit)) from None
+        finally:
+            if process is not None:
+                with self._lock:
+                    self._idle.append(process)
+        head, _, data = answer.partition(b"\n")
+        outcome, *fields = json.loads(head)
+        if outcome == "bad line":
+            raise BadLine(*fields)
+        if outcome == "data error":
+            raise DataError(*fields)
+        return fields[0], data
+
+    def close(self) -> None:
+        """End the processes; the object stays usable."""
+        with self._lock:
+            idle = self._idle
+            self._idle = []
+        for process in idle:
+            process.close()
+
+
 def _send(stream: IO[bytes], kind: bytes, body: bytes, seconds: float = 0.0) -> None:
     stream.write(_HEADER.pack(kind, len(body), seconds))
     stream.write(body)
@@ -292,6 +352,8 @@ def _receive(stream: IO[bytes]) -> tuple[bytes, bytes, float] | None:
 # functions of the child process
 
 Answer = Callable[[bytes], bytes]
+Call = Callable[..., tuple[Any, bytes]]
+"""Function that calls a method: bytes of the request, name, and arguments -> JSON part and bytes."""
 
 
 def serve_requests(
@@ -341,3 +403,48 @@ def serve_requests(
         except LimitReached as limit:
             kind, body = _REFUSED, str(limit).encode("utf-8", "backslashreplace")
         _send(sink, kind, body, time.process_time() - started)
+
+
+def serve_calls(
+    build: Callable[..., Call], failure_reason: str | None = None, *, opens_files: bool = False
+) -> None:
+    """Answer the calls of a `GuardedObject`. This function is the main function of its child.
+
+    Args:
+        build: returns the function that calls a method, from the arguments of the object.
+        failure_reason: key of `errors.REASONS` for exceptions of libraries; None ends the child.
+        opens_files: as for `serve_requests`.
+    """
+
+    def prepare(setup: dict[str, Any]) -> tuple[bytes, Answer]:
+        return b"", partial(_answer_call, build(*setup["arguments"]), failure_reason)
+
+    serve_requests(prepare, opens_files=opens_files)
+
+
+def _answer_call(call: Call, failure_reason: str | None, request: bytes) -> bytes:
+    data = b""
+    head: list[Any]
+    try:
+        value, data = call(len(request), *json.loads(request))
+        head = ["value", value]
+    except LimitReached:
+        raise
+    except MemoryError:
+        raise LimitReached("out of memory") from None
+    except DataError as error:
+        head = ["data error", str(error)]
+    except BadLine as bad_line:
+        head = ["bad line", bad_line.reason, bad_line.detail]
+    except RecursionError:
+        head = ["bad line", *_TOO_DEEP]
+    except BaseException as error:  # libraries raise Exception itself, or a Rust panic
+        if failure_reason is None:
+            raise
+        head = ["bad line", failure_reason, library_message(error)]
+    return json.dumps(head).encode() + b"\n" + data
+
+
+def library_message(error: BaseException) -> str:
+    """Return the message of an error of a library, or its type without a message."""
+    return printable(str(error) or type(error).__name__)

@@ -20,6 +20,7 @@ import numpy as np
 
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.tokenizers.base import (
+    Ids,
     InProcess,
     Offsets,
     TokenIds,
@@ -30,7 +31,6 @@ from megatron_packed.data.tokenizers.base import (
     read_bytes,
 )
 from megatron_packed.data.tokenizers.turn_markers import special_pattern
-from megatron_packed.packed.array_types import IntegerArray
 
 _MARK = re.compile(r"<\|\S+\|>|<(start|end)_of_\w+>")
 _CONTROL, _USER_DEFINED = 3, 4
@@ -59,10 +59,6 @@ class SentencePieceTokenizer(InProcess):
         DataError: the package is missing or too old, or the file is damaged or has no end of
             sentence.
     """
-
-    prefix_ids: tuple[int, ...] = ()
-    chat_template: str | None = None
-    tool_chat_template: str | None = None
 
     def __init__(self, path: str | Path, special_tokens: Sequence[str] = ()) -> None:
         file = Path(path)
@@ -143,7 +139,7 @@ class SentencePieceTokenizer(InProcess):
             at += len(part)
         return np.array(ids, np.int32), np.array(offsets, np.int64).reshape(-1, 2)
 
-    def decode(self, ids: Sequence[int] | IntegerArray, *, skip_special: bool = False) -> str:
+    def decode(self, ids: Ids, *, skip_special: bool = False) -> str:
         tokens = known_tokens(ids, self.vocab_size)
         text, run = "", []
         for number, token in enumerate([*tokens, None]):

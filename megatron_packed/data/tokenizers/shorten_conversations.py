@@ -187,21 +187,18 @@ class _Layout(NamedTuple):
         return self.least + len(self.document.ids) - self.answer
 
 
+@dataclass(frozen=True)
 class _Shortener:
     """Shortening of one document."""
 
-    def __init__(
-        self,
-        encoder: ShorteningEncoder,
-        part: TextDocument,
-        document: EncodedDocument,
-        cache: KnownTokens,
-    ) -> None:
-        self._encoder = encoder
-        self._part = part
-        self._document = document
-        self._cache = cache
-        self._limit = encoder.max_tokens
+    _encoder: ShorteningEncoder
+    _part: TextDocument
+    _document: EncodedDocument
+    _cache: KnownTokens
+
+    @property
+    def _limit(self) -> int:
+        return self._encoder.max_tokens
 
     def shortened(self) -> EncodedDocument:
         """Return the shortened document, with the record of its shortening.

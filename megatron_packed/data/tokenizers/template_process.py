@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from megatron_packed.config import flag_names as flags
-from megatron_packed.data.errors import BadLine
 from megatron_packed.data.notes import Notes
 from megatron_packed.data.tokenizers.chat_template import Rendered, TemplateError, Tools
 from megatron_packed.data.tokenizers.conversation_documents import (
@@ -19,14 +18,13 @@ from megatron_packed.data.tokenizers.conversation_documents import (
 )
 from megatron_packed.data.tokenizers.limited_process import (
     CPU_SECONDS,
-    MEMORY_BYTES,
-    Answer,
     Budget,
-    LimitedProcess,
+    Call,
+    GuardedObject,
     LimitReached,
     Limits,
     SetupRefused,
-    serve_requests,
+    serve_calls,
 )
 from megatron_packed.data.tokenizers.turn_markers import Messages
 
@@ -34,27 +32,14 @@ MAX_FAILURES = 3
 """Number of successive conversations over a limit after which the template raises an error."""
 
 
-def template_budget() -> Budget:
-    """Return the limit of CPU time for the slow conversations of a data set."""
-    return Budget(
-        "the chat template",
-        "conversations",
-        f"give another {flags.CHAT_TEMPLATE}",
-        max_in_a_row=MAX_FAILURES,
-    )
-
-
 class TemplateProcess:
-    """Renderer in a child process, with the methods of `conversation_documents.ConversationRenderer`.
+    """Renderer in child processes, with the methods of `conversation_documents.ConversationRenderer`.
 
-    Only one thread at a time may use it.
+    Each thread that renders uses its own process.
 
     Args:
-        source, variables, special_tokens, date: as for `ConversationRenderer`.
+        source, variables, special_tokens, date, rules: as for `ConversationRenderer`.
         cpu_seconds: limit of the CPU time for one conversation.
-        memory_bytes: limit of the memory of the process.
-        budget: limit of slow conversations, shared by the processes of a data set; None for a
-            separate budget.
     Raises:
         TemplateError: the template does not compile within the limits.
     """
@@ -65,44 +50,42 @@ class TemplateProcess:
         variables: Mapping[str, Any],
         special_tokens: Sequence[str],
         date: str | None = None,
+        rules: RenderingRules = RenderingRules(),  # noqa: B008 - immutable
         cpu_seconds: float = CPU_SECONDS,
-        memory_bytes: int = MEMORY_BYTES,
-        budget: Budget | None = None,
     ) -> None:
-        setup = {
-            "source": source,
-            "variables": dict(variables),
-            "special_tokens": list(special_tokens),
-            "date": date,
-        }
-        limits = Limits(cpu_seconds=cpu_seconds, memory_bytes=memory_bytes)
+        cure = f"give another {flags.CHAT_TEMPLATE}"
         try:
-            self.process = LimitedProcess(__name__, setup, limits, budget or template_budget())
+            self._guarded = GuardedObject(
+                __name__,
+                [source, dict(variables), list(special_tokens), date, rules],
+                Limits(cpu_seconds),
+                Budget("the chat template", "conversations", cure, MAX_FAILURES),
+                "template_limit",
+            )
         except SetupRefused as error:
             raise TemplateError(str(error)) from None
         except LimitReached as limit:
             raise TemplateError(
-                f"the chat template could not be compiled: {limit}; give another {flags.CHAT_TEMPLATE}."
+                f"the chat template could not be compiled: {limit}; {cure}."
             ) from None
 
     @property
     def turn_markers(self) -> frozenset[str]:
         """Return the turn markers; see `ConversationRenderer.turn_markers`."""
-        return frozenset(self._ask("turn_markers")["tokens"])
+        return frozenset(self._guarded.call("turn_markers")[0])
 
     def prompt(self, messages: Messages, tools: Tools = None) -> str:
         """Render a prompt; see `ConversationRenderer.prompt`."""
-        return str(self._ask("prompt", messages, tools)["text"])
+        return str(self._guarded.call("prompt", messages, tools)[0])
 
     def complete_text(self, messages: Messages, tools: Tools = None) -> str:
         """Render a conversation; see `ConversationRenderer.complete_text`."""
-        return str(self._ask("complete_text", messages, tools)["text"])
+        return str(self._guarded.call("complete_text", messages, tools)[0])
 
     def conversation(
         self,
         messages: Messages,
         tools: Tools = None,
-        rules: RenderingRules = RenderingRules(),  # noqa: B008 - immutable
     ) -> Rendered:
         """Render the last document of a conversation; see `ConversationRenderer.conversation`.
 
@@ -111,56 +94,34 @@ class TemplateProcess:
             DataError: several successive conversations reached a limit, or slow conversations
                 together exceeded the budget.
         """
-        answer = self._ask("conversation", messages, tools, rules)
-        return Rendered(answer["text"], [(start, end) for start, end in answer["spans"]])
+        text, spans = self._guarded.call("conversation", messages, tools)[0]
+        return Rendered(text, [(start, end) for start, end in spans])
 
     def documents(
         self,
         messages: Messages,
         tools: Tools = None,
-        rules: RenderingRules = RenderingRules(),  # noqa: B008 - immutable
     ) -> tuple[list[RenderedDocument], Notes]:
         """Render a conversation to documents; see `ConversationRenderer.documents`.
 
         Raises:
             BadLine, DataError: as for `conversation`.
         """
-        answer = self._ask("documents", messages, tools, rules)
+        rendered, notes = self._guarded.call("documents", messages, tools)[0]
         documents = [
             RenderedDocument(end, learned, text, [(start, stop) for start, stop in spans], served)
-            for end, learned, text, spans, served in answer["documents"]
+            for end, learned, text, spans, served in rendered
         ]
-        return documents, Counter({(kind, name): count for kind, name, count in answer["notes"]})
+        return documents, Counter({(kind, name): count for kind, name, count in notes})
 
     def close(self) -> None:
-        """End the child."""
-        self.process.close()
+        self._guarded.close()
 
     def __enter__(self) -> TemplateProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _ask(
-        self,
-        method: str,
-        messages: Messages | None = None,
-        tools: Tools = None,
-        rules: RenderingRules | None = None,
-    ) -> dict[str, Any]:
-        request = {"messages": messages, "tools": tools, "method": method, "rules": rules}
-        try:
-            body = json.dumps(request).encode()
-        except RecursionError:
-            raise BadLine("too_deep", "while rendering") from None
-        try:
-            answer: dict[str, Any] = json.loads(self.process.ask(body))
-        except LimitReached as limit:
-            raise BadLine("template_limit", str(limit)) from None
-        if "reason" in answer:
-            raise BadLine(answer["reason"], answer["detail"])
-        return answer
 
 
 # -------------------------------------------------------------------------------------------------------
@@ -187,52 +148,36 @@ def serve() -> None:
     """
     for module in _LATE_MODULES:
         importlib.import_module(module)
-    serve_requests(_prepare)
+    serve_calls(_compile)
 
 
-def _prepare(setup: dict[str, Any]) -> tuple[bytes, Answer]:
+def _compile(
+    source: str,
+    variables: dict[str, Any],
+    special_tokens: list[str],
+    date: str | None,
+    rules: list[bool],
+) -> Call:
+    arguments = source, variables, special_tokens, date, RenderingRules(*rules)
     try:
-        renderer = ConversationRenderer(
-            setup["source"], setup["variables"], setup["special_tokens"], setup["date"]
-        )
+        return partial(_call, ConversationRenderer(*arguments))
     except MemoryError:
         raise TemplateError("the chat template exceeds its memory limit") from None
-    return b"", lambda body: _answer(renderer, body)
 
 
-def _answer(renderer: ConversationRenderer, body: bytes) -> bytes:
-    limit = 8 * len(body) + 2**20
-    try:
-        request = json.loads(body)
-        answer, texts = _called(renderer, request)
-        for text in texts:
-            if len(text) > limit:
-                raise LimitReached(
-                    f"a conversation of {len(body)} bytes became {len(text)} characters"
-                )
-    except BadLine as error:
-        answer = {"reason": error.reason, "detail": error.detail}
-    except RecursionError:
-        answer = {"reason": "too_deep", "detail": "while rendering"}
-    except MemoryError:
-        raise LimitReached("out of memory") from None
-    return json.dumps(answer).encode()
-
-
-def _called(
-    renderer: ConversationRenderer, request: dict[str, Any]
-) -> tuple[dict[str, Any], list[str]]:
-    """Return the answer to a request, and the texts that it contains."""
-    method, conversation = request["method"], (request["messages"], request["tools"])
+def _call(
+    renderer: ConversationRenderer, num_bytes: int, method: str, *conversation: Any
+) -> tuple[Any, bytes]:
+    """Call a method of the renderer; refuse texts that are far longer than the request."""
     if method == "turn_markers":
-        return {"tokens": sorted(renderer.turn_markers)}, []
-    if method in ("prompt", "complete_text"):
-        text = getattr(renderer, method)(*conversation)
-        return {"text": text}, [text]
-    rules = RenderingRules(*request["rules"])
-    if method == "conversation":
-        rendered = renderer.conversation(*conversation, rules)
-        return rendered._asdict(), [rendered.text]
-    documents, notes = renderer.documents(*conversation, rules)
-    counts = [[kind, name, count] for (kind, name), count in notes.items()]
-    return {"documents": documents, "notes": counts}, [document.text for document in documents]
+        return sorted(renderer.turn_markers), b""
+    value = getattr(renderer, method)(*conversation)
+    texts = [value[0] if method == "conversation" else value]
+    if method == "documents":
+        documents, notes = value
+        texts = [document.text for document in documents]
+        value = documents, [[*note, count] for note, count in notes.items()]
+    longest = max(map(len, texts), default=0)
+    if longest > 8 * num_bytes + 2**20:
+        raise LimitReached(f"a conversation of {num_bytes} bytes became {longest} characters")
+    return value, b""

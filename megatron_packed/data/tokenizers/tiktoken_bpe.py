@@ -19,6 +19,7 @@ import numpy as np
 from megatron_packed.config import flag_names as flags
 from megatron_packed.data.errors import BadLine, DataError, printable
 from megatron_packed.data.tokenizers.base import (
+    Ids,
     InProcess,
     TokenIds,
     fingerprint_of,
@@ -26,7 +27,6 @@ from megatron_packed.data.tokenizers.base import (
     optional_package,
     read_bytes,
 )
-from megatron_packed.packed.array_types import IntegerArray
 
 UNKNOWN, BEGIN, END, PADDING = "<unk>", "<s>", "</s>", "<pad>"
 SPECIAL_TOKENS = (UNKNOWN, BEGIN, END, "<mask>", PADDING, "<cls>", "<sep>")
@@ -79,11 +79,6 @@ class TikTokenizer(InProcess):
     Raises:
         DataError: the package is missing, or the file is damaged or too short.
     """
-
-    prefix_ids: tuple[int, ...] = ()
-    splits_cleanly = True
-    chat_template: str | None = None
-    tool_chat_template: str | None = None
 
     def __init__(
         self,
@@ -149,10 +144,7 @@ class TikTokenizer(InProcess):
             raise BadLine("tokenizer_failed", printable(str(error), 80)) from None
         return ids.astype(np.int32)
 
-    def encode_batch(self, texts: Sequence[str], *, special: bool = False) -> list[TokenIds]:
-        return [self.encode(text, special=special) for text in texts]
-
-    def decode(self, ids: Sequence[int] | IntegerArray, *, skip_special: bool = False) -> str:
+    def decode(self, ids: Ids, *, skip_special: bool = False) -> str:
         tokens = known_tokens(ids, self.vocab_size)
         shown = [token for token in tokens if not (skip_special and token < self._num_special)]
         data: bytes = self._encoding.decode_bytes(shown)

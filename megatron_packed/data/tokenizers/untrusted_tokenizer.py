@@ -7,33 +7,32 @@ message. The run itself does not crash.
 
 from __future__ import annotations
 
-import json
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.hub_paths import MODEL, is_hub_name
-from megatron_packed.data.errors import BadLine, DataError, printable
+from megatron_packed.data.errors import DataError, printable
 from megatron_packed.data.sources.hub import local_path
-from megatron_packed.data.tokenizers.base import Offsets, OffsetTokenizer, TokenIds, Tokenizer
+from megatron_packed.data.tokenizers.base import Ids, Offsets, TokenIds, Tokenizer
 from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron_packed.data.tokenizers.limited_process import (
-    Answer,
     Budget,
-    LimitedProcess,
+    Call,
+    GuardedObject,
     LimitReached,
     Limits,
     SetupRefused,
-    serve_requests,
+    library_message,
+    serve_calls,
 )
 from megatron_packed.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
 from megatron_packed.data.tokenizers.tiktoken_bpe import TikTokenizer
-from megatron_packed.packed.array_types import AnyArray, IntegerArray
+from megatron_packed.packed.array_types import AnyArray
 
 LIMITS = Limits(cpu_seconds=30.0, cpu_seconds_per_mib=30.0)
 """Limits of a tokenizer process. Large vocabularies load in seconds, and slow tokenizers take about
@@ -46,18 +45,7 @@ _KINDS: dict[str, Callable[..., Tokenizer]] = {
     "sentencepiece": SentencePieceTokenizer,
     "tiktoken": TikTokenizer,
 }
-_ATTRIBUTES = (
-    "vocab_size",
-    "eod_id",
-    "pad_id",
-    "prefix_ids",
-    "special_tokens",
-    "splits_cleanly",
-    "chat_template",
-    "tool_chat_template",
-    "template_variables",
-    "fingerprint",
-)
+_ATTRIBUTES = tuple(Tokenizer.__annotations__)
 
 
 class UntrustedTokenizer:
@@ -86,74 +74,37 @@ class UntrustedTokenizer:
 
     def __init__(self, kind: str, *arguments: Any, limits: Limits = LIMITS) -> None:
         name = printable(str(arguments[0]))
-        budget = Budget(
-            f"the tokenizer {name}",
-            "texts",
-            f"give another {flags.TOKENIZER_MODEL}",
-            max_in_a_row=_MAX_IN_A_ROW,
-        )
-        setup = {"kind": kind, "arguments": arguments}
-        self._start = partial(LimitedProcess, __name__, setup, limits, budget, quiet=True)
-        self._idle: list[LimitedProcess] = []
-        self._lock = threading.Lock()
+        cure = f"give another {flags.TOKENIZER_MODEL}"
+        budget = Budget(f"the tokenizer {name}", "texts", cure, _MAX_IN_A_ROW)
         try:
-            process = self._start()
+            self._guarded = GuardedObject(
+                __name__, [kind, *arguments], limits, budget, "tokenizer_limit", quiet=True
+            )
         except SetupRefused as error:
             raise DataError(str(error)) from None
         except LimitReached as limit:
-            raise DataError(
-                f"{name} could not be loaded: {limit}; give another {flags.TOKENIZER_MODEL}."
-            ) from None
-        self._idle.append(process)
-        for attribute, value in zip(_ATTRIBUTES, json.loads(process.greeting)):
+            raise DataError(f"{name} could not be loaded: {limit}; {cure}.") from None
+        for attribute, value in self._guarded.call("attributes")[0].items():
             setattr(self, attribute, tuple(value) if attribute == "prefix_ids" else value)
 
     def encode(self, text: str, *, special: bool = False) -> TokenIds:
         return self.encode_batch([text], special=special)[0]
 
     def encode_batch(self, texts: Sequence[str], *, special: bool = False) -> list[TokenIds]:
-        head, data = self._ask("encode_batch", texts=list(texts), special=special)
-        return np.split(np.frombuffer(data, np.int32), np.cumsum(head["lengths"])[:-1])
+        lengths, data = self._guarded.call("encode_batch", list(texts), special)
+        return np.split(np.frombuffer(data, np.int32), np.cumsum(lengths)[:-1])
 
     def encode_with_offsets(self, text: str, *, special: bool = False) -> tuple[TokenIds, Offsets]:
-        head, data = self._ask("encode_with_offsets", texts=[text], special=special)
-        (count,) = head["lengths"]
-        return np.frombuffer(data, np.int32, count), np.frombuffer(
-            data[4 * count :], np.int64
-        ).reshape(-1, 2)
+        (count, _), data = self._guarded.call("encode_with_offsets", text, special)
+        offsets = np.frombuffer(data[4 * count :], np.int64)
+        return np.frombuffer(data, np.int32, count), offsets.reshape(-1, 2)
 
-    def decode(self, ids: Sequence[int] | IntegerArray, *, skip_special: bool = False) -> str:
-        head, _ = self._ask("decode", ids=[int(token) for token in ids], special=skip_special)
-        return str(head["text"])
+    def decode(self, ids: Ids, *, skip_special: bool = False) -> str:
+        return str(self._guarded.call("decode", list(map(int, ids)), skip_special)[0])
 
     def close(self) -> None:
         """End the processes; the tokenizer stays usable."""
-        with self._lock:
-            idle = self._idle
-            self._idle = []
-        for process in idle:
-            process.close()
-
-    def _ask(self, method: str, **arguments: Any) -> tuple[dict[str, Any], bytes]:
-        """Send a request and return the JSON part of the answer, and its arrays as bytes."""
-        with self._lock:
-            process = self._idle.pop() if self._idle else None
-        try:
-            process = process or self._start()
-            answer = process.ask(json.dumps({"method": method, **arguments}).encode())
-        except LimitReached as limit:
-            raise BadLine("tokenizer_limit", str(limit)) from None
-        finally:
-            if process is not None:
-                with self._lock:
-                    self._idle.append(process)
-        head, _, data = answer.partition(b"\n")
-        fields = json.loads(head)
-        if "failed" in fields:
-            raise BadLine("tokenizer_failed", fields["failed"])
-        if "wrong" in fields:
-            raise DataError(fields["wrong"])
-        return fields, data
+        self._guarded.close()
 
 
 # -------------------------------------------------------------------------------------------------------
@@ -161,53 +112,31 @@ class UntrustedTokenizer:
 
 
 def serve() -> None:
-    """Load the tokenizer, then answer requests. This function is the main function of the child."""
-    serve_requests(_prepare, opens_files=True)
+    """Load the tokenizer, then answer calls. This function is the main function of the child."""
+    serve_calls(_load, "tokenizer_failed", opens_files=True)
 
 
-def _prepare(setup: dict[str, Any]) -> tuple[bytes, Answer]:
-    arguments = setup["arguments"]
+def _load(kind: str, *arguments: Any) -> Call:
     try:
-        tokenizer = _KINDS[setup["kind"]](*arguments)
-        greeting = json.dumps([getattr(tokenizer, attribute) for attribute in _ATTRIBUTES])
+        return partial(_call, _KINDS[kind](*arguments))
     except DataError:
         raise
     except BaseException as error:  # libraries raise Exception itself, or a Rust panic
         raise DataError(
-            f"{printable(str(arguments[0]))} cannot be loaded by its library: {_words(error)}; correct the file, or "
-            f"give another {flags.TOKENIZER_MODEL}."
+            f"{printable(str(arguments[0]))} cannot be loaded by its library: {library_message(error)}; correct the "
+            f"file, or give another {flags.TOKENIZER_MODEL}."
         ) from None
-    return greeting.encode(), partial(_answer, tokenizer)
 
 
-def _answer(tokenizer: Tokenizer, request: bytes) -> bytes:
-    message = json.loads(request)
-    head: dict[str, Any]
-    arrays: list[AnyArray] = []
-    try:
-        if message["method"] == "decode":
-            head = {"text": tokenizer.decode(message["ids"], skip_special=message["special"])}
-        elif message["method"] == "encode_batch":
-            arrays = list(tokenizer.encode_batch(message["texts"], special=message["special"]))
-            head = {"lengths": [len(ids) for ids in arrays]}
-        else:
-            offset_tokenizer = cast(OffsetTokenizer, tokenizer)
-            (text,) = message["texts"]
-            arrays = list(offset_tokenizer.encode_with_offsets(text, special=message["special"]))
-            head = {"lengths": [len(arrays[0])]}
-    except MemoryError:
-        raise LimitReached("out of memory") from None
-    except DataError as error:
-        head, arrays = {"wrong": str(error)}, []
-    except BadLine as bad_line:
-        head, arrays = {"failed": bad_line.detail}, []
-    except BaseException as error:  # libraries raise Exception itself, or a Rust panic
-        head, arrays = {"failed": _words(error)}, []
-    return b"\n".join([json.dumps(head).encode(), b"".join(array.tobytes() for array in arrays)])
-
-
-def _words(error: BaseException) -> str:
-    return printable(str(error) or type(error).__name__)
+def _call(
+    tokenizer: Tokenizer, num_bytes: int, method: str, text: Any = None, special: bool = False
+) -> tuple[Any, bytes]:
+    if method == "attributes":
+        return {name: getattr(tokenizer, name) for name in _ATTRIBUTES}, b""
+    if method == "decode":
+        return tokenizer.decode(text, skip_special=special), b""
+    arrays: Sequence[AnyArray] = getattr(tokenizer, method)(text, special=special)
+    return list(map(len, arrays)), b"".join(array.tobytes() for array in arrays)
 
 
 def open_tokenizer(tokenizer: Tokenizer | str | os.PathLike[str]) -> Tokenizer:
@@ -227,7 +156,7 @@ def open_tokenizer(tokenizer: Tokenizer | str | os.PathLike[str]) -> Tokenizer:
                 "Hugging Face Hub."
             )
         path = local_path(path, MODEL)
-        return cast("Tokenizer", UntrustedTokenizer("tokenizer.json", path))
+        return UntrustedTokenizer("tokenizer.json", path)
     # Tokenizers of users may lack the template for tools, which is newer than the interface.
     needed = {*_ATTRIBUTES, "encode_batch", "decode", "close"} - {"tool_chat_template"}
     if isinstance(tokenizer, type) or not all(hasattr(tokenizer, name) for name in needed):

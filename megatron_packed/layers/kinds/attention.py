@@ -27,7 +27,7 @@ from megatron_packed.ops.varlen_attention.api import prepare_tables
 from megatron_packed.ops.varlen_attention.tables import BlockTables, MaskTable
 from megatron_packed.packed.params import PackedSeqParams
 
-WINDOW = 48
+LARGEST_WINDOW = 48
 """Largest window of the isolation self-test, so that windows end inside its documents."""
 ULPS_OF_UNORDERED_SUMS = 2
 """Allowed difference of gradients without deterministic mode. The kernels then add gradients in a
@@ -73,7 +73,7 @@ def _small_sizes(config: ModelConfig, ranks: RankCounts) -> dict[str, object]:
 
 def _windows(config: ModelConfig) -> list[dict[str, object]]:
     """Return the changes of a model for each window; attention without a window comes first."""
-    windows = {window and min(window, WINDOW) for window in config.attention_windows}
+    windows = {window and min(window, LARGEST_WINDOW) for window in config.attention_windows}
     return [{"window_size": w and f"{w - 1},0"} for w in sorted(windows, key=bool)]
 
 

@@ -26,9 +26,8 @@ from megatron_packed.layers.kinds.mixer_kind import (
     MixerKind,
     RankCounts,
 )
-from megatron_packed.layers.parameters import new_parameter, no_weight_decay
+from megatron_packed.layers.parameters import no_weight_decay
 from megatron_packed.layers.recurrent_mixer import RECURRENT_FILLS, RecurrentMixer
-from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.ops.gated_delta_rule.api import gated_delta_rule
 from megatron_packed.ops.gated_delta_rule.step import final_states, update_next
 from megatron_packed.ops.gated_delta_rule.tables import DeltaRuleTables, build_tables
@@ -45,29 +44,22 @@ class GatedHeadNorm(nn.Module):
     Args:
         head_dim: V.
         eps: constant added to the mean square.
-        backend: backend of the op ``gated_rms_norm``.
-        tp: tensor parallelism of this rank.
-        device: device of the weight.
-        dtype: dtype of the weight.
+        build: arguments that all layers share.
     """
 
     def __init__(
         self,
         head_dim: int,
         eps: float,
-        *,
-        backend: str,
-        tp: TensorParallel = SINGLE,
-        device: torch.device | str,
-        dtype: torch.dtype,
+        build: Build,
     ) -> None:
         super().__init__()
         self.head_dim = head_dim
         self.eps = eps
-        self.backend = backend
-        weight = no_weight_decay(new_parameter(head_dim, device=device, dtype=dtype))
+        self.backend = build.backends.gated_rms_norm
+        weight = no_weight_decay(build.new_parameter(head_dim))
         # Each tensor-parallel rank normalises its own heads, so their gradients are summed.
-        self.weight = tp.use_inside(weight)
+        self.weight = build.tp.use_inside(weight)
 
     def forward(self, o_TI: Tensor, z_TI: Tensor) -> Tensor:
         return gated_rms_norm(
@@ -111,10 +103,7 @@ class GatedDeltaNet(RecurrentMixer):
         norm = GatedHeadNorm(
             v.width,
             config.linear_norm_epsilon or config.norm_epsilon,
-            backend=build.backends.gated_rms_norm,
-            tp=build.tp,
-            device=build.device,
-            dtype=build.dtype,
+            build,
         )
         super().__init__(
             config.hidden_size,

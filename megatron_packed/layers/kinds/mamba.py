@@ -27,10 +27,9 @@ from megatron_packed.layers.kinds.mixer_kind import (
     MixerKind,
     RankCounts,
 )
-from megatron_packed.layers.parameters import new_parameter, no_weight_decay
+from megatron_packed.layers.parameters import no_weight_decay
 from megatron_packed.layers.recurrent_mixer import RECURRENT_FILLS, RecurrentMixer
 from megatron_packed.layers.state_passing import StatePassing
-from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.ops.gated_rms_norm.api import gated_rms_norm
 from megatron_packed.ops.ssd.api import ssd
 from megatron_packed.ops.ssd.passed_states import ssd_of_part
@@ -51,10 +50,7 @@ class GatedNorm(nn.Module):
         channels: this rank's shard of the inner channels.
         num_groups: G of the layer before it is split over ranks.
         eps: constant added to the mean square.
-        backend: backend of the op ``gated_rms_norm``.
-        tp: tensor parallelism of this rank.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
+        build: arguments that all layers share.
     """
 
     def __init__(
@@ -63,20 +59,15 @@ class GatedNorm(nn.Module):
         num_groups: int,
         *,
         eps: float,
-        backend: str,
-        tp: TensorParallel = SINGLE,
-        device: torch.device | str,
-        dtype: torch.dtype,
+        build: Build,
     ) -> None:
         super().__init__()
         self.group_size = channels.length // num_groups
         self.num_groups = num_groups
         self.eps = eps
-        self.backend = backend
-        self.tp = tp
-        self.weight = no_weight_decay(
-            new_parameter(channels.local_length, device=device, dtype=dtype)
-        )
+        self.backend = build.backends.gated_rms_norm
+        self.tp = build.tp
+        self.weight = no_weight_decay(build.new_parameter(channels.local_length))
         set_shard(self.weight, channels)
 
     def forward(self, y_TI: Tensor, z_TI: Tensor) -> Tensor:
@@ -132,10 +123,7 @@ class MambaMixer(RecurrentMixer):
             build.tp.shard(x),
             config.gated_norm_groups,
             eps=config.mamba_norm_epsilon,
-            backend=build.backends.gated_rms_norm,
-            tp=build.tp,
-            device=build.device,
-            dtype=build.dtype,
+            build=build,
         )
         super().__init__(
             config.hidden_size,

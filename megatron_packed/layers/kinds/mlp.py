@@ -25,10 +25,7 @@ def _build(config: ModelConfig, build: Build, place: Place) -> MLP:
         config.ffn_hidden_size,
         kind=config.activation,
         bias=config.add_bias_linear,
-        backends=build.backends,
-        tp=build.tp,
-        device=build.device,
-        dtype=build.dtype,
+        build=build,
     )
 
 

@@ -29,8 +29,7 @@ import torch
 from torch import Tensor
 
 from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
-from megatron_packed.layers.context_parallel import ContextParallel
+from megatron_packed.layers.context_parallel import ALL_ROWS, ContextParallel
 from megatron_packed.packed.shared_tables import Samples
 
 EPSILON = 1e-20

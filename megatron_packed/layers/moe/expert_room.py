@@ -2,7 +2,9 @@
 
 [Note: bounds of expert buffers]
 Only the device knows how many rows the experts of a rank need. A CUDA graph needs buffers of a fixed
-size, so the sizes are bounds that the host chooses before a capture:
+size, so the sizes are bounds that the host chooses before a capture. On two H200, steps with whole
+layers in graphs run 2.44 times as fast as eager ones with packs of 4,096 tokens, and 1.25 times with
+8,192 (`alltoall`, 2026-11-28). The bounds:
 
 * rows of a rank: all rows that the experts of one rank process.
 * rows of a peer (`alltoall`): the rows that one rank sends to the experts of one other rank.
@@ -28,7 +30,7 @@ from typing import NamedTuple
 
 from megatron_packed.config.kinds.experts import MEASURE
 
-PLANNED = 1.5
+PLANNED_FACTOR = 1.5
 """Factor of both bounds before any routing is observed."""
 HEAD_ROOM = 1.2
 """Factor between observed rows and a new bound."""
@@ -77,7 +79,7 @@ class ExpertRoom:
         if factor is None:
             return cls(bounds=None, measured=False)
         if factor == MEASURE:
-            return cls(bounds=Load(PLANNED, PLANNED), measured=True)
+            return cls(bounds=Load(PLANNED_FACTOR, PLANNED_FACTOR), measured=True)
         return cls(bounds=Load(float(factor), float(factor)), measured=False)
 
     @property

@@ -5,16 +5,14 @@ Letters: E experts of this rank, D hidden size, F inner size of one expert, R ro
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from megatron_packed.distributed.tensor_parallel_shards import set_expert_shard
-from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.build import Build
 from megatron_packed.layers.joined import observation
 from megatron_packed.layers.mlp import inner_segments
 from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.layers.named_call import NamedCall
-from megatron_packed.layers.parameters import new_parameter
 from megatron_packed.ops.activation.api import Kind
 from megatron_packed.ops.backend_dispatch import planned_type
 from megatron_packed.ops.grouped_mlp import api as grouped_mlp
@@ -32,10 +30,8 @@ class GroupedExperts(nn.Module):
         hidden_size: D.
         inner_size: inner size of one expert before it is split over ranks.
         kind: activation function.
-        backends: backend of each op.
         ep: expert parallelism of this rank.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
+        build: arguments that all layers share.
     """
 
     def __init__(
@@ -45,22 +41,20 @@ class GroupedExperts(nn.Module):
         inner_size: int,
         *,
         kind: Kind,
-        backends: Backends,
         ep: ExpertParallel,
-        device: torch.device | str,
-        dtype: torch.dtype,
+        build: Build,
     ) -> None:
         super().__init__()
         self.kind = kind
-        self.backend = backends.grouped_mlp
+        self.backend = build.backends.grouped_mlp
         segments = inner_segments(inner_size, kind)
         rows = ep.shard(num_experts, *segments, dim=1)
         columns = ep.shard(num_experts, segments[0], dim=2)
         whole_rows = sum(segment.count for segment in segments)
         fc1 = rows.local_shape((num_experts, whole_rows, hidden_size))
         fc2 = columns.local_shape((num_experts, hidden_size, inner_size))
-        self.fc1 = set_expert_shard(new_parameter(*fc1, device=device, dtype=dtype), rows)
-        self.fc2 = set_expert_shard(new_parameter(*fc2, device=device, dtype=dtype), columns)
+        self.fc1 = set_expert_shard(build.new_parameter(*fc1), rows)
+        self.fc2 = set_expert_shard(build.new_parameter(*fc2), columns)
         self.expert_fc1 = NamedCall()
         self.moe_act = NamedCall()
         self.expert_fc2 = NamedCall()

@@ -21,6 +21,7 @@ Letters: T tokens, D hidden size, E experts, K experts per token, L latent size.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.build import Build
-from megatron_packed.layers.joined import TENSOR_PARALLEL, joined_residual
+from megatron_packed.layers.joined import ROWS_EXCHANGED, joined_residual
 from megatron_packed.layers.linear import Linear
 from megatron_packed.layers.mlp import MLP
 from megatron_packed.layers.moe.aux_loss import (
@@ -136,23 +137,14 @@ class MoE(nn.Module):
         self.tp = build.tp
         self.cp = build.cp
         self.ep = build.ep or ExpertParallel(tp=build.tp)
-        self.router = Router(
-            config,
-            tp=self.tp,
-            cp=self.cp,
-            rows_group=self.ep.rows_group,
-            backend=backends.router_logits,
-            device=device,
-        )
+        self.router = Router(config, build, rows_group=self.ep.rows_group)
         self.experts = GroupedExperts(
             self.router.num_experts,
             config.routed_width,
             config.moe_ffn_hidden_size,
             kind=config.activation,
-            backends=backends,
             ep=self.ep,
-            device=device,
-            dtype=build.dtype,
+            build=build,
         )
         self.dispatcher = make_dispatcher(config, self.ep, backends)
         self.fc1_latent_proj: Linear | None = None
@@ -183,7 +175,7 @@ class MoE(nn.Module):
     def reason_apart(self) -> str:
         """Reason why the shared expert cannot add the routed rows; empty if it may."""
         if self.ep.splits_tokens:
-            return TENSOR_PARALLEL
+            return ROWS_EXCHANGED
         if self.shared_expert_gate is not None:
             return "the shared expert's output is multiplied by its gate"
         if self.overlaps_shared_expert:
@@ -192,13 +184,12 @@ class MoE(nn.Module):
 
     def _build_projection(self, width_in: int, width_out: int, build: Build) -> Linear:
         """Build a projection of the rows that this rank routes; each rank holds all of it."""
-        projection = Linear(width_in, width_out, bias=False, device=build.device, dtype=build.dtype)
+        projection = Linear(width_in, width_out, bias=False, build=build)
         # See [Note: latent experts] for why the gradient is one term of a sum.
         self.tp.use_inside(projection.weight)
         return projection
 
     def _build_shared_expert(self, inner_size: int, build: Build) -> None:
-        """Build the shared expert and its gate."""
         # Experts that are split by inner channels share one `enter` and `leave` with the shared
         # expert, so the shared expert then has no group of its own.
         tp = self.tp if self.ep.splits_tokens else self.tp.inside()
@@ -207,10 +198,7 @@ class MoE(nn.Module):
             inner_size,
             kind=self.config.activation,
             bias=False,
-            backends=build.backends,
-            tp=tp,
-            device=build.device,
-            dtype=build.dtype,
+            build=replace(build, tp=tp),
         )
         if self.config.moe_shared_expert_gate:
             self.shared_expert_gate = self._build_gate(build)
@@ -222,9 +210,7 @@ class MoE(nn.Module):
         between layers, or all rows inside the tensor-parallel region. Inside it, each rank gates
         its own term of the shared expert's output, so its gradient is one term of a sum.
         """
-        gate = Linear(
-            self.config.hidden_size, 1, bias=False, device=build.device, dtype=build.dtype
-        )
+        gate = Linear(self.config.hidden_size, 1, bias=False, build=build)
         use = self.tp.use_on_rows if self.ep.splits_tokens else self.tp.use_inside
         use(gate.weight)
         return gate

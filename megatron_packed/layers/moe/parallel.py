@@ -74,7 +74,6 @@ class ExpertParallel:
 
     @cached_property
     def split(self) -> TensorParallel:
-        """Split of the matrices of experts."""
         return self.matrices or self.tp
 
     @cached_property

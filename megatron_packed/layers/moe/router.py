@@ -27,12 +27,10 @@ from torch import Tensor, nn
 
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.differentiable import Group, gather_rows
-from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
-from megatron_packed.layers.context_parallel import ContextParallel
+from megatron_packed.layers.build import Build
 from megatron_packed.layers.moe.aux_loss import EPSILON
 from megatron_packed.layers.moe.random_logits import random_logits, replace_values
-from megatron_packed.layers.parameters import keep_fp32, new_parameter
-from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
+from megatron_packed.layers.parameters import keep_fp32
 from megatron_packed.ops.router_logits.api import router_logits
 from megatron_packed.packed.params import PackedSeqParams
 from megatron_packed.torch_private import foreach_add_
@@ -146,12 +144,9 @@ class Router(nn.Module):
 
     Args:
         config: number of experts, K, score function.
-        tp: tensor parallelism of this rank.
-        cp: context parallelism of this rank.
+        build: arguments that all layers share.
         rows_group: tensor-parallel group, if each of its ranks dispatches its own rows; else None.
             All these ranks route all rows.
-        backend: backend of the op ``router_logits``.
-        device: device of the parameters.
     """
 
     expert_bias: Tensor | None
@@ -159,17 +154,14 @@ class Router(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
+        build: Build,
         *,
-        tp: TensorParallel = SINGLE,
-        cp: ContextParallel = ALL_ROWS,
         rows_group: Group | None = None,
-        backend: str = "auto",
-        device: torch.device | str,
     ) -> None:
         super().__init__()
-        self.cp = cp
+        self.cp = build.cp
         self.rows_group = rows_group
-        self.backend = backend
+        self.backend = build.backends.router_logits
         self.routing_seed = 0
         """Seed of random logits; `initialize` sets it from the seed of the run and the name."""
         assert config.num_experts is not None, "a config with an E layer must set num_experts"
@@ -180,12 +172,12 @@ class Router(nn.Module):
         sizes = config.limiting_expert_groups
         self.groups = ExpertGroups(*sizes) if sizes else None
         self.weight = keep_fp32(
-            new_parameter(self.num_experts, config.hidden_size, device=device, dtype=torch.float32)
+            build.new_parameter(self.num_experts, config.hidden_size, dtype=torch.float32)
         )
-        tp.use_inside(self.weight)
+        build.tp.use_inside(self.weight)
         bias_E = None
         if config.moe_router_enable_expert_bias:
-            bias_E = torch.zeros(self.num_experts, device=device, dtype=torch.float32)
+            bias_E = torch.zeros(self.num_experts, device=build.device, dtype=torch.float32)
         self.register_buffer("expert_bias", bias_E)
 
     def forward(self, x_TD: Tensor, packed: PackedSeqParams) -> Routing:

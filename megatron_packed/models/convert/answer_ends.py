@@ -52,8 +52,8 @@ def with_ids(
     if generation is None:
         text = _text_model(config)
         generation = {name: text[name] for name in IDS if text.get(name) is not None}
-    known = {**generation, **numbers}
-    return changed, {name: value for name, value in known.items() if value is not None}
+    generation_fields = {**generation, **numbers}
+    return changed, {name: value for name, value in generation_fields.items() if value is not None}
 
 
 def _text_model(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_packed.checkpoint.directory import sync_directory
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.load import newest_checkpoint
 from megatron_packed.checkpoint.manifest import Manifest, read_manifest
@@ -30,6 +29,7 @@ from megatron_packed.config.serialise import (
     model_differences,
 )
 from megatron_packed.config.stored_config import stored_problem
+from megatron_packed.config.written_files import sync_path
 from megatron_packed.data.tokenizers.huggingface_settings import (
     ADDED_TOKENS,
     PROCESSOR_TEMPLATE,
@@ -125,22 +125,22 @@ def to_huggingface(
     check_new(directory)
     fields = read_config(config)
     model_of(fields, config, ignored)
-    found = newest_checkpoint(checkpoint)
-    manifest = read_manifest(found)
+    source = newest_checkpoint(checkpoint)
+    manifest = read_manifest(source)
     family, model = model_of(fields, config, ignored, depths=_depths(manifest))
-    bf16 = _check_configuration(manifest, model, found)
+    bf16 = _check_configuration(manifest, model, source)
     dtype = torch.bfloat16 if bf16 else torch.float32
     originals, files = base or config.parent, None
     if base is not None or any(os.path.lexists(originals / name) for name in (SINGLE, INDEX)):
         files, weights = open_weights(originals, family, model, dtype)
     else:
         weights = weights_of(family, model, dtype)
-    _check(manifest, weights, found)
+    _check(manifest, weights, source)
     dtypes = {part.name: weight.dtype for weight in weights.values() for part in weight.parts}
     dtypes |= files.dtypes if files else {}
     copies = files.copies if files else {}
     exported = ExportedTensors(
-        found, manifest, weights, dtypes, on_progress, copies, original=files if base else None
+        source, manifest, weights, dtypes, on_progress, copies, original=files if base else None
     )
 
     def beside(temporary: Path) -> None:
@@ -160,10 +160,10 @@ def to_huggingface(
 
 def _depths(manifest: Manifest) -> int:
     """Return the depths of multi-token prediction of a checkpoint; 0 if they are unknown."""
-    found: object = manifest.metadata
+    stored: object = manifest.metadata
     for key in ("config", "model", "hybrid_layer_pattern"):
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found.count(DEPTH) if isinstance(found, str) else 0
+        stored = stored.get(key) if isinstance(stored, Mapping) else None
+    return stored.count(DEPTH) if isinstance(stored, str) else 0
 
 
 def _patterns_aside(family: Family, model: ModelConfig, fields: Fields) -> Iterator[str]:
@@ -200,17 +200,17 @@ def trained_to_huggingface(
     """
     check_new(directory)
     chosen, model = family_for(trained.model, family)
-    found = newest_checkpoint(checkpoint)
-    manifest = read_manifest(found)
+    source = newest_checkpoint(checkpoint)
+    manifest = read_manifest(source)
     weights = weights_of(chosen, model, torch.bfloat16 if trained.bf16 else torch.float32)
     endings = zero_parameters(trained.model, model)
     zeros = [name for name in weights if name.endswith(endings)] if endings else []
-    _check(manifest, {name: w for name, w in weights.items() if name not in zeros}, found)
+    _check(manifest, {name: w for name, w in weights.items() if name not in zeros}, source)
     dtypes = {part.name: weight.dtype for weight in weights.values() for part in weight.parts}
     tied = not model.untie_embeddings_and_output_weights
     copies = {chosen.outside[TABLE]: chosen.outside[OUTPUT]} if tied and chosen.unties else {}
     exported = ExportedTensors(
-        found, manifest, weights, dtypes, on_progress, copies=copies, zeros=zeros
+        source, manifest, weights, dtypes, on_progress, copies=copies, zeros=zeros
     )
     texts: dict[str, str | Path] = {
         CONFIG: json_text(config_fields(chosen, model, trained)),
@@ -251,22 +251,22 @@ def check_new(directory: Path) -> None:
         raise CheckpointError("is not empty", path=directory, cure=cure)
 
 
-def _check_configuration(manifest: Manifest, model: ModelConfig, found: Path) -> bool:
+def _check_configuration(manifest: Manifest, model: ModelConfig, source: Path) -> bool:
     """Refuse a checkpoint of another model; return whether its run trained in bf16."""
     stored = manifest.metadata.get("config", {})
     problem = stored_problem(stored)
     if problem is not None:
         raise CheckpointError(
-            f"its configuration{problem}", path=found, cure="use a checkpoint that a run saved"
+            f"its configuration{problem}", path=source, cure="use a checkpoint that a run saved"
         )
     different = model_differences(stored["model"], model)
     if different:
-        words = "; ".join(
+        differences = "; ".join(
             f"{p.option} is {p.value} in config.json, but {p.rule}" for p in different
         )
         raise CheckpointError(
-            f"belongs to another model: {words}",
-            path=found,
+            f"belongs to another model: {differences}",
+            path=source,
             cure="give the config.json of its model",
         )
     return bool(stored["training"]["bf16"])
@@ -285,12 +285,12 @@ def _write_model(
         try:
             write_files(temporary, exported.listed(), exported.value, max_file_bytes)
             beside(temporary)
-            sync_directory(temporary)
+            sync_path(temporary)
             os.rename(temporary, directory)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-    sync_directory(directory.parent)
+    sync_path(directory.parent)
 
 
 @contextmanager

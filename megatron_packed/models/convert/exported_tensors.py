@@ -56,19 +56,19 @@ class ExportedTensors:
         weight = self.owner[name]
         if self.current != weight.name:
             self.parts.clear()  # frees the previous tensor before another is read
-            whole = self._read(weight)
+            parameter = self._read(weight)
             self.current = weight.name
-            self.parts = weight.split(whole)
-        kept = self.parts[name]
-        given = kept.to(self.dtypes[name])
-        if given.dtype != kept.dtype and not torch.equal(given.to(kept.dtype), kept):
+            self.parts = weight.split(parameter)
+        stored = self.parts[name]
+        converted = stored.to(self.dtypes[name])
+        if converted.dtype != stored.dtype and not torch.equal(converted.to(stored.dtype), stored):
             self.rounded.append(name)
-        return self._count(given)
+        return self._count(converted)
 
-    def _count(self, given: Tensor) -> Tensor:
-        self.done += given.nbytes
+    def _count(self, tensor: Tensor) -> Tensor:
+        self.done += tensor.nbytes
         self.on_progress(self.done, self.total)
-        return given
+        return tensor
 
     def _read(self, weight: Weight) -> Tensor:
         if weight.name in self.zeros:
@@ -84,5 +84,5 @@ class ExportedTensors:
             for name in (part.name, self.copies.get(part.name))
             if name is not None
         ]
-        more = [(name, place.entry.dtype, place.entry.shape) for name, place in self.aside.items()]
-        return listed + more
+        aside = [(name, place.entry.dtype, place.entry.shape) for name, place in self.aside.items()]
+        return listed + aside

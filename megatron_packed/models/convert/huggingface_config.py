@@ -17,7 +17,11 @@ from megatron_packed.config.section import section_fields
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.families.decoder import KEYS_OF_DERIVED
 from megatron_packed.models.convert.families.family import Family, Fields
-from megatron_packed.models.convert.families.field_types import FIELD_TYPES, shown, wrong_types
+from megatron_packed.models.convert.families.field_types import (
+    FIELD_TYPES,
+    shown_value,
+    wrong_types,
+)
 from megatron_packed.models.convert.families.qwen_hybrid import OUTSIDE_TEXT
 from megatron_packed.models.convert.families.registry import FAMILIES
 from megatron_packed.models.convert.tensor_mismatch import QUANTISED_CURE
@@ -92,8 +96,8 @@ def model_of(
             expected=" or ".join(FAMILIES),
             found=repr(fields.get("model_type"))[:100],
         )
-    if wrong := list(wrong_types(fields, family.read_keys)):
-        raise CheckpointError("; ".join(wrong), path=path, cure="correct config.json")
+    if type_problems := list(wrong_types(fields, family.read_keys)):
+        raise CheckpointError("; ".join(type_problems), path=path, cure="correct config.json")
     inside = fields.get("text_config") or fields
     rotary = "rope_scaling" if inside.get("rope_scaling") else "rope_parameters"
     try:
@@ -113,8 +117,10 @@ def model_of(
         quantised = QUANTISED_KEYS & fields.keys() - set(ignored)
         cure = QUANTISED_CURE if quantised else "convert a model without these options"
         raise CheckpointError("; ".join(problems), path=path, cure=cure)
-    values = {**parts, "hybrid_layer_pattern": pattern, **chosen(family.fixed, pattern)}
-    values |= {mine: fields[theirs] for theirs, mine in chosen(family.options, pattern).items()}
+    values = {**parts, "hybrid_layer_pattern": pattern, **entries_for(family.fixed, pattern)}
+    values |= {
+        mine: fields[theirs] for theirs, mine in entries_for(family.options, pattern).items()
+    }
     values |= family.derive(fields, pattern)
     if "mamba_chunk_size" in values:
         values["mamba_chunk_size"] = _power_of_two(values["mamba_chunk_size"])
@@ -127,16 +133,16 @@ def model_of(
 
 def _invalid(error: ConfigError, family: Family, pattern: str) -> str:
     """Return a sentence about invalid sizes, with the key of config.json of each."""
-    options = {mine: key for key, mine in chosen(family.options, pattern).items()}
+    options = {mine: key for key, mine in entries_for(family.options, pattern).items()}
     their = {**KEYS_OF_DERIVED, **options}
     keys = {
-        about.flag: their[about.name]
-        for about in section_fields(ModelConfig)
-        if about.name in their
+        option.flag: their[option.name]
+        for option in section_fields(ModelConfig)
+        if option.name in their
     }
     sentences = "; ".join(str(problem).removesuffix(".") for problem in error.problems)
-    found = [keys[flag] for flag in re.findall(r"--[a-z-]+", sentences) if flag in keys]
-    named = f" ({', '.join(dict.fromkeys(found))})" if found else ""
+    invalid_keys = [keys[flag] for flag in re.findall(r"--[a-z-]+", sentences) if flag in keys]
+    named = f" ({', '.join(dict.fromkeys(invalid_keys))})" if invalid_keys else ""
     return f"invalid sizes{named}: {sentences}"
 
 
@@ -146,8 +152,8 @@ def _depths(fields: Fields, family: Family, depths: int) -> dict[str, Any]:
         raise ValueError(f"{family.model_type} has no multi-token prediction")
     layers, stored = family.depths.stored(fields)
     if not layers or depths != stored != 1:
-        found = f"{stored} depths of multi-token prediction" if layers else "no such depth"
-        raise ValueError(f"{depths} depths are requested, but config.json has {found}")
+        stored_depths = f"{stored} depths of multi-token prediction" if layers else "no such depth"
+        raise ValueError(f"{depths} depths are requested, but config.json has {stored_depths}")
     return {
         **family.depths.derive(fields),
         "hybrid_layer_pattern": (DEPTH + layers) * depths,
@@ -171,27 +177,27 @@ def _power_of_two(chunk_size: object) -> object:
 def _problems(
     fields: Fields, family: Family, pattern: str, ignored: Collection[str]
 ) -> Iterator[str]:
-    options = chosen(family.options, pattern)
+    options = entries_for(family.options, pattern)
     # Every option must be present: the project's defaults differ from those of transformers.
     for key in options:
         if fields.get(key) is None:
-            names = [*(one for one, of in family.repeats.items() if of == key), key]
+            names = [*(repeated for repeated, of in family.repeats.items() if of == key), key]
             nulls = [name for name in names if name in fields]
             if nulls:
                 yield f"{nulls[0]} is null, but it must have a value"
             else:
                 yield f"{' or '.join(reversed(names))} is missing"
-    for key, value in chosen(family.must_be, pattern).items():
+    for key, value in entries_for(family.must_be, pattern).items():
         if key in fields and not _same(
             _NAMES_OF_FUNCTIONS.get(str(fields[key]), fields[key]), value
         ):
-            yield f"{key} is {shown(fields[key])}, but only {value!r} is supported"
+            yield f"{key} is {shown_value(fields[key])}, but only {value!r} is supported"
     for key, of in family.repeats.items():
         if key in fields and not _same(fields[key], fields[of]):
-            yield f"{key} is {shown(fields[key])}, which contradicts {of} {shown(fields[of])}"
+            yield f"{key} is {shown_value(fields[key])}, which contradicts {of} {shown_value(fields[of])}"
     yield from family.rules(fields)
-    known = family.deciding_keys | set(family.no_effect.split())
-    for key in sorted(set(fields) - known - set(ignored)):
+    read_keys = family.deciding_keys | set(family.no_effect.split())
+    for key in sorted(set(fields) - read_keys - set(ignored)):
         yield _unknown(key, fields[key], family)
 
 
@@ -202,20 +208,20 @@ def _unknown(key: str, value: Any, family: Family) -> str:
     """
     if key in QUANTISED_KEYS:
         method = value.get("quant_method", "") if isinstance(value, dict) else ""
-        return f"{key} says that the weights are quantised ({shown(method or value)})"
+        return f"{key} says that the weights are quantised ({shown_value(method or value)})"
     if key in _DECIDING or key.startswith(_DECIDING_PREFIXES) or key.endswith(OUTSIDE_TEXT):
         model = f"{family.model_type} models with this option"
-        return f"{key} is {shown(value)}, but {model} are not supported"
+        return f"{key} is {shown_value(value)}, but {model} are not supported"
     cure = f"if it changes no output, give {flags.IGNORE_KEY} {key}"
-    return f"{key} is {shown(value)}, but this option is unknown ({cure})"
+    return f"{key} is {shown_value(value)}, but this option is unknown ({cure})"
 
 
-def _same(found: object, value: object) -> bool:
+def _same(actual: object, value: object) -> bool:
     """Return whether two values are equal; a boolean never equals a number."""
-    return found == value and isinstance(found, bool) == isinstance(value, bool)
+    return actual == value and isinstance(actual, bool) == isinstance(value, bool)
 
 
-def chosen(table: Mapping[str, Mapping[str, Any]], pattern: str) -> dict[str, Any]:
+def entries_for(table: Mapping[str, Mapping[str, Any]], pattern: str) -> dict[str, Any]:
     """Return the entries of a table for the layer kinds in ``pattern``."""
     return {
         key: value

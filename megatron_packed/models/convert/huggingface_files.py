@@ -31,7 +31,7 @@ from megatron_packed.models.convert.weight_rows import Shape, Weight, weights_of
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_INDEX_BYTES = 64 << 20
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of weights that can be imported."""
 ROTARY_BUFFER = ".rotary_emb.inv_freq"
 """End of the names of rotary buffers in old files."""
@@ -87,8 +87,8 @@ class ModelFiles:
                 found=place.path.name,
                 cure=_CURE,
             )
-        if dtype not in DTYPES:
-            allowed = ", ".join(DTYPE_NAMES[dtype] for dtype in DTYPES)
+        if dtype not in WEIGHT_DTYPES:
+            allowed = ", ".join(DTYPE_NAMES[dtype] for dtype in WEIGHT_DTYPES)
             quantised = not dtype.is_floating_point
             raise CheckpointError(
                 f"the dtype of {key}",
@@ -171,19 +171,19 @@ def open_weights(
 
 
 def _no_weights(directory: Path, *, both: bool) -> CheckpointError:
-    found, cure = "neither", "download the weights as safetensors"
+    present, cure = "neither", "download the weights as safetensors"
     pickles = sorted(
         path.name for path in directory.iterdir() if path.suffix in (".bin", ".pt", ".pth")
     )
     if both:
-        found, cure = "both", "remove the file that does not belong to the model"
+        present, cure = "both", "remove the file that does not belong to the model"
     elif pickles:
         cure = (
             f"{pickles[0]} is a pickle, which is not read because a pickle can execute code; save the "
             "model as safetensors"
         )
     return CheckpointError(
-        "no weights", path=directory, expected=f"{SINGLE} or {INDEX}", found=found, cure=cure
+        "no weights", path=directory, expected=f"{SINGLE} or {INDEX}", found=present, cure=cure
     )
 
 

@@ -6,7 +6,7 @@ import math
 import os
 import shlex
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,9 +26,8 @@ from megatron_packed.checkpoint.original_facts import (
 from megatron_packed.checkpoint.save import SavedCheckpoint, save_checkpoint
 from megatron_packed.checkpoint.tensor_shard import TensorShard
 from megatron_packed.config import flag_names as flags
-from megatron_packed.config.model_flags import model_flags
 from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.config.serialise import model_hash, section_to_dict
+from megatron_packed.config.serialise import model_flags, model_hash, section_to_dict
 from megatron_packed.config.written_files import write_file
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.tokenizers.base import meaning_hash, vocabulary
@@ -136,7 +135,7 @@ def from_huggingface(
         original[TOKENIZER_HASH] = tokenizer_hash
     flags = _flags(model, directory, bf16)
     check, write = halves(on_progress)
-    check_values(directory, files.read, weights, on_progress=check)
+    check_weight_values(directory, files.read, weights, on_progress=check)
     root.mkdir(parents=True, exist_ok=True)
     with closing(RootLock(root, RUN_LOCK)):
         check_empty(root)  # another process may have saved there before the lock
@@ -151,13 +150,25 @@ def from_huggingface(
             original=original,
         )
         write_file(root / ARGS_FILE, flags.encode())
-    narrower = [
-        w.name
-        for w in weights.values()
-        if any(torch.promote_types(files.dtypes[part.name], w.dtype) != w.dtype for part in w.parts)
-    ]
+    rounded = narrowed(weights.values(), files.dtypes.__getitem__)
     notes = (*_notes(fields, left_out, model, files), *unusable)
-    return Imported(saved, model, flags, tuple(narrower), notes)
+    return Imported(saved, model, flags, rounded, notes)
+
+
+def narrowed(weights: Iterable[Weight], dtype_of: Callable[[str], torch.dtype]) -> tuple[str, ...]:
+    """Return the parameters with a narrower dtype than the tensors that they come from.
+
+    Args:
+        dtype_of: returns the dtype of the tensor of a part by name.
+    """
+    return tuple(
+        weight.name
+        for weight in weights
+        if any(
+            torch.promote_types(dtype_of(part.name), weight.dtype) != weight.dtype
+            for part in weight.parts
+        )
+    )
 
 
 def _tokenizer(directory: Path, model: ModelConfig) -> tuple[str, list[str]]:
@@ -167,14 +178,14 @@ def _tokenizer(directory: Path, model: ModelConfig) -> tuple[str, list[str]]:
     """
     if not (directory / TOKENIZER).is_file():
         return "", []
-    found = ""
+    tokenizer_hash = ""
     try:
         with closing(open_tokenizer(directory)) as tokenizer:
-            found = meaning_hash(tokenizer)
+            tokenizer_hash = meaning_hash(tokenizer)
             vocabulary(tokenizer, model.vocab_size)
     except DataError as error:
-        return found, [f"No run can use this tokenizer with these weights: {error}"]
-    return found, []
+        return tokenizer_hash, [f"No run can use this tokenizer with these weights: {error}"]
+    return tokenizer_hash, []
 
 
 def _notes(
@@ -251,11 +262,11 @@ def save_weights(
         if shard.name not in sources:
             return shard.tensor
         weight, read_part = sources[shard.name]
-        whole = weight.join(read_part).view(-1)
-        _check_values(shard.name, whole, directory)
-        done += whole.nbytes
+        parameter = weight.join(read_part).view(-1)
+        _check_values(shard.name, parameter, directory)
+        done += parameter.nbytes
         on_progress(done, total)
-        return whole
+        return parameter
 
     # There is no run yet, so data positions, random states and hashes are empty.
     config: dict[str, Any] = {"model": section_to_dict(model), "training": {"bf16": bf16}}
@@ -311,7 +322,7 @@ def halves(on_progress: OnProgress) -> tuple[OnProgress, OnProgress]:
     )
 
 
-def check_values(
+def check_weight_values(
     directory: Path,
     read: Callable[[str], Tensor],
     weights: Mapping[str, Weight],
@@ -329,9 +340,9 @@ def check_values(
     sources = _sources(read, weights, trained)
     total, done = _total_bytes(sources), 0
     for name, (weight, read_part) in sources.items():
-        whole = weight.join(read_part).view(-1)
-        _check_values(name, whole, directory)
-        done += whole.nbytes
+        parameter = weight.join(read_part).view(-1)
+        _check_values(name, parameter, directory)
+        done += parameter.nbytes
         on_progress(done, total)
 
 
@@ -339,9 +350,9 @@ def _check_values(name: str, values: Tensor, directory: Path) -> None:
     """Check that values are finite, and that those of Adam's second moment are not negative."""
     low, high = (float(extreme) for extreme in torch.aminmax(values))
     if not (math.isfinite(low) and math.isfinite(high)):
-        found = f"{low} to {high}"
+        value_range = f"{low} to {high}"
         raise CheckpointError(
-            f"{name} is not finite", path=directory, expected="finite values", found=found
+            f"{name} is not finite", path=directory, expected="finite values", found=value_range
         )
     if low < 0 and name.startswith("optimizer/exp_avg_sq/"):
         raise CheckpointError(f"{name} is negative", path=directory, expected="squares", found=low)

@@ -35,7 +35,7 @@ class _Problem(NamedTuple):
 
 
 def check_tensors(
-    found: Mapping[str, Shape],
+    shapes_in_files: Mapping[str, Shape],
     weights: Mapping[str, Weight],
     model: ModelConfig,
     output: str,
@@ -44,7 +44,7 @@ def check_tensors(
     """Check that files have exactly the tensors of a model.
 
     Args:
-        found: shape of each tensor of the files by name.
+        shapes_in_files: shape of each tensor of the files by name.
         weights: the model's tensors by name.
         output: name of the output table in the files, also of a model without one.
     Raises:
@@ -53,12 +53,12 @@ def check_tensors(
     """
     expected = their_shapes(weights)
     tables = [weights[name].parts[0].name for name in (TABLE, OUTPUT) if name in weights]
-    problems = _resized(found, expected, tables, model)
+    problems = _resized(shapes_in_files, expected, tables, model)
     resized = tables if problems else []
-    for name in sorted(expected.keys() | found.keys()):
-        if name not in found and name == output:
+    for name in sorted(expected.keys() | shapes_in_files.keys()):
+        if name not in shapes_in_files and name == output:
             problems.append(_without_head(name))
-        elif name not in found:
+        elif name not in shapes_in_files:
             problems.append(_Problem(f"{name} is missing", _OTHER_MODEL))
         elif name not in expected and name == output:
             problems.append(_other_head(name, weights[TABLE].parts[0].name))
@@ -66,8 +66,10 @@ def check_tensors(
             quantised = name.endswith(_QUANTISED_ENDINGS)
             cure = QUANTISED_CURE if quantised else _OTHER_MODEL
             problems.append(_Problem(f"{name} is extra", cure))
-        elif found[name] != expected[name] and name not in resized:
-            shapes = f"{list(found[name])}, but config.json implies {list(expected[name])}"
+        elif shapes_in_files[name] != expected[name] and name not in resized:
+            shapes = (
+                f"{list(shapes_in_files[name])}, but config.json implies {list(expected[name])}"
+            )
             problems.append(_Problem(f"{name} has shape {shapes}", _OTHER_MODEL))
     if problems:
         cures = dict.fromkeys(problem.cure for problem in problems)
@@ -76,21 +78,25 @@ def check_tensors(
 
 
 def _resized(
-    found: Mapping[str, Shape],
+    shapes_in_files: Mapping[str, Shape],
     expected: Mapping[str, Shape],
     tables: Sequence[str],
     model: ModelConfig,
 ) -> list[_Problem]:
     """Return the problem of tables with the same number of rows, which is not ``vocab_size``."""
-    there = [name for name in tables if len(found.get(name, ())) == 2]
-    rows = {found[name][0] for name in there if found[name][1:] == expected[name][1:]}
-    if len(rows) != 1 or rows == {model.vocab_size} or not there:
+    stored_tables = [name for name in tables if len(shapes_in_files.get(name, ())) == 2]
+    rows = {
+        shapes_in_files[name][0]
+        for name in stored_tables
+        if shapes_in_files[name][1:] == expected[name][1:]
+    }
+    if len(rows) != 1 or rows == {model.vocab_size} or not stored_tables:
         return []
     count = rows.pop()
-    have = "have" if len(there) > 1 else "has"
+    have = "have" if len(stored_tables) > 1 else "has"
     return [
         _Problem(
-            f"{' and '.join(there)} {have} {count} rows, but vocab_size is {model.vocab_size}",
+            f"{' and '.join(stored_tables)} {have} {count} rows, but vocab_size is {model.vocab_size}",
             f"set vocab_size to {count} in config.json, if the model's tables were resized",
         )
     ]
@@ -112,5 +118,5 @@ def _other_head(name: str, table: str) -> _Problem:
 
 def some(lines: Sequence[str], between: str = ", ") -> str:
     """Return at most 20 lines, and the number of the others; names may contain ends of lines."""
-    more = f" and {len(lines) - 20} more" if len(lines) > 20 else ""
-    return between.join(lines[:20]).replace("\n", "\\n") + more
+    omitted = f" and {len(lines) - 20} more" if len(lines) > 20 else ""
+    return between.join(lines[:20]).replace("\n", "\\n") + omitted

@@ -23,7 +23,7 @@ from megatron_packed.config.serialise import as_given
 from megatron_packed.models.convert.families.decoder import ROPE_SCALING, plain_window
 from megatron_packed.models.convert.families.family import Family
 from megatron_packed.models.convert.families.registry import FAMILIES, WRITTEN
-from megatron_packed.models.convert.huggingface_config import chosen
+from megatron_packed.models.convert.huggingface_config import entries_for
 
 _MOST_FAMILIES = 3
 """Number of families, the nearest first, that the refusal of a model describes."""
@@ -116,15 +116,15 @@ def family_for(model: ModelConfig, wanted: str | None = None) -> tuple[Family, M
     """
     model = plain_model(model)
     reasons = nearest_families(model, [wanted] if wanted else WRITTEN)
-    for name, found in reasons.items():
-        if not found:
+    for name, obstacles in reasons.items():
+        if not obstacles:
             family = FAMILIES[name]
             same: dict[str, Any] = {
-                key: True for key in _ZEROS if key in chosen(family.fixed, _pattern(model))
+                key: True for key in _ZEROS if key in entries_for(family.fixed, _pattern(model))
             }
             return family, replace(model, **same)
     listed = list(reasons.items())[:_MOST_FAMILIES]
-    sentences = [f"{name} cannot express {'; '.join(found)}" for name, found in listed]
+    sentences = [f"{name} cannot express {'; '.join(obstacles)}" for name, obstacles in listed]
     raise CheckpointError(
         "the options of this model have no place in a Hugging Face config.json. "
         + ". ".join(sentences),
@@ -138,12 +138,12 @@ def nearest_families(model: ModelConfig, names: Sequence[str] = WRITTEN) -> dict
     Families with the layers of the pattern come before others. Families at the same distance have
     the order of the registry.
     """
-    found = {name: obstacles(FAMILIES[name], model) for name in names}
+    reasons = {name: obstacles(FAMILIES[name], model) for name in names}
 
     def distance(name: str) -> tuple[bool, int]:
-        return not _has_pattern(FAMILIES[name], model.main_layers), len(found[name])
+        return not _has_pattern(FAMILIES[name], model.main_layers), len(reasons[name])
 
-    return {name: found[name] for name in sorted(found, key=distance)}
+    return {name: reasons[name] for name in sorted(reasons, key=distance)}
 
 
 def plain_model(model: ModelConfig) -> ModelConfig:
@@ -160,7 +160,7 @@ def plain_model(model: ModelConfig) -> ModelConfig:
     if model.kv_channels is not None and model.softmax_scale == model.kv_channels**-0.5:
         same["softmax_scale"] = None
     if not model.use_rope_scaling:
-        defaults = {about.name: about.default for about in section_fields(ModelConfig)}
+        defaults = {option.name: option.default for option in section_fields(ModelConfig)}
         same |= {name: defaults[name] for name in ROPE_SCALING}
     return replace(model, **same)
 
@@ -170,33 +170,32 @@ def obstacles(family: Family, model: ModelConfig) -> list[str]:
     model = plain_model(model)
     pattern = _pattern(model)
     if not _has_pattern(family, model.main_layers):
-        words = " or ".join(family.blocks)
-        found = [
-            f"{model.flag('hybrid_layer_pattern')} {model.main_layers} (the family repeats {words} and has no "
+        blocks = " or ".join(family.blocks)
+        sentences = [
+            f"{model.flag('hybrid_layer_pattern')} {model.main_layers} (the family repeats {blocks} and has no "
             "other layers)"
         ]
     else:
-        found = [*_derived_values(family, model), *family.unfit(model)]
+        sentences = [*_derived_values(family, model), *family.unfit(model)]
     if model.mtp_depths:
-        found += _depth_obstacles(family, model)
-    options = set(chosen(family.options, pattern).values())
+        sentences += _depth_obstacles(family, model)
+    options = set(entries_for(family.options, pattern).values())
     symbols = "".join(family.blocks)
-    for about in section_fields(ModelConfig):
-        if about.name in family.derived or not _matters(about, model, symbols):
+    for option in section_fields(ModelConfig):
+        if option.name in family.derived or not _matters(option, model, symbols):
             continue
-        value = getattr(model, about.name)
-        if about.name in options:
-            if _written(about.name, value) is None:
-                found.append(f"a model without {about.flag}")
+        value = getattr(model, option.name)
+        if option.name in options:
+            if _written(option.name, value) is None:
+                sentences.append(f"a model without {option.flag}")
             continue
-        held = chosen(family.fixed, pattern).get(about.name, about.default)
-        if value != held and not (about.name in _ZEROS and not value):
-            found.append(f"{_shown(about, value)} (the family has {_shown(about, held)})")
-    return found
+        held = entries_for(family.fixed, pattern).get(option.name, option.default)
+        if value != held and not (option.name in _ZEROS and not value):
+            sentences.append(f"{_shown(option, value)} (the family has {_shown(option, held)})")
+    return sentences
 
 
 def _depth_obstacles(family: Family, model: ModelConfig) -> Iterator[str]:
-    """Yield the obstacles of multi-token prediction."""
     if family.depths is None:
         yield f"{model.flag('mtp_num_layers')} {model.mtp_depths} (the family has none)"
     else:
@@ -215,15 +214,15 @@ def _derived_values(family: Family, model: ModelConfig) -> Iterator[str]:
     fields = family.spelled(_model_fields(family, model))
     pattern = family.pattern(fields)
     if pattern != model.main_layers:
-        given = f"{model.flag('hybrid_layer_pattern')} {model.main_layers}"
-        yield f"{given} (the family has {pattern})"
+        pattern_flag = f"{model.flag('hybrid_layer_pattern')} {model.main_layers}"
+        yield f"{pattern_flag} (the family has {pattern})"
         return
     held = plain_model(replace(model, **family.derive(fields, _pattern(model))))
-    for about in section_fields(ModelConfig):
-        value = getattr(model, about.name)
-        if about.name in family.derived and value != getattr(held, about.name):
-            shown = _shown(about, getattr(held, about.name))
-            yield f"{_shown(about, value)} (the family has {shown})"
+    for option in section_fields(ModelConfig):
+        value = getattr(model, option.name)
+        if option.name in family.derived and value != getattr(held, option.name):
+            shown = _shown(option, getattr(held, option.name))
+            yield f"{_shown(option, value)} (the family has {shown})"
 
 
 def config_fields(family: Family, model: ModelConfig, trained: TrainedOptions) -> dict[str, Any]:
@@ -253,8 +252,8 @@ def _token_numbers(trained: TrainedOptions) -> dict[str, Any]:
     facts = trained.original.get(CONFIG)
     if facts is None:
         return trained.ids.fields()
-    found = trained.ids.keeping(facts).fields()
-    return {key: value for key, value in found.items() if key in facts or value is not None}
+    numbers = trained.ids.keeping(facts).fields()
+    return {key: value for key, value in numbers.items() if key in facts or value is not None}
 
 
 def _model_fields(family: Family, model: ModelConfig) -> dict[str, Any]:
@@ -264,9 +263,9 @@ def _model_fields(family: Family, model: ModelConfig) -> dict[str, Any]:
         "architectures": [family.architecture],
         "model_type": family.model_type,
     }
-    for theirs, ours in chosen(family.options, pattern).items():
+    for theirs, ours in entries_for(family.options, pattern).items():
         fields[theirs] = _written(ours, getattr(model, ours))
-    for key, value in chosen(family.must_be, pattern).items():
+    for key, value in entries_for(family.must_be, pattern).items():
         if key not in _LEFT_OUT and value is not None:
             fields.setdefault(key, value)
     depths = family.depths.written(model) if family.depths and model.mtp_depths else {}
@@ -282,8 +281,8 @@ def generation_fields(trained: TrainedOptions) -> dict[str, Any]:
     numbers = trained.original.get(CONFIG, {}) if facts is None else facts
     sampling = {"do_sample": False} if facts is None else facts
     ids = trained.ids.keeping(numbers).fields()
-    known = {key: value for key, value in ids.items() if value is not None}
-    return {**{key: value for key, value in sampling.items() if key not in IDS}, **known}
+    token_numbers = {key: value for key, value in ids.items() if value is not None}
+    return {**{key: value for key, value in sampling.items() if key not in IDS}, **token_numbers}
 
 
 def zero_parameters(trained: ModelConfig, exported: ModelConfig) -> tuple[str, ...]:
@@ -299,32 +298,32 @@ def _pattern(model: ModelConfig) -> str:
     return model.hybrid_layer_pattern
 
 
-def _matters(about: Field, model: ModelConfig, symbols: str) -> bool:
+def _matters(option: Field, model: ModelConfig, symbols: str) -> bool:
     """Return whether an option affects what layers of this model compute.
 
     Args:
         symbols: kinds of layers to regard.
     """
-    if about.option.training_only or about.name in _EXPRESSED:
+    if option.option.training_only or option.name in _EXPRESSED:
         return False
-    rope = about.name.startswith(("rotary_", *ROPE_SCALING))
+    rope = option.name.startswith(("rotary_", *ROPE_SCALING))
     if rope and model.position_embedding_type != "rope":
         return False
-    if about.name in ROPE_SCALING[1:] and not model.use_rope_scaling:
+    if option.name in ROPE_SCALING[1:] and not model.use_rope_scaling:
         return False
-    if about.name == "qk_layernorm_scope" and not model.qk_layernorm:
+    if option.name == "qk_layernorm_scope" and not model.qk_layernorm:
         return False
-    if about.name == "moe_shared_expert_gate" and not model.moe_shared_expert_intermediate_size:
+    if option.name == "moe_shared_expert_gate" and not model.moe_shared_expert_intermediate_size:
         return False
-    if about.name == "moe_router_pre_softmax" and model.moe_router_score_function != "softmax":
+    if option.name == "moe_router_pre_softmax" and model.moe_router_score_function != "softmax":
         return False
-    if about.name == "add_qkv_bias" and model.add_bias_linear:
+    if option.name == "add_qkv_bias" and model.add_bias_linear:
         return False
-    reads = _READ_BY.get(about.name)
+    reads = _READ_BY.get(option.name)
     readers = {
         symbol
         for symbol, kind in KINDS.items()
-        if (kind.name == about.option.group if reads is None else reads(kind))
+        if (kind.name == option.option.group if reads is None else reads(kind))
     }
     return not readers or bool(readers & set(_pattern(model)) & set(symbols))
 
@@ -336,5 +335,5 @@ def _written(name: str, value: object) -> object:
     return value if not isinstance(value, float) or math.isfinite(value) else None
 
 
-def _shown(about: Field, value: Any) -> str:
-    return f"no {about.flag}" if value is None else f"{about.flag} {as_given(about, value)}"
+def _shown(option: Field, value: Any) -> str:
+    return f"no {option.flag}" if value is None else f"{option.flag} {as_given(option, value)}"

@@ -53,24 +53,24 @@ class Weight:
 
         Reads one Hugging Face tensor at a time, so memory holds the model tensor and one other.
         """
-        whole = torch.empty(self.shape, dtype=self.dtype)
-        matrix = self._matrix(whole)
+        parameter = torch.empty(self.shape, dtype=self.dtype)
+        matrix = self._matrix(parameter)
         for part in self.parts:
             theirs = self._matrix(read(part.name).contiguous())
             for move in part.moves:
                 move.ours.view(matrix).copy_(move.theirs.view(theirs))
         matrix[self._rows :].zero_()
-        return whole
+        return parameter
 
-    def split(self, whole: Tensor) -> dict[str, Tensor]:
+    def split(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return the contiguous Hugging Face tensors of ``whole`` by name; inverts `join`."""
-        matrix, found = self._matrix(whole.contiguous()), {}
+        matrix, tensors = self._matrix(parameter.contiguous()), {}
         for part in self.parts:
-            tensor = torch.empty(part.shape, dtype=whole.dtype)
+            tensor = torch.empty(part.shape, dtype=parameter.dtype)
             for move in part.moves:
                 move.theirs.view(self._matrix(tensor)).copy_(move.ours.view(matrix))
-            found[part.name] = tensor
-        return found
+            tensors[part.name] = tensor
+        return tensors
 
     @property
     def _rows(self) -> int:
@@ -82,6 +82,19 @@ class Weight:
 
     def _matrix(self, tensor: Tensor) -> Tensor:
         return tensor.view(-1, self._width)
+
+
+def model_on_meta(config: ModelConfig, dtype: torch.dtype) -> HybridModel:
+    """Return the model without memory for its tensors.
+
+    Args:
+        config: the model; its ``vocab_size`` must be set.
+        dtype: dtype of the model; parameters that training keeps in float32 are float32 anyway.
+    """
+    assert config.vocab_size is not None
+    return HybridModel(
+        config, vocab_size=config.vocab_size, max_positions=2, device="meta", dtype=dtype
+    )
 
 
 def stored_tensors(model: HybridModel) -> dict[str, Tensor]:
@@ -100,20 +113,17 @@ def weights_of(
     """Return every model tensor by name, in the order of the model; allocates no tensor memory.
 
     Args:
-        config: the model; its ``vocab_size`` must be set.
-        dtype: dtype of the model; parameters that training keeps in float32 are float32 anyway.
+        config, dtype: see `model_on_meta`.
         files: shape of each Hugging Face tensor by name. It decides between the names that a family
             has for one parameter; without files the family's first names are used.
     """
-    assert config.vocab_size is not None
-    model = HybridModel(
-        config, vocab_size=config.vocab_size, max_positions=2, device="meta", dtype=dtype
-    )
     table = family.outside[TABLE]
-    found = [one for one in family.prefixes if table.replace("{model}", one) in files]
-    prefix = (found or family.prefixes)[0]
+    prefixes = [
+        candidate for candidate in family.prefixes if table.replace("{model}", candidate) in files
+    ]
+    prefix = (prefixes or family.prefixes)[0]
     weights = {}
-    for name, tensor in stored_tensors(model).items():
+    for name, tensor in stored_tensors(model_on_meta(config, dtype)).items():
         where, entry = _entry(name, family, config)
         parts = _parts(
             name, tuple(tensor.shape), entry, config, where.replace("{model}", prefix), files

@@ -88,7 +88,6 @@ class LiveMemory(TorchDispatchMode):
         return result
 
     def peak(self, pool: str = "") -> Peak:
-        """Return the peak of a pool."""
         return self._peaks.get(pool, Peak(where="", amounts={}))
 
     def amounts(self, pool: str = "") -> Counter[Purpose]:
@@ -110,17 +109,17 @@ class LiveMemory(TorchDispatchMode):
             live[purpose] += number
             self._bytes[pool] += number
 
-    def note(self, more: Amounts | None = None, op: str = "") -> None:
+    def note(self, additional: Amounts | None = None, op: str = "") -> None:
         """Note the live bytes of the place's pool as a peak if they are the most so far.
 
         Args:
-            more: bytes that live in addition for a moment.
+            additional: bytes that live in addition for a moment.
             op: op that runs at this moment; by default the op whose kernels run now.
         """
         pool = self.place.pool
-        if self._bytes[pool] + sum((more or {}).values()) > self._most[pool]:
+        if self._bytes[pool] + sum((additional or {}).values()) > self._most[pool]:
             amounts = self.amounts(pool)
-            amounts.update(more or {})
+            amounts.update(additional or {})
             direction = "forward" if current_graph_task_id() == -1 else "backward"
             where = f"the {direction} pass of {self.place.name}"
             if op := op or op_now():

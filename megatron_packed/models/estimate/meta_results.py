@@ -27,7 +27,7 @@ class _Result(NamedTuple):
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
 
 
-_known: dict[Any, tuple[bool, list[_Result]]] = {}
+_results: dict[Any, tuple[bool, list[_Result]]] = {}
 """Call -> whether it returns one tensor, and its results."""
 
 
@@ -37,21 +37,21 @@ def new_results(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> obj
         return func(*args, **kwargs)
     try:
         call = (func, *map(_described, args), *((k, _described(v)) for k, v in kwargs.items()))
-        known = _known.get(call)
+        remembered = _results.get(call)
     except TypeError:  # an argument is on another device, or cannot be compared
         return func(*args, **kwargs)
-    if known is not None:
-        single, likes = known
+    if remembered is not None:
+        single, likes = remembered
         new = [like.empty() for like in likes]
         return new[0] if single else tuple(new)
     result = func(*args, **kwargs)
     results = (result,) if isinstance(result, Tensor) else result
     if isinstance(results, tuple | list) and all(map(_is_whole, results)):
-        if len(_known) >= _REMEMBERED:
-            _known.clear()
-        _known[call] = (
+        if len(_results) >= _REMEMBERED:
+            _results.clear()
+        _results[call] = (
             isinstance(result, Tensor),
-            [_Result(one.shape, one.stride(), one.dtype) for one in results],
+            [_Result(tensor.shape, tensor.stride(), tensor.dtype) for tensor in results],
         )
     return result
 
@@ -82,5 +82,5 @@ def _is_whole(result: Any) -> bool:
     """Return whether a result is a tensor that is alone in its memory."""
     if not isinstance(result, Tensor) or not result.is_meta:
         return False
-    whole = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="meta")
-    return result.untyped_storage().nbytes() == whole.untyped_storage().nbytes()
+    fresh = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="meta")
+    return result.untyped_storage().nbytes() == fresh.untyped_storage().nbytes()

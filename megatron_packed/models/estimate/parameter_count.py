@@ -21,6 +21,9 @@ class ParameterCount:
     embedding: int
     """Parameters of an embedding table that is only looked up; 0 if it is tied to the output."""
 
+    frozen: int = 0
+    """Parameters that are not trained (``--freeze-params``)."""
+
     @property
     def multiplied(self) -> int:
         """Active parameters that take part in a product with the token: all but ``embedding``."""
@@ -39,6 +42,7 @@ def count_parameters(config: ModelConfig, vocab_size: int) -> ParameterCount:
         total=model.num_parameters,
         active=sum(active_elements(parameter, config) for parameter in model.parameters()),
         embedding=0 if model.output is None else model.embedding.weight.numel(),
+        frozen=sum(p.numel() for p in model.parameters() if not p.requires_grad),
     )
 
 

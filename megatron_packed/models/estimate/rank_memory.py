@@ -97,7 +97,7 @@ def estimate(
     with_optimizer: bool = True,
     communicators: int = 0,
     symmetric: int = 0,
-    known: KnownUnits | None = None,
+    known_units: KnownUnits | None = None,
 ) -> Estimate:
     """Estimate the memory of one rank of a parallel layout.
 
@@ -110,16 +110,16 @@ def estimate(
         with_optimizer: False leaves out master weights and moments.
         communicators: number of NCCL communicators of this rank.
         symmetric: bytes of symmetric memory of this rank.
-        known: layers that estimates of other configurations have measured.
+        known_units: layers that estimates of other configurations have measured.
     """
-    peak, pool, step = _peak(model, MetaStep(model, work, known), graphs)
+    peak, pool, step = _peak(model, MetaStep(model, work, known_units), graphs)
     # Fused products and shared experts run on a second stream too, each on one of its own, and
     # cuBLAS has a workspace for each stream.
     beside = any(layer.mixer.overlaps_shared_expert for layer in model.moe_layers)
     workspaces = DETERMINISTIC_WORKSPACES * (1 + bool(symmetric) + beside)
     return Estimate(
         static=Static(
-            parameters=parameter_bytes(layout),
+            parameters=parameter_bytes(layout) + _frozen_bytes(model),
             gradients=(layout.numel + tail) * _wide(layout).itemsize + ALIGN_BYTES,
             optimizer=optimizer_bytes(layout) if with_optimizer else 0,
             tables=_rotary_bytes(model.rotary) + work.tokens * BYTES_PER_SLOT,
@@ -137,6 +137,11 @@ def parameter_bytes(layout: FlatLayout) -> int:
     """Return the bytes of the flat buffers of parameters."""
     spans = [(layout.span(part), part.dtype.itemsize) for part in layout.parts]
     return sum((end - start) * size + ALIGN_BYTES for (start, end), size in spans)
+
+
+def _frozen_bytes(model: HybridModel) -> int:
+    """Return the bytes of the parameters that are outside of the flat buffers."""
+    return sum(p.nbytes for p in model.parameters() if not p.requires_grad)
 
 
 def optimizer_bytes(layout: FlatLayout) -> int:
@@ -185,9 +190,11 @@ def communicators_of(groups: ParallelGroups) -> int:
 
 def _captured(model: HybridModel, graphs: CudaGraphConfig) -> frozenset[int]:
     """Return the numbers of completely captured layers. A captured router alone does not count."""
-    whole = {MODULE_LAYERS[name] for name in graphs.modules if name != "moe_router"}
+    captured_kinds = {MODULE_LAYERS[name] for name in graphs.modules if name != "moe_router"}
     symbols = model.config.layer_types
-    return frozenset(n for n, symbol in enumerate(symbols) if not graphs.modules or symbol in whole)
+    return frozenset(
+        n for n, symbol in enumerate(symbols) if not graphs.modules or symbol in captured_kinds
+    )
 
 
 def _peak(

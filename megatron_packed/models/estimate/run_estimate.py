@@ -110,7 +110,7 @@ def estimates_of(
             graphs=config.cuda_graph,
             communicators=communicators_of(groups),
             symmetric=symmetric_bytes(config, dtype_of(config)) + exchange_bytes(config),
-            known=known,
+            known_units=known,
         )
         for kind, even in kinds.items()
     }

@@ -22,7 +22,12 @@ from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.layers.linear import main_grad_of
 from megatron_packed.memory.apply import replace as replace_method
 from megatron_packed.models.estimate.live_memory import LiveMemory, Peak, RunningPart
-from megatron_packed.models.estimate.unit_memory import UnitMemory, measure, replay, signatures
+from megatron_packed.models.estimate.unit_memory import (
+    UnitMemory,
+    measure_unit,
+    replay,
+    size_signatures,
+)
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.ops.backend_dispatch import planned
 from megatron_packed.packed.micro_batch import MicroBatch
@@ -69,16 +74,18 @@ class MetaStep:
     Args:
         model: this rank's model on the meta device. It gets gradient buffers.
         work: sizes of the pack.
-        known: units that were measured before; new units are added.
+        known_units: units that were measured before; new units are added.
     """
 
-    def __init__(self, model: HybridModel, work: Work, known: KnownUnits | None = None) -> None:
+    def __init__(
+        self, model: HybridModel, work: Work, known_units: KnownUnits | None = None
+    ) -> None:
         import_meta_operations()
         for layer in model.moe_layers:
             layer.mixer.dispatcher.even_on_meta = work.even
         if model.offload is not None:
             model.offload.buffer_count.now = model.offload.buffer_count.most
-        if not hasattr(model.output_weight, "main_grad"):
+        if all(main_grad_of(parameter) is None for parameter in model.parameters()):
             FlatBuffers(model)
         # The documents of the pack do not matter.
         document = np.zeros(model.cp.attention_partition.alignment, dtype=np.int64), None
@@ -86,7 +93,7 @@ class MetaStep:
         packed = model.prepare(pack.packed)
         self._model = model
         self._work = work
-        self._known: KnownUnits = {} if known is None else known
+        self._known: KnownUnits = {} if known_units is None else known_units
         self._pack = replace(pack, packed=packed)
         parameters = list(model.parameters())
         gradients = map(main_grad_of, parameters)
@@ -126,17 +133,17 @@ class MetaStep:
         depths = range(model.config.mtp_depths + 1)
         units = [u for d in depths for u in units_of(model, model.config.layers_of_depth(d))]
         # Describe all layers before the first runs, because modules may count their calls.
-        keys = signatures([model.layers[number] for number in unit] for unit in units)
-        sizes = (shape, model.dtype, self._work, *signatures([packed]))
-        found: dict[int, UnitMemory] = {}
+        keys = size_signatures([model.layers[number] for number in unit] for unit in units)
+        sizes = (shape, model.dtype, self._work, *size_signatures([packed]))
+        memory_of_units: dict[int, UnitMemory] = {}
         with planned(torch.device("cuda")):
             for unit, key in zip(units, keys, strict=True):
                 if (memory := self._known.get((key, sizes))) is None:
                     run = partial(model.layers.forward, packed=packed, numbers=unit)
-                    memory = measure(run, shape, counter(self._held), model.dtype)
+                    memory = measure_unit(run, shape, counter(self._held), model.dtype)
                     self._known[key, sizes] = memory
-                found[unit[0]] = memory
-        return found
+                memory_of_units[unit[0]] = memory
+        return memory_of_units
 
 
 @cache
@@ -188,15 +195,15 @@ class _Layers:
     def watched(self) -> Iterator[None]:
         """Replace the forward of the layers by `_run`."""
         layers = self._model.layers
-        before = vars(layers).get("forward")
+        wrapped = vars(layers).get("forward")
         replace_method(layers, "forward", self._run)
         try:
             yield
         finally:
-            if before is None:
+            if wrapped is None:
                 del layers.forward
             else:
-                replace_method(layers, "forward", before)
+                replace_method(layers, "forward", wrapped)
 
     def _run(
         self, hidden: Tensor, packed: Any, numbers: Sequence[int] | None = None
@@ -209,18 +216,18 @@ class _Layers:
             hidden = self._move_to(self._places[unit[0]], hidden)
             memory = self._measured.get(unit[0])
             if memory is None:
-                hidden, found = self._forward(hidden, packed, unit)
+                hidden, unit_reports = self._forward(hidden, packed, unit)
                 self._live.keep_received()
             else:
-                hidden, found = replay(memory, hidden, self._live)
-            reports += found
+                hidden, unit_reports = replay(memory, hidden, self._live)
+            reports += unit_reports
         return self._move_to(RunningPart("the loss"), hidden), reports
 
     def _move_to(self, place: RunningPart, hidden: Tensor) -> Tensor:
         """Set the place in forward; the backward pass sets the place before it again."""
-        before = self._live.place
+        previous_place = self._live.place
         self._live.place = place
-        moved: Tensor = _Border.apply(hidden, self._live, before)  # type: ignore[no-untyped-call]
+        moved: Tensor = _Border.apply(hidden, self._live, previous_place)  # type: ignore[no-untyped-call]
         return moved
 
 
@@ -228,9 +235,9 @@ class _Border(torch.autograd.Function):
     """Identity; its backward pass says which part of the model comes next."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, live: LiveMemory, before: RunningPart) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, live: LiveMemory, previous_place: RunningPart) -> Tensor:
         ctx.live = live
-        ctx.before = before
+        ctx.before = previous_place
         return hidden.view_as(hidden)
 
     @staticmethod

@@ -23,7 +23,7 @@ from megatron_packed.memory_purpose import Purpose, counted_as
 from megatron_packed.models.estimate.live_memory import Amounts, LiveMemory, Peak
 from megatron_packed.torch_private import TreeSpec, tree_flatten, tree_unflatten
 
-RunUnit = Callable[[Tensor], tuple[Tensor, list[Any]]]
+UnitRun = Callable[[Tensor], tuple[Tensor, list[Any]]]
 """Runs a unit on a hidden state; returns the hidden state after it, and the reports of its layers."""
 
 
@@ -46,8 +46,8 @@ class UnitMemory:
     """Tensors of the reports, and their structure."""
 
 
-def measure(
-    run: RunUnit, hidden: Sequence[int], live: LiveMemory, dtype: torch.dtype
+def measure_unit(
+    run: UnitRun, hidden: Sequence[int], live: LiveMemory, dtype: torch.dtype
 ) -> UnitMemory:
     """Run a unit forward and backward, and return its memory.
 
@@ -62,24 +62,24 @@ def measure(
     with live:
         x: Tensor = _Begin.apply(anchor, tuple(hidden), dtype, borders)
         input_bytes, reference = x.nbytes, weakref.ref(x.untyped_storage())
-        before = live.amounts()
+        start = live.amounts()
         live.forget_peaks()
-        y, found = run(x)
+        y, unit_reports = run(x)
         live.keep_received()
         peak = live.peak()
         del x
         saves_input = reference() is not None
-        saved = _difference(live.amounts(), before)
-        reports, structure = tree_flatten(found)
+        saved = _difference(live.amounts(), start)
+        reports, structure = tree_flatten(unit_reports)
         results = y.nbytes + sum(report.nbytes for report in reports)
         saved[Purpose.ACTIVATIONS] += (0 if saves_input else input_bytes) - results
         end: Tensor = _End.apply(borders, y, *reports)
         shapes = [report.detach() for report in reports]
         needed = [report.requires_grad for report in reports]
-        del y, found, reports
+        del y, unit_reports, reports
         end.backward()
     return UnitMemory(
-        forward=_difference(peak.amounts, before),
+        forward=_difference(peak.amounts, start),
         forward_op=peak.op,
         saved=saved,
         saves_input=saves_input,
@@ -90,9 +90,9 @@ def measure(
     )
 
 
-def _difference(amounts: Amounts, before: Amounts) -> Counter[Purpose]:
+def _difference(amounts: Amounts, start: Amounts) -> Counter[Purpose]:
     result = Counter(amounts)
-    result.subtract(before)
+    result.subtract(start)
     return result
 
 
@@ -134,9 +134,9 @@ class _End(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, one: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         gradients = [
-            one.new_empty(shape, dtype=dtype) if needed else None
+            gradient.new_empty(shape, dtype=dtype) if needed else None
             for (shape, dtype), needed in zip(ctx.like, ctx.needs_input_grad[1:], strict=True)
         ]
         live = ctx.borders.live
@@ -180,48 +180,48 @@ class _ReplayedUnit(torch.autograd.Function):
         return torch.empty_like(gradient), None, None
 
 
-def signatures(values: Iterable[Any]) -> list[Any]:
-    """Return the `signature` of each value; objects that several values share are described once."""
+def size_signatures(values: Iterable[Any]) -> list[Any]:
+    """Return the `size_signature` of each value; objects that several values share are described once."""
     shared: dict[int, Any] = {}
-    return [signature(value, {}, shared) for value in values]
+    return [size_signature(value, {}, shared) for value in values]
 
 
-def signature(value: Any, known: dict[int, int], shared: dict[int, Any]) -> object:
+def size_signature(value: Any, described_objects: dict[int, int], shared: dict[int, Any]) -> object:
     """Return a description that is equal for layers that need equal memory.
 
     Modules and other objects of this package are described by their attributes, tensors by their
-    shapes. Every other object is equal to itself only, so the description holds it.
+    shapes and whether they need a gradient. Every other object is equal to itself only, so the description holds it.
 
     Args:
         value: any object.
-        known: objects of the same layer that were described before, which may refer to each other.
+        described_objects: objects of the same layer that were described before, which may refer to each other.
         shared: descriptions of objects, for example of the configuration.
     """
     if isinstance(value, str | int | float | bool | None | torch.dtype | torch.device | Enum):
         return value
     if isinstance(value, Tensor):
-        return tuple(value.shape), value.stride(), value.dtype
-    described = partial(signature, known=known, shared=shared)
+        return tuple(value.shape), value.stride(), value.dtype, value.requires_grad
+    describe = partial(size_signature, described_objects=described_objects, shared=shared)
     if isinstance(value, dict):
-        return tuple((key, described(inner)) for key, inner in value.items())
+        return tuple((key, describe(inner)) for key, inner in value.items())
     if isinstance(value, set | frozenset):
-        return frozenset(map(described, value))
+        return frozenset(map(describe, value))
     if isinstance(value, tuple | list):
-        return tuple(map(described, value))
+        return tuple(map(describe, value))
     if isinstance(value, partial):
-        return described((value.func, value.args, value.keywords))
+        return describe((value.func, value.args, value.keywords))
     if isinstance(value, nn.Module) or type(value).__module__.startswith("megatron_packed"):
         if id(value) in shared:
             return shared[id(value)]
-        if id(value) in known:
-            return "seen", known[id(value)]
-        known[id(value)] = len(known)
-        description = type(value), described(_attributes(value))
+        if id(value) in described_objects:
+            return "seen", described_objects[id(value)]
+        described_objects[id(value)] = len(described_objects)
+        description = type(value), describe(_attributes(value))
         if not isinstance(value, nn.Module):
             shared[id(value)] = description
         return description
     if isinstance(getattr(value, "__self__", None), nn.Module):
-        return value.__name__, described(value.__self__)
+        return value.__name__, describe(value.__self__)
     return _Itself(value)
 
 
@@ -241,11 +241,11 @@ class _Itself:
 def _attributes(value: Any) -> dict[str, Any]:
     """Return the attributes of an object, also those in slots; seeds choose values, not sizes."""
     slots = getattr(type(value), "__slots__", ())
-    found = dict(getattr(value, "__dict__", {}))
-    found |= {name: getattr(value, name, None) for name in slots if name != "__weakref__"}
+    attributes = dict(getattr(value, "__dict__", {}))
+    attributes |= {name: getattr(value, name, None) for name in slots if name != "__weakref__"}
     return {
         name: inner
-        for name, inner in found.items()
+        for name, inner in attributes.items()
         if name not in _OF_EVERY_MODULE and not name.endswith("seed")
     }
 

@@ -9,11 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_packed.ops.activation.api import ActivationInputs, Kind
-
-
-def not_supported_reasons(inputs: ActivationInputs) -> list[str]:
-    return []
+from megatron_packed.ops.activation.api import Kind
 
 
 def run(x_TF: Tensor, kind: Kind) -> Tensor:

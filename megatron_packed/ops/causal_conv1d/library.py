@@ -11,17 +11,15 @@ Outputs and dx are bitwise reproducible. The gradients of weight and bias are at
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from causal_conv1d.cpp_functions import _causal_conv1d_bwd_cpp, causal_conv1d_fwd_function
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_packed.ops.causal_conv1d.api import CausalConvInputs
 from megatron_packed.ops.column_slices import GradientSlot, gradient_like, gradient_slot
-
-if TYPE_CHECKING:
-    from megatron_packed.ops.causal_conv1d.api import CausalConvInputs
 
 _VECTOR_BYTES = 16
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -5,19 +5,9 @@ The arithmetic is fp32 (float64 for float64 inputs).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, silu
-
-if TYPE_CHECKING:
-    from megatron_packed.ops.causal_conv1d.api import CausalConvInputs
-
-
-def not_supported_reasons(inputs: CausalConvInputs) -> list[str]:
-    """Return an empty list: the reference supports all inputs."""
-    return []
 
 
 def run(

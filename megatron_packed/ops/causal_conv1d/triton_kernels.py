@@ -12,7 +12,7 @@ Letters: T tokens, C channels, W width of the filter.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_packed.ops.causal_conv1d.api import BLOCK_CHANNELS, run_length
+from megatron_packed.ops.causal_conv1d.api import BLOCK_CHANNELS, CausalConvInputs, run_length
 from megatron_packed.ops.causal_conv1d.triton_rows import (
     backward_step,
     document,
@@ -37,9 +37,6 @@ from megatron_packed.ops.causal_conv1d.triton_rows import (
 from megatron_packed.ops.column_slices import GradientSlot, gradient_like, gradient_slot
 from megatron_packed.ops.partial_sums import add_partial_sums
 from megatron_packed.ops.triton_mode import fp32_reasons
-
-if TYPE_CHECKING:
-    from megatron_packed.ops.causal_conv1d.api import CausalConvInputs
 
 _FLOATING = (torch.bfloat16, torch.float16, torch.float32)
 _WIDEST = 4

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_packed.ops.context_parallel_attention.api import ContextParallelAttentionInputs, Peers
+from megatron_packed.ops.context_parallel_attention.api import Peers
 
 BLOCK = 256
 """Number of queries that are processed together."""
@@ -36,10 +36,6 @@ class _Partial(NamedTuple):
     """Sum of exp(score - largest)."""
     sum_KGBH: Tensor
     """Sum of exp(score - largest) times the value."""
-
-
-def not_supported_reasons(inputs: ContextParallelAttentionInputs) -> list[str]:
-    return []
 
 
 def run(

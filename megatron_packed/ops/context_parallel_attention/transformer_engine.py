@@ -12,27 +12,26 @@ fallback under context parallelism.
 
 from __future__ import annotations
 
-import inspect
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformer_engine.pytorch import DotProductAttention
 
 from megatron_packed.ops.context_parallel_attention.api import ContextParallelAttentionInputs, Peers
-from megatron_packed.ops.varlen_attention.backends import WIDEST_HEAD, head_dim_reasons
-from megatron_packed.ops.varlen_attention.transformer_engine import _deterministic_choice
-
-_SAYS_PADDING = "pad_between_seqs" in inspect.signature(DotProductAttention.forward).parameters
+from megatron_packed.ops.varlen_attention.backends import (
+    WIDEST_HEAD,
+    dtype_reasons,
+    head_dim_reasons,
+)
+from megatron_packed.ops.varlen_attention.transformer_engine import NO_PADDING, attention_module
 
 
 def not_supported_reasons(inputs: ContextParallelAttentionInputs) -> list[str]:
     reasons = []
     if inputs.device_type != "cuda":
         reasons.append(f"TransformerEngine runs on CUDA devices, not on {inputs.device_type}")
-    if inputs.dtype not in (torch.bfloat16, torch.float16):
-        reasons.append(f"the kernel supports bfloat16 and float16, not {inputs.dtype}")
+    reasons += dtype_reasons(inputs.dtype)
     reasons += head_dim_reasons(inputs.head_dim, WIDEST_HEAD["transformer_engine"])
     if inputs.window_size is not None:
         reasons.append(
@@ -68,7 +67,6 @@ def run(
         q_RNH.device,
     )
     longest = -(-max_seqlen // (2 * peers.size)) * 2 * peers.size
-    options: dict[str, Any] = {"pad_between_seqs": False} if _SAYS_PADDING else {}
     out: Tensor = module(
         q_RNH.contiguous(),
         k_RKH.contiguous(),
@@ -79,7 +77,7 @@ def run(
         cu_seqlens_kv_padded=cu_seqlens,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        **options,
+        **NO_PADDING,
     )
     return out.view(q_RNH.shape)
 
@@ -100,17 +98,14 @@ def _module(
 
     The module has no parameters. All attention layers share the module and its stream.
     """
-    with _deterministic_choice(deterministic):
-        module: torch.nn.Module = DotProductAttention(
-            num_heads,
-            head_dim,
-            num_gqa_groups=num_kv_heads,
-            qkv_format="thd",
-            attn_mask_type="padding_causal",
-            softmax_scale=softmax_scale,
-            cp_group=group,
-            cp_global_ranks=list(global_ranks),
-            cp_stream=torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
-            cp_comm_type=comm_type,
-        )
-    return module
+    return attention_module(
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        softmax_scale,
+        deterministic,
+        cp_group=group,
+        cp_global_ranks=list(global_ranks),
+        cp_stream=torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
+        cp_comm_type=comm_type,
+    )

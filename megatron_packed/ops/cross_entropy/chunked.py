@@ -40,7 +40,7 @@ def run_chunked(
     *,
     vocab_size: int,
     chunk_tokens: int,
-    logits_scaling: float | None,
+    logits_scaling: float | None = None,
     grad_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Run ``api.linear_cross_entropy`` with the ``step`` of one backend."""

@@ -9,6 +9,8 @@ fp32 in a fixed order, without atomics or host syncs.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -30,29 +32,10 @@ def not_supported_reasons(inputs: CrossEntropyInputs) -> list[str]:
     return reasons
 
 
-def run(
-    hidden_TD: Tensor,
-    weight_VD: Tensor,
-    labels_T: Tensor,
-    loss_mask_T: Tensor,
-    *,
-    vocab_size: int,
-    chunk_tokens: int,
-    logits_scaling: float | None = None,
-    grad_scale: Tensor | None,
-    shard: VocabShard | None = None,
-) -> tuple[Tensor, Tensor]:
-    return run_chunked(
-        softmax_step if shard is None else split_step(statistics, gradient, shard),
-        hidden_TD,
-        weight_VD,
-        labels_T,
-        loss_mask_T,
-        vocab_size=vocab_size,
-        chunk_tokens=chunk_tokens,
-        logits_scaling=logits_scaling,
-        grad_scale=grad_scale,
-    )
+def run(*tensors: Tensor, shard: VocabShard | None = None, **options: Any) -> tuple[Tensor, Tensor]:
+    """Run the op; see ``api.linear_cross_entropy``."""
+    step = softmax_step if shard is None else split_step(statistics, gradient, shard)
+    return run_chunked(step, *tensors, **options)
 
 
 def softmax_step(

@@ -6,19 +6,15 @@ and writes the activation again, so forward need not save it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from megatron_packed.ops.dense_mlp.api import DenseMLPInputs
 from megatron_packed.ops.quack_epilogues import (
     not_supported_reasons as reasons_of_epilogues,
 )
 from megatron_packed.ops.quack_epilogues import squared_relu_gradient, squared_relu_product
 from megatron_packed.ops.quack_tiles import ALIGNMENT, device_reasons
-
-if TYPE_CHECKING:
-    from megatron_packed.ops.dense_mlp.api import DenseMLPInputs
 
 JOINS = True
 

@@ -15,18 +15,15 @@ from __future__ import annotations
 import re
 from functools import partial
 from importlib.metadata import version
-from typing import TYPE_CHECKING
 
 import fla.utils
 import torch
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 from torch import Tensor
 
+from megatron_packed.ops.gated_delta_rule.api import GatedDeltaRuleInputs
 from megatron_packed.ops.gated_delta_rule.reference import gates
 from megatron_packed.ops.gated_delta_rule.tables import CHUNK, DeltaRuleTables, build_tables
-
-if TYPE_CHECKING:
-    from megatron_packed.ops.gated_delta_rule.api import GatedDeltaRuleInputs
 
 fla.utils.FLA_DISABLE_TENSOR_CACHE = True
 

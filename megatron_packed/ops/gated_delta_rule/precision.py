@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-if TYPE_CHECKING:
-    from megatron_packed.ops.gated_delta_rule.api import GatedDeltaRuleInputs
+from megatron_packed.ops.gated_delta_rule.api import GatedDeltaRuleInputs
 
 
 def tile_dtype(dtype: torch.dtype, allow_neg_eigval: bool) -> torch.dtype:

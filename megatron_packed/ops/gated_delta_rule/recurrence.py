@@ -15,13 +15,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 if TYPE_CHECKING:
-    from megatron_packed.ops.gated_delta_rule.api import GatedDeltaRuleInputs
     from megatron_packed.ops.gated_delta_rule.tables import DeltaRuleTables
-
-
-def not_supported_reasons(inputs: GatedDeltaRuleInputs) -> list[str]:
-    """Return an empty list: this backend supports all inputs."""
-    return []
 
 
 def run(

@@ -17,7 +17,7 @@ heads per key head. Sums are fp32, or float64 for float64 inputs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,14 +25,6 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import softplus
 
 from megatron_packed.ops.gated_delta_rule.tables import CHUNK, DeltaRuleTables, build_tables
-
-if TYPE_CHECKING:
-    from megatron_packed.ops.gated_delta_rule.api import GatedDeltaRuleInputs
-
-
-def not_supported_reasons(inputs: GatedDeltaRuleInputs) -> list[str]:
-    """Return an empty list: the reference supports all inputs."""
-    return []
 
 
 def run(

@@ -15,7 +15,7 @@ any. Gradients of A_log and dt_bias are added to their ``main_grad`` if they hav
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_packed.config.triton_assembler import RIGHT_PTXAS
 from megatron_packed.ops.column_slices import GradientSlot, gradient_like, gradient_slot
+from megatron_packed.ops.gated_delta_rule.api import GatedDeltaRuleInputs
 from megatron_packed.ops.gated_delta_rule.precision import remark as remark
 from megatron_packed.ops.gated_delta_rule.tables import DeltaRuleTables, build_tables
 from megatron_packed.ops.gated_delta_rule.triton_gates import gate_gradients
@@ -34,9 +35,6 @@ from megatron_packed.ops.gated_delta_rule.triton_states import (
     states_and_writes,
 )
 from megatron_packed.ops.triton_mode import device_reasons, ptxas_version
-
-if TYPE_CHECKING:
-    from megatron_packed.ops.gated_delta_rule.api import GatedDeltaRuleInputs
 
 _LARGEST_KEY_DIM = 128
 _LEAST_KEY_DIM, _LEAST_VALUE_DIM, _MULTIPLE = 40, 24, 8

@@ -6,19 +6,10 @@ The arithmetic is fp32 (float64 for float64 inputs). Each row depends only on it
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
-
-if TYPE_CHECKING:
-    from megatron_packed.ops.gated_rms_norm.api import GatedRMSNormInputs
-
-
-def not_supported_reasons(inputs: GatedRMSNormInputs) -> list[str]:
-    """Return an empty list: the reference supports all inputs."""
-    return []
 
 
 def run(

@@ -12,7 +12,7 @@ autotuning, so a warm-up only has to compile the kernels.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -21,12 +21,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_packed.ops.column_slices import GradientSlot, gradient_like, gradient_slot
-from megatron_packed.ops.gated_rms_norm.api import rows_of_tile, tiles_of_program
+from megatron_packed.ops.gated_rms_norm.api import (
+    GatedRMSNormInputs,
+    rows_of_tile,
+    tiles_of_program,
+)
 from megatron_packed.ops.partial_sums import add_partial_sums
 from megatron_packed.ops.triton_mode import fp32_reasons
-
-if TYPE_CHECKING:
-    from megatron_packed.ops.gated_rms_norm.api import GatedRMSNormInputs
 
 _LARGEST_GROUP = 16384
 # Backward loads the next two tiles in advance. Larger tiles have no room in shared memory.

@@ -9,16 +9,14 @@ leave the gradient of an unused expert unwritten. Both are set to zero wherever 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megatron_packed.ops.grouped_mlp.api import GroupedMLPInputs
 from megatron_packed.ops.grouped_mlp.unwritten_rows import zero_rows_after_, zero_unused_experts_
-
-if TYPE_CHECKING:
-    from megatron_packed.ops.grouped_mlp.api import GroupedMLPInputs
 
 _ALIGNMENT = 8
 """Required divisor of row lengths: each row must start at a multiple of 16 bytes (8 bfloat16)."""

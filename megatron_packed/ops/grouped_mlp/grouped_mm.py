@@ -10,12 +10,12 @@ differ in the last bits between calls with different row counts.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megatron_packed.ops.activation.api import activation as activate
+from megatron_packed.ops.grouped_mlp.api import GroupedMLPInputs
 from megatron_packed.ops.grouped_mlp.grouped_linear import (
     Products,
     first_linear,
@@ -24,9 +24,6 @@ from megatron_packed.ops.grouped_mlp.grouped_linear import (
 )
 from megatron_packed.ops.grouped_mlp.weight_gradient import add_weight_gradient, can_add
 from megatron_packed.torch_private import grouped_mm as _product
-
-if TYPE_CHECKING:
-    from megatron_packed.ops.grouped_mlp.api import GroupedMLPInputs
 
 __all__ = ["PRODUCTS", "activate", "fc1", "fc2", "not_supported_reasons"]
 

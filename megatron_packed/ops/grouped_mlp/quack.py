@@ -13,13 +13,13 @@ give equal bits.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from quack import gemm as _quack
 from torch import Tensor
 
 from megatron_packed.ops.activation.api import activation as activate
+from megatron_packed.ops.grouped_mlp.api import GroupedMLPInputs
 from megatron_packed.ops.grouped_mlp.grouped_linear import (
     Products,
     first_linear,
@@ -34,9 +34,6 @@ from megatron_packed.ops.quack_tiles import (
     least_padded_tile,
     version_reasons,
 )
-
-if TYPE_CHECKING:
-    from megatron_packed.ops.grouped_mlp.api import GroupedMLPInputs
 
 __all__ = ["PRODUCTS", "activate", "fc1", "fc2", "not_supported_reasons"]
 

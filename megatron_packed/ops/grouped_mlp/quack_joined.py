@@ -11,12 +11,13 @@ separate, for example offload.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_packed.ops.grouped_mlp.api import GroupedMLPInputs
 from megatron_packed.ops.grouped_mlp.grouped_linear import row_bounds, weight_gradient
 from megatron_packed.ops.grouped_mlp.quack import PRODUCTS
 from megatron_packed.ops.grouped_mlp.quack import not_supported_reasons as reasons_of_products
@@ -26,9 +27,6 @@ from megatron_packed.ops.quack_epilogues import (
 )
 from megatron_packed.ops.quack_epilogues import squared_relu_gradient, squared_relu_product
 from megatron_packed.ops.quack_tiles import aligned
-
-if TYPE_CHECKING:
-    from megatron_packed.ops.grouped_mlp.api import GroupedMLPInputs
 
 
 def not_supported_reasons(inputs: GroupedMLPInputs) -> list[str]:

@@ -8,25 +8,14 @@ their number.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, split
 from torch.nn.functional import linear, pad
 
 from megatron_packed.ops.activation.api import Kind, activation
 
-if TYPE_CHECKING:
-    from megatron_packed.ops.grouped_mlp.api import GroupedMLPInputs
-
-
 _BLOCK = 256
 """Rows of the block that one product takes."""
-
-
-def not_supported_reasons(inputs: GroupedMLPInputs) -> list[str]:
-    """Return an empty list: the reference supports all inputs."""
-    return []
 
 
 def fc1(x_RD: Tensor, w1_EFD: Tensor, offsets_E: Tensor) -> Tensor:

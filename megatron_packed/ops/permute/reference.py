@@ -7,18 +7,10 @@ inverse index instead and sums over k in order.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from megatron_packed.ops.permute.api import PermuteInputs
-
-
-def not_supported_reasons(inputs: PermuteInputs) -> list[str]:
-    """Return an empty list: the reference supports all inputs."""
-    return []
 
 
 def rows_of_tokens(x_TD: Tensor, token_R: Tensor, row_TK: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ written as zeros by `permute`, and `unpermute` does not read them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -16,10 +16,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_packed.ops.permute.api import PermuteInputs
 from megatron_packed.ops.triton_mode import fp32_reasons
-
-if TYPE_CHECKING:
-    from megatron_packed.ops.permute.api import PermuteInputs
 
 _CHANNELS_PER_STEP = 2048
 _COPYING_PROGRAMS, _WORDS_PER_STEP = 32, 2048

@@ -10,8 +10,6 @@ equal inputs give equal bits.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from quack import gemm as _quack
 from torch import Tensor
@@ -27,9 +25,7 @@ from megatron_packed.ops.quack_tiles import (
     least_padded_tile,
     version_reasons,
 )
-
-if TYPE_CHECKING:
-    from megatron_packed.ops.residual_projection.api import ResidualProjectionInputs
+from megatron_packed.ops.residual_projection.api import ResidualProjectionInputs
 
 _NEEDED = {"tile_M", "tile_N", *SCHEDULE}
 _PLANS = _quack._gemm_plan_cache  # read at import, so that a quack without it is refused

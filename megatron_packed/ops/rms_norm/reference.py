@@ -8,12 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_packed.ops.rms_norm.api import RMSNormInputs
-
-
-def not_supported_reasons(inputs: RMSNormInputs) -> list[str]:
-    return []
-
 
 def run(x_TD: Tensor, weight_D: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
     x = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))

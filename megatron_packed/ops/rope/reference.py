@@ -8,12 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_packed.ops.rope.api import RopeInputs
-
-
-def not_supported_reasons(inputs: RopeInputs) -> list[str]:
-    return []
-
 
 def run(
     q_TNH: Tensor, k_TKH: Tensor, position_ids_T: Tensor, cos_PR: Tensor, sin_PR: Tensor

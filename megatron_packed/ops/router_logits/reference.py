@@ -6,20 +6,12 @@ The converted copy of x is not saved. Backward converts x again, which gives the
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-
-if TYPE_CHECKING:
-    from megatron_packed.ops.router_logits.api import RouterLogitsInputs
-
-
-def not_supported_reasons(inputs: RouterLogitsInputs) -> list[str]:
-    """Return an empty list: the reference supports all inputs."""
-    return []
 
 
 def run(x_TD: Tensor, weight_ED: Tensor) -> Tensor:

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import ceil
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from megatron_packed.ops.ssd.api import SSDInputs
+from megatron_packed.ops.ssd.api import SSDInputs
 
 OFFSET_LIMIT = 2**31 - 1
 """Largest element offset that a kernel can compute without overflow."""

@@ -7,19 +7,9 @@ It reads the document boundaries from ``cu_seqlens`` on the host, while the othe
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
-
-if TYPE_CHECKING:
-    from megatron_packed.ops.ssd.api import SSDInputs
-
-
-def not_supported_reasons(inputs: SSDInputs) -> list[str]:
-    """Return an empty list: this backend supports all inputs."""
-    return []
 
 
 def run(

@@ -11,19 +11,9 @@ exponential, because they grow to hundreds and only their differences matter.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, softplus
-
-if TYPE_CHECKING:
-    from megatron_packed.ops.ssd.api import SSDInputs
-
-
-def not_supported_reasons(inputs: SSDInputs) -> list[str]:
-    """Return an empty list: the reference supports all inputs."""
-    return []
 
 
 def run(

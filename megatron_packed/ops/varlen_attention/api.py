@@ -7,7 +7,6 @@ dimension, D documents.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from megatron_packed.ops.varlen_attention.backends import (
     OP,
+    AttentionCall,
     VarlenAttentionInputs,
     attention_inputs,
 )
@@ -23,6 +23,8 @@ from megatron_packed.ops.varlen_attention.tables import (
     KernelTables,
     MaskTable,
     build_tables,
+    document_numbers,
+    fits,
 )
 
 
@@ -67,36 +69,8 @@ def varlen_attention(
             inputs; the message lists the reasons.
     """
     _check(q_TNH, k_TKH, v_TKH, cu_seqlens, max_seqlen)
-    window = effective_window(window_size, q_TNH.shape[0])
-    run = _backend_of(
-        q_TNH, k_TKH, cu_seqlens, window_size=window, deterministic=deterministic, backend=backend
-    )
-    out_TNH: Tensor = run(
-        q_TNH,
-        k_TKH,
-        v_TKH,
-        cu_seqlens,
-        max(max_seqlen, 2),  # with 1, flash-attn 2 refuses grouped heads beside empty documents
-        seq_idx_1T=seq_idx_1T,
-        softmax_scale=q_TNH.shape[2] ** -0.5 if softmax_scale is None else softmax_scale,
-        window_size=window,
-        deterministic=deterministic,
-        tables=tables,
-    )
-    return out_TNH
-
-
-def _backend_of(
-    q_TNH: Tensor,
-    k_TKH: Tensor,
-    cu_seqlens: Tensor,
-    *,
-    window_size: int | None,
-    deterministic: bool,
-    backend: str,
-) -> Callable[..., Tensor]:
-    """Return the function ``run`` of the backend that is chosen for these tensors."""
     tokens, num_heads, head_dim = q_TNH.shape
+    window = effective_window(window_size, tokens)
     inputs = attention_inputs(
         tokens=tokens,
         num_heads=num_heads,
@@ -105,14 +79,27 @@ def _backend_of(
         dtype=q_TNH.dtype,
         device=q_TNH.device,
         num_sequences=cu_seqlens.shape[0] - 1,
-        window_size=window_size,
+        window_size=window,
         deterministic=deterministic,
         automatic=backend == "auto",
     )
-    run: Callable[..., Tensor] = OP.chosen[backend, inputs].loaded.run
+    chosen = OP.chosen[backend, inputs]
     if backend == "auto":
         _warn_if_slow(inputs)
-    return run
+    if not fits(chosen.name, tables, window):
+        seq_idx_1T = document_numbers(cu_seqlens, tokens) if seq_idx_1T is None else seq_idx_1T
+        tables = build_tables(chosen.name, seq_idx_1T, window)
+    call = AttentionCall(
+        cu_seqlens=cu_seqlens,
+        # With 1, flash-attn 2 refuses grouped heads beside empty documents.
+        max_seqlen=max(max_seqlen, 2),
+        softmax_scale=head_dim**-0.5 if softmax_scale is None else softmax_scale,
+        window_size=window,
+        deterministic=deterministic,
+        tables=tables,
+    )
+    out_TNH: Tensor = chosen.loaded.run(q_TNH, k_TKH, v_TKH, call)
+    return out_TNH
 
 
 def prepare_tables(

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from megatron_packed.ops.backend_dispatch import Backend, Op
+from megatron_packed.ops.varlen_attention.tables import KernelTables
 from megatron_packed.ops.work import OpWork
 
 _HERE = "megatron_packed.ops.varlen_attention"
@@ -50,7 +52,7 @@ WIDEST_HEAD = {
     "flash_attn_2": 256,
     "torch_varlen": 256,
 }
-"""Largest head dimension of each backend. ``benchmarks/attention_head_256.py`` measures beyond it."""
+"""Largest head dimension of each backend. cuDNN errs 84 times as much as plain bf16 with 256."""
 WIDEST_HEAD_OF_FLASH_ATTN_4_AFTER_HOPPER = 128
 
 
@@ -83,6 +85,45 @@ class VarlenAttentionInputs:
     pack that falls back to eager execution has a smaller capacity than its graph, but must use the
     same kernel to have the same bits.
     """
+
+
+class AttentionCall(NamedTuple):
+    """Arguments of a call besides q, k and v; see `api.varlen_attention`."""
+
+    cu_seqlens: Tensor
+    max_seqlen: int
+    softmax_scale: float
+    window_size: int | None
+    """Number of visible tokens, at least 1 and less than T; None for all."""
+    deterministic: bool
+    tables: KernelTables | None
+    """Tables of the backend for this window; of any kind for a backend without tables."""
+
+
+def capability_reasons(inputs: VarlenAttentionInputs, oldest: int) -> list[str]:
+    """Return the reason against a device with a CUDA capability before ``oldest``."""
+    if inputs.capability is not None and inputs.capability[0] >= oldest:
+        return []
+    return [
+        f"the kernel needs CUDA capability {oldest} or later, found {inputs.capability or inputs.device_type}"
+    ]
+
+
+def dtype_reasons(dtype: torch.dtype) -> list[str]:
+    """Return the reason against a dtype of other than 16 bits."""
+    if dtype in (torch.bfloat16, torch.float16):
+        return []
+    return [f"the kernel supports bfloat16 and float16, not {dtype}"]
+
+
+def offset_reasons(inputs: VarlenAttentionInputs) -> list[str]:
+    """Return the reason against packs whose gradient buffer exceeds 32-bit offsets."""
+    if not inputs.oversized_backward:
+        return []
+    return [
+        f"the padded gradient buffer would have {inputs.oversized_backward} elements, too many for 32-bit offsets; "
+        "use fewer tokens or documents per pack"
+    ]
 
 
 def head_dim_reasons(head_dim: int, widest: int, multiple: int = 8) -> list[str]:
@@ -139,38 +180,6 @@ def attention_inputs(
         automatic=automatic,
         oversized_backward=elements if elements >= _INT32_LIMIT else 0,
         oversized_square=square if exact and square >= _DETERMINISTIC_SQUARE_LIMIT else 0,
-    )
-
-
-@lru_cache(maxsize=16)
-def inputs_of_pack(
-    *,
-    tokens: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    deterministic: bool,
-    window_size: int | None = None,
-    automatic: bool = True,
-    documents: int = 1,
-) -> VarlenAttentionInputs:
-    """Return the inputs that determine the choice for a pack with a capacity of ``documents``.
-
-    One document may fill the pack. `OP.explain` returns the reasons against the other kernels.
-    """
-    return attention_inputs(
-        tokens=tokens,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        dtype=dtype,
-        device=device,
-        num_sequences=documents + 1,  # One more for the tail.
-        window_size=window_size,
-        deterministic=deterministic,
-        automatic=automatic,
     )
 
 

@@ -13,27 +13,23 @@ import torch
 from flash_attn.flash_attn_interface import flash_attn_varlen_func
 from torch import Tensor
 
-from megatron_packed.ops.varlen_attention.backends import WIDEST_HEAD, VarlenAttentionInputs
-from megatron_packed.ops.varlen_attention.tables import KernelTables
+from megatron_packed.ops.varlen_attention.backends import (
+    WIDEST_HEAD,
+    AttentionCall,
+    VarlenAttentionInputs,
+    capability_reasons,
+    dtype_reasons,
+    offset_reasons,
+)
 
 
 def not_supported_reasons(inputs: VarlenAttentionInputs) -> list[str]:
-    reasons = []
-    if inputs.capability is None or inputs.capability[0] < 8:
-        reasons.append(
-            f"the kernel needs CUDA capability 8 or later, found {inputs.capability or inputs.device_type}"
-        )
-    if inputs.dtype not in (torch.bfloat16, torch.float16):
-        reasons.append(f"the kernel supports bfloat16 and float16, not {inputs.dtype}")
+    reasons = capability_reasons(inputs, 8) + dtype_reasons(inputs.dtype)
     if inputs.head_dim > WIDEST_HEAD["flash_attn_2"]:
         reasons.append(
             f"the head dimension ({inputs.head_dim}) exceeds {WIDEST_HEAD['flash_attn_2']}"
         )
-    if inputs.oversized_backward:
-        reasons.append(
-            f"the padded gradient buffer would have {inputs.oversized_backward} elements, too many for 32-bit offsets; "
-            "use fewer tokens or documents per pack"
-        )
+    reasons += offset_reasons(inputs)
     if not reasons:
         reasons += _missing_from_the_build(inputs.dtype, inputs.head_dim)
     return reasons
@@ -61,30 +57,18 @@ def _missing_from_the_build(dtype: torch.dtype, head_dim: int) -> list[str]:
     return []
 
 
-def run(
-    q_TNH: Tensor,
-    k_TKH: Tensor,
-    v_TKH: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    *,
-    seq_idx_1T: Tensor | None,
-    softmax_scale: float,
-    window_size: int | None,
-    deterministic: bool,
-    tables: KernelTables | None,
-) -> Tensor:
+def run(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, call: AttentionCall) -> Tensor:
     out_TNH: Tensor = flash_attn_varlen_func(
         q_TNH,
         k_TKH,
         v_TKH,
-        cu_seqlens,
-        cu_seqlens,
-        max_seqlen,
-        max_seqlen,
-        softmax_scale=softmax_scale,
+        call.cu_seqlens,
+        call.cu_seqlens,
+        call.max_seqlen,
+        call.max_seqlen,
+        softmax_scale=call.softmax_scale,
         causal=True,
-        window_size=(-1, -1) if window_size is None else (window_size - 1, 0),
-        deterministic=deterministic,
+        window_size=(-1, -1) if call.window_size is None else (call.window_size - 1, 0),
+        deterministic=call.deterministic,
     )
     return out_TNH

@@ -8,17 +8,17 @@ dV) in a changing order.
 
 from __future__ import annotations
 
-import torch
 from flash_attn.cute.interface import flash_attn_varlen_func
 from torch import Tensor
 
 from megatron_packed.ops.varlen_attention.backends import (
     WIDEST_HEAD,
     WIDEST_HEAD_OF_FLASH_ATTN_4_AFTER_HOPPER,
+    AttentionCall,
     VarlenAttentionInputs,
+    dtype_reasons,
     head_dim_reasons,
 )
-from megatron_packed.ops.varlen_attention.tables import KernelTables
 
 HEAD_MULTIPLE = 32
 """For other head dimensions the gradients can be wrong.
@@ -36,8 +36,7 @@ def not_supported_reasons(inputs: VarlenAttentionInputs) -> list[str]:
         )
     elif inputs.capability[0] == 12 and inputs.deterministic:
         reasons.append("the backward pass has no deterministic version on CUDA capability 12")
-    if inputs.dtype not in (torch.bfloat16, torch.float16):
-        reasons.append(f"the kernel supports bfloat16 and float16, not {inputs.dtype}")
+    reasons += dtype_reasons(inputs.dtype)
     hopper = inputs.capability is not None and inputs.capability[0] == 9
     widest = WIDEST_HEAD["flash_attn_4"] if hopper else WIDEST_HEAD_OF_FLASH_ATTN_4_AFTER_HOPPER
     reasons += head_dim_reasons(inputs.head_dim, widest, HEAD_MULTIPLE)
@@ -49,30 +48,18 @@ def not_supported_reasons(inputs: VarlenAttentionInputs) -> list[str]:
     return reasons
 
 
-def run(
-    q_TNH: Tensor,
-    k_TKH: Tensor,
-    v_TKH: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    *,
-    seq_idx_1T: Tensor | None,
-    softmax_scale: float,
-    window_size: int | None,
-    deterministic: bool,
-    tables: KernelTables | None,
-) -> Tensor:
+def run(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, call: AttentionCall) -> Tensor:
     out_TNH: Tensor = flash_attn_varlen_func(
         q_TNH,
         k_TKH,
         v_TKH,
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_k=cu_seqlens,
-        max_seqlen_q=max_seqlen,
-        max_seqlen_k=max_seqlen,
-        softmax_scale=softmax_scale,
+        cu_seqlens_q=call.cu_seqlens,
+        cu_seqlens_k=call.cu_seqlens,
+        max_seqlen_q=call.max_seqlen,
+        max_seqlen_k=call.max_seqlen,
+        softmax_scale=call.softmax_scale,
         causal=True,
-        window_size=(None, None) if window_size is None else (window_size - 1, 0),
-        deterministic=deterministic,
+        window_size=(None, None) if call.window_size is None else (call.window_size - 1, 0),
+        deterministic=call.deterministic,
     )[0]
     return out_TNH

@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from megatron_packed import torch_private
-from megatron_packed.ops.varlen_attention.backends import OP, WIDEST_HEAD, VarlenAttentionInputs
-from megatron_packed.ops.varlen_attention.tables import (
-    BLOCK,
-    BlockTables,
-    KernelTables,
-    build_block_tables,
-    document_numbers,
+from megatron_packed.ops.varlen_attention.backends import (
+    OP,
+    WIDEST_HEAD,
+    AttentionCall,
+    VarlenAttentionInputs,
+    capability_reasons,
 )
+from megatron_packed.ops.varlen_attention.tables import BLOCK, BlockTables
 
 COMPILED_SIZES = 256
 """Most sizes that a process compiles; it is also torch's limit for one function in all its forms.
@@ -35,11 +35,7 @@ add theirs, and torch's own limit of 8 would end the run with an error.
 
 
 def not_supported_reasons(inputs: VarlenAttentionInputs) -> list[str]:
-    reasons = []
-    if inputs.capability is None or inputs.capability[0] < 8:
-        reasons.append(
-            f"the kernel needs CUDA capability 8 or later, found {inputs.capability or inputs.device_type}"
-        )
+    reasons = capability_reasons(inputs, 8)
     if inputs.dtype not in (torch.bfloat16, torch.float16):
         reasons.append(f"the kernel is tested for bfloat16 and float16, not {inputs.dtype}")
     if inputs.tokens % BLOCK:
@@ -63,27 +59,13 @@ def not_supported_reasons(inputs: VarlenAttentionInputs) -> list[str]:
     return reasons
 
 
-def run(
-    q_TNH: Tensor,
-    k_TKH: Tensor,
-    v_TKH: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    *,
-    seq_idx_1T: Tensor | None,
-    softmax_scale: float,
-    window_size: int | None,
-    deterministic: bool,
-    tables: KernelTables | None,
-) -> Tensor:
-    tokens, num_heads, _ = q_TNH.shape
-    if not isinstance(tables, BlockTables) or tables.window_size != window_size:
-        seq_idx_1T = document_numbers(cu_seqlens, tokens) if seq_idx_1T is None else seq_idx_1T
-        tables = build_block_tables(seq_idx_1T, window_size)
-    attend = compiled_attention(window_size, softmax_scale, num_heads != k_TKH.shape[1])
+def run(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, call: AttentionCall) -> Tensor:
+    assert isinstance(call.tables, BlockTables)
+    grouped = q_TNH.shape[1] != k_TKH.shape[1]
+    attend = compiled_attention(call.window_size, call.softmax_scale, grouped)
     # (T, N, H) -> (1, N, T, H)
     q_1NTH, k_1KTH, v_1KTH = (x.transpose(0, 1)[None] for x in (q_TNH, k_TKH, v_TKH))
-    out_1NTH: Tensor = attend(q_1NTH, k_1KTH, v_1KTH, *tables.tensors())
+    out_1NTH: Tensor = attend(q_1NTH, k_1KTH, v_1KTH, *call.tables.tensors())
     return out_1NTH[0].transpose(0, 1)
 
 

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from megatron_packed.ops.on_meta import Memory, Workspace, of_shape, workspace
+from megatron_packed.ops.varlen_attention.backends import AttentionCall
 
 _BLOCK = 128
 """Multiple of rows to which backward pads the sums of each document."""
 
 
-def run(
-    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, *tensors: Any, **options: Any
-) -> Tensor:
-    """Return a tensor of the output's shape; output and log-sum-exp are saved too.
-
-    The arguments are those of `api.varlen_attention`.
-    """
+def run(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, call: AttentionCall) -> Tensor:
+    """Return a tensor of the output's shape; output and log-sum-exp are saved too."""
     tokens, heads, _ = q_TNH.shape
     memory = Memory(
         saved=[workspace(heads, tokens)],
-        backward=gradient_sums(q_TNH, k_TKH, tokens, cu_seqlens),
+        backward=gradient_sums(q_TNH, k_TKH, tokens, call.cu_seqlens),
         keeps_result=True,
     )
     return of_shape((tokens, heads, v_TKH.shape[2]), q_TNH, k_TKH, v_TKH, memory=memory)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_packed.ops.varlen_attention.backends import VarlenAttentionInputs
-from megatron_packed.ops.varlen_attention.tables import KernelTables, document_numbers
+from megatron_packed.ops.varlen_attention.backends import AttentionCall
+from megatron_packed.ops.varlen_attention.tables import document_numbers
 
 BLOCK = 256
 """Queries that are processed together: enough work for a matrix product on a CPU, with small scores."""
@@ -29,38 +29,22 @@ With more, backward recomputes each block.
 """
 
 
-def not_supported_reasons(inputs: VarlenAttentionInputs) -> list[str]:
-    return []
-
-
-def run(
-    q_TNH: Tensor,
-    k_TKH: Tensor,
-    v_TKH: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    *,
-    seq_idx_1T: Tensor | None,
-    softmax_scale: float,
-    window_size: int | None,
-    deterministic: bool,
-    tables: KernelTables | None,
-) -> Tensor:
+def run(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, call: AttentionCall) -> Tensor:
     """Run the reference.
 
     On a CPU, offsets that do not fit the tokens are an error: training must not use a wrong pack.
     """
     tokens = q_TNH.shape[0]
     math = torch.promote_types(q_TNH.dtype, torch.float32)
-    q, k, v = q_TNH.to(math) * softmax_scale, k_TKH.to(math), v_TKH.to(math)
+    q, k, v = q_TNH.to(math) * call.softmax_scale, k_TKH.to(math), v_TKH.to(math)
     if q_TNH.device.type == "cuda":
-        document_T = document_numbers(cu_seqlens, tokens)[0]
-        return _attend_segment(q, k, v, document_T, window_size).to(q_TNH.dtype)
-    lengths = _document_lengths(cu_seqlens, tokens, max_seqlen)
+        document_T = document_numbers(call.cu_seqlens, tokens)[0]
+        return _attend_segment(q, k, v, document_T, call.window_size).to(q_TNH.dtype)
+    lengths = _document_lengths(call.cu_seqlens, tokens, call.max_seqlen)
     documents = zip(
         torch.split(q, lengths), torch.split(k, lengths), torch.split(v, lengths), strict=True
     )
-    return torch.cat([_attend_segment(*qkv, None, window_size) for qkv in documents]).to(
+    return torch.cat([_attend_segment(*qkv, None, call.window_size) for qkv in documents]).to(
         q_TNH.dtype
     )
 

@@ -15,13 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron_packed.ops.varlen_attention.backends import VarlenAttentionInputs
-from megatron_packed.ops.varlen_attention.tables import (
-    KernelTables,
-    MaskTable,
-    document_numbers,
-    visible_pairs,
-)
+from megatron_packed.ops.varlen_attention.backends import AttentionCall, VarlenAttentionInputs
+from megatron_packed.ops.varlen_attention.tables import MaskTable
 
 _LONGEST = 16384
 """Largest number of tokens.
@@ -48,26 +43,9 @@ def not_supported_reasons(inputs: VarlenAttentionInputs) -> list[str]:
     return reasons
 
 
-def run(
-    q_TNH: Tensor,
-    k_TKH: Tensor,
-    v_TKH: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    *,
-    seq_idx_1T: Tensor | None,
-    softmax_scale: float,
-    window_size: int | None,
-    deterministic: bool,
-    tables: KernelTables | None,
-) -> Tensor:
-    tokens, num_heads = q_TNH.shape[:2]
-    if not isinstance(tables, MaskTable) or tables.window_size != window_size:
-        seq_idx_1T = document_numbers(cu_seqlens, tokens) if seq_idx_1T is None else seq_idx_1T
-        tables = MaskTable(
-            mask_TT=visible_pairs(seq_idx_1T.view(-1), window_size), window_size=window_size
-        )
-    group = num_heads // k_TKH.shape[1]
+def run(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, call: AttentionCall) -> Tensor:
+    assert isinstance(call.tables, MaskTable)
+    group = q_TNH.shape[1] // k_TKH.shape[1]
     # Repeat grouped key and value heads: the memory-efficient kernel needs as many of them as query
     # heads.
     k_TNH, v_TNH = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k_TKH, v_TKH))
@@ -77,6 +55,6 @@ def run(
     with pinned:
         q_1NTH, k_1NTH, v_1NTH = (x.transpose(0, 1)[None] for x in (q_TNH, k_TNH, v_TNH))
         out_1NTH = F.scaled_dot_product_attention(
-            q_1NTH, k_1NTH, v_1NTH, attn_mask=tables.mask_TT, scale=softmax_scale
+            q_1NTH, k_1NTH, v_1NTH, attn_mask=call.tables.mask_TT, scale=call.softmax_scale
         )
     return out_1NTH[0].transpose(0, 1)

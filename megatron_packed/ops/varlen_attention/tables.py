@@ -10,7 +10,7 @@ Shapes: T token slots, B = T / 128 blocks of 128 tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Protocol
 
 import torch
@@ -20,7 +20,7 @@ BLOCK = 128
 """Tokens per block of FlexAttention's tables."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class BlockTables:
     """FlexAttention's block lists for causal attention inside documents.
 
@@ -46,7 +46,7 @@ class BlockTables:
     """int32 (1, 1, B): number of full query blocks of each key block."""
     full_q_index: Tensor
     """int32 (1, 1, B, B): full query blocks of each key block."""
-    window_size: int | None
+    window_size: int | None = field(kw_only=True)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return the tensors, without the window size, in the order of the fields."""
@@ -55,29 +55,7 @@ class BlockTables:
     @classmethod
     def from_tensors(cls, tensors: tuple[Tensor, ...], window_size: int | None) -> BlockTables:
         """Build tables from the result of ``tensors``."""
-        (
-            document_T,
-            kv_num,
-            kv_index,
-            full_kv_num,
-            full_kv_index,
-            q_num,
-            q_index,
-            full_q_num,
-            full_q_index,
-        ) = tensors
-        return cls(
-            document_T=document_T,
-            kv_num=kv_num,
-            kv_index=kv_index,
-            full_kv_num=full_kv_num,
-            full_kv_index=full_kv_index,
-            q_num=q_num,
-            q_index=q_index,
-            full_q_num=full_q_num,
-            full_q_index=full_q_index,
-            window_size=window_size,
-        )
+        return cls(*tensors, window_size=window_size)
 
     def copy_from(self, other: BlockTables) -> None:
         """Copy the tables of another packing with the same T and window into these tensors.
@@ -130,6 +108,10 @@ class KernelTables(Protocol):
     def tensors(self) -> tuple[Tensor, ...]: ...
 
 
+_TABLES: dict[str, type[BlockTables | MaskTable]] = {"flex": BlockTables, "sdpa": MaskTable}
+"""Backend -> tables that it reads."""
+
+
 def build_tables(
     backend: str, seq_idx_1T: Tensor, window_size: int | None
 ) -> BlockTables | MaskTable | None:
@@ -141,6 +123,13 @@ def build_tables(
             mask_TT=visible_pairs(seq_idx_1T.view(-1), window_size), window_size=window_size
         )
     return None
+
+
+def fits(backend: str, tables: KernelTables | None, window_size: int | None) -> bool:
+    """Return True if ``tables`` are those that a backend reads for a window, or if it reads none."""
+    if backend not in _TABLES:
+        return True
+    return isinstance(tables, _TABLES[backend]) and tables.window_size == window_size
 
 
 def document_numbers(cu_seqlens: Tensor, tokens: int) -> Tensor:
@@ -193,22 +182,9 @@ def build_block_tables(seq_idx_1T: Tensor, window_size: int | None) -> BlockTabl
         meets_BB &= (behind_BB - 1) * BLOCK + 1 < window_size
         full_BB &= (behind_BB + 1) * BLOCK - 1 < window_size
     partial_BB = meets_BB & ~full_BB
-    kv_num, kv_index = _ordered(partial_BB)
-    full_kv_num, full_kv_index = _ordered(full_BB)
-    q_num, q_index = _ordered(partial_BB.T)
-    full_q_num, full_q_index = _ordered(full_BB.T)
-    return BlockTables(
-        document_T=document_T.to(torch.int32).clone(),
-        kv_num=kv_num,
-        kv_index=kv_index,
-        full_kv_num=full_kv_num,
-        full_kv_index=full_kv_index,
-        q_num=q_num,
-        q_index=q_index,
-        full_q_num=full_q_num,
-        full_q_index=full_q_index,
-        window_size=window_size,
-    )
+    dense = (partial_BB, full_BB, partial_BB.T, full_BB.T)
+    lists = [table for dense_BB in dense for table in _ordered(dense_BB)]
+    return BlockTables(document_T.to(torch.int32).clone(), *lists, window_size=window_size)
 
 
 def _ordered(dense_BB: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,24 +21,22 @@ from transformer_engine.pytorch.attention import dot_product_attention as te_att
 
 from megatron_packed.ops.varlen_attention.backends import (
     WIDEST_HEAD,
+    AttentionCall,
     VarlenAttentionInputs,
+    capability_reasons,
+    dtype_reasons,
     head_dim_reasons,
 )
-from megatron_packed.ops.varlen_attention.tables import KernelTables
 
-_SAYS_PADDING = "pad_between_seqs" in inspect.signature(DotProductAttention.forward).parameters
+_OPTIONS = inspect.signature(DotProductAttention.forward).parameters
+NO_PADDING: dict[str, Any] = {"pad_between_seqs": False} if "pad_between_seqs" in _OPTIONS else {}
+"""Option of versions that otherwise compare offsets on the host."""
 
 _ALLOW_ATOMICS = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
 
 
 def not_supported_reasons(inputs: VarlenAttentionInputs) -> list[str]:
-    reasons = []
-    if inputs.capability is None or inputs.capability[0] < 9:
-        reasons.append(
-            f"the kernel needs CUDA capability 9 or later, found {inputs.capability or inputs.device_type}"
-        )
-    if inputs.dtype not in (torch.bfloat16, torch.float16):
-        reasons.append(f"the kernel supports bfloat16 and float16, not {inputs.dtype}")
+    reasons = capability_reasons(inputs, 9) + dtype_reasons(inputs.dtype)
     reasons += head_dim_reasons(inputs.head_dim, WIDEST_HEAD["transformer_engine"])
     if inputs.oversized_square:
         reasons.append(
@@ -48,36 +46,30 @@ def not_supported_reasons(inputs: VarlenAttentionInputs) -> list[str]:
     return reasons
 
 
-def run(
-    q_TNH: Tensor,
-    k_TKH: Tensor,
-    v_TKH: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    *,
-    seq_idx_1T: Tensor | None,
-    softmax_scale: float,
-    window_size: int | None,
-    deterministic: bool,
-    tables: KernelTables | None,
-) -> Tensor:
+def run(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, call: AttentionCall) -> Tensor:
     """Run TransformerEngine's attention.
 
     Raises:
         RuntimeError: TransformerEngine chose a kernel with unfused T x T scores.
     """
     num_heads, head_dim = q_TNH.shape[1:]
-    module = _module(num_heads, k_TKH.shape[1], head_dim, softmax_scale, window_size, deterministic)
-    options: dict[str, Any] = {"pad_between_seqs": False} if _SAYS_PADDING else {}
+    module = _module(
+        num_heads,
+        k_TKH.shape[1],
+        head_dim,
+        call.softmax_scale,
+        call.window_size,
+        call.deterministic,
+    )
     out: Tensor = module(
         q_TNH,
         k_TKH,
         v_TKH,
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=max_seqlen,
-        max_seqlen_kv=max_seqlen,
-        **options,
+        cu_seqlens_q=call.cu_seqlens,
+        cu_seqlens_kv=call.cu_seqlens,
+        max_seqlen_q=call.max_seqlen,
+        max_seqlen_kv=call.max_seqlen,
+        **NO_PADDING,
     )
     chosen = getattr(te_attention, "_attention_backends", {})
     if chosen.get("use_unfused_attention") and not (
@@ -85,7 +77,7 @@ def run(
     ):
         raise RuntimeError(
             f"TransformerEngine has no fused kernel for q {tuple(q_TNH.shape)}, k {tuple(k_TKH.shape)} {q_TNH.dtype} "
-            f"with {cu_seqlens.shape[0] - 1} documents; choose another attention backend "
+            f"with {call.cu_seqlens.shape[0] - 1} documents; choose another attention backend "
             "(NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 prints the reasons)."
         )
     return out.view(q_TNH.shape)
@@ -101,6 +93,25 @@ def _module(
     deterministic: bool,
 ) -> torch.nn.Module:
     """Return TransformerEngine's attention module for these options; it has no parameters."""
+    window = None if window_size is None else (window_size - 1, 0)
+    return attention_module(
+        num_heads, num_kv_heads, head_dim, softmax_scale, deterministic, window_size=window
+    )
+
+
+def attention_module(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    softmax_scale: float,
+    deterministic: bool,
+    **options: Any,
+) -> torch.nn.Module:
+    """Return TransformerEngine's module for causal attention inside documents.
+
+    Args:
+        options: further arguments of the module.
+    """
     with _deterministic_choice(deterministic):
         module: torch.nn.Module = DotProductAttention(
             num_heads,
@@ -108,8 +119,8 @@ def _module(
             num_gqa_groups=num_kv_heads,
             qkv_format="thd",
             attn_mask_type="padding_causal",
-            window_size=None if window_size is None else (window_size - 1, 0),
             softmax_scale=softmax_scale,
+            **options,
         )
     return module
 

@@ -5,6 +5,7 @@ import torch
 
 from megatron_packed.config.optional_packages import is_installed
 from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.build import Build
 from megatron_packed.layers.mlp import MLP
 from support.op_packs import assert_repeats, assert_replays, no_sync, norm_error
 
@@ -23,9 +24,7 @@ def mlp(hidden, inner, backend="quack", dtype=torch.bfloat16):
         inner,
         kind="squared_relu",
         bias=False,
-        backends=backends,
-        device="cuda",
-        dtype=dtype,
+        build=Build(backends=backends, device="cuda", dtype=dtype),
     )
     generator = torch.Generator("cuda").manual_seed(1)
     with torch.no_grad():

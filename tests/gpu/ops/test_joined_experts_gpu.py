@@ -7,6 +7,7 @@ import torch
 
 from megatron_packed.config.optional_packages import is_installed
 from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.build import Build
 from megatron_packed.layers.moe.experts import GroupedExperts
 from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.ops.grouped_mlp.api import JOINED, grouped_mlp
@@ -174,10 +175,8 @@ def test_layers_join_unless_their_steps_are_observed(monkeypatch):
         hidden,
         inner,
         kind="squared_relu",
-        backends=Backends(),
         ep=ExpertParallel(),
-        device="cuda",
-        dtype=torch.bfloat16,
+        build=Build(backends=Backends(), device="cuda", dtype=torch.bfloat16),
     )
     given = values(SIZES[0], ENDS["full"])
     with torch.no_grad():

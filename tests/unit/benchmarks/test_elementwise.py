@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import sys
 
 import pytest
 import torch
@@ -10,22 +9,6 @@ import torch
 import elementwise
 import step_edge
 from step_edge import Gap, Span
-
-
-def test_the_script_writes_times_and_shares(tmp_path, monkeypatch, capsys):
-    options = ["--quick", "--device", "cpu", "--results", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["elementwise.py", *options])
-    elementwise.main()
-    kernels = json.loads((tmp_path / "elementwise.json").read_text())["results"]["kernels"]
-    norm = kernels["rms_norm, residual"]
-    assert norm["backward"]["bytes"] == 2 * norm["forward"]["bytes"] == 4 * 32 * 64 * 4
-    assert "NoBackendError" in kernels.pop("causal_conv1d, library")["failed"]
-    assert all(found["forward"]["share"] > 0 for found in kernels.values())
-    assert {name for name, found in kernels.items() if "backward" not in found} == {
-        "residual addition",
-        "softmax of the loss",
-    }
-    assert "gated_rms_norm, Mamba" in capsys.readouterr().out
 
 
 def test_forward_counts_inputs_and_outputs_once():
@@ -65,18 +48,6 @@ def test_gaps_lie_between_the_ends_and_starts_of_kernels(tmp_path):
     assert (first["before"], first["us_per_step"], first["per_step"]) == ("a", 5.0, 1.0)
     assert second["longest_us"] == 10
     assert step_edge.by_name(SPANS, 1)[0] == ("a", 0.011, 2.0)
-
-
-def test_a_run_without_a_gpu_has_only_wall_clock_times(tmp_path, monkeypatch):
-    records = [{"lm_loss": 1.0, "iteration": n, "step_time_ms": float(n)} for n in range(1, 21)]
-    (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, records)))
-    run = {"kernels": None, "plan_hash": "p", "mfu": None, "tokens_per_second": None}
-    monkeypatch.setattr(step_edge.recipe_mfu, "run", lambda *arguments: run)
-    monkeypatch.setattr(step_edge, "spans_of", lambda trace: [])
-    found = step_edge.measure(tmp_path, "set", "recipe", {})
-    assert found["wall_ms"].median == pytest.approx(16.5) and "busy_ms" not in found
-    [row] = step_edge.rows_of({"runs": {"none": found}})
-    assert row["GPU-busy ms"] == ""
 
 
 def test_gaps_of_a_profiled_run(tmp_path, monkeypatch):

@@ -7,11 +7,8 @@ import graph_step
 import harness
 from graph_step import (
     QUICK,
-    calls_for,
     memory_rows_of,
-    over,
     packs_of,
-    row_seconds,
     rows_of,
     size_rows_of,
 )
@@ -108,14 +105,3 @@ def test_packs_of_real_lengths_are_cut_and_filled(tmp_path):
     with pytest.raises(SystemExit, match=r"fills .* packs of 128 tokens"):
         packs_of(TINY, 1000, tmp_path / "lengths.txt")
     assert packs_of({"T": 4096}, 2, None) == graph_step.packings(4096, 2)
-
-
-def test_rows_of_calls_are_equal_work():
-    assert calls_for(3, graph_step.FULL) == 9 and calls_for(8, graph_step.FULL) == 8
-    called = []
-    assert row_seconds(over(called.append, "abc"), 6) > 0
-    assert "".join(called) == "abc" * 4
-
-
-def test_a_result_that_was_cut_short_still_has_tables():
-    assert rows_of({"x": {}}) == size_rows_of({"x": {}}) == memory_rows_of({"x": {}}) == []

@@ -1,13 +1,11 @@
-"""`benchmarks/offload.py` and `plan_peaks.py` on the CPU, with a stand-in for capture."""
+"""`benchmarks/offload.py` on the CPU, with a stand-in for capture."""
 
 import copy
 
-import pytest
 import torch
 
 import harness
 import offload
-import plan_peaks
 from layouts import quick
 from offload import FULL_ITERATION, ONE, RECOMPUTE, SIDES, TWO
 from support import stand_in
@@ -86,13 +84,3 @@ def test_what_is_judged():
     wrong["graphs"][FULL_ITERATION] = {"failed": "RuntimeError: no"}
     assert len(offload.problems_of({"model": wrong})) == 2
     assert offload.graph_rows_of({"model": wrong})[0]["kept"] == "RuntimeError: no"
-
-
-@pytest.mark.parametrize("name", ["graphs", "offload", "experts"])
-def test_plan_beside_steps(name):
-    found = plan_peaks.run(name, CPU, stand_in.RecordingBackend)
-    assert found["estimated"]["gib"] > 0 == found["measured"]["gib"]
-    assert (found["estimated"]["pinned_mib"] > 0) == (name == "offload")
-    assert (found["measured"]["pool_gib"] > 0) == (name == "graphs")
-    (row,) = plan_peaks.rows_of({name: found})
-    assert row["configuration"] == name and row["measured GiB"] == "0.00"

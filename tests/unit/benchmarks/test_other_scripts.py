@@ -1,17 +1,12 @@
 """Benchmarks that measure on a GPU: the parts that run on a CPU."""
 
 import json
-import sys
 
-import numpy as np
 import torch
 
-import generation
 import harness
 import model_step
-import moe_bench
 import op_backends
-import packing_report
 import two_checkouts
 import workloads
 
@@ -41,28 +36,9 @@ def test_model_step_copies_every_parameter():
     assert pairs == names | biases and not names & biases
 
 
-def test_moe_bench_measures_one_rank_of_many_experts():
-    small = {**moe_bench.CONFIG, "T": 64, "hidden": 32, "vocab": 128, "pattern": "E"}
-    config = moe_bench.config_of(small, 8)
-    assert (config.num_experts, config.moe_router_topk) == (8, 6)
-    assert config.moe_shared_expert_intermediate_size == 2 * config.moe_ffn_hidden_size
-    found = {"loss": 10.4, "wall_ms": harness.Spread(3.0, 2.5, 4.0), "busy_ms": 2.0}
-    [row] = moe_bench.rows_of({"paths": {"megatron_packed": found}})
-    assert row["path"] == "megatron_packed" and row["wall_ms"] == "3 [2.5, 4]"
-
-
-def test_generation_times_a_token_after_each_length(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(generation, "LENGTHS", (3, 9))
-    monkeypatch.setattr(generation, "VOCAB", 64)
-    options = ["--quick", "--hidden-size", "128", "--batches", "2", "--results", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["generation.py", *options, "--device", "cpu"])
-    generation.main()
-    short, long = json.loads((tmp_path / "generation.json").read_text())["results"]["rows"]
-    assert (short["tokens"], long["tokens"]) == (3, 9) and short["ratio"] == [1.0, 1.0, 1.0]
-    assert long["step_ms"][0] > 0 and "step / step at 3" in capsys.readouterr().out
-
-
-def test_two_checkouts_take_turns_and_are_compared_pair_by_pair(tmp_path, monkeypatch, capsys):
+def test_two_checkouts_take_turns_and_are_compared_pair_by_pair(
+    run_script, tmp_path, monkeypatch, capsys
+):
     runs = []
 
     def model_step_of(command, *, cwd, env, **options):
@@ -94,29 +70,12 @@ def test_two_checkouts_take_turns_and_are_compared_pair_by_pair(tmp_path, monkey
 
     here = tmp_path / "here"
     monkeypatch.setattr(two_checkouts, "HERE", here)
-    monkeypatch.setattr(two_checkouts.harness, "RESULTS", tmp_path)
     monkeypatch.setattr(two_checkouts.subprocess, "run", model_step_of)
-    monkeypatch.setattr(
-        sys, "argv", ["two_checkouts.py", str(tmp_path), "shard8b", "--rounds", "2"]
-    )
-    two_checkouts.main()
+    run_script("two_checkouts", tmp_path, "shard8b", "--rounds", "2")
     assert runs == [here, tmp_path, tmp_path, here]
     *_, eager, graph = (line.split() for line in capsys.readouterr().out.splitlines())
-    half = ["0.5", "[0.5,", "0.5]"]
-    assert eager == [
-        "shard8b",
-        "eager",
-        "3.00",
-        "6.00",
-        *half,
-        *half,
-        "1",
-        "[1,",
-        "1]",
-        *half,
-        "True",
-        "False",
-    ]
+    half = "0.5 [0.5, 0.5]"
+    assert eager == f"shard8b eager 3.00 6.00 {half} {half} 1 [1, 1] {half} True False".split()
     assert graph == [
         "shard8b",
         "one",
@@ -151,21 +110,6 @@ def test_op_backends_measures_an_op(monkeypatch):
     )
 
 
-def test_packing_report_of_lengths(tmp_path, monkeypatch, capsys):
-    np.save(tmp_path / "lengths.npy", np.random.default_rng(0).integers(5, 400, 500))
-    monkeypatch.setattr(harness, "RESULTS", tmp_path)
-    options = ["--slots", "512", "--epochs", "2"]
-    monkeypatch.setattr(sys, "argv", ["packing_report.py", str(tmp_path / "lengths.npy"), *options])
-    packing_report.main()
-    document = json.loads((tmp_path / "packing_report.json").read_text())
-    assert [row["method"] for row in document["results"]] == list(packing_report.METHODS)
-    assert str(tmp_path) not in document["command"]
-    rows = packing_report.rows_of(document["results"])
-    assert [tuple(row.values())[:3] for row in rows[:1]] == [("lengths", 512, "balanced")]
-    [tokens] = packing_report.token_rows_of(document["results"])
-    assert tokens["tokens in"] == tokens["kept"] + tokens["truncated"] + tokens["dropped"]
-
-
 def test_spreads_and_ratios():
     assert harness.Spread.of([0.001 * value for value in range(1, 12)]) == (6.0, 2.0, 10.0)
     assert harness.Spread.of_ratios([2.0, 3.0, 8.0], [1.0, 1.0, 2.0]).median == 3.0
@@ -179,13 +123,3 @@ def test_functions_take_turns():
     )
     assert "".join(calls) == "ab" + "ab" + "ba"
     assert {name: len(values) for name, values in seconds.items()} == {"a": 2, "b": 2}
-
-
-def test_equal_shapes_give_equal_models():
-    shape = workloads.shape_of("hybrid", torch.device("cpu"))
-    assert shape.pattern == workloads.SHAPES["hybrid"].pattern and shape.config.hidden_size == 64
-    first, second = (
-        workloads.build_model(shape, torch.device("cpu"), max_positions=64) for _ in range(2)
-    )
-    assert all(map(torch.equal, first.parameters(), second.parameters()))
-    assert all(sum(pack) <= 512 for pack in workloads.filled_packs(512, 3, mean=60))

@@ -78,7 +78,7 @@ def write(folder, name, results):
 
 
 HEAD = "summary: One micro-batch.\ndeciding: {{model_step | path=megatron_packed, eager | wall ms}} ms.\n\n"
-PAGE = "# One step\n\nText.\n\n{{circumstances}}\n\n{{model_step}}\n\n{{rope}}\n"
+PAGE = "# One step\n\nText.\n\n{{circumstances}}\n\n{{model_step}}\n\n{{ssd}}\n"
 
 
 def run(monkeypatch, tmp_path, *options):
@@ -114,7 +114,7 @@ def test_pages_follow_the_results(folders, monkeypatch):
         "| one | megatron_packed, eager | 6 [5, 7] | 3 [2.9, 3.1] | 2.0 | 0.75 [0.74, 0.76] |"
         in text
     )
-    assert "Not measured yet: `python benchmarks/rope_bench.py`" in text
+    assert "Not measured yet: `python benchmarks/ssd.py`" in text
     row = "| [One step](one_step.md) | One micro-batch. | 6 ms. | 2026-01-01 with older kernels |"
     assert row in index.read_text()
     run(monkeypatch, folders, "--check")

@@ -16,14 +16,14 @@ import torch
 
 import megatron_packed.checkpoint
 from megatron_packed.checkpoint.background_save import BackgroundSaves
-from megatron_packed.checkpoint.checksum import checksum, to_hex
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.load import load_checkpoint
 from megatron_packed.checkpoint.read_tensors import read_tensor
 from megatron_packed.checkpoint.save import save_checkpoint
 from megatron_packed.checkpoint.sealed_json import seal, unseal
-from megatron_packed.checkpoint.shard_file import ShardReader
+from megatron_packed.checkpoint.shard_file import ShardReader, to_hex
 from megatron_packed.checkpoint.tensor_shard import TensorShard, split_replicated, whole_tensors
+from megatron_packed.config.checksums import crc32c
 
 FLIPS = 300
 
@@ -147,7 +147,7 @@ def forge_header(directory):
     def edit(fields):
         record = fields["files"][1]
         header = np.frombuffer(data[: record["header_bytes"]], dtype=np.uint8)
-        record["header_checksum"] = to_hex(checksum(record["algorithm"], header))
+        record["header_checksum"] = to_hex(crc32c(header))
 
     edit_manifest(directory, edit)
 

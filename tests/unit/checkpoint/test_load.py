@@ -6,14 +6,12 @@ import shutil
 import pytest
 import torch
 
-from megatron_packed.checkpoint import checksum
 from megatron_packed.checkpoint.errors import (
     CheckpointError,
     CheckpointMismatchError,
     NoCheckpointError,
 )
 from megatron_packed.checkpoint.load import find_checkpoints, load_checkpoint, newest_checkpoint
-from megatron_packed.checkpoint.manifest import read_manifest
 from megatron_packed.checkpoint.read_tensors import read_tensor
 from megatron_packed.checkpoint.save import save_checkpoint
 from megatron_packed.checkpoint.tensor_shard import TensorShard, whole_tensors
@@ -286,17 +284,6 @@ def test_the_hint_has_no_power(tmp_path, tools, kind):
     assert loaded.step == found.item() == 20
     assert len(lines) == (kind != "missing") and all("latest" in line for line in lines)
     assert list(loaded.problems) == [line.removeprefix("WARNING: ") for line in lines]
-
-
-def test_files_with_zlibs_checksums_are_read(tmp_path, tools, monkeypatch):
-    """Check that files with CRC-32 load; earlier versions wrote them without google-crc32c."""
-    with monkeypatch.context() as patch:
-        patch.setattr(checksum, "CRC32C", "crc32")
-        directory = tools.write_by_hand(tmp_path, 10, tools.make_state(), 2, 1)
-    assert {record.algorithm for record in read_manifest(directory).files} == {"crc32"}
-    found = tools.blank(tools.make_state())
-    load_checkpoint(tmp_path, whole_tensors(found), warn=pytest.fail)
-    assert tools.same_bytes(found, tools.make_state())
 
 
 def test_warnings_go_to_standard_error_by_default(tmp_path, tools, capsys):

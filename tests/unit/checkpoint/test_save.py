@@ -5,19 +5,18 @@ import os
 import resource
 import signal
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_packed.checkpoint.checksum import checksum, to_hex
 from megatron_packed.checkpoint.directory_lock import RootLock
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.latest_hint import read_hint
 from megatron_packed.checkpoint.load import find_checkpoints, load_checkpoint
 from megatron_packed.checkpoint.save import save_checkpoint
-from megatron_packed.checkpoint.shard_file import write_shard_file
+from megatron_packed.checkpoint.shard_file import to_hex, write_shard_file
 from megatron_packed.checkpoint.tensor_shard import TensorShard, whole_tensors
+from megatron_packed.config.checksums import crc32c
 
 
 def names(root) -> list[str]:
@@ -66,7 +65,7 @@ def test_checksums_are_those_of_the_files_bytes_block_by_block(tmp_path):
     assert len(data) == record.size and record.data_bytes == 6027 * 4
 
     def crc(part: bytes) -> str:
-        return to_hex(checksum(record.algorithm, np.frombuffer(part, dtype=np.uint8)))
+        return to_hex(crc32c(part))
 
     assert crc(data[: record.header_bytes]) == record.header_checksum
     blocks = [data[i : i + 4096] for i in range(record.header_bytes, len(data), 4096)]

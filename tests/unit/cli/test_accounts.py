@@ -131,7 +131,7 @@ def test_mixed_data_adds_up(tmp_path, capsys, policy):
         )
 
 
-def test_over_long_conversations_keep_their_last_answer_unless_asked_otherwise(tmp_path, capsys):
+def test_over_long_conversations_keep_their_last_answer_by_default(tmp_path, capsys):
     """The last answer is kept in training and validation data, in packing and in tune; `plan` reads
     the data that packing tokenised.
     """

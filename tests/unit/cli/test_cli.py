@@ -141,7 +141,7 @@ def test_ctrl_c_ends_a_command_with_one_sentence(imported, monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sys, "argv", ["megatron-packed", "packing"])
-    monkeypatch.setattr("megatron_packed.cli.packing.run", interrupted)
+    monkeypatch.setattr("megatron_packed.cli.packing.with_unused_flags", interrupted)
     if not imported:
         monkeypatch.delitem(sys.modules, "megatron_packed.cli.main")
         monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(find_spec=interrupted)])
@@ -157,7 +157,7 @@ def test_an_absent_package_ends_a_command_with_one_sentence(name, monkeypatch, c
         raise ModuleNotFoundError(name=name)
 
     monkeypatch.setattr(sys, "argv", ["megatron-packed", "packing"])
-    monkeypatch.setattr("megatron_packed.cli.packing.run", absent)
+    monkeypatch.setattr("megatron_packed.cli.packing.with_unused_flags", absent)
     with pytest.raises(SystemExit if name == "torch" else ModuleNotFoundError):
         program()
     said = capsys.readouterr().err
@@ -505,7 +505,7 @@ def test_generate_needs_its_checkpoint_alone(run_flags, capsys):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 @pytest.mark.parametrize("command", ["generate", "tune", "explain"])
-def test_a_gpu_that_is_not_here_is_told(command, run_flags, tmp_path, capsys):
+def test_a_gpu_that_is_not_here_is_reported(command, run_flags, tmp_path, capsys):
     flags = ["cuda" if word == "cpu" else word for word in run_flags]
     if command == "explain":
         with pytest.raises(SystemExit) as ended:
@@ -773,7 +773,7 @@ def test_a_prefix_that_is_a_directory(prefix, tmp_path, monkeypatch, capsys):
     assert "give the beginning of file names" in capsys.readouterr().err
 
 
-def test_problems_are_told_of_what_was_typed(tmp_path, monkeypatch, capsys):
+def test_problems_name_what_was_typed(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     for argv, option in (
@@ -799,7 +799,7 @@ def test_files_are_named_once_by_one_flag(command, capsys):
     assert capsys.readouterr().err.startswith("--data-path: give the files with ")
 
 
-def test_problems_are_told_before_torch_is_imported():
+def test_problems_are_reported_before_torch_is_imported():
     code = (
         "import sys\nfrom megatron_packed.cli.main import main\n"
         "try: main(['packing', '--seq-length', '0'])\nexcept SystemExit as e: print(e.code, 'torch' in sys.modules)"

@@ -112,7 +112,7 @@ def check_subcommand(words: list[str]) -> None:
     parser = argparse.ArgumentParser("megatron-packed")
     subparsers = parser.add_subparsers(required=True, dest="name")
     for command in COMMANDS:
-        command.add_arguments(subparsers.add_parser(command.NAME, allow_abbrev=False))
+        command.add_arguments(subparsers.add_parser(command.name, allow_abbrev=False))
     arguments, run_flags = parser.parse_known_args(words)
     if arguments.name in WITHOUT_RUN_FLAGS:
         assert run_flags == []

@@ -266,34 +266,43 @@ def test_a_gpu_that_is_held_down_or_adds_wrongly(monkeypatch, total, bits, state
     assert found.detail.endswith(words)
 
 
-def test_strangers_are_recognised(tmp_path, monkeypatch, examined):
+STRANGERS = {"mamba": "0.11.3", "megatron": "0.5.1", "flash-attention": "1.0.0"}
+"""Packages with names that other packages are known by, and their versions."""
+
+
+@pytest.fixture
+def site_of_strangers(tmp_path, monkeypatch):
+    """Return a folder of installed packages that are none of those that the names suggest."""
     install(tmp_path, "apex", "0.9.10.dev0", "apex/__init__.py")
-    install(tmp_path, "mamba", "0.11.3")
-    install(tmp_path, "megatron", "0.5.1")
-    install(tmp_path, "flash-attention", "1.0.0")
+    for name, version in STRANGERS.items():
+        install(tmp_path, name, version)
     monkeypatch.syspath_prepend(tmp_path)
-    assert {stranger.name for stranger, _ in strangers()} == {
-        "apex",
-        "mamba",
-        "megatron",
-        "flash-attention",
-    }
+    return tmp_path
+
+
+def test_strangers_are_found_by_their_metadata(site_of_strangers):
+    assert {stranger.name for stranger, _ in strangers()} == {"apex", *STRANGERS}
+
+
+def test_a_stranger_is_found_by_its_import_too(site_of_strangers):
     assert probe.answer_to("import:apex")["stranger"] == stranger_by_its_name() is not None
-    install(tmp_path, "flash-attn", "2.8.3")  # the real flash-attn is installed too
+
+
+def test_a_stranger_beside_the_real_package_is_no_problem(site_of_strangers, examined):
+    install(site_of_strangers, "flash-attn", "2.8.3")
+    _, lines = examined(answers())
+    assert lines["flash-attention"]["state"] == "found" and not lines["flash-attention"]["fix"]
+
+
+def test_a_stranger_is_a_problem_with_the_package_to_install(site_of_strangers, examined):
     code, lines = examined(answers())
-    assert (
-        code == 1
-        and lines["flash-attention"]["state"] == "found"
-        and not lines["flash-attention"]["fix"]
-    )
-    [apex] = [
-        one for one in command._strangers({}) if one.name == "apex"
-    ]  # the unrelated apex excludes NVIDIA's apex, which has the same name
+    fix = lines["mamba"]["fix"]
+    assert code == 1 and fix.startswith("pip uninstall -y mamba && ") and "mamba-ssm" in fix
+
+
+def test_an_unrelated_apex_excludes_that_of_nvidia(site_of_strangers):
+    [apex] = [one for one in command._strangers({}) if one.name == "apex"]
     assert apex.state is State.WRONG and apex.fix == "pip uninstall -y apex"
-    assert (
-        lines["mamba"]["fix"].startswith("pip uninstall -y mamba && ")
-        and "mamba-ssm" in lines["mamba"]["fix"]
-    )
 
 
 def test_nvidias_apex_is_no_stranger(tmp_path, monkeypatch):
@@ -342,7 +351,7 @@ def test_a_probe_that_crashes_or_hangs_costs_its_own_line(tmp_path, monkeypatch)
     assert found["hang"]["error"] == "no answer in 3 s"
 
 
-def test_a_kernel_that_computes_something_else_is_told(monkeypatch):
+def test_a_kernel_that_computes_something_else_is_reported(monkeypatch):
     assert probe.answer_to("kernel:varlen_attention.sdpa")["difference"] < 1e-5
     right = sdpa.run
     monkeypatch.setattr(sdpa, "run", lambda *tensors, **options: right(*tensors, **options) * 1.5)
@@ -404,7 +413,7 @@ class Timex(ctypes.Structure):
 @pytest.mark.parametrize(
     "answer, status, state", [(0, 0x01, "works"), (5, 0x41, "slower"), (-1, 0, "found")]
 )
-def test_a_clock_that_nobody_sets(monkeypatch, answer, status, state):
+def test_a_clock_that_no_service_sets(monkeypatch, answer, status, state):
     def adjtimex(timex):
         ctypes.cast(timex, ctypes.POINTER(Timex)).contents.status = status
         return answer

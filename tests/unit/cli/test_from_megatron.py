@@ -58,7 +58,7 @@ def case(tmp_path):
 
 def test_words_are_those_that_megatrons_script_passes(case) -> None:
     line = read_model_config(case(), {})
-    assert list(line.words) == WORDS
+    assert list(line.arguments) == WORDS
     assert line.unset == ("DATA_PATH", "TOKENIZER_TYPE")
     assert line.environment == {
         "NCCL_ALGO": "Ring",
@@ -71,13 +71,15 @@ def test_words_are_those_that_megatrons_script_passes(case) -> None:
 def test_variables_come_from_the_file_and_then_from_the_environment(case) -> None:
     text = "ENV_VARS: {A: file}\nMODEL_ARGS: {--save: '$A/${B}', --load: '${C}'}\n"
     line = read_model_config(case(text), {"A": "shell", "B": "b"})
-    assert line.words == ("--save", "file/b", "--load", "${C}") and line.unset == ("C",)
+    assert line.arguments == ("--save", "file/b", "--load", "${C}") and line.unset == ("C",)
 
 
 def test_of_a_repeated_key_the_last_value_counts(case) -> None:
     text = "ENV_VARS: {NCCL_ALGO: Tree, NCCL_ALGO: Ring}\nMODEL_ARGS: {--lr: 1, --lr: 2}\n"
     line = read_model_config(case(text), {})
-    assert line.words == ("--lr", "1", "--lr", "2") and line.environment == {"NCCL_ALGO": "Ring"}
+    assert line.arguments == ("--lr", "1", "--lr", "2") and line.environment == {
+        "NCCL_ALGO": "Ring"
+    }
 
 
 def test_each_flag_has_its_outcome() -> None:

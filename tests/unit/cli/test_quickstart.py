@@ -51,7 +51,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_public_objects_with_a_short_sentence_are_asked_about(library: Path) -> None:
+def test_public_objects_with_a_short_sentence_have_a_question(library: Path) -> None:
     """Hidden, silent and long descriptions are left out, and modules get their usual names."""
     assert [tuple(thing) for thing in questions.documented(library)] == [
         ("shop", "A shop for parrots."),
@@ -61,7 +61,7 @@ def test_public_objects_with_a_short_sentence_are_asked_about(library: Path) -> 
         ("shop.copied", "Buy a parrot for the price."),
         ("os.path", "Work with names of files."),
     ]
-    kept = {thing.name for thing in questions.chosen(questions.documented(library))}
+    kept = {thing.name for thing in questions.chosen_objects(questions.documented(library))}
     assert kept == {"shop", "shop.Parrot", "shop.Parrot.speak", "shop.buy", "os.path"}
 
 
@@ -101,7 +101,7 @@ def test_this_interpreter_has_enough_questions() -> None:
     """The standard library of every Python has more objects than the quickstart asks about."""
     import sysconfig
 
-    found = questions.chosen(questions.documented(Path(sysconfig.get_paths()["stdlib"])))
+    found = questions.chosen_objects(questions.documented(Path(sysconfig.get_paths()["stdlib"])))
     assert len(found) == questions.MOST_OBJECTS
 
 

@@ -338,7 +338,9 @@ def test_measuring_here_and_reading_it_again(tmp_path, lengths, capsys, monkeypa
     assert code == 2 and "packs of 64 tokens, but this run's have 32" in problem
 
 
-def test_a_place_that_cannot_be_measured_to_is_told_before(lengths, capsys, monkeypatch):
+def test_a_table_that_cannot_be_written_is_reported_before_the_measurement(
+    lengths, capsys, monkeypatch
+):
     monkeypatch.setattr(tune_command, "apply_environment", lambda training: None)
     monkeypatch.setattr(measure, "measure", lambda *_: pytest.fail("minutes are lost"))
     before = lengths.read_bytes()

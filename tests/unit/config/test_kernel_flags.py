@@ -112,7 +112,7 @@ def test_layers_of_transformer_engine_need_a_gpu(right, monkeypatch) -> None:
     assert cure == "give local, which computes the same"
 
 
-def test_a_kernel_that_the_model_does_not_use_is_not_asked_for(right) -> None:
+def test_a_kernel_that_the_model_does_not_use_is_not_requested(right) -> None:
     right["--hybrid-layer-pattern"] = "--"
     unused = "--ssd-backend mamba_ssm --conv-backend causal_conv1d --attention-backend flash_attn_2"
     assert problems(right, f"{unused} --device cpu") == []

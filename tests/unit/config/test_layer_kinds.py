@@ -20,7 +20,7 @@ from megatron_packed.config.kinds.layer_kind import (
     check_names,
     record_of,
 )
-from megatron_packed.config.layer_pattern import DEPTH, REFUSED
+from megatron_packed.config.layer_pattern import DEPTH, REFUSED_SYMBOLS
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.config.run import every_field
 from megatron_packed.config.sections.cuda_graph import MODULE_LAYERS
@@ -241,7 +241,7 @@ def test_a_record_with_another_name_is_refused() -> None:
 
 
 def test_reserved_symbols_are_those_of_the_pattern() -> None:
-    assert {*RESERVED} == {DEPTH, *REFUSED}
+    assert {*RESERVED} == {DEPTH, *REFUSED_SYMBOLS}
 
 
 def test_layers_that_exchange_no_tokens_refuse_context_parallelism(monkeypatch) -> None:

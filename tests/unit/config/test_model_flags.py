@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from megatron_packed.config.idle_options import without_effect
-from megatron_packed.config.model_flags import model_flags
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.config.serialise import model_flags
 from megatron_packed.models.convert.huggingface_config import model_of
 from support.converted_model import FAMILIES
 

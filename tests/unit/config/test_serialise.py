@@ -119,7 +119,7 @@ def test_identity_counts_what_changes_the_function_and_nothing_else() -> None:
     assert len({model_hash(model), *hashes}) == len(other) + 1
 
 
-def test_a_checkpoint_that_does_not_fit_is_told_by_option() -> None:
+def test_a_checkpoint_that_does_not_fit_is_reported_by_option() -> None:
     model = ModelConfig(**MODEL)
     stored = json.loads(json.dumps(section_to_dict(model)))
     assert model_differences(stored, model) == []
@@ -140,7 +140,7 @@ def test_a_checkpoint_that_does_not_fit_is_told_by_option() -> None:
     assert model_differences(older, model) == []
 
 
-def test_options_changed_since_a_checkpoint_are_told(right) -> None:
+def test_options_changed_since_a_checkpoint_are_reported(right) -> None:
     config = parse(argv(right))
     stored = json.loads(json.dumps(to_dict(config)))
     current = to_dict(config)

@@ -9,16 +9,16 @@ import pytest
 from megatron_packed.cli.main import COMMANDS
 from megatron_packed.config.parser.flag_registry import known_flags, spellings
 from megatron_packed.config.parser.precedence import gather
-from megatron_packed.config.trainer_flags import FLAG, TRAINER_FLAGS, cure_of
+from megatron_packed.config.trainer_flags import FLAG, TRAINER_FLAGS, trainer_cure
 
 DOCS = Path(__file__).parents[3] / "docs"
 
 
 def test_every_cure_names_flags_and_commands_that_exist() -> None:
     """Flags in cures and rules are options of a run, or follow a command's name in backticks."""
-    names = {command.NAME for command in COMMANDS}
+    names = {command.name for command in COMMANDS}
     for group in TRAINER_FLAGS:
-        text = f"{group.rule} {cure_of(group, '')} {group.without}"
+        text = f"{group.rule} {trainer_cure(group, '')} {group.without}"
         for command in re.findall("`megatron-packed ([^`]*)`", text):
             assert command.split()[0] in names, command
         outside = re.sub("`[^`]*`", "", text)

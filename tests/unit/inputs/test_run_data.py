@@ -219,11 +219,11 @@ def test_the_room_of_checkpoints_that_do_not_name_it(options: dict, room: int | 
         "progress": {"iteration": 3},
         "plan_hash": "a",
     }
-    assert Resumed.of(metadata).room == room
-    assert Resumed.of(metadata).progress.consumed_packs == 12
-    assert Resumed.of({**metadata, "room": 5}).room == 5
+    assert Resumed.from_metadata(metadata).room == room
+    assert Resumed.from_metadata(metadata).progress.consumed_packs == 12
+    assert Resumed.from_metadata({**metadata, "room": 5}).room == 5
     packing["packing_method"] = "sequential"
-    assert Resumed.of(metadata).room is None
+    assert Resumed.from_metadata(metadata).room is None
 
 
 def test_without_graphs_nothing_changes() -> None:

@@ -308,7 +308,7 @@ def test_a_link_under_the_name_of_a_rank_log_is_not_followed(
 
 def options_of(words: str, **environ: str) -> LaunchOptions:
     parser = argparse.ArgumentParser()
-    train.add_arguments(parser)
+    train.train_command.add_arguments(parser)
     arguments, flags = parser.parse_known_args(words.split())
     return train.launch_options(arguments, flags, environ)
 

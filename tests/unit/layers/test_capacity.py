@@ -77,7 +77,7 @@ def test_capacity_rounds_up():
 
 
 @pytest.mark.parametrize("policy", ["probs", "position"])
-def test_a_layer_leaves_out_what_it_has_no_room_for_and_counts_what_was_asked(policy):
+def test_a_layer_drops_assignments_beyond_the_capacity_and_counts_those_requested(policy):
     packed = PackedSeqParams.from_lengths([4, 6], T)
     config = ModelConfig(
         hybrid_layer_pattern="E",

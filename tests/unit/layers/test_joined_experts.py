@@ -9,21 +9,20 @@ import torch
 from megatron_packed.config.sections.memory import MemoryConfig
 from megatron_packed.explain import report, run_description
 from megatron_packed.explain.kernel_reasons import chosen_kernels
-from megatron_packed.explain.op_requests import op_requests, useless_recomputation
+from megatron_packed.explain.op_requests import useless_recomputation
 from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.build import Build
 from megatron_packed.layers.moe.experts import GroupedExperts
 from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.models.estimate.step_memory import Work
 from megatron_packed.models.hybrid_model import HybridModel
-from megatron_packed.models.run_model import build_model
 from megatron_packed.ops import quack_tiles
 from megatron_packed.ops.activation import api as activation
 from megatron_packed.ops.backend_dispatch import NoBackendError
-from megatron_packed.ops.grouped_mlp import api, grouped_linear
-from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.ops.grouped_mlp import api
 from support.hybrid_cases import VOCAB, tiny_config
 from support.kernel_calls import config_of
-from support.quack_stand_in import quack_stand_in
+from support.quack_stand_in import accept, asked, clear_by_torch, listed
 from support.traced_units import saved_bytes, units_of
 
 PACKAGE = "megatron_packed.ops.grouped_mlp."
@@ -31,13 +30,6 @@ E, R, D, F = 4, 90, 16, 24
 BF16 = torch.bfloat16
 ENDS = [[20, 20, 61, 84], [0, 0, 0, 0], [1, 90, 90, 90], [0, 0, 1, 1], [30, 60, 75, 90]]
 """Row after the last one of each expert: unused experts, unused rows, one row, a full pack."""
-
-
-@pytest.fixture
-def package(monkeypatch):
-    """Stand-in for quack, on a GPU that is a Hopper."""
-    with quack_stand_in(monkeypatch) as stand_in:
-        yield stand_in
 
 
 @pytest.fixture
@@ -49,29 +41,11 @@ def joined(package):
 @pytest.fixture
 def on_cpu(joined, monkeypatch):
     """The same module, which takes the tensors of a CPU as those of a GPU."""
-
-    def cleared(rows, offsets):
-        rows[int(offsets[-1]) :] = 0
-        return rows
-
-    def used(weights, offsets):
-        weights[torch.diff(offsets, prepend=offsets.new_zeros(1)) == 0] = 0
-        return weights
-
-    for module in (grouped_linear, joined):
-        monkeypatch.setattr(module, "zero_rows_after_", cleared)
-    monkeypatch.setattr(grouped_linear, "zero_unused_experts_", used)
+    clear_by_torch(monkeypatch, joined)
     monkeypatch.setattr(api, "WITH_JOINED", {("squared_relu", "cpu")})
     for module in (joined, import_module(PACKAGE + "quack")):
         accept(monkeypatch, module)
     return joined
-
-
-def accept(monkeypatch, module):
-    reasons = module.not_supported_reasons
-    monkeypatch.setattr(
-        module, "not_supported_reasons", lambda inputs: reasons(replace(inputs, device_type="cuda"))
-    )
 
 
 def experts(backend="auto", kind="squared_relu", dtype=BF16):
@@ -80,10 +54,8 @@ def experts(backend="auto", kind="squared_relu", dtype=BF16):
         D,
         F,
         kind=kind,
-        backends=Backends(grouped_mlp=backend),
         ep=ExpertParallel(),
-        device="cpu",
-        dtype=dtype,
+        build=Build(backends=Backends(grouped_mlp=backend), device="cpu", dtype=dtype),
     )
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -280,8 +252,7 @@ def recomputed(*modules):
 def test_a_run_lists_the_choice_with_its_reason(joined, memory, reason):
     config = config_of("E", bf16=True, device="auto")
     config = replace(config, memory=replace(config.memory, **memory))
-    gpu = torch.device("cuda")
-    (inputs,) = [inputs for op, _, inputs in op_requests(config, gpu) if op is api.OP]
+    (inputs,) = listed(config, api.OP, "cuda")
     reasons = joined.not_supported_reasons(inputs)
     assert (len(reasons) == 1 and reason in reasons[0]) if reason else not reasons
     assert api.OP.select(inputs).name == ("quack" if reason else "quack_joined")
@@ -358,15 +329,9 @@ def test_layers_ask_for_what_a_run_lists(on_cpu, monkeypatch, memory):
     """The inputs of both are equal, but for the words of the reason."""
     config = config_of("E", bf16=True)
     config = replace(config, memory=replace(config.memory, **memory))
-    asked = []
-    monkeypatch.setattr(
-        on_cpu, "not_supported_reasons", lambda inputs: asked.append(inputs) or ["no kernel"]
-    )
-    model = build_model(config, 256, "cpu")
-    pack = MicroBatch.build([(torch.arange(128).numpy(), None)], 128)
-    model(pack).loss.backward()
-    (told,) = [inputs for op, _, inputs in op_requests(config, torch.device("cpu")) if op is api.OP]
-    (found,) = set(asked) - {told} or {told}
+    found = asked(on_cpu, config, monkeypatch)
+    (told,) = listed(config, api.OP, "cpu")
+    (found,) = found - {told} or {told}
     assert replace(found, apart="") == replace(told, apart="")
     assert bool(found.apart) == bool(told.apart)
 

@@ -8,35 +8,26 @@ import torch
 import torch.nn.functional as functional
 
 from megatron_packed.config.sections.memory import MemoryConfig
-from megatron_packed.explain.op_requests import op_requests
 from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.build import Build
 from megatron_packed.layers.linear import JoinedResidual
 from megatron_packed.layers.mlp import MLP
 from megatron_packed.layers.tensor_parallel import TensorParallel
 from megatron_packed.memory.recompute import checkpoint
 from megatron_packed.models.estimate.step_memory import Work
 from megatron_packed.models.hybrid_model import HybridModel
-from megatron_packed.models.run_model import build_model
 from megatron_packed.models.trace import Imagined
 from megatron_packed.ops import quack_tiles
 from megatron_packed.ops.backend_dispatch import NoBackendError
 from megatron_packed.ops.dense_mlp import api
-from megatron_packed.packed.micro_batch import MicroBatch
 from support.hybrid_cases import VOCAB, tiny_config
 from support.kernel_calls import config_of
-from support.quack_stand_in import quack_stand_in
+from support.quack_stand_in import accept, asked, listed
 from support.traced_units import saved_bytes, units_of
 
 NAME = "megatron_packed.ops.dense_mlp.quack"
 T, D, F = 40, 16, 24
 BF16 = torch.bfloat16
-
-
-@pytest.fixture
-def package(monkeypatch):
-    """Stand-in for quack, on a GPU that is a Hopper."""
-    with quack_stand_in(monkeypatch) as stand_in:
-        yield stand_in
 
 
 @pytest.fixture
@@ -49,19 +40,14 @@ def quack(package):
 def on_cpu(quack, monkeypatch):
     """The same module, which takes the tensors of a CPU as those of a GPU."""
     monkeypatch.setattr(api, "WITH_CHOICE", {("squared_relu", "cpu"), ("gelu", "cpu")})
-    reasons = quack.not_supported_reasons
-    monkeypatch.setattr(
-        quack,
-        "not_supported_reasons",
-        lambda inputs: reasons(replace(inputs, device_type="cuda")),
-    )
+    accept(monkeypatch, quack)
     return quack
 
 
 def mlp(backend="auto", kind="squared_relu", dtype=BF16, **options):
-    options = {"bias": False, "tp": TensorParallel(), **options}
-    backends = Backends(dense_mlp=backend)
-    layer = MLP(D, F, kind=kind, backends=backends, device="cpu", dtype=dtype, **options)
+    bias = options.pop("bias", False)
+    build = Build(backends=Backends(dense_mlp=backend), device="cpu", dtype=dtype, **options)
+    layer = MLP(D, F, kind=kind, bias=bias, build=build)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for weight in layer.parameters():
@@ -274,8 +260,7 @@ def test_a_run_lists_the_choice_with_its_reason(quack, pattern, changes, reason)
     config = config_of(pattern, bf16=True, device="auto")
     for section, values in changes.items():
         config = replace(config, **{section: replace(getattr(config, section), **values)})
-    gpu = torch.device("cuda")
-    (inputs,) = [inputs for op, _, inputs in op_requests(config, gpu) if op is api.OP]
+    (inputs,) = listed(config, api.OP, "cuda")
     reasons = quack.not_supported_reasons(inputs)
     assert (len(reasons) == 1 and reason in reasons[0]) if reason else not reasons
     assert api.OP.select(inputs).name == ("torch" if reason else "quack")
@@ -290,8 +275,10 @@ def test_a_run_lists_both_kernels_if_only_some_layers_are_apart(quack):
         offload_modules=("mlp_fc1",),
     )
     config = replace(config_of("--", bf16=True, device="auto"), memory=memory)
-    listed = [inputs for op, _, inputs in op_requests(config, torch.device("cuda")) if op is api.OP]
-    assert [api.OP.select(inputs).name for inputs in listed] == ["quack", "torch"]
+    assert [api.OP.select(inputs).name for inputs in listed(config, api.OP, "cuda")] == [
+        "quack",
+        "torch",
+    ]
 
 
 @pytest.mark.parametrize("pattern", ["-", "E"])
@@ -302,15 +289,9 @@ def test_layers_ask_for_what_a_run_lists(on_cpu, monkeypatch, pattern):
         config.model, moe_shared_expert_intermediate_size=40 if pattern == "E" else None
     )
     config = replace(config, model=experts)
-    asked = []
-    monkeypatch.setattr(
-        on_cpu, "not_supported_reasons", lambda inputs: asked.append(inputs) or ["no kernel"]
-    )
-    model = build_model(config, 256, "cpu")
-    pack = MicroBatch.build([(torch.arange(128).numpy(), None)], 128)
-    model(pack).loss.backward()
-    (told,) = [inputs for op, _, inputs in op_requests(config, torch.device("cpu")) if op is api.OP]
-    assert set(asked) == {told}
+    found = asked(on_cpu, config, monkeypatch)
+    (told,) = listed(config, api.OP, "cpu")
+    assert found == {told}
 
 
 def test_what_cannot_be_is_refused_with_its_reason(quack, monkeypatch):

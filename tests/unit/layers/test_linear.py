@@ -3,12 +3,18 @@
 import pytest
 import torch
 
+from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.build import Build
 from megatron_packed.layers.embedding import Embedding
 from megatron_packed.layers.linear import Linear, accumulate_weight_grad, linear
 
 
+def built_on(device, dtype):
+    return Build(backends=Backends(), device=device, dtype=dtype)
+
+
 def make_linear(bias, dtype=torch.float32):
-    layer = Linear(6, 4, bias=bias, device="cpu", dtype=dtype)
+    layer = Linear(6, 4, bias=bias, build=built_on("cpu", dtype))
     with torch.no_grad():
         for number, parameter in enumerate(layer.parameters()):
             parameter.normal_(generator=torch.Generator().manual_seed(number))
@@ -103,7 +109,7 @@ def test_accumulation_takes_a_broadcast_gradient():
 def test_embedding_main_grad_equals_autograd(token_dtype):
     tokens = torch.tensor([3, 1, 3, 3, 0], dtype=token_dtype)
     grad = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
-    plain, flat = (Embedding(6, 4, device="cpu", dtype=torch.float32) for _ in range(2))
+    plain, flat = (Embedding(6, 4, build=built_on("cpu", torch.float32)) for _ in range(2))
     with torch.no_grad():
         plain.weight.normal_(generator=torch.Generator().manual_seed(0))
         flat.weight.copy_(plain.weight)
@@ -133,7 +139,7 @@ def test_embedding_gradient_on_the_gpu_is_right_and_deterministic():
     grad = torch.randn(4096, 64, device="cuda").bfloat16()
     results = []
     for _ in range(3):
-        layer = Embedding(64, 64, device="cuda", dtype=torch.bfloat16)
+        layer = Embedding(64, 64, build=built_on("cuda", torch.bfloat16))
         give_main_grad(layer)
         layer.weight.main_grad = layer.weight.main_grad.cuda()
         layer(tokens).backward(grad)

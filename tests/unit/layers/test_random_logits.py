@@ -3,6 +3,8 @@
 import torch
 
 from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.build import Build
 from megatron_packed.layers.moe.aux_loss import chosen_experts
 from megatron_packed.layers.moe.random_logits import random_logits
 from megatron_packed.layers.moe.router import Router, topk_routing
@@ -11,6 +13,8 @@ from megatron_packed.packed.params import PackedSeqParams
 
 DOCUMENTS = [4000, 1, 3000, 1191]
 PACKED = PackedSeqParams.from_lengths(DOCUMENTS, 8192)
+
+BUILD = Build(backends=Backends(), device="cpu", dtype=torch.float32)
 
 
 def logits_of(packed=PACKED, seed=5, experts=16):
@@ -25,7 +29,7 @@ def router_of(forced, width=8):
         add_bias_linear=False,
         moe_router_force_load_balancing=forced,
     )
-    router = Router(config, device="cpu").double().train()
+    router = Router(config, BUILD).double().train()
     with torch.no_grad():  # the learned logits choose expert 3 for every token
         router.weight.zero_()[3] = 10.0
     router.routing_seed = 5

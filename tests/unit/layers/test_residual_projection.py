@@ -17,7 +17,6 @@ from megatron_packed.memory.recompute import RerunArguments
 from megatron_packed.memory.saved_tensors import SavedByAutograd
 from megatron_packed.models.estimate.step_memory import Work
 from megatron_packed.models.hybrid_model import HybridModel
-from megatron_packed.models.run_model import build_model
 from megatron_packed.ops import quack_tiles
 from megatron_packed.ops.backend_dispatch import NoBackendError
 from megatron_packed.ops.residual_projection import api
@@ -25,19 +24,12 @@ from megatron_packed.ops.varlen_attention import backends as varlen_attention
 from megatron_packed.packed.micro_batch import MicroBatch
 from support.hybrid_cases import VOCAB, tiny_config
 from support.kernel_calls import config_of
-from support.quack_stand_in import quack_stand_in
+from support.quack_stand_in import accept, asked, listed
 from support.traced_units import of_first_layer
 
 NAME = "megatron_packed.ops.residual_projection.quack"
 BF16 = torch.bfloat16
 PATTERN = "GM*-E"
-
-
-@pytest.fixture
-def package(monkeypatch):
-    """Stand-in for quack, on a GPU that is a Hopper."""
-    with quack_stand_in(monkeypatch) as stand_in:
-        yield stand_in
 
 
 @pytest.fixture
@@ -51,12 +43,7 @@ def on_cpu(quack, monkeypatch):
     """The same module, which takes the tensors of a CPU, of any dtype, as bf16 on a GPU."""
     for module in (joined_layers, api):
         monkeypatch.setattr(module, "WITH_CHOICE", {"cpu"})
-    reasons = quack.not_supported_reasons
-    monkeypatch.setattr(
-        quack,
-        "not_supported_reasons",
-        lambda inputs: reasons(replace(inputs, device_type="cuda", dtype=BF16)),
-    )
+    accept(monkeypatch, quack, dtype=BF16)
     return quack
 
 
@@ -264,14 +251,9 @@ def test_layers_ask_for_what_a_run_lists(on_cpu, monkeypatch):
     config = config_of("GM*-E", bf16=True)
     model = replace(config.model, moe_shared_expert_intermediate_size=40)
     config = replace(config, model=model)
-    asked = []
-    monkeypatch.setattr(
-        on_cpu, "not_supported_reasons", lambda inputs: asked.append(inputs) or ["no kernel"]
-    )
-    tokens = [(torch.arange(128).numpy(), None)]
-    build_model(config, 256, "cpu")(MicroBatch.build(tokens, 128)).loss.backward()
-    told = {inputs for op, _, inputs in op_requests(config, torch.device("cpu")) if op is api.OP}
-    assert set(asked) == told and len(told) == 4, told
+    found = asked(on_cpu, config, monkeypatch)
+    told = set(listed(config, api.OP, "cpu"))
+    assert found == told and len(told) == 4, told
 
 
 def hidden_states_at_the_end(**changes):

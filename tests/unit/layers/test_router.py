@@ -6,10 +6,14 @@ import pytest
 import torch
 
 from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.build import Build
 from megatron_packed.layers.moe.router import ExpertGroups, Router, topk_routing, update_expert_bias
 from megatron_packed.packed.params import PackedSeqParams
 
 LOGITS = torch.tensor([[2.0, 0.5, -1.0, 1.0], [0.0, 3.0, 0.1, -2.0], [1.0, -1.0, 0.2, 0.9]])
+
+BUILD = Build(backends=Backends(), device="cpu", dtype=torch.float32)
 
 
 def sigmoid(value):
@@ -105,7 +109,7 @@ def make_router(**changes):
         moe_router_topk=2,
         **changes,
     )
-    router = Router(config, device="cpu")
+    router = Router(config, BUILD)
     with torch.no_grad():
         router.weight.normal_(generator=torch.Generator().manual_seed(0))
     return router

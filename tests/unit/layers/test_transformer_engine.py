@@ -20,13 +20,14 @@ from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.tensor_parallel_shards import SplitSegment
 from megatron_packed.layers import transformer_impl as implementation_module
 from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.build import Build
 from megatron_packed.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_packed.layers.norm import Norm
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.layers.transformer_impl import implementation
 from megatron_packed.models.decoder import Decoder
 from megatron_packed.models.hybrid_model import HybridModel
-from megatron_packed.resume.run_and_random_state import held_state
+from megatron_packed.resume.held_state import held_state
 from support import hybrid_cases as cases
 
 ADAPTERS = "megatron_packed.layers.transformer_engine"
@@ -330,7 +331,8 @@ def parallel(**changes) -> TensorParallel:
 
 
 def linears(engine, tp: TensorParallel, *, bias: bool):
-    options = {"bias": bias, "tp": tp, "device": "cpu", "dtype": torch.float32}
+    build = Build(backends=Backends(), tp=tp, device="cpu", dtype=torch.float32)
+    options = {"bias": bias, "build": build}
     rows = SplitSegment(noun="rows", count=6)
     shared = SplitSegment(noun="groups", count=1, width=3, shareable=True)
     return (
@@ -361,7 +363,7 @@ def test_groups_modes_and_sizes_are_passed_on(engine) -> None:
 
 
 @pytest.mark.parametrize("tp", [SINGLE, parallel().inside()])
-def test_one_rank_and_what_lies_between_two_borders_communicate_nothing(
+def test_one_rank_and_modules_inside_the_parallel_region_communicate_nothing(
     engine, tp: TensorParallel
 ) -> None:
     for layer in linears(engine, tp, bias=False):
@@ -490,7 +492,8 @@ def test_its_layers_are_made_and_called_as_the_local_ones(engine) -> None:
 
 
 def test_the_norms_residual_is_the_input_itself(engine) -> None:
-    norm = engine.norm(8, kind="RMSNorm", eps=1e-3, device="cpu", dtype=torch.float32)
+    build = Build(backends=Backends(), device="cpu", dtype=torch.float32)
+    norm = engine.norm(8, kind="RMSNorm", eps=1e-3, build=build)
     assert norm.te_module.eps == 1e-3
     with torch.no_grad():
         norm.weight.normal_()

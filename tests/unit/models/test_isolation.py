@@ -351,7 +351,7 @@ def _allowed_ulps(symbol, quantity, device, backends):
     return MIXERS[symbol].isolation.allowed_ulps(quantity, device, backends)
 
 
-def test_rounding_anew_is_allowed_where_a_kernel_does_it_and_nowhere_else():
+def test_another_rounding_is_allowed_only_for_kernels_that_round_again():
     gpu, fast, exact = torch.device("cuda"), Backends(), Backends(deterministic=True)
     cpu = torch.device("cpu")
     assert _allowed_ulps("E", "outputs", cpu, exact) == 8

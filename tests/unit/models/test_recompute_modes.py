@@ -150,7 +150,7 @@ def test_what_reports_hold_is_not_the_hidden_state():
     assert max(tensor.numel() for tensor in tree_leaves(reports)) <= model.config.num_experts
 
 
-def test_a_layer_is_recomputed_once_and_only_where_it_was_asked_for():
+def test_a_layer_is_recomputed_once_and_only_if_requested():
     calls = []
     for memory, expected in (
         (full("block", 2), [0, 1, 2, 3, 4, 5, 6, 1, 0]),

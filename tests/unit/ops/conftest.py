@@ -1,6 +1,7 @@
 """Fixtures for kernels in Triton's interpreter."""
 
 import os
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,6 +11,18 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     from support import quick_interpreter
 
     quick_interpreter.install()
+
+
+@pytest.fixture
+def nothing_uninitialised(monkeypatch):
+    """Fill new memory with NaN, so that a kernel that reads it has NaN in its results."""
+
+    def filled(make, *arguments, **options):
+        x = make(*arguments, **options)
+        return x.fill_(torch.nan) if x.is_floating_point() else x
+
+    monkeypatch.setattr(torch, "empty", partial(filled, torch.empty))
+    monkeypatch.setattr(torch, "empty_like", partial(filled, torch.empty_like))
 
 
 @pytest.fixture

@@ -24,6 +24,8 @@ from support.delta_rule_cases import (
 )
 from support.op_packs import leaks, relative_error
 
+pytestmark = pytest.mark.usefixtures("nothing_uninitialised")
+
 SIZES = (1, 2, 12, 20)
 """G, N, K and V; the tiles of the heads have unused channels."""
 triton_rule = partial(forward_backward, backend="triton")
@@ -35,18 +37,6 @@ def check(got, want, bound=5e-6):
         scale = max(want[name].abs().max().item(), 0.1)
         error = (got[name].double() - want[name].double()).abs().max().item()
         assert error < bound * scale, (name, error, scale)
-
-
-@pytest.fixture(autouse=True)
-def nothing_uninitialised(monkeypatch):
-    """Fill new memory with NaN, so that a kernel that reads it has NaN in its results."""
-
-    def filled(make, *arguments, **options):
-        x = make(*arguments, **options)
-        return x.fill_(torch.nan) if x.is_floating_point() else x
-
-    monkeypatch.setattr(torch, "empty", partial(filled, torch.empty))
-    monkeypatch.setattr(torch, "empty_like", partial(filled, torch.empty_like))
 
 
 @pytest.mark.parametrize("strength", STRENGTHS.values(), ids=STRENGTHS.keys())

@@ -107,7 +107,7 @@ def test_the_scan_is_its_reference(backend, name):
         assert torch.equal(got[key], tuning[key]), key
 
 
-def test_tiles_are_chosen_at_the_sizes_asked_for(backend, monkeypatch):
+def test_tiles_are_chosen_at_the_requested_sizes(backend, monkeypatch):
     from megatron_packed.ops.ssd import tuned_launch
 
     tokens, launch = set(), tuned_launch.launch

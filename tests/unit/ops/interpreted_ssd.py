@@ -1,12 +1,7 @@
 """Our kernels of the scan in Triton's interpreter; test_triton_interpreter.py runs them."""
 
-from functools import partial
-
-import numpy as np
 import pytest
 import torch
-import triton.language as tl
-from triton.runtime import interpreter
 
 from megatron_packed.ops.column_slices import split_columns
 from megatron_packed.ops.ssd import triton_kernels, triton_tiles
@@ -14,20 +9,10 @@ from megatron_packed.ops.ssd.api import OP, inputs_of, ssd
 from support.op_packs import boundaries, leaks, relative_error
 from support.scan_cases import LOCAL, NAMES, PER_TOKEN, cast, make, results, upstream
 
+pytestmark = pytest.mark.usefixtures("nothing_uninitialised")
+
 SIZES = (4, 20, 2, 12)
 """N, P, G and S; the tiles of the heads have unused channels."""
-
-
-@pytest.fixture(autouse=True)
-def nothing_uninitialised(monkeypatch):
-    """Fill new memory with NaN, so that a kernel that reads it has NaN in its results."""
-
-    def filled(make, *arguments, **options):
-        x = make(*arguments, **options)
-        return x.fill_(torch.nan) if x.is_floating_point() else x
-
-    monkeypatch.setattr(torch, "empty", partial(filled, torch.empty))
-    monkeypatch.setattr(torch, "empty_like", partial(filled, torch.empty_like))
 
 
 @pytest.fixture(autouse=True)
@@ -44,34 +29,6 @@ def few_programs(monkeypatch):
     """Make segments of several chunks, and programs that compute all heads of a group."""
     monkeypatch.setattr(triton_tiles, "_PROGRAMS", 8)
     monkeypatch.setattr(triton_tiles, "_GRADIENT_PROGRAMS", 1)
-
-
-@pytest.fixture
-def bfloat16_of_a_gpu(monkeypatch):
-    """Multiply and round bf16 tiles as a GPU does.
-
-    The interpreter multiplies the bits of such tiles as integers, and truncates where a GPU rounds.
-    """
-    builder = interpreter.InterpreterBuilder
-    create_dot, create_cast = builder.create_dot, builder.cast_impl
-
-    def wide(tile):
-        if tile.dtype.scalar != tl.bfloat16:
-            return tile
-        bits = tile.data.astype(np.uint32) << 16
-        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
-
-    def cast_impl(self, tile, dtype):
-        if dtype.scalar != tl.bfloat16 or tile.dtype.scalar != tl.float32:
-            return create_cast(self, tile, dtype)
-        rounded = torch.from_numpy(np.ascontiguousarray(tile.data)).bfloat16()
-        bits = rounded.view(torch.int16).numpy().view(np.uint16)
-        return interpreter.TensorHandle(bits, tl.bfloat16)
-
-    monkeypatch.setattr(
-        builder, "create_dot", lambda self, a, b, *rest: create_dot(self, wide(a), wide(b), *rest)
-    )
-    monkeypatch.setattr(builder, "cast_impl", cast_impl)
 
 
 def check(values, lengths, bound=3e-5):

@@ -58,32 +58,26 @@ def test_views_and_one_buffer(collected):
     )
 
 
-def test_a_slice_used_twice_is_summed(collected):
+@pytest.mark.parametrize(
+    ("loss_of", "of_a", "of_b"),
+    [
+        (
+            lambda a, b: (
+                Scale.apply(a, 2.0).sum() + Scale.apply(a, 10.0).sum() + Scale.apply(b, 3.0).sum()
+            ),
+            12.0,
+            3.0,
+        ),
+        (lambda a, b: Scale.apply(a, 2.0).sum() + (b * 3).sum(), 2.0, 3.0),
+        (lambda a, b: Scale.apply(a, 2.0).sum(), 2.0, 0.0),
+    ],
+    ids=["a slice used twice is summed", "a consumer without slots", "an unused slice has zero"],
+)
+def test_gradients_that_no_slot_collects(collected, loss_of, of_a, of_b):
     x = make()
-    a, b = split_columns(x, (4,), (6,))
-    loss = Scale.apply(a, 2.0).sum() + Scale.apply(a, 10.0).sum() + Scale.apply(b, 3.0).sum()
-    (dx,) = torch.autograd.grad(loss, x)
-    assert torch.equal(dx, torch.tensor([12.0] * 4 + [3.0] * 6).expand(5, 10)) and collected == [
-        False
-    ]
-
-
-def test_a_consumer_that_knows_nothing_of_slots(collected):
-    x = make()
-    a, b = split_columns(x, (4,), (6,))
-    (dx,) = torch.autograd.grad(Scale.apply(a, 2.0).sum() + (b * 3).sum(), x)
-    assert torch.equal(dx, torch.tensor([2.0] * 4 + [3.0] * 6).expand(5, 10)) and collected == [
-        False
-    ]
-
-
-def test_an_unused_slice_has_gradient_zero(collected):
-    x = make()
-    a, _ = split_columns(x, (4,), (6,))
-    (dx,) = torch.autograd.grad(Scale.apply(a, 2.0).sum(), x)
-    assert torch.equal(dx, torch.tensor([2.0] * 4 + [0.0] * 6).expand(5, 10)) and collected == [
-        False
-    ]
+    (dx,) = torch.autograd.grad(loss_of(*split_columns(x, (4,), (6,))), x)
+    assert torch.equal(dx, torch.tensor([of_a] * 4 + [of_b] * 6).expand(5, 10))
+    assert collected == [False]
 
 
 def test_without_gradients_there_are_no_slots():

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from torch.nn.functional import pad, softplus
+from torch.nn.functional import softplus
 
 from megatron_packed.ops import triton_mode
 from megatron_packed.ops.backend_dispatch import NoBackendError, Request, tune
@@ -16,11 +16,10 @@ from megatron_packed.ops.gated_delta_rule.api import (
     inputs_of,
 )
 from megatron_packed.ops.gated_delta_rule.tables import CHUNK, build_tables, max_chunks
-from support.op_packs import leaks, relative_error, run_without_values
+from support.delta_rule_cases import ALL, PER_TOKEN, inputs
+from support.op_packs import boundaries, leaks, relative_error, run_without_values, with_gradients
 
 G, N, K, V = 2, 4, 5, 7
-ALL = ("q", "k", "v", "a", "b", "A_log", "dt_bias")
-PER_TOKEN = ALL[:5]
 PACKS = {
     "around a chunk": [63, 64, 65, 1],
     "one document fills the pack": [130],
@@ -30,47 +29,15 @@ PACKS = {
 }
 
 
-def boundaries(lengths):
-    """Return ``seq_idx (1, T)`` and ``cu_seqlens (documents + 1,)``; documents may be empty."""
-    seq_idx = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    return seq_idx[None].int(), pad(torch.tensor(lengths).cumsum(0), (1, 0)).int()
-
-
-def make(tokens, dtype=torch.float64, *, decay=1.0, beta=0.0, sizes=(G, N, K, V)):
-    """Return random inputs.
-
-    Args:
-        decay: factor of A; 0.01 keeps the state for long, 50 forgets it within a token.
-        beta: added to b; 8 gives a beta near 1 (2 if doubled), -8 near 0.
-    """
-    key_heads, value_heads, key_dim, value_dim = sizes
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
-
-    return {
-        "q": normal(tokens, key_heads, key_dim),
-        "k": normal(tokens, key_heads, key_dim),
-        "v": normal(tokens, value_heads, value_dim),
-        "a": normal(tokens, value_heads),
-        "b": normal(tokens, value_heads) + beta,
-        "A_log": (decay * torch.linspace(0.5, 2, value_heads)).log().to(dtype),
-        "dt_bias": normal(value_heads),
-    }
+def make(tokens, dtype=torch.float64, *, sizes=(G, N, K, V), **strength):
+    return {name: value.to(dtype) for name, value in inputs(tokens, sizes, **strength).items()}
 
 
 def forward_backward(values, lengths, *, weight=None, **options):
-    """Return the output and the gradient of each input.
+    def run(values):
+        return gated_delta_rule(*(values[name] for name in ALL), *boundaries(lengths), **options)
 
-    The upstream gradient has a different value for each element.
-    """
-    values = {name: value.clone().requires_grad_() for name, value in values.items()}
-    o = gated_delta_rule(*(values[name] for name in ALL), *boundaries(lengths), **options)
-    if weight is None:
-        weight = torch.linspace(-1, 1, o.numel(), dtype=torch.float64).view(o.shape)
-    gradients = torch.autograd.grad((o * weight.to(o.dtype)).sum(), values.values())
-    return {"o": o.detach(), **dict(zip((f"d{name}" for name in ALL), gradients))}
+    return with_gradients(run, values, weight, "o")
 
 
 def of_transformers(values, lengths, *, doubled):

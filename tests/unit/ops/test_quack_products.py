@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from megatron_packed.ops import quack_tiles
-from megatron_packed.ops.grouped_mlp import grouped_linear
 from megatron_packed.ops.grouped_mlp.api import GroupedMLPInputs, grouped_mlp
 from megatron_packed.ops.quack_tiles import least_padded_tile
-from support.quack_stand_in import quack_stand_in
+from support.quack_stand_in import clear_by_torch, quack_stand_in
 
 NAME = "megatron_packed.ops.grouped_mlp.quack"
 E, R, D, F = 4, 90, 16, 24
@@ -24,17 +23,7 @@ def quack(monkeypatch):
 @pytest.fixture
 def backend(quack, monkeypatch):
     """Module of the backend, with the stand-in and with zeros written by plain torch."""
-
-    def cleared(rows, offsets):
-        rows[int(offsets[-1]) :] = 0
-        return rows
-
-    def used(weights, offsets):
-        weights[torch.diff(offsets, prepend=offsets.new_zeros(1)) == 0] = 0
-        return weights
-
-    monkeypatch.setattr(grouped_linear, "zero_rows_after_", cleared)
-    monkeypatch.setattr(grouped_linear, "zero_unused_experts_", used)
+    clear_by_torch(monkeypatch)
     return import_module(NAME)
 
 

@@ -37,7 +37,7 @@ def test_reference_is_a_complex_rotation(rotary_dim):
         torch.testing.assert_close(grad, want_grad, rtol=0, atol=5e-7)
 
 
-def test_a_document_is_turned_alike_wherever_it_lies():
+def test_a_document_is_rotated_the_same_at_every_place_in_the_pack():
     q, k = torch.randn(50, 2, 8), torch.randn(50, 2, 8)
     tables = rope_tables(6000, 8, 10000.0)
     alone = apply_rope(q, k, torch.arange(50), *tables)

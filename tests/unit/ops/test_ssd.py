@@ -8,49 +8,32 @@ import torch
 from megatron_packed.ops.backend_dispatch import NoBackendError
 from megatron_packed.ops.ssd import int32_offsets, reference
 from megatron_packed.ops.ssd.api import SSDInputs, ssd
-from support.op_packs import PACKS, boundaries, leaks, relative_error, run_without_values
+from support import scan_cases
+from support.op_packs import (
+    PACKS,
+    boundaries,
+    leaks,
+    relative_error,
+    run_without_values,
+    with_gradients,
+)
+from support.scan_cases import NAMES as ALL
+from support.scan_cases import PER_TOKEN
 
 N, P, G, S = 4, 6, 2, 5
-PER_TOKEN = ("x", "dt", "B", "C")
-ALL = ("x", "dt", "A_log", "B", "C", "D", "dt_bias")
 
 
-def make(tokens, dtype=torch.float32, seed=0, decay=1.0):
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
-
-    return {
-        "x": normal(tokens, N, P),
-        "dt": normal(tokens, N),
-        "A_log": (decay * torch.linspace(0.1, 8, N)).log().to(dtype),
-        "B": normal(tokens, G, S),
-        "C": normal(tokens, G, S),
-        "D": normal(N),
-        "dt_bias": normal(N),
-    }
+def make(tokens, dtype=torch.float32, **strength):
+    values = scan_cases.make(tokens, (N, P, G, S), bias=0.0, **strength)
+    return {name: value.to(dtype) for name, value in values.items()}
 
 
 def forward_backward(values, lengths, *, chunk_size=16, backend="reference", weight=None):
-    """Return the output and the gradient of each input.
+    def run(values):
+        inputs = (values[name] for name in ALL)
+        return ssd(*inputs, *boundaries(lengths), chunk_size=chunk_size, backend=backend)
 
-    The upstream gradient has a different value for each element.
-    """
-    values = {name: value.clone().requires_grad_() for name, value in values.items()}
-    y = ssd(
-        *(values[name] for name in ALL),
-        *boundaries(lengths),
-        chunk_size=chunk_size,
-        backend=backend,
-    )
-    weight = (
-        torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view(y.shape)
-        if weight is None
-        else weight
-    )
-    gradients = torch.autograd.grad((y * weight.to(y.dtype)).sum(), values.values())
-    return {"y": y.detach(), **dict(zip((f"d{name}" for name in ALL), gradients))}
+    return with_gradients(run, values, weight)
 
 
 @pytest.mark.parametrize("lengths", PACKS.values(), ids=PACKS.keys())

@@ -7,12 +7,13 @@ from torch.nn.functional import softplus
 from megatron_packed.ops.ssd import passed_states
 from megatron_packed.ops.ssd.api import ssd
 from megatron_packed.ops.ssd.passed_states import add_entering, entering_state, leaving_state
-from support.op_packs import boundaries, leaks, relative_error
+from support import scan_cases
+from support.op_packs import boundaries, leaks, relative_error, with_gradients
+from support.scan_cases import NAMES as ALL
+from support.scan_cases import PER_TOKEN
 
 N, P, G, S, PARTS = 4, 3, 2, 5, 4
 TOKENS = 48
-PER_TOKEN = ("x", "dt", "B", "C")
-ALL = ("x", "dt", "A_log", "B", "C", "D", "dt_bias")
 PACKS = {
     "a document over all parts": [48],
     "parts begin with documents": [12, 24, 12],
@@ -23,21 +24,11 @@ PACKS = {
 }
 
 
-def make(dtype=torch.float64, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
-
-    return {
-        "x": normal(TOKENS, N, P),
-        "dt": normal(TOKENS, N) - 2,
-        "A_log": torch.linspace(0.02, 8, N).log().to(dtype),
-        "B": normal(TOKENS, G, S),
-        "C": normal(TOKENS, G, S),
-        "D": normal(N),
-        "dt_bias": normal(N),
-    }
+def make(dtype=torch.float64):
+    values = scan_cases.make(TOKENS, (N, P, G, S), bias=0.0)
+    values["dt"] -= 2
+    values["A_log"][0] -= 3  # keeps the state over all parts
+    return {name: value.to(dtype) for name, value in values.items()}
 
 
 def in_parts(values, lengths, parts=PARTS):
@@ -69,11 +60,7 @@ def whole(values, lengths):
 
 
 def forward_backward(scan, values, lengths):
-    values = {name: value.clone().requires_grad_() for name, value in values.items()}
-    y = scan(values, lengths)
-    weight = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape)
-    gradients = torch.autograd.grad((y * weight).sum(), values.values())
-    return {"y": y.detach(), **dict(zip((f"d{name}" for name in ALL), gradients))}
+    return with_gradients(lambda values: scan(values, lengths), values)
 
 
 @pytest.mark.parametrize("lengths", PACKS.values(), ids=PACKS.keys())

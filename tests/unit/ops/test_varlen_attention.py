@@ -396,11 +396,18 @@ def test_room_for_documents_does_not_decide_which_kernel_auto_takes(documents):
         "dtype": torch.bfloat16,
         "device": torch.device("cpu"),
     }
-    found = backends.inputs_of_pack(**sizes, tokens=1024, deterministic=True, documents=documents)
+    found = backends.attention_inputs(
+        **sizes,
+        tokens=1024,
+        num_sequences=documents,
+        window_size=None,
+        deterministic=True,
+        automatic=True,
+    )
     assert found.oversized_square == 1025 * 4 * 1024**2
 
 
-def test_limits_of_kernels_count_the_tail_as_a_document(monkeypatch):
+def test_limits_of_kernels_are_exact(monkeypatch):
     """Check both limits: 2^31 elements of flash-attn's buffer and 2^30 scores of cuDNN's workspace.
 
     Inputs with one row less are supported.
@@ -412,12 +419,16 @@ def test_limits_of_kernels_count_the_tail_as_a_document(monkeypatch):
         "head_dim": 128,
         "dtype": torch.bfloat16,
         "device": torch.device("cpu"),
+        "num_sequences": 4,
+        "window_size": None,
     }
     for tokens, elements in ((2**24 - 128 * 4 - 1, 0), (2**24 - 128 * 4, 2**31)):
-        found = backends.inputs_of_pack(**sizes, tokens=tokens, documents=3, deterministic=False)
+        found = backends.attention_inputs(
+            **sizes, tokens=tokens, deterministic=False, automatic=True
+        )
         assert (found.oversized_backward, found.oversized_square) == (elements, 0)
     for tokens, elements in ((2**14 - 1, 0), (2**14, 2**30)):
-        found = backends.inputs_of_pack(
-            **sizes, tokens=tokens, documents=3, deterministic=True, automatic=False
+        found = backends.attention_inputs(
+            **sizes, tokens=tokens, deterministic=True, automatic=False
         )
         assert (found.oversized_backward, found.oversized_square) == (0, elements)

@@ -88,22 +88,37 @@ def test_twenty_steps_equal_torch_adamw(
     assert optimizer.steps == 20
 
 
-def test_clipped_steps_equal_torch_clipping() -> None:
-    ours, theirs = make_model(), make_model()
-    buffers = FlatBuffers(ours)
-    optimizer = make_optimizer(buffers, clip_grad=0.5)
-    reference = torch_adamw(theirs, fused=True)
-    for step in range(20):
-        backward(ours, buffers, step)
-        stats = optimizer.step(LR)
-        reference.zero_grad()
-        loss_of(theirs, step).backward()
-        norm = nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
-        reference.step()
-        assert norm > 0.5
-        torch.testing.assert_close(stats.grad_norm, norm, rtol=2e-5, atol=0)
+def step_beside(
+    ours: nn.Module,
+    theirs: nn.Module,
+    optimizer: Optimizer,
+    reference: torch.optim.Optimizer,
+    step: int,
+) -> tuple[float, float]:
+    """Step both optimizers with clipping to 0.5, and return both norms of the gradients."""
+    backward(ours, optimizer.buffers, step)
+    stats = optimizer.step(LR)
+    reference.zero_grad()
+    loss_of(theirs, step).backward()
+    norm = nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+    reference.step()
+    return stats.grad_norm, norm
+
+
+def assert_equal_parameters(ours: nn.Module, theirs: nn.Module) -> None:
     for p, q in zip(ours.parameters(), theirs.parameters()):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+def test_clipped_steps_equal_torch_clipping() -> None:
+    ours, theirs = make_model(), make_model()
+    optimizer = make_optimizer(FlatBuffers(ours), clip_grad=0.5)
+    reference = torch_adamw(theirs, fused=True)
+    for step in range(20):
+        found, norm = step_beside(ours, theirs, optimizer, reference, step)
+        assert norm > 0.5
+        torch.testing.assert_close(found, norm, rtol=2e-5, atol=0)
+    assert_equal_parameters(ours, theirs)
 
 
 def test_the_options_are_those_of_torch_adamw() -> None:
@@ -111,20 +126,13 @@ def test_the_options_are_those_of_torch_adamw() -> None:
         lr=LR, adam_beta1=0.7, adam_beta2=0.6, adam_eps=5e-3, weight_decay=3.0, clip_grad=0.5
     )
     ours, theirs = make_model(), make_model()
-    buffers = FlatBuffers(ours)
-    optimizer = Optimizer.from_config(buffers, options)
+    optimizer = Optimizer.from_config(FlatBuffers(ours), options)
     reference = torch_adamw(theirs, fused=True)
     for group in reference.param_groups:
         group.update(betas=(0.7, 0.6), eps=5e-3, weight_decay=3.0 * (group["weight_decay"] > 0))
     for step in range(3):
-        backward(ours, buffers, step)
-        optimizer.step(LR)
-        reference.zero_grad()
-        loss_of(theirs, step).backward()
-        nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
-        reference.step()
-    for p, q in zip(ours.parameters(), theirs.parameters()):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+        step_beside(ours, theirs, optimizer, reference, step)
+    assert_equal_parameters(ours, theirs)
 
 
 def test_bf16_follows_a_float32_oracle_fed_with_the_same_gradients() -> None:

@@ -202,7 +202,7 @@ def test_nothing_to_choose_from_is_refused():
         choose_capacities([3, -1])
 
 
-def test_words_name_the_bound_of_rows_only_where_capacities_are_alike():
+def test_words_name_the_bound_of_rows_only_for_equal_capacities():
     sizes = CaptureSizes((CaptureSize(4, 64), CaptureSize(4, 128), CaptureSize(16, 128)))
     assert [sizes.words(size) for size in sizes.sizes] == [
         "up to 4 documents and rows of 64 tokens",

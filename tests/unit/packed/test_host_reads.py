@@ -1,13 +1,14 @@
 """Host reads of a module are found on a CPU, with their place; other code is not reported."""
 
 import inspect
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from megatron_packed.ops.varlen_attention.reference import run as attend
+from megatron_packed.ops.varlen_attention.api import varlen_attention
 from megatron_packed.packed.host_reads import host_reads
 from megatron_packed.packed.params import PackedSeqParams
 
@@ -110,7 +111,7 @@ def test_code_that_a_graph_repeats_is_not_reported(name):
     assert names(NO_READS[name]) == []
 
 
-def test_a_host_number_is_found_behind_a_property():
+def test_a_host_number_read_by_a_property_is_found():
     found = names(lambda x, p: x * int(p.document_lengths.max()))
     assert found == ["cu_seqlens_cpu", "num_seqs"]
 
@@ -140,12 +141,11 @@ def test_the_place_is_the_line_of_the_caller():
 
 def test_reads_of_this_package_are_left_out():
     """Our plain attention reads lengths, which kernels of a GPU take from the device."""
-    noted = {"seq_idx_1T": None, "softmax_scale": 1.0, "window_size": None}
-    noted |= {"deterministic": False, "tables": None}
 
     def forward(x, p):
         heads = x[:, None]
-        return attend(heads, heads, heads, p.cu_seqlens, p.max_seqlen, **noted)
+        attend = partial(varlen_attention, heads, heads, heads, backend="reference")
+        return attend(p.cu_seqlens, p.max_seqlen)
 
     assert names(forward) == []
     assert names(lambda x, p: x * p.cu_seqlens.tolist()[1]) == [".tolist()"]

@@ -187,7 +187,7 @@ def test_a_logarithmic_axis_leaves_out_zeros_and_counts_them(tmp_path):
     runs = [losses(5.0, 0.01), losses(0.0, 0.0, name="b")]
     assert "logarithmic axis · 2 values of 0 not shown" in run_charts.curves_html(runs)
     assert "logarithmic" not in run_charts.curves_html([losses(0.0, 0.0)])
-    run_charts.write_curves_png(runs, tmp_path / "a.png")
+    run_charts.write_runs_png(runs, tmp_path / "a.png")
 
 
 def test_a_spike_that_is_left_out_makes_no_logarithmic_axis():
@@ -257,7 +257,7 @@ def test_without_matplotlib_a_page_has_a_sentence_and_an_image_is_refused(tmp_pa
         "pip install matplotlib, then write the page again with megatron-packed report or plot.</p>"
     )
     with pytest.raises(ValueError, match="a PNG needs matplotlib: pip install matplotlib"):
-        run_charts.write_curves_png(runs, tmp_path / "a.png")
+        run_charts.write_runs_png(runs, tmp_path / "a.png")
 
 
 def test_no_module_imports_matplotlib_before_it_draws():

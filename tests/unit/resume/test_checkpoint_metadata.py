@@ -64,7 +64,7 @@ def changed(path: tuple[Any, ...], value: Any) -> dict[str, Any]:
 
 def use(metadata: dict[str, Any]) -> None:
     """Use metadata as a run does before its first step."""
-    Resumed.of(metadata)
+    Resumed.from_metadata(metadata)
     with_implied(metadata["config"])
     model_differences(metadata["config"]["model"], MODEL)
     for state in metadata["rng"]:

@@ -19,7 +19,8 @@ from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.config.serialise import to_dict
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.resume import run_and_random_state as run_state
-from megatron_packed.resume.run_and_random_state import RunState, held_state
+from megatron_packed.resume.held_state import held_state
+from megatron_packed.resume.run_and_random_state import RunState
 from megatron_packed.training.build_job import Job, build_job
 
 GROUPS = ParallelGroups.single()

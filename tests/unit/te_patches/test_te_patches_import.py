@@ -244,7 +244,7 @@ def test_installed_after_transformer_engine_it_says_so(site):
     ]
 
 
-def test_the_switch_leaves_nothing_behind(site):
+def test_the_switch_leaves_no_trace(site):
     code = "import sys; print('te_thd_patch' in sys.modules, any('_Finder' in repr(f) for f in sys.meta_path))"
     assert python(site, code) == (["True True"], [])
     assert python(site, code, MEGATRON_PACKED_TE_PATCHES="0") == (["False False"], [])
@@ -301,7 +301,7 @@ def test_an_error_in_the_next_sitecustomize_is_reported_as_ever(site):
     assert "of another" in alone and with_us == alone
 
 
-def test_an_error_in_the_patch_stops_nobody(site, tmp_path):
+def test_an_error_in_the_patch_stops_no_import(site, tmp_path):
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "sitecustomize.py").write_text((TE_PATCHES / "sitecustomize.py").read_text())

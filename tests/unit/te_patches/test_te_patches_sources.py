@@ -384,7 +384,7 @@ def test_a_doctored_source_is_refused(stand_in, module, old, new, why):
         stand_in.patched_trees("2.5.99", STAND_IN | {module: STAND_IN[module].replace(old, new, 1)})
 
 
-def test_white_space_and_what_lies_around_may_differ(stand_in):
+def test_white_space_and_code_around_may_differ(stand_in):
     sources = {
         module: "import os\n\n" + source.replace("  #", "\t #")
         for module, source in STAND_IN.items()
@@ -418,7 +418,7 @@ def test_undone_helpers_do_what_the_statements_did(patch):
     assert patch.equal(torch.tensor([0, 4]), torch.tensor([0, 4]), True)
 
 
-def test_the_same_memory_is_equal_only_if_it_is_read_alike(patch):
+def test_the_same_memory_is_equal_only_if_it_is_read_the_same_way(patch):
     offsets = torch.tensor([0, 4, 4, 4])
     assert patch.equal(offsets[:2], offsets.view(2, 2)[0], True)
     assert not patch.equal(offsets[:2], offsets[::2], True) and not patch.equal(
@@ -426,7 +426,7 @@ def test_the_same_memory_is_equal_only_if_it_is_read_alike(patch):
     )
 
 
-def test_rows_behind_the_last_document_travel_and_come_back(patch):
+def test_rows_after_the_last_document_travel_and_come_back(patch):
     x, offsets = torch.arange(24), torch.tensor([0, 8, 8, 16], dtype=torch.int32)
     by_rank = patch.to_rank_order(x, offsets, 2)
     assert by_rank.tolist()[:12] == [0, 1, 6, 7, 8, 9, 14, 15, 16, 17, 22, 23]

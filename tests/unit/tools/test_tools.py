@@ -278,3 +278,29 @@ def test_traced_run():
     off += ("data/tokenizers/chat_template", "data/tokenizers/template_process", "data/sources/hub")
     off += ("reporting/charts", "reporting/experiment_trackers", "inputs/sample", "resume/restore")
     assert [file for file in visited if file.startswith(off)] == []
+
+
+def test_flags_are_collected_from_both_kinds_of_scripts(tmp_path: Path) -> None:
+    from megatron_script_flags import collect
+
+    case = tmp_path / "tests/functional_tests/test_cases/hybrid/one"
+    case.mkdir(parents=True)
+    (case / "model_config.yaml").write_text(
+        'ENV_VARS:\n  A: 1\nMODEL_ARGS:\n  --bf16: true\n  --lr: 1e-4 # high\n  --modules: "[a b]"\n'
+    )
+    (tmp_path / "examples/mamba").mkdir(parents=True)
+    (tmp_path / "examples/mamba/train.sh").write_text(
+        'options=" \\\n  --lr 3 \\\n --spec a b \\\n --no-x\\\n # --old 1\n --dir ${DIR}"\n'
+        "torchrun --nproc_per_node 8 run.py --last 1 --end\n"
+    )
+    (tmp_path / "examples/post_training/modelopt").mkdir(parents=True)
+    (tmp_path / "examples/post_training/modelopt/finetune.sh").write_text("")
+    assert collect(tmp_path) == {
+        "--bf16": "",
+        "--dir": "${DIR}",
+        "--end": "",
+        "--last": "1",
+        "--lr": "3",
+        "--modules": "a b",
+        "--spec": "a b",
+    }

@@ -11,9 +11,10 @@ from megatron_packed.checkpoint.errors import NoCheckpointError
 from megatron_packed.checkpoint.run_metadata import RunProgress
 from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.config.run import RunConfig
-from megatron_packed.training.evaluation import Evaluations
+from megatron_packed.training import evaluation
 from megatron_packed.training.from_python import train
 from megatron_packed.training.trained_model import TrainedModel
+from megatron_packed.training.trainer import Trainer
 
 MODEL = "--hybrid-layer-pattern - --hidden-size 8 --no-isolation-self-test --seq-length 64"
 LOSSES = [3.0, 2.0, float("nan"), 2.0, 2.5, 2.75, 1.5, 1.25]
@@ -36,10 +37,10 @@ def flags(tmp_path: Path) -> list[str]:
 def losses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the validation after step n return the n-th of `LOSSES`."""
 
-    def loss_of_step(evaluations: Evaluations, stream: object) -> tuple[float, int]:
-        return LOSSES[evaluations.progress.iteration - 1], 1
+    def loss_of_step(trainer: Trainer, stream: object) -> tuple[float, int]:
+        return LOSSES[trainer.progress.iteration - 1], 1
 
-    monkeypatch.setattr(Evaluations, "_sum_loss", loss_of_step)
+    monkeypatch.setattr(evaluation, "sum_loss", loss_of_step)
 
 
 def run(flags: list[str], *more: str) -> ExitCode:

@@ -5,6 +5,7 @@ import signal
 
 import torch
 
+from megatron_packed.distributed.hang_detection import DeviceWatch
 from megatron_packed.training import late_metrics, signals
 from megatron_packed.training.late_metrics import LateMetrics
 from megatron_packed.training.signals import SignalFlag
@@ -52,13 +53,19 @@ def test_while_the_host_waits_for_the_device_it_says_so():
         def elapsed_time(self, end: "Event") -> float:
             return 7.0
 
-    told = []
-    late = LateMetrics(1, torch.device("cpu"), waits=lambda: told.append(late))
+    class Watch(DeviceWatch):
+        looks = 0
+
+        def waits(self) -> None:
+            self.looks += 1
+
+    watch = Watch()
+    late = LateMetrics(1, torch.device("cpu"), hang_detector=watch)
     late._mark = Event
     late.restart()
     late.push(0, torch.zeros(1))
-    assert not told
-    assert late.flush().seconds == 7e-3 and len(told) == 3
+    assert not watch.looks
+    assert late.flush().seconds == 7e-3 and watch.looks == 3
 
 
 def test_first_signal_sets_the_flag_and_a_later_one_exits_at_once(monkeypatch, capfd):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_packed.checkpoint.errors import NoCheckpointError
 from megatron_packed.checkpoint.run_metadata import DataHashes
@@ -15,6 +16,7 @@ from megatron_packed.config.run import RunConfig
 from megatron_packed.reporting.loss_spikes_and_skipped_steps import bad_places
 from megatron_packed.resume import restore as restoring
 from megatron_packed.resume.restore import restore
+from megatron_packed.training import trainer as trainer_module
 from megatron_packed.training.garbage_collection import GarbageCollection
 from megatron_packed.training.trainer import Trainer
 
@@ -42,56 +44,63 @@ def test_garbage_is_collected_when_it_is_asked_for(
         assert gc.isenabled() == (flags == "")
         for step in range(1, 5):
             now.append(step)
-            garbage.after_step(step)
+            garbage.on_step_end(None, step)  # type: ignore[arg-type]
         now.append("before")
         with garbage.in_validation():
             now.append("after")
     assert gc.isenabled() and collected == at
 
 
+def trainer_of(flags: str, **stand_ins: Any) -> Trainer:
+    """Return a trainer without a model."""
+    progress = SimpleNamespace(iteration=0, validated_at=0)
+    nothing = SimpleNamespace(wait_params=lambda: None, spikes=None)
+    parts: dict[str, Any] = {
+        "config": config_of(flags),
+        "groups": SimpleNamespace(device=torch.device("cpu")),
+        "step": SimpleNamespace(buffers=nothing, numbers=torch.zeros(1)),
+        "state": SimpleNamespace(progress=progress, saved=lambda wait=False: None),
+        "data": SimpleNamespace(validations={"validation": None}, test=None),
+        **dict.fromkeys(("schedule", "weight_decay", "flops", "console", "signal", "watch")),
+        "writers": [],
+        "last_iteration": 9,
+    }
+    return Trainer(**{**parts, **stand_ins})
+
+
 @pytest.mark.parametrize(
     "data", ["--valid-data-path v.jsonl --eval-interval 1", "--test-data-path t.jsonl"]
 )
-def test_skip_train_evaluates_and_stops(data: str) -> None:
-    done: list[str] = []
-    trainer = SimpleNamespace(
-        config=config_of(f"--skip-train {data}"),
-        state=SimpleNamespace(progress=None),
-        validate=lambda: done.append("validation"),
-        _evaluations=SimpleNamespace(end=lambda complete: done.append("test")),
+def test_skip_train_evaluates_and_stops(data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    trainer = trainer_of(f"--skip-train {data}")
+    monkeypatch.setattr(trainer, "validate", lambda: calls.append("validation"))
+    monkeypatch.setattr(
+        trainer_module, "evaluate_end", lambda trainer, complete: calls.append("test")
     )
-    assert Trainer._run(trainer) == ExitCode.DONE and done == ["validation", "test"]  # type: ignore[arg-type]
+    assert trainer.run() == ExitCode.DONE and calls == ["validation", "test"]
 
 
-def test_every_step_that_is_due_is_saved_once_and_knows_of_its_validation() -> None:
+def test_every_step_that_is_due_is_saved_once_and_knows_of_its_validation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Every due step is saved once, after its validation; the last step is always validated."""
-    progress, saved = SimpleNamespace(iteration=0, validated_at=0), []
-    none = SimpleNamespace(**dict.fromkeys(("wait_params", "restart", "flush"), lambda: None))
+    saved: list[tuple[int, int]] = []
+    trainer = trainer_of("--valid-data-path v.jsonl --eval-interval 2 --save a --save-interval 3")
+    progress = trainer.progress
 
     def queue_next() -> None:
         progress.iteration += 1
 
-    trainer = Trainer.__new__(Trainer)
-    trainer.config = config_of(
-        "--valid-data-path v.jsonl --eval-interval 2 --save a --save-interval 3"
-    )
-    trainer.state = SimpleNamespace(  # type: ignore[assignment]
-        progress=progress,
-        saved=lambda wait=False: None,
-        save=lambda options: saved.append((progress.iteration, progress.validated_at)),
-    )
-    trainer.step = SimpleNamespace(buffers=none)  # type: ignore[assignment]
-    trainer.data = SimpleNamespace(validations={"validation": SimpleNamespace()})  # type: ignore[assignment]
-    trainer.steps = SimpleNamespace(**vars(none), queue_next=queue_next)  # type: ignore[assignment]
-    trainer._garbage = GarbageCollection(trainer.config.training)
-    trainer._weights_moved, trainer._saved_at, trainer.stopped_early = False, None, False
-    trainer.last_iteration = 9
-    trainer._evaluations = SimpleNamespace(  # type: ignore[assignment]
-        validate=lambda: setattr(progress, "validated_at", progress.iteration),
-        stop_sentence=lambda: None,
-        end=lambda complete: None,
-    )
-    assert trainer._run() == ExitCode.DONE
+    def validate(trainer: Trainer) -> tuple[dict[str, Any], bool]:
+        progress.validated_at = progress.iteration
+        return {}, False
+
+    trainer.state.save = lambda options: saved.append((progress.iteration, progress.validated_at))  # type: ignore[assignment, return-value, func-returns-value]
+    monkeypatch.setattr(trainer, "_queue_next", queue_next)
+    monkeypatch.setattr(trainer_module, "evaluate_validation", validate)
+    monkeypatch.setattr(trainer_module, "evaluate_end", lambda trainer, complete: None)
+    assert trainer.run() == ExitCode.DONE
     assert saved == [(3, 2), (6, 6), (9, 9)]
 
 
@@ -102,7 +111,7 @@ def test_hashes_of_replicas_are_compared_at_their_intervals() -> None:
     replicas = SimpleNamespace(weights="weights", gradients="gradients")
 
     def compared(words: str) -> list[tuple[int, str]]:
-        trainer: Any = SimpleNamespace(config=config_of(words), _replicas=replicas)
+        trainer: Any = SimpleNamespace(config=config_of(words), replicas=replicas)
         checks = [(step, Trainer._checks(trainer, step)) for step in range(1, 7)]
         return [(step, one) for step, both in checks for one in both if one is not None]
 

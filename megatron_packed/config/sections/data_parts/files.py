@@ -220,12 +220,10 @@ class FileOptions(Section, group="files"):
 
     @property
     def valid_blend(self) -> BlendedPaths:
-        """Return the data given for validation."""
         return BlendedPaths.from_arguments(self.named.valid)
 
     @property
     def test_blend(self) -> BlendedPaths:
-        """Return the data given for the test."""
         return BlendedPaths.from_arguments(self.named.test)
 
     @property
@@ -259,8 +257,8 @@ class FileOptions(Section, group="files"):
     @property
     def shares(self) -> tuple[Fraction, Fraction, Fraction]:
         """Fractions of documents for training, validation and test."""
-        given = None if self.split is None else split_shares(self.split)
-        return given or (Fraction(1), Fraction(0), Fraction(0))
+        shares_of_split = None if self.split is None else split_shares(self.split)
+        return shares_of_split or (Fraction(1), Fraction(0), Fraction(0))
 
     @property
     def has_validation(self) -> bool:
@@ -282,8 +280,8 @@ class FileOptions(Section, group="files"):
         """
         return bool(self.named.test) or bool(self.shares[2])
 
-    def file_rules(self, sound: Sound) -> Iterator[Problem]:
-        """Yield problems of the files and of their division."""
+    def rules(self, sound: Sound) -> Iterator[Problem]:
+        yield from super().rules(sound)
         if sound(*_NAMES_TRAINING):
             yield from self._source_rules()
         for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
@@ -296,22 +294,22 @@ class FileOptions(Section, group="files"):
 
     def _source_rules(self) -> Iterator[Problem]:
         """Yield problems unless exactly one option names the training data and its file is valid."""
-        given = self._naming_training
-        if not given:
+        naming = self._naming_training
+        if not naming:
             yield Problem(
                 "--data-path",
                 "",
                 "is required: no training data is given",
                 "give --data-path FILE [FILE ...]",
             )
-        if len(given) > 1:
+        if len(naming) > 1:
             yield self.problem(
-                given[0],
-                f"contradicts {self.flag(given[1])}: both name the training data",
+                naming[0],
+                f"contradicts {self.flag(naming[1])}: both name the training data",
                 "give all training files with one of them",
             )
         for file in ("data_args_path", "per_split_data_args_path"):
-            if given == [file]:
+            if naming == [file]:
                 yield from self._file_rules(file)
 
     def _file_rules(self, file: str) -> Iterator[Problem]:
@@ -321,8 +319,8 @@ class FileOptions(Section, group="files"):
             if file == "per_split_data_args_path":
                 cure = 'give a file like {"train": ["3", "a", "1", "b"], "valid": ["c"], "test": ["d"]}'
             yield self.problem(file, self.named.fault, cure, node_dependent=True)
-        for words in self.named[:3]:
-            yield from self._path_rules(self.flag(file), words)
+        for arguments in self.named[:3]:
+            yield from self._path_rules(self.flag(file), arguments)
         for name in ("valid_data_path", "test_data_path"):
             if file == "per_split_data_args_path" and getattr(self, name):
                 yield self.problem(
@@ -331,26 +329,29 @@ class FileOptions(Section, group="files"):
                     "name the data in that file, or leave the file out",
                 )
 
-    def _path_rules(self, flag: str, words: tuple[str, ...]) -> Iterator[Problem]:
-        fault = blend_fault(words)
+    def _path_rules(self, flag: str, arguments: tuple[str, ...]) -> Iterator[Problem]:
+        fault = blend_fault(arguments)
         if fault:
             yield Problem(
-                flag, " ".join(words), fault, "give WEIGHT PATH [WEIGHT PATH ...], or paths only"
+                flag,
+                " ".join(arguments),
+                fault,
+                "give WEIGHT PATH [WEIGHT PATH ...], or paths only",
             )
 
     def _field_rules(self, sound: Sound) -> Iterator[Problem]:
-        flag, given = self.flag("data_fields"), " ".join(self.data_fields)
+        flag, shown = self.flag("data_fields"), " ".join(self.data_fields)
         fault = pairs_fault(pairs_of(self.data_fields))
         if fault is not None:
-            yield Problem(flag, given, *fault)
+            yield Problem(flag, shown, *fault)
             return
         assert self.fields is not None
         if self.fields.trains_text and self.sft:
             cure = "remove --sft, or name the fields of prompts and answers"
-            yield Problem(flag, given, "text has no answers, which --sft trains", cure)
+            yield Problem(flag, shown, "text has no answers, which --sft trains", cure)
         elif not self.fields.trains_text and not self.sft and sound("sft"):
             yield Problem(
-                flag, given, "names prompts and answers, whose training needs --sft", "add --sft"
+                flag, shown, "names prompts and answers, whose training needs --sft", "add --sft"
             )
 
     def _split_rules(self, split: str) -> Iterator[Problem]:

@@ -269,8 +269,8 @@ class TokenizerOptions(Section, group="tokenizer"):
         earlier=_earlier_data_rules,
     )
 
-    def tokenizer_rules(self, sound: Sound) -> Iterator[Problem]:
-        """Yield problems of the tokenizer: its files and special tokens."""
+    def rules(self, sound: Sound) -> Iterator[Problem]:
+        yield from super().rules(sound)
         if sound("tokenizer_type", "tokenizer_model"):
             wanted = MODEL_FILES.get(self.tokenizer_type)
             if wanted is not None and self.tokenizer_model is None:
@@ -286,8 +286,8 @@ class TokenizerOptions(Section, group="tokenizer"):
                     f"{self.tokenizer_type} does not use a model file",
                     f"leave it out, or give --tokenizer-type {', '.join(MODEL_FILES)}",
                 )
-        given = self.chat_template_date
-        if given is not None and sound("chat_template_date") and not is_date(given):
+        template_date = self.chat_template_date
+        if template_date is not None and sound("chat_template_date") and not is_date(template_date):
             yield self.problem(
                 "chat_template_date",
                 "is no date of the form YYYY-MM-DD",
@@ -305,32 +305,37 @@ class TokenizerOptions(Section, group="tokenizer"):
         if sound("tokenizer_type", "tokenizer_special_tokens", "tiktoken_num_special_tokens"):
             yield from self._special_token_rules()
 
+        template, form = self.chat_template, self.sft_tokenizer_prompt_format
+        own_format = sound("sft_tokenizer_prompt_format") and form not in (None, "default")
+        if template is not None and own_format:
+            yield self.problem(
+                "chat_template",
+                f"contradicts --sft-tokenizer-prompt-format {form}, which defines its own format",
+                "leave one of the two flags out",
+            )
+
     def _special_token_rules(self) -> Iterator[Problem]:
-        flag, named = self.flag("tokenizer_special_tokens"), self.tokenizer_special_tokens
-        given = " ".join(named)
+        option, named = "tokenizer_special_tokens", self.tokenizer_special_tokens
         if named and self.tokenizer_type not in (TIKTOKEN, SENTENCEPIECE):
-            yield Problem(
-                flag,
-                given,
+            yield self.problem(
+                option,
                 f"{self.tokenizer_type} does not accept additional special tokens",
                 f"leave it out, or give --tokenizer-type {TIKTOKEN} or {SENTENCEPIECE}",
             )
         elif "" in named or len(set(named)) < len(named):
-            yield Problem(
-                flag, given, "contains a duplicate or an empty name", "give each name once"
+            yield self.problem(
+                option, "contains a duplicate or an empty name", "give each name once"
             )
         elif named and self.tokenizer_type == TIKTOKEN:
             if missing := [token for token in _TIKTOKEN_NEEDS if token not in named]:
-                yield Problem(
-                    flag,
-                    given,
+                yield self.problem(
+                    option,
                     f"must include {' '.join(missing)}",
                     f"include all of {' '.join(_TIKTOKEN_NEEDS)}",
                 )
             if len(named) > self.tiktoken_num_special_tokens:
-                yield Problem(
-                    flag,
-                    given,
+                yield self.problem(
+                    option,
                     f"names {len(named)} tokens, but --tiktoken-num-special-tokens is "
                     f"{self.tiktoken_num_special_tokens}",
                     "raise --tiktoken-num-special-tokens, or give fewer names",
@@ -339,7 +344,7 @@ class TokenizerOptions(Section, group="tokenizer"):
             yield self.problem(
                 "tiktoken_num_special_tokens",
                 "is less than the 7 special tokens with default names",
-                f"raise it, or give fewer names with {flag}",
+                "raise it, or give fewer names with --tokenizer-special-tokens",
             )
 
 

@@ -101,7 +101,6 @@ class StackOptions(Section, group=STACK):
 
     @property
     def has_attention(self) -> bool:
-        """Return whether the model has attention layers."""
         return any(kind.attends for kind in self.kinds)
 
     @property
@@ -111,7 +110,6 @@ class StackOptions(Section, group=STACK):
 
     @property
     def has_experts(self) -> bool:
-        """Return whether the model has layers with experts."""
         return any(kind.has_experts for kind in self.kinds)
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-MOST_LAYERS = 10_000
+MOST_WINDOWED_LAYERS = 10_000
 _TOKENS = re.compile(r"\s*(\d+|[][()+*,])")
 
 
@@ -26,7 +26,7 @@ def window_sides(text: str) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=64)
-def windowed_layers(text: str | None, layers: int) -> tuple[bool, ...]:
+def layers_with_window(text: str | None, layers: int) -> tuple[bool, ...]:
     """Return for each layer of a pattern whether it has the window.
 
     Args:
@@ -124,6 +124,6 @@ class _List:
         self._words.pop(0)
 
     def _times(self, entries: list[int], factor: int) -> list[int]:
-        if len(entries) * factor > MOST_LAYERS:
-            raise ValueError(f"has more than {MOST_LAYERS:,} entries")
+        if len(entries) * factor > MOST_WINDOWED_LAYERS:
+            raise ValueError(f"has more than {MOST_WINDOWED_LAYERS:,} entries")
         return entries * factor

@@ -7,8 +7,8 @@ from itertools import groupby
 from typing import Any
 
 from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.models.convert.families.family import OUTPUT, TABLE, Fields
-from megatron_packed.models.convert.families.field_types import shown
+from megatron_packed.models.convert.families.family import Fields
+from megatron_packed.models.convert.families.field_types import shown_value
 from megatron_packed.models.convert.families.symbols import ATTENTION, MAMBA
 
 LLAMA3 = "llama3"
@@ -60,12 +60,6 @@ DELTA_SIZES = {
     "linear_conv_kernel_dim": "linear_conv_kernel_dim",
 }
 """The same for gated delta nets."""
-OUTSIDE = {
-    TABLE: "{model}embed_tokens.weight",
-    "final_norm.weight": "{model}norm.weight",
-    OUTPUT: "lm_head.weight",
-}
-"""Names of tensors outside of the layers."""
 MOST_LAYERS = 10_000
 ATTENTION_WORDS = ("full_attention", "attention")
 """Words for attention in ``layer_types``: that of transformers 5, and that of older files."""
@@ -106,21 +100,21 @@ def _rotary(fields: Fields, defaults: Mapping[str, Any]) -> dict[str, Any]:
     transformers takes ``rope_scaling`` before ``rope_parameters``, and other libraries only one of
     them. A file with both is read if both mean the same.
     """
-    found = {}
+    rotary_options = {}
     for name in ("rope_scaling", "rope_parameters"):
         if fields.get(name):
             nested = dict(fields[name])
-            found[name] = {"rope_type": nested.pop("type", "default"), **nested}
+            rotary_options[name] = {"rope_type": nested.pop("type", "default"), **nested}
     flat = {**defaults, **{key: fields[key] for key in _LIFTED if key in fields}}
-    if len(found) == 2 and {**flat, **found["rope_scaling"]} != {
+    if len(rotary_options) == 2 and {**flat, **rotary_options["rope_scaling"]} != {
         **flat,
-        **found["rope_parameters"],
+        **rotary_options["rope_parameters"],
     }:
         raise ValueError(
-            f"rope_scaling is {shown(fields['rope_scaling'])}, which contradicts rope_parameters "
-            f"{shown(fields['rope_parameters'])}; keep the key that the model was trained with"
+            f"rope_scaling is {shown_value(fields['rope_scaling'])}, which contradicts rope_parameters "
+            f"{shown_value(fields['rope_parameters'])}; keep the key that the model was trained with"
         )
-    return next(iter(found.values()), {})
+    return next(iter(rotary_options.values()), {})
 
 
 def rope_scaling(fields: Fields) -> dict[str, Any]:
@@ -134,7 +128,7 @@ def rope_scaling_rules(fields: Fields) -> Iterator[str]:
     """Check the keys of scaled positions."""
     kind = fields.get("rope_type", "default")
     if kind not in ("default", LLAMA3):
-        yield f"rope_type is {shown(kind)}, but only 'default' and {LLAMA3!r} are supported"
+        yield f"rope_type is {shown_value(kind)}, but only 'default' and {LLAMA3!r} are supported"
     for key in _SCALING:
         if kind == LLAMA3 and fields.get(key) is None:
             yield f"{key} is missing"
@@ -146,7 +140,7 @@ def rope_unscaled(fields: Fields) -> Iterator[str]:
     """Check that positions are not scaled."""
     kind = fields.get("rope_type", "default")
     if kind != "default":
-        yield f"rope_type is {shown(kind)}, but only 'default' is supported"
+        yield f"rope_type is {shown_value(kind)}, but only 'default' is supported"
 
 
 def rope_scaling_written(model: ModelConfig) -> dict[str, Any]:
@@ -157,7 +151,7 @@ def rope_scaling_written(model: ModelConfig) -> dict[str, Any]:
     return {"rope_scaling": {"rope_type": LLAMA3, **numbers}}
 
 
-def number_of_layers(fields: Fields) -> int:
+def hidden_layers(fields: Fields) -> int:
     """Return the number of Hugging Face layers; raises ValueError with a sentence."""
     layers = fields.get("num_hidden_layers")
     if type(layers) is not int or not 1 <= layers <= MOST_LAYERS:
@@ -169,28 +163,28 @@ def number_of_layers(fields: Fields) -> int:
 
 def repeated_pattern(fields: Fields, block: str) -> str:
     """Return the pattern of a model with the same block in every layer."""
-    return block * number_of_layers(fields)
+    return block * hidden_layers(fields)
 
 
-def typed_pattern(fields: Fields, words: Mapping[str, str], after: str, key: str) -> str:
+def typed_pattern(fields: Fields, symbols: Mapping[str, str], after: str, key: str) -> str:
     """Return the pattern of a model whose config.json lists the kind of every layer.
 
     Args:
-        words: symbol of each word of the list.
+        symbols: symbol of each word of the list.
         after: symbol of the layer after each mixer.
         key: key of the list.
     """
-    layers, number = fields.get(key), number_of_layers(fields)
+    layers, number = fields.get(key), hidden_layers(fields)
     if not isinstance(layers, list) or len(layers) != number:
         raise ValueError(
-            f"{key} is {shown(layers)}; it must list the {number} layers of num_hidden_layers"
+            f"{key} is {shown_value(layers)}; it must list the {number} layers of num_hidden_layers"
         )
-    unknown = [word for word in layers if not isinstance(word, str) or word not in words]
+    unknown = [word for word in layers if not isinstance(word, str) or word not in symbols]
     if unknown:
         raise ValueError(
-            f"{key} has the entry {unknown[0]!r}, but only {', '.join(words)} are supported"
+            f"{key} has the entry {unknown[0]!r}, but only {', '.join(symbols)} are supported"
         )
-    return "".join(words[word] + after for word in layers)
+    return "".join(symbols[word] + after for word in layers)
 
 
 def window(tokens: Any, windowed: list[bool], symbols_per_layer: int) -> dict[str, Any]:
@@ -211,15 +205,15 @@ def window(tokens: Any, windowed: list[bool], symbols_per_layer: int) -> dict[st
     return {"window_size": size, "window_attn_skip_freq": listed}
 
 
-def windowed_layers(model: ModelConfig, symbols_per_layer: int) -> tuple[int | None, list[bool]]:
+def window_of_layers(model: ModelConfig, symbols_per_layer: int) -> tuple[int | None, list[bool]]:
     """Return the window in tokens, and True for each Hugging Face layer that has it.
 
     Args:
         symbols_per_layer: symbols of the pattern for each Hugging Face layer; the first is attention.
     """
-    found = [model.window_of(number) for number in range(0, model.num_layers, symbols_per_layer)]
-    tokens = next((window for window in found if window is not None), None)
-    return tokens, [window is not None for window in found]
+    windows = [model.window_of(number) for number in range(0, model.num_layers, symbols_per_layer)]
+    tokens = next((window for window in windows if window is not None), None)
+    return tokens, [window is not None for window in windows]
 
 
 def plain_window(model: ModelConfig) -> dict[str, Any]:
@@ -228,14 +222,21 @@ def plain_window(model: ModelConfig) -> dict[str, Any]:
     In the list of ``--window-attn-skip-freq``, other layers get the number of the attention layer
     before them.
     """
-    tokens, found = None, []
+    tokens, windows = None, []
     for number, symbol in enumerate(model.main_layers):
         if symbol == ATTENTION:
-            found.append(model.window_of(number))
-            tokens = found[-1] or tokens
+            windows.append(model.window_of(number))
+            tokens = windows[-1] or tokens
         else:
-            found.append(found[-1] if found else None)
-    return window(tokens, [one is not None for one in found], 1)
+            windows.append(windows[-1] if windows else None)
+    return window(tokens, [size is not None for size in windows], 1)
+
+
+def mamba_names(norm: str, mixer: str) -> dict[str, str]:
+    """Return the names of Mamba layers, with those of the norm and of the mixer in the files."""
+    weights = ("in_proj", "conv1d", "norm", "out_proj")
+    parts = [f"{name}.weight" for name in weights] + ["conv1d.bias", "A_log", "D", "dt_bias"]
+    return {"norm.weight": norm, **{f"mixer.{part}": f"{mixer}.{part}" for part in parts}}
 
 
 def mamba_norm_epsilon(epsilon: Any, pattern: str) -> dict[str, Any]:

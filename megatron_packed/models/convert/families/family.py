@@ -9,7 +9,7 @@ other orders.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megatron_packed.config.sections.model import ModelConfig
@@ -17,6 +17,12 @@ from megatron_packed.models.convert.row_maps import RowMap
 
 TABLE, OUTPUT = "embedding.weight", "output.weight"
 """Parameters of the embedding and of the output projection; a tied model has only the first."""
+OUTSIDE = {
+    TABLE: "{model}embed_tokens.weight",
+    "final_norm.weight": "{model}norm.weight",
+    OUTPUT: "lm_head.weight",
+}
+"""Names of tensors outside of the layers in most families."""
 Fields = Mapping[str, Any]
 """The keys of a config.json and their values."""
 
@@ -97,7 +103,7 @@ class Family:
     """Required keys of config.json, and the field of `ModelConfig` for each."""
     must_be: Mapping[str, Mapping[str, Any]]
     """Keys of config.json and the only supported value of each, which is also the default."""
-    repeats: Mapping[str, str]
+    repeats: Mapping[str, str] = field(default_factory=dict)
     """Keys that some files have in addition to another key or in place of it. If both are present,
     their values must be equal.
     """
@@ -111,14 +117,12 @@ class Family:
     """
     written: Callable[[ModelConfig], Fields]
     """Function that returns the keys of a new config.json that the tables do not describe."""
-    outside: Mapping[str, str]
+    outside: Mapping[str, str] = field(default_factory=lambda: OUTSIDE)
     """Names of parameters outside the layers, and the Hugging Face name of each. ``{model}`` stands
     for one of the prefixes.
     """
-    layer: str
+    layer: str = "{model}layers.{n}."
     """Hugging Face prefix of one layer's tensors, with ``{model}`` as in ``outside``."""
-    symbols_per_layer: int
-    """Number of symbols of the layer pattern that one Hugging Face layer becomes."""
     names: Mapping[str, Names]
     """Names of parameters inside a layer, by its symbol, and the Hugging Face names of each."""
     unties: bool = False
@@ -141,6 +145,11 @@ class Family:
     """Multi-token prediction; None if the files of the family have none."""
 
     @property
+    def symbols_per_layer(self) -> int:
+        """Number of symbols of the layer pattern that one Hugging Face layer becomes."""
+        return len(self.blocks[0])
+
+    @property
     def deciding_keys(self) -> frozenset[str]:
         """Keys that decide what a model of the family computes."""
         tables = (*self.options.values(), *self.must_be.values(), self.repeats)
@@ -155,7 +164,7 @@ class Family:
 
     def aside(self, model: ModelConfig) -> tuple[str, ...]:
         """Return the prefixes of tensors that are not part of ``model``."""
-        return tuple(one for one in self.set_aside if one != MTP or not model.mtp_depths)
+        return tuple(prefix for prefix in self.set_aside if prefix != MTP or not model.mtp_depths)
 
 
 LIBRARY = """_name_or_path architectures auto_map bos_token_id dtype eos_token_id initializer_range model_type

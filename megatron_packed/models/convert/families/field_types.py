@@ -92,7 +92,7 @@ NULLABLE = frozenset(_NULLABLE.split())
 """Keys whose null has a meaning: no window, no scaled positions, or a value that is derived."""
 
 
-def shown(value: Any) -> str:
+def shown_value(value: Any) -> str:
     """Return a value for a message, cut to a readable length."""
     text = repr(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
@@ -113,6 +113,6 @@ def wrong_types(fields: Fields, read: Collection[str], prefix: str = "") -> Iter
             if key in read and key not in NULLABLE:
                 yield f"{prefix}{key} is null; it must be {kind.said}"
         elif not kind.holds(value):
-            yield f"{prefix}{key} is {shown(value)}; it must be {kind.said}"
+            yield f"{prefix}{key} is {shown_value(value)}; it must be {kind.said}"
         elif isinstance(value, dict):
             yield from wrong_types(value, read, f"{prefix}{key}.")

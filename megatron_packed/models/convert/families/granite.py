@@ -13,21 +13,22 @@ from megatron_packed.models.convert.families.decoder import (
     ATTENTION_WORDS,
     HEADS,
     MAMBA_NORM,
-    OUTSIDE,
     SIZES,
     flat_rotary,
+    hidden_layers,
+    mamba_names,
     mamba_norm_epsilon,
-    number_of_layers,
     rope_unscaled,
     typed_pattern,
 )
 from megatron_packed.models.convert.families.family import (
     LIBRARY,
+    OUTSIDE,
     Family,
     Fields,
     Names,
 )
-from megatron_packed.models.convert.families.field_types import shown
+from megatron_packed.models.convert.families.field_types import shown_value
 from megatron_packed.models.convert.families.llama import QKV
 from megatron_packed.models.convert.families.mamba2 import expand, mamba_unfit
 from megatron_packed.models.convert.families.symbols import ATTENTION, MAMBA, MLP, MOE
@@ -43,9 +44,9 @@ def _mamba_width(flat: dict[str, Any]) -> None:
     """Fill in the width of a Mamba head if it is ``auto``."""
     if flat.get("mamba_d_head", "auto") == "auto":
         sizes = [flat.get(key) for key in ("mamba_expand", "hidden_size", "mamba_n_heads")]
-        known = [size for size in sizes if size is not None and size > 0]
-        if len(known) == 3:
-            flat["mamba_d_head"] = known[0] * known[1] // known[2]
+        positive_sizes = [size for size in sizes if size is not None and size > 0]
+        if len(positive_sizes) == 3:
+            flat["mamba_d_head"] = positive_sizes[0] * positive_sizes[1] // positive_sizes[2]
 
 
 def _one_list(flat: dict[str, Any]) -> None:
@@ -58,13 +59,13 @@ def _one_list(flat: dict[str, Any]) -> None:
     listed = flat.get("layer_types")
     if other is not None and listed is not None and _symbols(other) != _symbols(listed):
         raise ValueError(
-            f"layers_block_type is {shown(other)}, which contradicts layer_types {shown(listed)}"
+            f"layers_block_type is {shown_value(other)}, which contradicts layer_types {shown_value(listed)}"
         )
     flat["layer_types"] = other if listed is None else listed
 
 
-def _symbols(words: list[str]) -> list[str]:
-    return [_WORDS.get(word, word) for word in words]
+def _symbols(layer_types: list[str]) -> list[str]:
+    return [_WORDS.get(word, word) for word in layer_types]
 
 
 def _bamba_spelled(fields: Fields) -> Fields:
@@ -74,15 +75,15 @@ def _bamba_spelled(fields: Fields) -> Fields:
     _one_list(flat)
     attention = flat.get("attn_layer_indices")
     if flat["layer_types"] is None or attention is not None:
-        number = number_of_layers(flat)
-        words = ["attention" if n in (attention or ()) else "mamba" for n in range(number)]
+        number = hidden_layers(flat)
+        layer_types = ["attention" if n in (attention or ()) else "mamba" for n in range(number)]
         listed = flat["layer_types"]
-        if listed is not None and _symbols(listed) != _symbols(words):
+        if listed is not None and _symbols(listed) != _symbols(layer_types):
             key = "layer_types" if fields.get("layer_types") else "layers_block_type"
             raise ValueError(
-                f"{key} is {shown(listed)}, which contradicts attn_layer_indices {attention}"
+                f"{key} is {shown_value(listed)}, which contradicts attn_layer_indices {attention}"
             )
-        flat["layer_types"] = words
+        flat["layer_types"] = layer_types
     return flat
 
 
@@ -132,17 +133,7 @@ def _unfit(model: ModelConfig) -> Iterator[str]:
             yield f"{flags.KV_CHANNELS} {model.head_dim} (the family has {width})"
 
 
-_MAMBA_NAMES: Names = {
-    "norm.weight": "input_layernorm.weight",
-    "mixer.in_proj.weight": "mamba.in_proj.weight",
-    "mixer.conv1d.weight": "mamba.conv1d.weight",
-    "mixer.conv1d.bias": "mamba.conv1d.bias",
-    "mixer.A_log": "mamba.A_log",
-    "mixer.D": "mamba.D",
-    "mixer.dt_bias": "mamba.dt_bias",
-    "mixer.norm.weight": "mamba.norm.weight",
-    "mixer.out_proj.weight": "mamba.out_proj.weight",
-}
+_MAMBA_NAMES = mamba_names("input_layernorm.weight", "mamba")
 _ATTENTION_NAMES: Names = {
     "norm.weight": "input_layernorm.weight",
     "mixer.qkv.weight": QKV,
@@ -181,7 +172,6 @@ BAMBA = Family(
         },
         ATTENTION: {"attention_bias": False, "attention_dropout": 0.0},
     },
-    repeats={},
     no_effect=LIBRARY
     + """attention_bias attention_dropout head_dim mamba_expand max_position_embeddings
     num_attention_heads num_key_value_heads num_logits_to_keep rope_theta
@@ -194,8 +184,6 @@ BAMBA = Family(
     written=_bamba_written,
     unfit=_unfit,
     outside={**OUTSIDE, "final_norm.weight": "{model}final_layernorm.weight"},
-    layer="{model}layers.{n}.",
-    symbols_per_layer=2,
     names={
         MAMBA: _MAMBA_NAMES,
         ATTENTION: _ATTENTION_NAMES,
@@ -221,7 +209,7 @@ def _granite_spelled(fields: Fields) -> Fields:
     _mamba_width(flat)
     _one_list(flat)
     if flat["layer_types"] is None:
-        flat["layer_types"] = ["mamba"] * number_of_layers(flat)
+        flat["layer_types"] = ["mamba"] * hidden_layers(flat)
     return flat
 
 
@@ -256,12 +244,12 @@ def _granite_rules(fields: Fields) -> Iterator[str]:
 
 
 def _granite_written(model: ModelConfig) -> dict[str, Any]:
-    words = {MAMBA: "mamba", ATTENTION: "attention"}
+    layer_types = {MAMBA: "mamba", ATTENTION: "attention"}
     symbols = model.main_layers[::2]
     values = {key: getattr(model, key) for key in _MULTIPLIERS}
     fields: dict[str, Any] = {
         "num_hidden_layers": len(symbols),
-        "layer_types": [words[symbol] for symbol in symbols],
+        "layer_types": [layer_types[symbol] for symbol in symbols],
         **_mamba_written(model),
         **{key: 1.0 if value is None else value for key, value in values.items()},
     }

@@ -9,7 +9,6 @@ from typing import Any
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.families.decoder import (
     HEADS,
-    OUTSIDE,
     ROPE_SCALING,
     ROPE_SCALING_KEYS,
     SIZES,
@@ -20,7 +19,7 @@ from megatron_packed.models.convert.families.decoder import (
     rope_scaling_rules,
     rope_scaling_written,
     window,
-    windowed_layers,
+    window_of_layers,
 )
 from megatron_packed.models.convert.families.family import (
     LIBRARY,
@@ -30,7 +29,7 @@ from megatron_packed.models.convert.families.family import (
     Names,
     OneOf,
 )
-from megatron_packed.models.convert.families.field_types import shown
+from megatron_packed.models.convert.families.field_types import shown_value
 from megatron_packed.models.convert.families.symbols import ATTENTION, MLP, MOE
 from megatron_packed.models.convert.row_maps import qkv
 
@@ -89,7 +88,6 @@ LLAMA = Family(
             "sliding_window": None,
         },
     },
-    repeats={},
     no_effect=LIBRARY
     + "max_position_embeddings num_hidden_layers pretraining_tp tie_word_embeddings",
     rules=rope_scaling_rules,
@@ -100,9 +98,6 @@ LLAMA = Family(
         "num_hidden_layers": model.num_layers // 2,
         **rope_scaling_written(model),
     },
-    outside=OUTSIDE,
-    layer="{model}layers.{n}.",
-    symbols_per_layer=2,
     names={
         ATTENTION: {
             "norm.weight": "input_layernorm.weight",
@@ -165,7 +160,7 @@ def _mistral_derive(fields: Fields, pattern: str) -> dict[str, Any]:
 
 
 def _mistral_written(model: ModelConfig) -> dict[str, Any]:
-    tokens, windowed = windowed_layers(model, 2)
+    tokens, windowed = window_of_layers(model, 2)
     return {**LLAMA.written(model), "sliding_window": tokens if all(windowed) else None}
 
 
@@ -194,11 +189,11 @@ def _qwen_rules(fields: Fields) -> Iterator[str]:
     if listed is None:
         return
     switched = fields["use_sliding_window"]
-    words = ", ".join(_WINDOW_WORDS)
+    supported = ", ".join(_WINDOW_WORDS)
     if len(listed) != layers:
-        yield f"layer_types is {shown(listed)}; it must list the {layers!r} layers of num_hidden_layers"
+        yield f"layer_types is {shown_value(listed)}; it must list the {layers!r} layers of num_hidden_layers"
     elif unknown := [word for word in listed if word not in _WINDOW_WORDS]:
-        yield f"layer_types has the entry {unknown[0]!r}, but only {words} are supported"
+        yield f"layer_types has the entry {unknown[0]!r}, but only {supported} are supported"
     elif _qwen_window(fields) is None and "sliding_attention" in listed:
         off = "sliding_window is null" if switched else "use_sliding_window is False"
         yield f"layer_types has the entry 'sliding_attention', but {off}"
@@ -221,19 +216,19 @@ def _qwen_derive(fields: Fields, pattern: str) -> dict[str, Any]:
 
 
 def _qwen_written(model: ModelConfig) -> dict[str, Any]:
-    tokens, windowed = windowed_layers(model, 2)
-    words = {has: word for word, has in _WINDOW_WORDS.items()}
+    tokens, windowed = window_of_layers(model, 2)
+    layer_types = {has: word for word, has in _WINDOW_WORDS.items()}
     return {
         **LLAMA.written(model),
         "use_sliding_window": tokens is not None,
         "sliding_window": tokens,
-        "layer_types": [words[has] for has in windowed],
+        "layer_types": [layer_types[has] for has in windowed],
         "max_window_layers": windowed.index(True) if tokens is not None else len(windowed),
     }
 
 
 def _qwen3_moe_written(model: ModelConfig) -> dict[str, Any]:
-    tokens, windowed = windowed_layers(model, 2)
+    tokens, windowed = window_of_layers(model, 2)
     return {
         **LLAMA.written(model),
         "use_sliding_window": tokens is not None,

@@ -14,8 +14,6 @@ from megatron_packed.models.convert.families.decoder import (
 )
 from megatron_packed.models.convert.families.family import (
     LIBRARY,
-    OUTPUT,
-    TABLE,
     Family,
     Fields,
 )
@@ -78,7 +76,6 @@ MAMBA2 = Family(
             "time_step_limit": [0.0, math.inf],
         }
     },
-    repeats={},
     no_effect=LIBRARY
     + """expand max_position_embeddings norm_before_gate num_hidden_layers residual_in_fp32 rms_norm
     tie_word_embeddings time_step_floor time_step_max time_step_min time_step_rank""",
@@ -88,12 +85,7 @@ MAMBA2 = Family(
     derived_from="rescale_prenorm_residual",
     written=lambda model: {"num_hidden_layers": model.num_layers, "expand": expand(model)},
     unfit=mamba_unfit,
-    outside={
-        TABLE: "backbone.embeddings.weight",
-        "final_norm.weight": "backbone.norm_f.weight",
-        OUTPUT: "lm_head.weight",
-    },
-    layer="backbone.layers.{n}.",
-    symbols_per_layer=1,
+    outside=NEMOTRON_H.outside,
+    layer=NEMOTRON_H.layer,
     names={MAMBA: NEMOTRON_H.names[MAMBA]},
 )

@@ -6,7 +6,12 @@ import math
 from collections.abc import Iterator
 
 from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.models.convert.families.decoder import HEADS, MAMBA_NORM, mamba_norm_epsilon
+from megatron_packed.models.convert.families.decoder import (
+    HEADS,
+    MAMBA_NORM,
+    mamba_names,
+    mamba_norm_epsilon,
+)
 from megatron_packed.models.convert.families.family import (
     LIBRARY,
     MTP,
@@ -120,12 +125,12 @@ def _nemotron_h_depths(fields: Fields) -> tuple[str, int]:
 
 def _nemotron_h_depths_written(model: ModelConfig) -> Fields:
     """Return the keys of multi-token prediction of a new config.json."""
-    words = {symbol: word for word, symbol in _WORDS.items() if word != "linear_attention"}
-    words |= {ATTENTION: "full_attention"}
+    layer_types = {symbol: word for word, symbol in _WORDS.items() if word != "linear_attention"}
+    layer_types |= {ATTENTION: "full_attention"}
     return {
         "num_nextn_predict_layers": model.mtp_depths,
         "mtp_hybrid_override_pattern": model.mtp_layers,
-        "mtp_layers_block_type": [words[symbol] for symbol in model.mtp_layers],
+        "mtp_layers_block_type": [layer_types[symbol] for symbol in model.mtp_layers],
         "mtp_use_repeated_layer": model.mtp_use_repeated_layer or model.mtp_depths == 1,
         "mtp_loss_scaling_factor": model.mtp_loss_scaling_factor,
     }
@@ -179,13 +184,13 @@ def _nemotron_h_unfit(model: ModelConfig) -> Iterator[str]:
 
 def _nemotron_h_derive(fields: Fields, pattern: str) -> Fields:
     """Return the epsilon of Mamba's norm, and the options of experts that may be missing."""
-    found = dict(mamba_norm_epsilon(fields["layer_norm_epsilon"], pattern))
+    options = dict(mamba_norm_epsilon(fields["layer_norm_epsilon"], pattern))
     if MOE in pattern:
-        found["moe_latent_size"] = fields.get("moe_latent_size")
+        options["moe_latent_size"] = fields.get("moe_latent_size")
         groups, chosen = (fields.get(key, 1) for key in ("n_group", "topk_group"))
-        found["moe_router_num_groups"] = None if groups == chosen else groups
-        found["moe_router_group_topk"] = None if groups == chosen else chosen
-    return found
+        options["moe_router_num_groups"] = None if groups == chosen else groups
+        options["moe_router_group_topk"] = None if groups == chosen else chosen
+    return options
 
 
 def _nemotron_h_written(model: ModelConfig) -> Fields:
@@ -313,29 +318,11 @@ NEMOTRON_H = Family(
         OUTPUT: "lm_head.weight",
     },
     layer="backbone.layers.{n}.",
-    symbols_per_layer=1,
     names={
-        MAMBA: {
-            "norm.weight": "norm.weight",
-            "mixer.in_proj.weight": "mixer.in_proj.weight",
-            "mixer.conv1d.weight": "mixer.conv1d.weight",
-            "mixer.conv1d.bias": "mixer.conv1d.bias",
-            "mixer.A_log": "mixer.A_log",
-            "mixer.D": "mixer.D",
-            "mixer.dt_bias": "mixer.dt_bias",
-            "mixer.norm.weight": "mixer.norm.weight",
-            "mixer.out_proj.weight": "mixer.out_proj.weight",
-        },
+        MAMBA: mamba_names("norm.weight", "mixer"),
         ATTENTION: {
             "norm.weight": "norm.weight",
-            "mixer.qkv.weight": Joined(
-                (
-                    "mixer.q_proj.weight",
-                    "mixer.k_proj.weight",
-                    "mixer.v_proj.weight",
-                ),
-                qkv,
-            ),
+            "mixer.qkv.weight": Joined(tuple(f"mixer.{part}_proj.weight" for part in "qkv"), qkv),
             "mixer.proj.weight": "mixer.o_proj.weight",
         },
         MLP: {

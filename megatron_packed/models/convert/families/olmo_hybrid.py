@@ -11,10 +11,9 @@ from megatron_packed.models.convert.families.decoder import (
     ATTENTION_WORDS,
     DELTA_SIZES,
     HEADS,
-    OUTSIDE,
     SIZES,
     flat_rotary,
-    number_of_layers,
+    hidden_layers,
     rope_unscaled,
     typed_pattern,
 )
@@ -47,11 +46,11 @@ def _spelled(fields: Fields) -> Fields:
     """
     flat = flat_rotary(fields, {})
     nested = fields.get("rope_scaling") or fields.get("rope_parameters")
-    given = {**fields, **(nested or {})}
-    if given.get("rope_type", "default") is None:
-        given = {"rope_theta": None}
+    rotary = {**fields, **(nested or {})}
+    if rotary.get("rope_type", "default") is None:
+        rotary = {"rope_theta": None}
         flat["rope_type"] = "default"
-    flat["rope_theta"] = given.get("rope_theta", 10_000.0)
+    flat["rope_theta"] = rotary.get("rope_theta", 10_000.0)
     if "rope_parameters" in fields and nested is None and "rope_theta" not in fields:
         flat["rope_parameters"] = None
     layers, heads, hidden = (
@@ -59,9 +58,13 @@ def _spelled(fields: Fields) -> Fields:
     )
     derived: dict[str, Any] = {"linear_num_key_heads": heads, "linear_num_value_heads": heads}
     if layers is not None:
-        layers = number_of_layers(flat)
-        words = ["full_attention" if n % 4 == 3 else "linear_attention" for n in range(layers)]
-        derived["layer_types"] = words if layers > 3 else [*words[:-1], "full_attention"]
+        layers = hidden_layers(flat)
+        layer_types = [
+            "full_attention" if n % 4 == 3 else "linear_attention" for n in range(layers)
+        ]
+        derived["layer_types"] = (
+            layer_types if layers > 3 else [*layer_types[:-1], "full_attention"]
+        )
     for key, value in derived.items():
         flat[key] = value if flat.get(key) is None else flat[key]
     key_heads = flat["linear_num_key_heads"]
@@ -95,10 +98,10 @@ def _rules(fields: Fields) -> Iterator[str]:
 def _written(model: ModelConfig) -> dict[str, Any]:
     rope = model.position_embedding_type == "rope"
     theta = model.rotary_base if rope else None
-    words = {symbol: word for word, symbol in reversed(_WORDS.items())}
+    layer_types = {symbol: word for word, symbol in reversed(_WORDS.items())}
     return {
         "num_hidden_layers": model.num_layers // 2,
-        "layer_types": [words[symbol] for symbol in model.main_layers[::2]],
+        "layer_types": [layer_types[symbol] for symbol in model.main_layers[::2]],
         "rope_parameters": {"rope_type": "default", "rope_theta": theta},
     }
 
@@ -140,7 +143,6 @@ OLMO_HYBRID = Family(
         "": {"hidden_act": "silu"},
         ATTENTION: {"attention_bias": False, "attention_dropout": 0.0},
     },
-    repeats={},
     no_effect=LIBRARY
     + """linear_a_log_max linear_a_log_min linear_dt_init_floor linear_dt_max linear_dt_min
     linear_use_gate max_position_embeddings tie_word_embeddings""",
@@ -151,9 +153,6 @@ OLMO_HYBRID = Family(
     nullable="rope_theta rope_type",
     written=_written,
     unfit=_unfit,
-    outside=OUTSIDE,
-    layer="{model}layers.{n}.",
-    symbols_per_layer=2,
     names={
         GATED_DELTA_NET: {
             "norm.weight": OneOf(("attention_layer_norm.weight", "input_layernorm.weight")),

@@ -14,10 +14,9 @@ from megatron_packed.models.convert.families.decoder import (
     ATTENTION_WORDS,
     DELTA_SIZES,
     HEADS,
-    OUTSIDE,
     SIZES,
     flat_rotary,
-    number_of_layers,
+    hidden_layers,
     rope_unscaled,
     typed_pattern,
 )
@@ -64,7 +63,7 @@ def _spelled(fields: Fields, key_value_heads: int) -> dict[str, Any]:
     flat = flat_rotary(fields, defaults)
     every = flat.get("full_attention_interval", _INTERVAL)
     if flat.get("layer_types") is None and every > 0:
-        number = number_of_layers(flat)
+        number = hidden_layers(flat)
         flat["layer_types"] = [_word((n + 1) % every == 0) for n in range(number)]
     return flat
 
@@ -239,7 +238,6 @@ QWEN3_5_TEXT = Family(
             "attn_output_gate": True,
         },
     },
-    repeats={},
     no_effect=LIBRARY
     + """attention_bias attention_dropout attn_output_gate head_dim linear_conv_kernel_dim
     linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim
@@ -250,12 +248,9 @@ QWEN3_5_TEXT = Family(
     derived_from="full_attention_interval layer_types mlp_only_layers num_hidden_layers "
     "output_gate_type rope_type",
     written=_text_written,
-    outside=OUTSIDE,
     prefixes=("model.", "model.language_model."),
     set_aside=("model.visual.", "visual.", MTP),
     depths=_depths(MLP),
-    layer="{model}layers.{n}.",
-    symbols_per_layer=2,
     names={GATED_DELTA_NET: _GATED_DELTA_NET, ATTENTION: _ATTENTION, MLP: SWIGLU_NAMES},
 )
 

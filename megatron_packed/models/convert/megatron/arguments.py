@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_packed.checkpoint.errors import CheckpointError, printable
+from megatron_packed.checkpoint.errors import CheckpointError, printable_message
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.kinds.layer_kind import KINDS
 from megatron_packed.config.layer_pattern import DEPTH
-from megatron_packed.config.megatron.gpt_layers import MOST_LAYERS
+from megatron_packed.config.megatron.gpt_layers import MOST_GPT_LAYERS
 from megatron_packed.config.section import section_fields
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.families.symbols import ATTENTION, MLP, MOE
@@ -60,36 +60,36 @@ _OF_THE_RUN = (
 """Options that the weights do not depend on, or that this project does not have."""
 UNPADDED = "unpadded_vocab_size"
 """Option of checkpoints that `export_megatron` writes: the vocabulary without the rows of padding."""
-_MOST_LETTERS = 2 * MOST_LAYERS
+_MOST_LETTERS = 2 * MOST_GPT_LAYERS
 """Limit of the letters and marks of a layer pattern, as long as the pattern of a GPT model."""
 _MOST_SHOWN = 400
 """Limit of the characters of a value in a message."""
-Problem = tuple[str, str]
+Refusal = tuple[str, str]
 """Sentence about options that cannot be used, without its full stop, and the cure."""
 
 
-def model_problem(args: Mapping[str, Any], rows: int) -> Problem | None:
+def model_problem(args: Mapping[str, Any], rows: int) -> Refusal | None:
     """Return the problem of Megatron's options; None if they describe a model of ours.
 
     Args:
         args, rows: as for `model_of_arguments`.
     """
     refused = [
-        f"--{name.replace('_', '-')} {printable(str(args[name]), _MOST_SHOWN)}"
+        f"--{name.replace('_', '-')} {printable_message(str(args[name]), _MOST_SHOWN)}"
         for name, neutral in _NEUTRAL.items()
         if name in args and args[name] not in neutral
     ]
     if refused:
-        found = f"its model has {', '.join(refused)}, which is not supported"
-        return found, "bring the weights of a model without it"
+        sentence = f"its model has {', '.join(refused)}, which is not supported"
+        return sentence, "bring the weights of a model without it"
     try:
         ModelConfig(**dict(_values(args, rows)))
     except ConfigError as error:
-        first = printable(str(error.problems[0]).rstrip("."), _MOST_SHOWN)
+        first = printable_message(str(error.problems[0]).rstrip("."), _MOST_SHOWN)
         return f"its model is not supported: {first}", f"or {_CURE}"
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         # The values may have any type and size, so conversions fail in many ways.
-        return f"its options are damaged ({printable(str(error), _MOST_SHOWN)})", _CURE
+        return f"its options are damaged ({printable_message(str(error), _MOST_SHOWN)})", _CURE
     return None
 
 
@@ -97,7 +97,7 @@ def model_of_arguments(
     args: Any,
     rows: int,
     path: Path,
-    examine: Callable[[Mapping[str, Any], int], Problem | None] = model_problem,
+    examine: Callable[[Mapping[str, Any], int], Refusal | None] = model_problem,
 ) -> ModelConfig:
     """Return the model that Megatron's options describe.
 
@@ -121,14 +121,14 @@ def model_of_arguments(
 def _cure(path: Path) -> str:
     """Return the cure for missing options, with the file in which NeMo and Bridge have them."""
     files = (path / "run_config.yaml", path.parent / "context" / "model.yaml")
-    found = next((file for file in files if file.is_file()), None)
-    return _CURE if found is None else f"{_CURE} ({found} has their values)"
+    config = next((file for file in files if file.is_file()), None)
+    return _CURE if config is None else f"{_CURE} ({config} has their values)"
 
 
 def _values(args: Mapping[str, Any], rows: int) -> Iterator[tuple[str, Any]]:
     """Yield the model's options that the checkpoint has."""
     pattern = _pattern(args)
-    own: dict[str, object] = {
+    derived: dict[str, object] = {
         "hybrid_layer_pattern": pattern,
         "vocab_size": _vocabulary(args, rows),
         "num_query_groups": args.get("num_query_groups") if _grouped(args) else None,
@@ -140,34 +140,34 @@ def _values(args: Mapping[str, Any], rows: int) -> Iterator[tuple[str, Any]]:
     }
     # Megatron stores the options of absent layers too.
     symbols = {kind.name: symbol for symbol, kind in KINDS.items()}
-    for about in section_fields(ModelConfig):
-        if about.name in _OF_THE_RUN or symbols.get(about.option.group, pattern) not in pattern:
+    for option in section_fields(ModelConfig):
+        if option.name in _OF_THE_RUN or symbols.get(option.option.group, pattern) not in pattern:
             continue
-        value = own.get(about.name, args.get(about.name))
-        if about.name in own:
-            value = own[about.name]
+        value = derived.get(option.name, args.get(option.name))
+        if option.name in derived:
+            value = derived[option.name]
         if value is None:
             continue
-        if isinstance(value, int) and about.name in ("rotary_base", "rotary_percent"):
+        if isinstance(value, int) and option.name in ("rotary_base", "rotary_percent"):
             value = float(value)
-        yield about.name, value
+        yield option.name, value
 
 
 def _vocabulary(args: Mapping[str, Any], rows: int) -> int:
-    found = args.get(UNPADDED)
-    return found if isinstance(found, int) and 0 < found <= rows else rows
+    unpadded = args.get(UNPADDED)
+    return unpadded if isinstance(unpadded, int) and 0 < unpadded <= rows else rows
 
 
 def _pattern(args: Mapping[str, Any]) -> str:
     """Return the pattern of a hybrid model, or the two symbols of each layer of a GPT model."""
-    given = args.get("hybrid_layer_pattern") or args.get("hybrid_override_pattern")
-    if given:
-        if not isinstance(given, str) or len(given) > _MOST_LETTERS:
+    pattern = args.get("hybrid_layer_pattern") or args.get("hybrid_override_pattern")
+    if pattern:
+        if not isinstance(pattern, str) or len(pattern) > _MOST_LETTERS:
             raise ValueError(
-                f"the layer pattern has {len(str(given)):,} characters, but at most "
+                f"the layer pattern has {len(str(pattern)):,} characters, but at most "
                 f"{_MOST_LETTERS:,} are read"
             )
-        return given.replace("|", "")
+        return pattern.replace("|", "")
     blocks = _gpt_blocks(args)
     depths = _count(args, "mtp_num_layers", least=0) if args.get("mtp_num_layers") else 0
     # As in Megatron, the layer of a depth is of the kind of the last layer.
@@ -195,9 +195,11 @@ def _count(args: Mapping[str, Any], name: str, *, least: int) -> int:
         ValueError: the value is missing, no whole number, or out of range.
     """
     value = args.get(name)
-    if type(value) is not int or not least <= value <= MOST_LAYERS:
-        shown = "missing" if value is None else printable(repr(value))[:80]
-        raise ValueError(f"{name} is {shown}, not a whole number from {least} to {MOST_LAYERS:,}")
+    if type(value) is not int or not least <= value <= MOST_GPT_LAYERS:
+        shown = "missing" if value is None else printable_message(repr(value))[:80]
+        raise ValueError(
+            f"{name} is {shown}, not a whole number from {least} to {MOST_GPT_LAYERS:,}"
+        )
     return value
 
 
@@ -222,5 +224,5 @@ def _single(value: object) -> object:
 
 def _text(value: Any) -> str | None:
     if isinstance(value, list):
-        return ",".join(str(one) for one in value)
+        return ",".join(str(entry) for entry in value)
     return None if value is None else str(value)

@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from megatron_packed.checkpoint.directory import sync_directory
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.load import Step, newest_checkpoint
 from megatron_packed.checkpoint.manifest import Manifest, read_manifest
@@ -27,6 +26,7 @@ from megatron_packed.checkpoint.read_tensors import read_tensor
 from megatron_packed.config.section import section_fields
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.stored_config import stored_problem
+from megatron_packed.config.written_files import sync_path
 from megatron_packed.layers.kinds.registry import MIXERS
 from megatron_packed.models.convert.export_huggingface import write_texts
 from megatron_packed.models.convert.families.family import TABLE
@@ -79,25 +79,25 @@ def to_megatron(
     """
     if os.path.lexists(directory):
         raise CheckpointError("exists", path=directory, cure="name a new directory")
-    found = newest_checkpoint(checkpoint, step)
-    manifest = read_manifest(found)
-    model, dtype = _model(manifest, found)
+    source = newest_checkpoint(checkpoint, step)
+    manifest = read_manifest(source)
+    model, dtype = _model(manifest, source)
     vocabulary = manifest.metadata["config"]["model"].get("vocab_size")
     named = tokenizer or MegatronTokenizer({}, vocabulary)
     temporary = directory.with_name(f"{directory.name}.tmp-{uuid.uuid4().hex[:12]}")
     folder = temporary / FOLDER
     folder.mkdir(parents=True)
     try:
-        tensors = _tensors(found, manifest, model, dtype, on_progress)
+        tensors = _tensors(source, manifest, model, dtype, on_progress)
         _write(folder, tensors, _arguments(model, named))
         write_texts(temporary, named.files)
         (temporary / TRACKER).write_text(FOLDER)
-        sync_directory(temporary)
+        sync_path(temporary)
         os.rename(temporary, directory)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    sync_directory(directory.parent)
+    sync_path(directory.parent)
     return directory / FOLDER
 
 
@@ -111,9 +111,9 @@ def _model(manifest: Manifest, path: Path) -> tuple[ModelConfig, torch.dtype]:
     model = ModelConfig(**{**stored["model"], "vocab_size": table.shape[0]})
     ours = _our_options()
     changed = unknown_layers(model) + [
-        about.flag
-        for about in section_fields(ModelConfig)
-        if about.name in ours and getattr(model, about.name) != about.default
+        option.flag
+        for option in section_fields(ModelConfig)
+        if option.name in ours and getattr(model, option.name) != option.default
     ]
     if changed:
         raise CheckpointError(
@@ -127,10 +127,10 @@ def _model(manifest: Manifest, path: Path) -> tuple[ModelConfig, torch.dtype]:
 def _our_options() -> set[str]:
     """Return the options that Megatron does not have."""
     ours = set(_OURS)
-    for one in MIXERS.values():
-        if one.megatron is not None:
-            ours |= set(one.megatron.without)
-        elif (options := one.kind.options.get("model")) is not None:
+    for kind in MIXERS.values():
+        if kind.megatron is not None:
+            ours |= set(kind.megatron.without)
+        elif (options := kind.kind.options.get("model")) is not None:
             ours |= set(vars(options).get("__annotations__", {}))
     return ours
 
@@ -142,9 +142,10 @@ def _arguments(model: ModelConfig, tokenizer: MegatronTokenizer) -> argparse.Nam
     """
     size = tokenizer.vocab_size
     values = {
-        about.name: getattr(model, about.name)
-        for about in section_fields(ModelConfig)
-        if about.name not in {*_our_options(), "vocab_size", "window_size", "window_attn_skip_freq"}
+        option.name: getattr(model, option.name)
+        for option in section_fields(ModelConfig)
+        if option.name
+        not in {*_our_options(), "vocab_size", "window_size", "window_attn_skip_freq"}
     }
     window = model.window_size
     return argparse.Namespace(
@@ -153,7 +154,7 @@ def _arguments(model: ModelConfig, tokenizer: MegatronTokenizer) -> argparse.Nam
         group_query_attention=model.num_query_groups != model.num_attention_heads,
         padded_vocab_size=model.vocab_size,
         **({} if size is None else {UNPADDED: size, "vocab_size": size}),
-        window_size=None if window is None else [int(one) for one in window.split(",")],
+        window_size=None if window is None else [int(side) for side in window.split(",")],
         window_attn_skip_freq=model.window_attn_skip_freq,
         **tokenizer.options,
     )
@@ -168,15 +169,15 @@ def _tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     weights = new_weights(model, dtype)
     for number, (weight, names) in enumerate(weights):
-        whole = read_tensor(path, f"model/{weight.name}", manifest)
-        if whole.shape != weight.shape:
+        parameter = read_tensor(path, f"model/{weight.name}", manifest)
+        if parameter.shape != weight.shape:
             raise CheckpointError(
                 f"{weight.name} has another shape",
                 path=path,
                 expected=list(weight.shape),
-                found=list(whole.shape),
+                found=list(parameter.shape),
             )
-        for part, tensor in weight.split(whole).items():
+        for part, tensor in weight.split(parameter).items():
             yield names[part], tensor
         on_progress(number + 1, len(weights))
 
@@ -197,4 +198,4 @@ def _write(
         )
     backend = {"sharded_backend": FORMAT, "sharded_backend_version": 1}
     (folder / BACKEND_FILE).write_text(json.dumps(backend))
-    sync_directory(folder)
+    sync_path(folder)

@@ -82,8 +82,8 @@ def _check_format(folder: Path) -> None:
         cure = "name the folder that Megatron saved to"
         raise CheckpointError(f"has no {METADATA_FILE}", path=folder, cure=cure)
     if not backend.exists():
-        found = f"has no {BACKEND_FILE}, so its format is fsdp_dtensor or torch_dcp"
-        raise CheckpointError(found, path=folder, cure=_EXPORT)
+        problem = f"has no {BACKEND_FILE}, so its format is fsdp_dtensor or torch_dcp"
+        raise CheckpointError(problem, path=folder, cure=_EXPORT)
 
 
 def open_plain(path: Path) -> IO[bytes]:

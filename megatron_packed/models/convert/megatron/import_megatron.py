@@ -13,16 +13,17 @@ from torch import Tensor
 from megatron_packed.checkpoint.directory_lock import RUN_LOCK, RootLock
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.config import flag_names as flags
-from megatron_packed.config.model_flags import model_flags
 from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.config.serialise import model_flags
 from megatron_packed.config.written_files import write_file
 from megatron_packed.models.convert.import_huggingface import (
     ARGS_FILE,
     Imported,
     OnProgress,
     check_empty,
-    check_values,
+    check_weight_values,
     halves,
+    narrowed,
     save_weights,
     silent,
 )
@@ -77,18 +78,20 @@ def from_megatron(
         elif model.vocab_size is None:
             model = replace(model, vocab_size=rows)
         dtype = torch.bfloat16 if bf16 else torch.float32
-        found = named_weights(model, source.tensors, dtype, path=source.directory)
-        state = optimizer_state(source, found)
+        parameters = named_weights(model, source.tensors, dtype, path=source.directory)
+        state = optimizer_state(source, parameters)
         if not isinstance(state, str):
-            _take_masters(found, state)
+            _take_masters(parameters, state)
         trained = None if isinstance(state, str) else state.trained
         text = "\n".join(model_flags(model) + [flags.BF16] * bf16) + "\n"
         check, write = halves(on_progress)
 
         def read(name: str) -> Tensor:
-            return source.read(*found.sources[name])
+            return source.read(*parameters.sources[name])
 
-        check_values(source.directory, read, found.weights, on_progress=check, trained=trained)
+        check_weight_values(
+            source.directory, read, parameters.weights, on_progress=check, trained=trained
+        )
         root.mkdir(parents=True, exist_ok=True)
         with closing(RootLock(root, RUN_LOCK)), in_one_sentence():
             check_empty(root)  # another process may have saved there before the lock
@@ -97,22 +100,26 @@ def from_megatron(
                 source.directory,
                 model,
                 read,
-                found.weights,
+                parameters.weights,
                 bf16=bf16,
                 on_progress=write,
                 trained=trained,
             )
             write_file(root / ARGS_FILE, text.encode())
-        rounded = _rounded(source, found)
+
+        def stored_dtype(part: str) -> torch.dtype:
+            return source.tensors[parameters.sources[part].tensor].dtype
+
+        rounded = narrowed(parameters.weights.values(), stored_dtype)
     return Imported(saved, model, text, rounded, _notes(state))
 
 
-def _take_masters(found: NamedWeights, state: FoundState) -> None:
+def _take_masters(parameters: NamedWeights, state: FoundState) -> None:
     """Read float32 parameters from the optimizer's float32 values instead of rounded weights."""
-    for weight in found.weights.values():
+    for weight in parameters.weights.values():
         if weight.dtype == torch.float32:
             parts = [part.name for part in weight.parts if part.name in state.masters]
-            found.sources.update({name: state.masters[name] for name in parts})
+            parameters.sources.update({name: state.masters[name] for name in parts})
 
 
 def _notes(state: FoundState | str) -> tuple[str, ...]:
@@ -126,22 +133,6 @@ def _notes(state: FoundState | str) -> tuple[str, ...]:
         "begins with its first pack."
     )
     return (first, *state.notes)
-
-
-def _rounded(source: TorchDist, found: NamedWeights) -> tuple[str, ...]:
-    """Return the parameters with a narrower dtype than the tensors that they come from."""
-
-    def dtype(part: str) -> torch.dtype:
-        return source.tensors[found.sources[part].tensor].dtype
-
-    return tuple(
-        weight.name
-        for weight in found.weights.values()
-        if any(
-            torch.promote_types(dtype(part.name), weight.dtype) != weight.dtype
-            for part in weight.parts
-        )
-    )
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from megatron_packed.models.convert.weight_rows import (
     HuggingFaceTensor,
     Shape,
     Weight,
+    model_on_meta,
     stored_tensors,
 )
 from megatron_packed.models.hybrid_model import HybridModel
@@ -66,7 +67,7 @@ class NamedWeights:
 
 def prefix_of(tensors: Mapping[str, StoredTensor]) -> str | None:
     """Return the beginning of all names of the model; None if there is no table of words."""
-    return next((one for one in PREFIXES if one + WORD_TABLE in tensors), None)
+    return next((prefix for prefix in PREFIXES if prefix + WORD_TABLE in tensors), None)
 
 
 def named_weights(
@@ -83,10 +84,7 @@ def named_weights(
     Raises:
         CheckpointError: tensors are missing, additional, or have another shape.
     """
-    assert config.vocab_size is not None
-    model = HybridModel(
-        config, vocab_size=config.vocab_size, max_positions=2, device="meta", dtype=dtype
-    )
+    model = model_on_meta(config, dtype)
     if unknown := unknown_layers(config):
         raise CheckpointError(
             f"does not fit the model: Megatron has no {', '.join(unknown)}", path=path
@@ -94,51 +92,51 @@ def named_weights(
     prefix = prefix_of(tensors) or ""
     gpt = f"{prefix}{_GPT_NORM}" in tensors
     buffers = frozenset(name for name, _ in model.named_buffers())
-    found = NamedWeights(weights={}, sources={}, buffers=buffers)
+    weights = {weight.name: weight for weight in _weights(model, config)}
+    parameters = NamedWeights(weights=weights, sources={}, buffers=buffers)
     problems: list[str] = []
-    for name, parameter in stored_tensors(model).items():
-        shape, parts = tuple(parameter.shape), []
-        for ours, rows in _parts(name, shape, config):
-            source = _source(_choices(ours, config, prefix, gpt=gpt), tensors)
-            expected = _their_shape(name, shape, rows.rows)
-            problems += _problems(source, expected, tensors, name)
-            parts.append(HuggingFaceTensor(ours, expected, rows.moves))
-            found.sources[ours] = source
-        found.weights[name] = Weight(
-            name=name, shape=shape, dtype=parameter.dtype, parts=tuple(parts)
-        )
-    used = {source.tensor for source in found.sources.values()}
+    for name, weight in weights.items():
+        for part in weight.parts:
+            source = _source(_choices(part.name, config, prefix, gpt=gpt), tensors)
+            problems += _problems(source, part.shape, tensors, name)
+            parameters.sources[part.name] = source
+    used = {source.tensor for source in parameters.sources.values()}
     problems += [
         f"{name} is extra"
         for name in tensors
         if not name.startswith(OPTIMIZER) and name not in used
     ]
     if problems:
-        more = [f"{len(problems) - 10} more"] if len(problems) > 10 else []
+        omitted = [f"{len(problems) - 10} more"] if len(problems) > 10 else []
         raise CheckpointError(
-            "does not fit the model: " + "; ".join(problems[:10] + more),
+            "does not fit the model: " + "; ".join(problems[:10] + omitted),
             path=path,
             cure="give the flags of its model after the options of convert",
         )
-    return found
+    return parameters
 
 
 def new_weights(config: ModelConfig, dtype: torch.dtype) -> list[tuple[Weight, dict[str, str]]]:
     """Return every parameter, with the name in a new hybrid checkpoint of each of its parts."""
-    assert config.vocab_size is not None
-    model = HybridModel(
-        config, vocab_size=config.vocab_size, max_positions=2, device="meta", dtype=dtype
-    )
-    found = []
+
+    def new_name(part: str) -> str:
+        return _choices(part, config, "", gpt=False)[0].tensor
+
+    return [
+        (weight, {part.name: new_name(part.name) for part in weight.parts})
+        for weight in _weights(model_on_meta(config, dtype), config)
+    ]
+
+
+def _weights(model: HybridModel, config: ModelConfig) -> Iterator[Weight]:
+    """Yield every parameter of the model, with the parts that Megatron stores."""
     for name, parameter in stored_tensors(model).items():
         shape = tuple(parameter.shape)
-        parts, names = [], {}
-        for ours, rows in _parts(name, shape, config):
-            parts.append(HuggingFaceTensor(ours, _their_shape(name, shape, rows.rows), rows.moves))
-            names[ours] = _choices(ours, config, "", gpt=False)[0].tensor
-        weight = Weight(name=name, shape=shape, dtype=parameter.dtype, parts=tuple(parts))
-        found.append((weight, names))
-    return found
+        parts = tuple(
+            HuggingFaceTensor(ours, _their_shape(name, shape, part.rows), part.moves)
+            for ours, part in _parts(name, shape, config)
+        )
+        yield Weight(name=name, shape=shape, dtype=parameter.dtype, parts=parts)
 
 
 def _parts(name: str, shape: Shape, config: ModelConfig) -> Iterator[tuple[str, Part]]:
@@ -164,7 +162,9 @@ def _parts(name: str, shape: Shape, config: ModelConfig) -> Iterator[tuple[str, 
 def unknown_layers(config: ModelConfig) -> list[str]:
     """Return words for the kinds of layers that Megatron does not have."""
     kinds = kinds_of(config.layer_types)
-    return [f"{one.kind.layer}s ({one.kind.symbol})" for one in kinds if one.megatron is None]
+    return [
+        f"{mixer.kind.layer}s ({mixer.kind.symbol})" for mixer in kinds if mixer.megatron is None
+    ]
 
 
 def _choices(ours: str, config: ModelConfig, prefix: str, *, gpt: bool) -> list[Source]:
@@ -179,24 +179,24 @@ def _choices(ours: str, config: ModelConfig, prefix: str, *, gpt: bool) -> list[
     names = MIXERS[config.layer_types[layer]].megatron
     assert names is not None, "`unknown_layers` refuses such models"
     modules = names.modules
-    beginning = max((one for one in modules if inside.startswith(one)), key=len)
+    beginning = max((module for module in modules if inside.startswith(module)), key=len)
     depth, place = config.depth_of_layer(layer), config.number_in_part(layer)
     beginnings = [f"decoder.layers.{place // 2 if gpt else place}"]
     if depth:
         block = f"mtp.layers.{depth - 1}"
         hybrid = [f"{block}.mtp_model_layer.layers.{place}"]
-        beginnings = [f"{block}.{one}" for one in _GPT_DEPTH] if gpt else hybrid
-    found = []
+        beginnings = [f"{block}.{folder}" for folder in _GPT_DEPTH] if gpt else hybrid
+    sources = []
     for their in modules[beginning]:
-        rest = their + inside.removeprefix(beginning)
-        found += [Source(f"{prefix}{one}.{rest}", None) for one in beginnings]
+        tensor = their + inside.removeprefix(beginning)
+        sources += [Source(f"{prefix}{folder}.{tensor}", None) for folder in beginnings]
         if gpt and not depth:
-            found.append(Source(f"{prefix}decoder.layers.{rest}", place // 2))
-    return found
+            sources.append(Source(f"{prefix}decoder.layers.{tensor}", place // 2))
+    return sources
 
 
 def _source(choices: list[Source], tensors: Mapping[str, StoredTensor]) -> Source:
-    return next((one for one in choices if one.tensor in tensors), choices[0])
+    return next((choice for choice in choices if choice.tensor in tensors), choices[0])
 
 
 def _their_shape(name: str, shape: Shape, rows: int) -> Shape:

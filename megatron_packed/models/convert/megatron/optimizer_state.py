@@ -16,7 +16,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from megatron_packed.checkpoint.errors import CheckpointError, printable
+from megatron_packed.checkpoint.errors import CheckpointError, printable_message
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.sections.optim import OptimizerConfig
 from megatron_packed.config.serialise import section_to_dict
@@ -56,12 +56,12 @@ class _Alone(Exception):
     """Reason why only the weights of a checkpoint can be imported, as a sentence."""
 
 
-def optimizer_state(source: TorchDist, found: NamedWeights) -> FoundState | str:
+def optimizer_state(source: TorchDist, parameters: NamedWeights) -> FoundState | str:
     """Return the state of the optimizer, or the reason why there is none; empty if none was saved.
 
     Args:
         source: the open checkpoint.
-        found: the parameters, and the tensor of the checkpoint for each part.
+        parameters: the parameters, and the tensor of the checkpoint for each part.
     Raises:
         CheckpointError: a tensor has another shape than its parameter, or counters are damaged.
     """
@@ -69,12 +69,14 @@ def optimizer_state(source: TorchDist, found: NamedWeights) -> FoundState | str:
     if not stored and not source.has_buckets:
         return ""
     try:
-        return _found(source, found, stored)
+        return _read_state(source, parameters, stored)
     except _Alone as reason:
         return f"{reason}: {_ALONE}."
 
 
-def _found(source: TorchDist, found: NamedWeights, stored: dict[str, dict[str, str]]) -> FoundState:
+def _read_state(
+    source: TorchDist, parameters: NamedWeights, stored: dict[str, dict[str, str]]
+) -> FoundState:
     if not stored:
         raise _Alone(
             "The optimizer was saved in flat buffers that depend on its layout (dp_reshardable); "
@@ -82,25 +84,25 @@ def _found(source: TorchDist, found: NamedWeights, stored: dict[str, dict[str, s
         )
     if not {FIRST, SECOND} <= stored.keys() <= {FIRST, SECOND, MASTER}:
         raise _Alone(f"The optimizer is not Adam (it has {_some(sorted(stored))})")
-    _check_names(source, found, stored)
+    _check_names(source, parameters, stored)
     groups = list(_values(source.common.get("optimizer"), "param_groups"))
     steps, iteration = _steps(source, groups), _iteration(source)
     samples, tokens = _samples(source, iteration)
     tensors: dict[str, tuple[Weight, Any]] = {}
-    masters = dict(_sources(source, found, stored.get(MASTER, {})))
-    for weight in found.weights.values():
-        if weight.name in found.buffers:
+    masters = dict(_sources(source, parameters, stored.get(MASTER, {})))
+    for weight in parameters.weights.values():
+        if weight.name in parameters.buffers:
             continue
         for kind in (FIRST, SECOND, MASTER):
-            sources = dict(_sources(source, found, stored.get(kind, {}), weight))
+            sources = dict(_sources(source, parameters, stored.get(kind, {}), weight))
             if len(sources) < len(weight.parts) and kind != MASTER:
                 raise _Alone(f"The optimizer has no {kind} of {weight.name}")
             # Float32 parameters are their own masters. Without masters, weights are copied to them.
             if kind == MASTER and weight.dtype != torch.bfloat16:
                 continue
             if kind == MASTER and len(sources) < len(weight.parts):
-                _check_exact(source, found, weight, stored)
-                sources = found.sources
+                _check_exact(source, parameters, weight, stored)
+                sources = parameters.sources
             name = f"optimizer/{kind}/{weight.name}"
             tensors[name] = (_float32(weight), _reader(source, sources))
     schedule, notes = _schedule(source, groups, samples)
@@ -121,34 +123,37 @@ def _by_kind(source: TorchDist) -> dict[str, dict[str, str]]:
 
     A tensor with an unknown name is a kind of its own.
     """
-    found: dict[str, dict[str, str]] = {}
+    by_kind: dict[str, dict[str, str]] = {}
     for name in (name for name in source.tensors if name.startswith(OPTIMIZER)):
         match = _TENSOR.fullmatch(name)
         if match is None:
-            found[name] = {}
+            by_kind[name] = {}
             continue
-        names = found.setdefault(_KINDS.get(match[1], match[1]), {})
+        names = by_kind.setdefault(_KINDS.get(match[1], match[1]), {})
         if match[2] in names:
             raise CheckpointError(
                 f"has {match[1]} of {match[2]} twice", path=source.directory, cure="copy it again"
             )
         names[match[2]] = name
-    return found
+    return by_kind
 
 
 def _check_names(
-    source: TorchDist, found: NamedWeights, stored: Mapping[str, Mapping[str, str]]
+    source: TorchDist, parameters: NamedWeights, stored: Mapping[str, Mapping[str, str]]
 ) -> None:
     """Check that each tensor of the optimizer belongs to a tensor of the model."""
-    known = {one.tensor for one in found.sources.values()}
+    model_tensors = {model_source.tensor for model_source in parameters.sources.values()}
     for names in stored.values():
         for model, name in names.items():
-            if model not in known:
+            if model not in model_tensors:
                 raise _damaged(source, f"{name} belongs to no tensor of the model")
 
 
 def _check_exact(
-    source: TorchDist, found: NamedWeights, weight: Weight, stored: Mapping[str, Mapping[str, str]]
+    source: TorchDist,
+    parameters: NamedWeights,
+    weight: Weight,
+    stored: Mapping[str, Mapping[str, str]],
 ) -> None:
     """Check that a weight without float32 values in the optimizer was saved in float32.
 
@@ -157,7 +162,7 @@ def _check_exact(
     """
     rounded = [
         tensor
-        for tensor in (found.sources[part.name].tensor for part in weight.parts)
+        for tensor in (parameters.sources[part.name].tensor for part in weight.parts)
         if source.tensors[tensor].dtype != torch.float32
     ]
     if rounded and stored.get(MASTER):
@@ -165,12 +170,15 @@ def _check_exact(
 
 
 def _sources(
-    source: TorchDist, found: NamedWeights, names: Mapping[str, str], weight: Weight | None = None
+    source: TorchDist,
+    parameters: NamedWeights,
+    names: Mapping[str, str],
+    weight: Weight | None = None,
 ) -> Iterator[tuple[str, Source]]:
     """Yield the tensors of one kind for parts of one parameter, or of all parameters."""
-    weights = found.weights.values() if weight is None else [weight]
-    for part in (part for one in weights for part in one.parts):
-        model = found.sources[part.name]
+    weights = parameters.weights.values() if weight is None else [weight]
+    for part in (part for parameter in weights for part in parameter.parts):
+        model = parameters.sources[part.name]
         name = names.get(model.tensor)
         if name is None:
             continue
@@ -202,25 +210,25 @@ def _values(value: Any, key: str, depth: int = _DEEPEST) -> Iterator[Any]:
         return
     # NeMo has a list of optimizers.
     if isinstance(value, list):
-        for one in value:
-            yield from _values(one, key, depth - 1)
-    for name, one in _mapping(value).items():
+        for entry in value:
+            yield from _values(entry, key, depth - 1)
+    for name, entry in _mapping(value).items():
         if name == key:
-            yield from one if isinstance(one, list) else [one]
+            yield from entry if isinstance(entry, list) else [entry]
         else:
-            yield from _values(one, key, depth - 1)
+            yield from _values(entry, key, depth - 1)
 
 
 def _steps(source: TorchDist, groups: list[Any]) -> int:
     """Return the number of steps that Adam has made."""
     optimizer = source.common.get("optimizer")
-    found = [group["step"] for group in groups if isinstance(group, Mapping) and "step" in group]
-    found += list(_values(optimizer, "common_step"))
-    steps = [one for one in found if one is not None]
+    counters = [group["step"] for group in groups if isinstance(group, Mapping) and "step" in group]
+    counters += list(_values(optimizer, "common_step"))
+    steps = [count for count in counters if count is not None]
     if not steps:
         raise _Alone("The optimizer's number of steps is not in the checkpoint")
-    if any(one != steps[0] for one in steps) or not _is_count(steps[0], INT32_MAX):
-        shown = ", ".join(sorted({printable(str(one))[:40] for one in steps})[:4])
+    if any(count != steps[0] for count in steps) or not _is_count(steps[0], INT32_MAX):
+        shown = ", ".join(sorted({printable_message(str(count))[:40] for count in steps})[:4])
         raise _damaged(source, f"its optimizer has the steps {shown}")
     return int(steps[0])
 
@@ -228,15 +236,15 @@ def _steps(source: TorchDist, groups: list[Any]) -> int:
 def _iteration(source: TorchDist) -> int:
     choices = (source.common.get("iteration"), source.train_state.get("step"))
     # NeMo counts iterations as global_step.
-    more = source.common.get("global_step")
-    found = next((one for one in (*choices, more) if one is not None), None)
-    if found is None and source.directory.name.startswith("iter_"):
-        found = int(source.directory.name.removeprefix("iter_"))
-    if found is None or found == 0:
+    global_step = source.common.get("global_step")
+    iteration = next((choice for choice in (*choices, global_step) if choice is not None), None)
+    if iteration is None and source.directory.name.startswith("iter_"):
+        iteration = int(source.directory.name.removeprefix("iter_"))
+    if iteration is None or iteration == 0:
         raise _Alone("The iteration of the optimizer is not in the checkpoint")
-    if not _is_count(found, INT32_MAX):
-        raise _damaged(source, f"its iteration is {printable(str(found))[:40]}")
-    return int(found)
+    if not _is_count(iteration, INT32_MAX):
+        raise _damaged(source, f"its iteration is {printable_message(str(iteration))[:40]}")
+    return int(iteration)
 
 
 def _samples(source: TorchDist, iteration: int) -> tuple[int, int]:
@@ -251,11 +259,11 @@ def _samples(source: TorchDist, iteration: int) -> tuple[int, int]:
         iteration * batch if _is_count(batch, INT32_MAX) else None,
         *_values(source.common, "consumed_samples"),  # NeMo's data module
     )
-    samples = next((one for one in choices if one is not None), None)
+    samples = next((choice for choice in choices if choice is not None), None)
     if samples is None:
         raise _Alone("The number of samples so far is not in the checkpoint")
     if not _is_count(samples, _MOST_SAMPLES):
-        raise _damaged(source, f"its number of samples is {printable(str(samples))[:40]}")
+        raise _damaged(source, f"its number of samples is {printable_message(str(samples))[:40]}")
     length = args.get("seq_length")
     tokens = int(samples) * int(length) if _is_count(length, INT32_MAX) else 0
     return int(samples), min(tokens, _MOST_SAMPLES)
@@ -271,11 +279,17 @@ def _schedule(
         return None, ("The checkpoint has no learning-rate schedule; give its flags.",)
     try:
         values = _schedule_values(scheduler, args, groups)
-        config = OptimizerConfig(**{name: one for name, one in values.items() if one is not None})
+        config = OptimizerConfig(
+            **{
+                name: option_value
+                for name, option_value in values.items()
+                if option_value is not None
+            }
+        )
     except (ConfigError, ArithmeticError, LookupError, TypeError, ValueError) as error:
         # The values may have any type and size, so conversions fail in many ways.
         first = error.problems[0] if isinstance(error, ConfigError) else error
-        said = " ".join(printable(str(first)).split())[:200].rstrip(".")
+        said = " ".join(printable_message(str(first)).split())[:200].rstrip(".")
         return None, (f"The schedule is not imported ({said}); give its flags.",)
     return section_to_dict(config), tuple(_schedule_notes(scheduler, samples))
 
@@ -335,8 +349,8 @@ def _weight_decay(scheduler: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _some(names: list[str]) -> str:
-    more = [f"{len(names) - 4} more"] if len(names) > 4 else []
-    return ", ".join([name[:80] for name in names[:4]] + more)
+    omitted = [f"{len(names) - 4} more"] if len(names) > 4 else []
+    return ", ".join([name[:80] for name in names[:4]] + omitted)
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

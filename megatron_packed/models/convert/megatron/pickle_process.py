@@ -18,14 +18,14 @@ from megatron_packed.data.tokenizers.limited_process import (
     Limits,
     serve_requests,
 )
-from megatron_packed.models.convert.megatron.arguments import Problem, model_problem
+from megatron_packed.models.convert.megatron.arguments import Refusal, model_problem
 from megatron_packed.models.convert.megatron.restricted_pickle import (
-    DTYPES,
     MEMBER,
+    STORAGE_DTYPES,
     Made,
     Name,
     RefusedPickle,
-    Stored,
+    StorageReference,
     load,
     unknown,
 )
@@ -65,18 +65,18 @@ class PickleProcess:
         except LimitReached as limit:
             raise RefusedPickle(str(limit)) from None
 
-    def model_problem(self, args: Mapping[str, Any], rows: int) -> Problem | None:
+    def model_problem(self, args: Mapping[str, Any], rows: int) -> Refusal | None:
         """Return `arguments.model_problem`, computed within the limits of the process.
 
         Raises:
             RefusedPickle: it exceeds a limit.
         """
-        found = self.read(_ARGUMENTS, json.dumps([args, rows]).encode())
-        if found is None:
+        pair = self.read(_ARGUMENTS, json.dumps([args, rows]).encode())
+        if pair is None:
             return None
-        assert isinstance(found, list), "JSON has the pair as a list"
-        about, cure = found
-        return about, cure
+        assert isinstance(pair, list), "JSON has the pair as a list"
+        sentence, cure = pair
+        return sentence, cure
 
     def close(self) -> None:
         self._process.close()
@@ -116,25 +116,25 @@ def _metadata(value: object) -> dict[str, Any]:
     ]
     tensors: dict[str, Any] = {}
     objects: dict[str, Any] = {}
-    for name, about in state["state_dict_metadata"].items():
-        if about.name == _CHECKPOINT + "BytesStorageMetadata":
+    for name, description in state["state_dict_metadata"].items():
+        if description.name == _CHECKPOINT + "BytesStorageMetadata":
             objects[name] = None
         else:
-            tensors[name] = _described(about)
+            tensors[name] = _described(description)
     for index, place in places:
         name = index["fqn"]
         if name in objects:
             objects[name] = place
         else:
             tensors[name]["places"].append([list(index["offset"]), *place])
-    for name, about in (state.get("mcore_data") or {}).items():
-        if name in tensors and _WHOLE_SHAPE in about:
-            tensors[name]["whole_shape"] = list(about[_WHOLE_SHAPE])
+    for name, description in (state.get("mcore_data") or {}).items():
+        if name in tensors and _WHOLE_SHAPE in description:
+            tensors[name]["whole_shape"] = list(description[_WHOLE_SHAPE])
     return {"tensors": tensors, "objects": objects}
 
 
-def _described(about: object) -> dict[str, Any]:
-    state = _made(about, _CHECKPOINT + "TensorStorageMetadata").state
+def _described(tensor: object) -> dict[str, Any]:
+    state = _made(tensor, _CHECKPOINT + "TensorStorageMetadata").state
     dtype = _made(state["properties"], _CHECKPOINT + "TensorProperties").state[0]
     chunks = [_made(chunk, _CHECKPOINT + "ChunkStorageMetadata").state for chunk in state["chunks"]]
     return {
@@ -158,9 +158,9 @@ def _tensor(value: object) -> dict[str, Any]:
     if not isinstance(value, Made) or value.name != TENSOR_CALL:
         raise RefusedPickle("is damaged (a tensor is missing)")
     storage, offset, shape, strides = value.arguments[:_TENSOR_ARGUMENTS]
-    assert isinstance(storage, Stored)
-    kind, about, key, _, count = storage.reference
-    dtype = DTYPES[about.name.removeprefix("torch.").removesuffix("Storage")]
+    assert isinstance(storage, StorageReference)
+    kind, storage_class, key, _, count = storage.reference
+    dtype = STORAGE_DTYPES[storage_class.name.removeprefix("torch.").removesuffix("Storage")]
     if kind != "storage":
         raise RefusedPickle("is damaged (a storage is missing)")
     return {
@@ -189,15 +189,15 @@ def _jsonable(value: object) -> object:
         if isinstance(value, Made):
             if value.name == "argparse.Namespace":
                 return convert(value.state)
-            return {"name": value.name, "arguments": [convert(one) for one in value.arguments]}
+            return {"name": value.name, "arguments": [convert(inner) for inner in value.arguments]}
         if isinstance(value, Name):
             if value.name == MEMBER:  # only members of enumerations contain it
                 raise RefusedPickle(unknown(MEMBER))
             return value.name
         if isinstance(value, Mapping):
-            return {str(key): convert(one) for key, one in value.items()}
+            return {str(key): convert(inner) for key, inner in value.items()}
         if isinstance(value, (list, tuple)):
-            return [convert(one) for one in value]
+            return [convert(inner) for inner in value]
         return None if isinstance(value, bytes) else value
 
     return convert(value)

@@ -30,7 +30,7 @@ CLASSES = {
     "torch._utils._rebuild_tensor_v2",
 }
 """Names that a checkpoint of Megatron contains, besides data types and Megatron's own options."""
-DTYPES = {
+STORAGE_DTYPES = {
     "Float": "float32",
     "BFloat16": "bfloat16",
     "Half": "float16",
@@ -43,7 +43,9 @@ DTYPES = {
     "Bool": "bool",
 }
 """Data type of the elements of each class of storage, ``torch.<key>Storage``."""
-_TORCH = {f"torch.{key}Storage" for key in DTYPES} | {f"torch.{name}" for name in DTYPES.values()}
+_TORCH = {f"torch.{key}Storage" for key in STORAGE_DTYPES} | {
+    f"torch.{name}" for name in STORAGE_DTYPES.values()
+}
 _BEGINNINGS = (
     "megatron.",
     *(f"torch.distributed.checkpoint.{name}." for name in ("metadata", "planner", "filesystem")),
@@ -63,7 +65,7 @@ class Name(NamedTuple):
     name: str
 
 
-class Stored(NamedTuple):
+class StorageReference(NamedTuple):
     """Reference to a storage of a tensor, outside of the pickle."""
 
     reference: tuple[Any, ...]
@@ -135,7 +137,7 @@ class _Machine:
             "REDUCE": self._make,
             "NEWOBJ": self._make,
             "BUILD": self._build,
-            "BINPERSID": lambda: self.stack.append(Stored(_tuple(self.stack.pop()))),
+            "BINPERSID": lambda: self.stack.append(StorageReference(_tuple(self.stack.pop()))),
         }
 
     def step(self, opcode: str, argument: Any) -> None:
@@ -192,8 +194,8 @@ class _Machine:
 
     def _name(self, module: Any, name: Any) -> None:
         full = f"{module}.{name}"
-        known = full in CLASSES or full in _TORCH or full.startswith(_BEGINNINGS)
-        if not known and full != MEMBER:
+        allowed = full in CLASSES or full in _TORCH or full.startswith(_BEGINNINGS)
+        if not allowed and full != MEMBER:
             raise RefusedPickle(unknown(full))
         self.stack.append(Name(full))
 

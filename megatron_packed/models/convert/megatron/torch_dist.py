@@ -36,9 +36,9 @@ from megatron_packed.models.convert.megatron.pickle_process import (
     TENSOR_CALL,
     PickleProcess,
 )
-from megatron_packed.models.convert.megatron.restricted_pickle import DTYPES, RefusedPickle
+from megatron_packed.models.convert.megatron.restricted_pickle import STORAGE_DTYPES, RefusedPickle
+from megatron_packed.models.convert.weight_rows import Shape
 
-Shape = tuple[int, ...]
 PICKLE = "/data.pkl"
 COMMON_STATE = "common_state/"
 """Beginning of the name of the object that newer versions write in place of ``common.pt``."""
@@ -107,7 +107,7 @@ class TorchDist:
             raise damage(self.directory, f"{name} has no block for each layer")
         stored_shape = stored.blocks or stored.shape
         shape = stored_shape if layer is None else (1, *stored_shape[1:])
-        whole = torch.empty(shape, dtype=stored.dtype)
+        tensor = torch.empty(shape, dtype=stored.dtype)
         for part in stored.parts:
             if layer is not None and not part.begin[0] <= layer < part.begin[0] + part.shape[0]:
                 continue
@@ -116,10 +116,10 @@ class TorchDist:
             if layer is not None:
                 values = values[layer - begin[0]].unsqueeze(0)
                 begin = (0, *begin[1:])
-            whole[tuple(slice(b, b + size) for b, size in zip(begin, values.shape))] = values
+            tensor[tuple(slice(b, b + size) for b, size in zip(begin, values.shape))] = values
         shape = stored.shape if layer is None else stored.shape[1:]
-        whole = whole if layer is None else whole[0]
-        return whole if stored.blocks is None else _of_blocks(whole, shape)
+        tensor = tensor if layer is None else tensor[0]
+        return tensor if stored.blocks is None else _of_blocks(tensor, shape)
 
     def model_problem(self, args: Mapping[str, Any], rows: int) -> tuple[str, str] | None:
         """Return `arguments.model_problem`, computed in the process with limits."""
@@ -130,16 +130,16 @@ class TorchDist:
 
     def _read_metadata(self) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
         path = self.directory / METADATA_FILE
-        found = self._unpickle(METADATA, _read_file(path), path)
-        assert isinstance(found, dict)
+        metadata = self._unpickle(METADATA, _read_file(path), path)
+        assert isinstance(metadata, dict)
         with damaged(path):
             tensors = {
-                name: _stored(name, about)
-                for name, about in found["tensors"].items()
+                name: _stored(name, description)
+                for name, description in metadata["tensors"].items()
                 if not BUCKETS.match(name)
             }
-        self.has_buckets = any(map(BUCKETS.match, found["tensors"]))
-        return tensors, found["objects"]
+        self.has_buckets = any(map(BUCKETS.match, metadata["tensors"]))
+        return tensors, metadata["objects"]
 
     def _read_common(self) -> dict[str, Any]:
         """Return the plain values of the checkpoint, for example ``args`` and ``iteration``."""
@@ -180,13 +180,20 @@ class TorchDist:
             if size(PICKLE) > _MOST_BYTES_OF_TENSOR_PICKLE:
                 raise ValueError("the description of a tensor is too long")
             pickle = records(PICKLE)
-        about = self._unpickle(TENSOR, pickle, path)
-        assert isinstance(about, dict)
+        description = self._unpickle(TENSOR, pickle, path)
+        assert isinstance(description, dict)
         with damaged(path, name):
-            if getattr(torch, about["dtype"]) != dtype or tuple(about["shape"]) != part.shape:
-                raise ValueError(f"{about['dtype']} {about['shape']} contradicts .metadata")
-            values = torch.frombuffer(bytearray(records(f"/data/{about['key']}")), dtype=dtype)
-            return _strided(values, about)
+            if (
+                getattr(torch, description["dtype"]) != dtype
+                or tuple(description["shape"]) != part.shape
+            ):
+                raise ValueError(
+                    f"{description['dtype']} {description['shape']} contradicts .metadata"
+                )
+            values = torch.frombuffer(
+                bytearray(records(f"/data/{description['key']}")), dtype=dtype
+            )
+            return _strided(values, description)
 
     def _unpickle(self, kind: bytes, pickle: bytes, path: Path) -> object:
         """Return the answer to a request of `pickle_process`, which is a dictionary except for ``OBJECTS``."""
@@ -229,10 +236,10 @@ def _open_archive(archive: bytes) -> tuple[Callable[[str], bytes], Callable[[str
     prefix = pickle.removesuffix(PICKLE)
 
     def info(record: str) -> zipfile.ZipInfo:
-        found = opened.getinfo(prefix + record)
-        if found.compress_type != zipfile.ZIP_STORED or found.file_size > len(archive):
+        entry = opened.getinfo(prefix + record)
+        if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > len(archive):
             raise ValueError(f"{record} is compressed")
-        return found
+        return entry
 
     def read(record: str) -> bytes:
         return opened.read(info(record))
@@ -242,12 +249,12 @@ def _open_archive(archive: bytes) -> tuple[Callable[[str], bytes], Callable[[str
     return read, lambda record: info(record).file_size
 
 
-def _strided(values: Tensor, about: dict[str, Any]) -> Tensor:
-    shape, strides, offset = about["shape"], about["strides"], about["offset"]
+def _strided(values: Tensor, description: dict[str, Any]) -> Tensor:
+    shape, strides, offset = description["shape"], description["strides"], description["offset"]
     if len(shape) != len(strides) or min([offset, *strides]) < 0:
         raise ValueError("its strides do not fit its shape")
     last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides))
-    if math.prod(shape) and last >= min(len(values), about["count"]):
+    if math.prod(shape) and last >= min(len(values), description["count"]):
         raise ValueError("its values end too early")
     return values.as_strided(shape, strides, offset)
 
@@ -266,29 +273,29 @@ def _of_blocks(stored: Tensor, shape: Shape) -> Tensor:
 def _with_numbers(value: object, records: Callable[[str], bytes]) -> object:
     """Return plain values, with the number of each tensor of one element in its place."""
     if isinstance(value, list):
-        return [_with_numbers(one, records) for one in value]
+        return [_with_numbers(inner, records) for inner in value]
     if not isinstance(value, dict):
         return value
     if value.get("name") != TENSOR_CALL:
-        return {key: _with_numbers(one, records) for key, one in value.items()}
+        return {key: _with_numbers(inner, records) for key, inner in value.items()}
     [[_, kind, key, *_]], offset, shape = value["arguments"][:3]
     if math.prod(shape) != 1:
         return None
-    dtype = getattr(torch, DTYPES[kind.removeprefix("torch.").removesuffix("Storage")])
+    dtype = getattr(torch, STORAGE_DTYPES[kind.removeprefix("torch.").removesuffix("Storage")])
     return torch.frombuffer(bytearray(records(f"/data/{key}")), dtype=dtype)[offset].item()
 
 
-def _stored(name: str, about: dict[str, Any]) -> StoredTensor:
+def _stored(name: str, description: dict[str, Any]) -> StoredTensor:
     """Return a tensor of ``.metadata``, whose parts must cover it exactly once."""
-    shape = stored_shape = _sizes(about["shape"])
-    if about["dtype"] not in DTYPES.values():
-        raise ValueError(f"{name} has the data type {about['dtype']}, which is not supported")
-    if about["whole_shape"] is not None:
-        shape = _sizes(about["whole_shape"])
+    shape = stored_shape = _sizes(description["shape"])
+    if description["dtype"] not in STORAGE_DTYPES.values():
+        raise ValueError(f"{name} has the data type {description['dtype']}, which is not supported")
+    if description["whole_shape"] is not None:
+        shape = _sizes(description["whole_shape"])
         _check_blocks(name, shape, stored_shape)
-    sizes = {_sizes(begin): _sizes(size) for begin, size in about["chunks"]}
+    sizes = {_sizes(begin): _sizes(size) for begin, size in description["chunks"]}
     parts = []
-    for begin, file, offset, length in about["places"]:
+    for begin, file, offset, length in description["places"]:
         begin = _sizes(begin)
         offset, length = _sizes([offset, length])
         parts.append(
@@ -305,9 +312,9 @@ def _stored(name: str, about: dict[str, Any]) -> StoredTensor:
     _check_cover(name, stored_shape, parts)
     return StoredTensor(
         shape=shape,
-        dtype=getattr(torch, about["dtype"]),
+        dtype=getattr(torch, description["dtype"]),
         parts=tuple(parts),
-        blocks=None if about["whole_shape"] is None else stored_shape,
+        blocks=None if description["whole_shape"] is None else stored_shape,
     )
 
 
@@ -315,14 +322,14 @@ def _check_blocks(name: str, shape: Shape, stored: Shape) -> None:
     """Check that a tensor of ``shape`` consists of the blocks of a stored tensor."""
     counts, size = stored[:-1], stored[-1:]
     fits = len(counts) == len(shape) and all(
-        count > 0 and whole % count == 0 for whole, count in zip(shape, counts)
+        count > 0 and size_of_dim % count == 0 for size_of_dim, count in zip(shape, counts)
     )
     if not fits or math.prod(counts) * math.prod(size) != math.prod(shape):
         raise ValueError(f"{name} has blocks {list(stored)}, which do not fit {list(shape)}")
 
 
 def _sizes(values: Any) -> Shape:
-    if not isinstance(values, list) or any(type(one) is not int or one < 0 for one in values):
+    if not isinstance(values, list) or any(type(size) is not int or size < 0 for size in values):
         raise ValueError(f"{values!r} is no list of sizes")
     return tuple(values)
 
@@ -332,8 +339,8 @@ def _check_cover(name: str, shape: Shape, parts: list[StoredPart]) -> None:
         raise ValueError(f"{name} has parts of another rank")
     begins = torch.tensor([part.begin for part in parts], dtype=torch.int64)
     ends = begins + torch.tensor([part.shape for part in parts], dtype=torch.int64)
-    whole = torch.tensor(shape, dtype=torch.int64)
-    inside = bool((ends <= whole).all())
+    stored_shape = torch.tensor(shape, dtype=torch.int64)
+    inside = bool((ends <= stored_shape).all())
     for number in range(len(parts) - 1):
         later = slice(number + 1, None)
         meets = (begins[later] < ends[number]) & (begins[number] < ends[later])

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_packed.config.errors import ConfigError
-from megatron_packed.config.megatron.accepted import ACCEPTED, ANY
-from megatron_packed.config.megatron.flags import ALWAYS, REFUSAL_OF, REFUSED, TAKEN
+from megatron_packed.config.megatron.flags import ACCEPTED, ALWAYS, ANY, REFUSAL_OF, REFUSED, TAKEN
 from megatron_packed.config.parser.flag_registry import META_FLAGS, spellings
 from megatron_packed.config.parser.parse import parse, parse_or_exit, parse_with_sources
 

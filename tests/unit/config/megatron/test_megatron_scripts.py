@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-from collect_megatron_flags import collect
-
 from megatron_packed.config.errors import ConfigError, Problem
 from megatron_packed.config.megatron.flags import REFUSAL_OF, TAKEN
 from megatron_packed.config.parser.flag_registry import spellings
@@ -99,27 +97,3 @@ def test_files_of_gpt2_alone_choose_its_tokenizer(right) -> None:
     assert parse(minimal).data.tokenizer_type == "ByteTokenizer"
     named = parse([*minimal, *files, "--tokenizer-type", "GPT2BPETokenizer"])
     assert named.data == chosen.data
-
-
-def test_flags_are_collected_from_both_kinds_of_scripts(tmp_path: Path) -> None:
-    case = tmp_path / "tests/functional_tests/test_cases/hybrid/one"
-    case.mkdir(parents=True)
-    (case / "model_config.yaml").write_text(
-        'ENV_VARS:\n  A: 1\nMODEL_ARGS:\n  --bf16: true\n  --lr: 1e-4 # high\n  --modules: "[a b]"\n'
-    )
-    (tmp_path / "examples/mamba").mkdir(parents=True)
-    (tmp_path / "examples/mamba/train.sh").write_text(
-        'options=" \\\n  --lr 3 \\\n --spec a b \\\n --no-x\\\n # --old 1\n --dir ${DIR}"\n'
-        "torchrun --nproc_per_node 8 run.py --last 1 --end\n"
-    )
-    (tmp_path / "examples/post_training/modelopt").mkdir(parents=True)
-    (tmp_path / "examples/post_training/modelopt/finetune.sh").write_text("")
-    assert collect(tmp_path) == {
-        "--bf16": "",
-        "--dir": "${DIR}",
-        "--end": "",
-        "--last": "1",
-        "--lr": "3",
-        "--modules": "a b",
-        "--spec": "a b",
-    }

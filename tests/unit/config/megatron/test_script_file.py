@@ -62,7 +62,7 @@ def by_bash(tmp_path):
 def test_words_are_those_of_bash(script, by_bash) -> None:
     path = script(SCRIPT)
     line = read_script(path, {})
-    found = [word.replace("${SAVE}", "SAVE") for word in line.words]
+    found = [word.replace("${SAVE}", "SAVE") for word in line.arguments]
     words = by_bash(path)
     assert [*found, "SAVE"] == words[words.index("x/pretrain_hybrid.py") + 1 :]  # "$@" is SAVE
     assert line.unset == ("SAVE",)
@@ -98,6 +98,8 @@ def test_flags_are_checked_for_the_processes_of_the_script(script, capsys) -> No
         (")", "has a bracket in line 1"),
         ("(cd x; python a.py --x)", "has a bracket in line 1"),
         ("A=(1 2", "has a list without an end in line 1"),
+        ("A=(1; 2)\npython a.py --x", "has ; in a list in line 1"),
+        ("A=(1\n<2)\npython a.py --x", "has < in a list in line 2"),
         ("A=\n'", "has an open quotation mark in line 2"),
         ('python a.py --x "', "has an open quotation mark in line 1"),
         ("python a.py --x $(id)", "uses a substitution in line 1"),

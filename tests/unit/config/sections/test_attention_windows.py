@@ -4,7 +4,7 @@ import pytest
 
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.config.sections.model_parts.window import window_sides, windowed_layers
+from megatron_packed.config.sections.model_parts.window import layers_with_window, window_sides
 
 
 def model(pattern="*-*-*-", **changes):
@@ -30,7 +30,7 @@ def model(pattern="*-*-*-", **changes):
     ],
 )
 def test_layers_with_the_window(text, layers):
-    assert windowed_layers(text, 4) == tuple(layer == "1" for layer in layers)
+    assert layers_with_window(text, 4) == tuple(layer == "1" for layer in layers)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_layers_with_the_window(text, layers):
 )
 def test_other_texts_are_refused(text, message):
     with pytest.raises(ValueError) as caught:
-        windowed_layers(text, 4)
+        layers_with_window(text, 4)
     assert message in str(caught.value)
 
 

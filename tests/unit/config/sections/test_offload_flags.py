@@ -1,8 +1,7 @@
 """Flags of offload: Megatron's spellings and their effect on a layer."""
 
 from megatron_packed.config.parser.parse import parse
-from megatron_packed.config.sections.memory import OFFLOADED_IN, MemoryConfig
-from megatron_packed.config.sections.offload_rules import INSIDE
+from megatron_packed.config.sections.memory import INSIDE, OFFLOADED_IN, MemoryConfig
 
 OFFLOAD = "--fine-grained-activation-offloading --offload-modules"
 WHOLE = "--offload-layer-inputs --recompute-granularity full --recompute-num-layers"

@@ -28,7 +28,7 @@ DOCUMENTS = {
     "uint16": [[[1, 2, 65499]], [[7]], [[9, 8, 7, 6], [5]], [[]], [[3, 3, 3]]],
     "int32": [[[1, 2, 65499, 2**31 - 1]], [[0, 0], [1], [2, 2]], [[4] * 40]],
 }
-"""Documents that megatron-core wrote into the prepared files (`indexed/make.py`), as lists of
+"""Documents that megatron-core wrote into the prepared files (`tools/indexed_files.py`), as lists of
 sequences of tokens.
 """
 

@@ -15,9 +15,8 @@ import pytest
 
 from megatron_packed.config.data_fields import DataFields
 from megatron_packed.data.errors import DataError
-from megatron_packed.data.index.encode_chunk import _check_tokens
 from megatron_packed.data.index.indexed_file import IndexedFile
-from megatron_packed.data.index.preprocess import PreprocessOptions, preprocess
+from megatron_packed.data.index.preprocess import PreprocessOptions, _check_tokens, preprocess
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 
 END = ByteTokenizer.eod_id

@@ -1,5 +1,7 @@
 """Tests of over-long documents: every token is counted, and pieces have the right start and length."""
 
+from dataclasses import asdict
+
 import numpy as np
 import pytest
 
@@ -12,69 +14,34 @@ def listed(pieces: Pieces) -> list[tuple[int, int, int]]:
     return list(zip(pieces.document.tolist(), pieces.start.tolist(), pieces.length.tolist()))
 
 
-def test_truncate():
-    pieces = Pieces.cut(LENGTHS, 8, "truncate")
-    assert listed(pieces) == [
-        (0, 0, 5),
-        (1, 0, 8),
-        (2, 0, 8),
-        (3, 0, 1),
-        (4, 0, 8),
-        (5, 0, 8),
-        (6, 0, 3),
-    ]
-    assert pieces.counts == TokenCounts(
-        documents_in=7,
-        documents_truncated=3,
-        documents_split=0,
-        documents_dropped=0,
-        tokens_in=62,
-        tokens_kept=41,
-        tokens_truncated=21,
-        tokens_dropped=0,
-    )
+WHOLE = [(0, 0, 5), (2, 0, 8), (3, 0, 1), (6, 0, 3)]
+"""Documents, starts and lengths of those that are not cut."""
 
 
-def test_split():
-    pieces = Pieces.cut(LENGTHS, 8, "split")
-    assert listed(pieces) == [
-        (0, 0, 5),
-        (1, 0, 8),
-        (1, 8, 4),
-        (2, 0, 8),
-        (3, 0, 1),
-        (4, 0, 8),
-        (4, 8, 8),
-        (4, 16, 8),
-        (5, 0, 8),
-        (5, 8, 1),
-        (6, 0, 3),
-    ]
-    assert pieces.counts == TokenCounts(
-        documents_in=7,
-        documents_truncated=0,
-        documents_split=3,
-        documents_dropped=0,
-        tokens_in=62,
-        tokens_kept=62,
-        tokens_truncated=0,
-        tokens_dropped=0,
-    )
-
-
-def test_drop():
-    pieces = Pieces.cut(LENGTHS, 8, "drop")
-    assert listed(pieces) == [(0, 0, 5), (2, 0, 8), (3, 0, 1), (6, 0, 3)]
-    assert pieces.counts == TokenCounts(
-        documents_in=7,
-        documents_truncated=0,
-        documents_split=0,
-        documents_dropped=3,
-        tokens_in=62,
-        tokens_kept=17,
-        tokens_truncated=0,
-        tokens_dropped=45,
-    )
+@pytest.mark.parametrize(
+    ("policy", "of_long", "kept", "counts"),
+    [
+        (
+            "truncate",
+            [(1, 0, 8), (4, 0, 8), (5, 0, 8)],
+            41,
+            {"documents_truncated": 3, "tokens_truncated": 21},
+        ),
+        (
+            "split",
+            [(1, 0, 8), (1, 8, 4), (4, 0, 8), (4, 8, 8), (4, 16, 8), (5, 0, 8), (5, 8, 1)],
+            62,
+            {"documents_split": 3},
+        ),
+        ("drop", [], 17, {"documents_dropped": 3, "tokens_dropped": 45}),
+    ],
+)
+def test_pieces_and_counts_of_a_policy(policy, of_long, kept, counts):
+    pieces = Pieces.cut(LENGTHS, 8, policy)
+    assert listed(pieces) == sorted([*WHOLE, *of_long])
+    none = dict.fromkeys(asdict(pieces.counts), 0)
+    want = {**none, "documents_in": 7, "tokens_in": 62, "tokens_kept": kept, **counts}
+    assert pieces.counts == TokenCounts(**want)
 
 
 def test_error_names_the_longest():

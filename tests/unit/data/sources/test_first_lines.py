@@ -7,7 +7,7 @@ import pytest
 
 from megatron_packed.config.data_fields import DataFields, pairs_of
 from megatron_packed.data.errors import DataError
-from megatron_packed.data.sources import cache_manifest, first_lines, tokenized_dataset
+from megatron_packed.data.sources import first_lines, tokenized_dataset
 from megatron_packed.data.sources.tokenized_dataset import open_dataset
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.data.tokenizers.chat_format import TemplateFormat
@@ -187,10 +187,9 @@ def test_a_refused_run_leaves_its_tokens_to_the_next_run(tmp_path, monkeypatch):
 
 def test_a_cache_of_another_format_is_built_again(tmp_path, monkeypatch):
     """The counts of an older cache are not read as counts of this version."""
-    older = cache_manifest.CACHE_FORMAT - 1
+    older = tokenized_dataset.CACHE_FORMAT - 1
     with monkeypatch.context() as before:
-        for module in (cache_manifest, tokenized_dataset):
-            before.setattr(module, "CACHE_FORMAT", older)
+        before.setattr(tokenized_dataset, "CACHE_FORMAT", older)
         old = open_lines(tmp_path, [GOOD] * 3 + [EMPTY])
     new = open_lines(tmp_path, [GOOD] * 3 + [EMPTY])
     assert new.directory != old.directory and new.content_hash == old.content_hash

@@ -12,7 +12,7 @@ import pytest
 from megatron_packed.data.errors import BadLine, DataError
 from megatron_packed.data.sources.json_objects import check_no_wrapped_list
 from megatron_packed.data.sources.jsonl_lines import LineReader
-from megatron_packed.data.sources.line_schema import FIELDS, parse_object
+from megatron_packed.data.sources.line_schema import FIELDS, object_of_line
 from megatron_packed.data.sources.table_rows import reader_of
 from support.data_helpers import open_lines
 
@@ -36,7 +36,7 @@ def values(path):
         try:
             if line.reason is not None:
                 raise BadLine(line.reason)
-            good += [] if line.is_blank else [parse_object(line.data)]
+            good += [] if line.is_blank else [object_of_line(line.data)]
         except BadLine as error:
             bad.append((line.number, error.reason))
     return good, bad

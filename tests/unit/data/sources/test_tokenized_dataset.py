@@ -319,7 +319,7 @@ def test_every_flipped_byte_is_found_before_it_is_used(tmp_path, monkeypatch):
 
     Either opening the cache or reading the damaged block raises an error.
     """
-    monkeypatch.setattr(arrays, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(arrays, "CHECKSUM_BLOCK_BYTES", 64)
     good = open_lines(tmp_path, LINES * 5, sft=False)
     expected = [good.document(n)[0].tolist() for n in range(len(good))]
     random = np.random.default_rng(0)

@@ -98,8 +98,9 @@ CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name":
 
 def documents(source, messages, tools=None, special=THINKING, **rules):
     """Return the texts that each document learns, and the notes."""
-    renderer = ConversationRenderer(source, {"eos_token": "</s>"}, special)
-    found, notes = renderer.documents(messages, tools, RenderingRules(**rules))
+    variables = {"eos_token": "</s>"}
+    renderer = ConversationRenderer(source, variables, special, rules=RenderingRules(**rules))
+    found, notes = renderer.documents(messages, tools)
     for document in found:
         for number, (start, _) in zip(
             document.learned, document.spans if document.as_served else ()
@@ -437,19 +438,25 @@ def test_a_template_that_is_endless_only_for_some_goes_on_with_the_others():
                 process.conversation(stop)
 
 
+def child_of(process):
+    """Return the child process of a template that one thread renders."""
+    [idle] = process._guarded._idle
+    return idle._child
+
+
 def test_each_conversation_has_its_own_time_limit():
     source = (
         "{% for a in range(90000) %}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
     )
     with TemplateProcess(source, {}, [], cpu_seconds=1.0) as process:
-        pid, used = process.process._child.pid, 0.0
+        pid, used = child_of(process).pid, 0.0
         while used < 1.5:
             process.prompt(TALK)
             with open(f"/proc/{pid}/stat") as file:
                 used = sum(map(int, file.read().rsplit(")", 1)[1].split()[11:13])) / os.sysconf(
                     "SC_CLK_TCK"
                 )
-        assert process.process._child.pid == pid
+        assert child_of(process).pid == pid
 
 
 def test_a_template_that_does_not_compile_is_an_error():
@@ -464,9 +471,9 @@ def test_a_template_that_does_not_compile_is_an_error():
 def test_the_process_has_no_secrets_and_no_files(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_TOKEN", "canary")
     with TemplateProcess(PLAIN, {}, []) as process:
-        pid = process.process._child.pid
+        pid = child_of(process).pid
         with open(f"/proc/{pid}/environ", "rb") as file:
             assert b"canary" not in file.read()
         with open(f"/proc/{pid}/limits") as file:
             assert "Max file size             0" in file.read()
-    assert process.process._child is None
+    assert process._guarded._idle == []

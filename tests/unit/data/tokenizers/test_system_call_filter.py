@@ -1,6 +1,5 @@
 """Templates that try to leave jinja2's sandbox, and the system-call filter without the sandbox."""
 
-import json
 import struct
 import subprocess
 import sys
@@ -10,8 +9,9 @@ import pytest
 from megatron_packed.data.errors import BadLine
 from megatron_packed.data.tokenizers import chat_template, system_call_filter
 from megatron_packed.data.tokenizers.chat_template import TemplateError, TemplateRenderer
-from megatron_packed.data.tokenizers.limited_process import LimitedProcess, Limits
-from megatron_packed.data.tokenizers.template_process import TemplateProcess, template_budget
+from megatron_packed.data.tokenizers.conversation_documents import RenderingRules
+from megatron_packed.data.tokenizers.limited_process import Budget, GuardedObject, Limits
+from megatron_packed.data.tokenizers.template_process import TemplateProcess
 
 MESSAGES = [{"role": "user", "content": "x"}]
 GLOBALS = "'{0.__init__.__globals__}'"
@@ -69,19 +69,17 @@ def test_the_filter_attr_still_reads_what_a_dot_reads() -> None:
 
 def unguarded(expression: str) -> str:
     """Render an expression in a process without jinja2's sandbox; return its text or its error."""
-    setup = {
-        "source": "{{ " + expression + " }}",
-        "variables": {},
-        "special_tokens": [],
-        "date": None,
-    }
-    process = LimitedProcess("support.unguarded_template", setup, Limits(), template_budget())
-    request = {"messages": MESSAGES, "tools": None, "method": "complete_text", "rules": None}
+    arguments = ["{{ " + expression + " }}", {}, [], None, RenderingRules()]
+    budget = Budget("the template", "conversations", "give another", max_in_a_row=3)
+    template = GuardedObject(
+        "support.unguarded_template", arguments, Limits(), budget, "template_limit"
+    )
     try:
-        answer = json.loads(process.ask(json.dumps(request).encode()))
+        return str(template.call("complete_text", MESSAGES, None)[0])
+    except BadLine as error:
+        return error.detail
     finally:
-        process.close()
-    return answer["text"] if "text" in answer else answer["detail"]
+        template.close()
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="seccomp is a part of Linux")

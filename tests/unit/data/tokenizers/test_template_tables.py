@@ -1,6 +1,6 @@
 """Trained answers of eight template structures against tables that the transformers library made.
 
-``make_template_tables.py`` describes the tables. The tokens before each answer of 300 conversations
+``tools/template_tables.py`` describes the tables. The tokens before each answer of 300 conversations
 must be those that a server gives the model for this history. The trained tokens must be those of
 the template. Any other answer must be refused or counted, with a reason.
 """
@@ -25,7 +25,7 @@ from support import template_conversations as made
 with np.load(made.TABLES / "tables.npz") as _arrays:
     TABLE = dict(_arrays)
 TOKENS, SEAM, NO_PREFIX, RAISES = range(4)
-"""Values of the column ``kind``; see ``make_template_tables.py``."""
+"""Values of the column ``kind``; see ``tools/template_tables.py``."""
 
 LEARNED = {
     # exact, letters
@@ -199,7 +199,7 @@ def test_answers_are_trained_as_transformers_serves_them(structure, tmp_path) ->
         if not {"exact", "letters", "not_served", "train: false"}.issuperset(names):
             silent.append((number, names))
     chat.close()
-    assert not silent, f"make_template_tables.py --show {structure.name} NUMBER: {silent}"
+    assert not silent, f"tools/template_tables.py --show {structure.name} NUMBER: {silent}"
     counts.pop("train: false")
     learned = (counts.pop("exact"), counts.pop("letters"))
     assert all(np.greater_equal(learned, LEARNED[structure.name])), learned

@@ -106,7 +106,7 @@ def test_an_export_without_the_original_keeps_every_bit_of_the_checkpoint(tmp_pa
     )
 
 
-def test_rounding_is_told(tmp_path, capsys):
+def test_rounding_is_reported(tmp_path, capsys):
     write_model(tmp_path / "hf")
     assert (
         main(
@@ -277,7 +277,7 @@ def test_sizes_that_no_memory_holds_are_refused_by_the_tensors(tmp_path, capsys)
     assert "shape" in capsys.readouterr().err
 
 
-def test_all_problems_are_told_and_keys_can_be_vouched_for():
+def test_all_problems_are_reported_and_keys_can_be_ignored():
     fields = {
         **FIELDS,
         "sliding_window": 8,
@@ -393,7 +393,7 @@ PATHS = {
 
 
 @pytest.mark.parametrize("command", PATHS)
-def test_paths_that_are_not_what_is_wanted_are_told(command, tmp_path, capsys, monkeypatch):
+def test_wrong_paths_are_reported(command, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("hf", "empty", "only", "pickled"):
         Path(name).mkdir()
@@ -461,7 +461,7 @@ def test_what_an_export_refuses(tmp_path, capsys):
     assert "is not a directory" in export()[1]
 
 
-def test_a_place_that_cannot_be_exported_to_is_told_as_it_was_typed(tmp_path, capsys, monkeypatch):
+def test_a_directory_that_cannot_be_written_is_reported_as_typed(tmp_path, capsys, monkeypatch):
     """Errors name the directory that the user gave, not the temporary directory."""
     hf, ours = tmp_path / "hf", tmp_path / "ours"
     write_model(hf)

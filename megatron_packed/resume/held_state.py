@@ -1,0 +1,101 @@
+"""Tensors of a run in checkpoints: the shards of parameters, buffers and optimizer state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_packed.checkpoint.tensor_extent import Extent
+from megatron_packed.checkpoint.tensor_shard import TensorShard, shards_of
+from megatron_packed.distributed.tensor_parallel_shards import ShardedParameter
+from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.optim.optimizer import Optimizer
+
+
+class Held(NamedTuple):
+    """Part of a run's state that this rank holds."""
+
+    shard: TensorShard
+    owned: bool
+    """True if no lower tensor-parallel rank holds the same shard."""
+    replicated: bool
+    """True if all ranks of ``dp_cp`` hold the shard; for experts, all ranks of ``expert_dp``."""
+    expert: bool = False
+    """True if the shard belongs to an expert."""
+
+
+def held_state(model: HybridModel, optimizer: Optimizer | None = None) -> Iterator[Held]:
+    """Yield this rank's shards of parameters, persistent buffers and optimizer state.
+
+    The names do not depend on the parallel layout. A tied parameter is yielded once.
+    """
+    if optimizer is not None:
+        optimizer.buffers.wait_params()
+    parameters, persistent, first = (
+        model.sharded_parameters(),
+        model.state_dict(),
+        model.tp.rank == 0,
+    )
+    for name, sharded in parameters.items():
+        for shard, owned in shards_of_parameter(
+            f"model/{name}", sharded, sharded.parameter.detach().view(-1)
+        ):
+            yield Held(shard, owned, replicated=True, expert=sharded.is_expert)
+    for name, buffer in model.named_buffers():
+        if name in persistent:
+            yield Held(TensorShard.whole(f"model/{name}", buffer), owned=first, replicated=True)
+    if optimizer is None:
+        return
+    starts, buffers = optimizer.state_starts(), optimizer.buffers
+    has_one_owner = {
+        slot.name: buffers.owners(slot.part).size == 1 for slot in buffers.layout.slots
+    }
+    for name, view in optimizer.state_shards().items():
+        kind, _, of = name.partition("/")
+        if name == "step":
+            yield Held(TensorShard.whole("optimizer/step", view), owned=first, replicated=True)
+        # float32 parameters are their own masters, and are saved once.
+        elif kind != "master" or parameters[of].parameter.dtype == torch.bfloat16:
+            for shard, owned in shards_of_parameter(
+                f"optimizer/{name}", parameters[of], view, starts[name]
+            ):
+                yield Held(
+                    shard, owned, replicated=has_one_owner[of], expert=parameters[of].is_expert
+                )
+
+
+def shards_of_parameter(
+    name: str, sharded: ShardedParameter, view: Tensor, start: int = 0
+) -> Iterator[tuple[TensorShard, bool]]:
+    """Yield the shards of the unsharded tensor that ``view`` holds, and whether this rank owns them.
+
+    Args:
+        name: name of the unsharded tensor.
+        sharded: the parameter, with its place in the unsharded tensor.
+        view: consecutive elements of this rank's part of the parameter, or of an optimizer state of
+            the same shape.
+        start: index of the first element of ``view`` in this rank's flattened part.
+    """
+    for piece in sharded.stored_pieces():
+        extent = Extent(
+            piece.global_start, piece.global_start + piece.length, piece.rows, piece.global_stride
+        )
+        # On this rank, the rows of most pieces are contiguous in memory. If they are not, each row
+        # becomes a separate extent.
+        together = piece.rows == 1 or piece.local_stride == piece.length
+        extents = (
+            [(piece.local_start, extent)]
+            if together
+            else zip((at for at, _ in piece.runs()), extent.each_row())
+        )
+        for at, its_extent in extents:
+            first, last = max(at, start), min(at + its_extent.numel, start + view.numel())
+            if first < last:
+                held = its_extent.cut(first - at, last - at)
+                for shard in shards_of(
+                    name, tuple(sharded.stored_shape), held, view[first - start : last - start]
+                ):
+                    yield shard, piece.owned
