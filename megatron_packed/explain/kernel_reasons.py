@@ -24,12 +24,15 @@ from megatron_packed.config.kernel_options import (
 from megatron_packed.config.kinds.layer_kind import KINDS
 from megatron_packed.config.optional_packages import is_installed, package_of_kernel
 from megatron_packed.config.run import RunConfig
+from megatron_packed.explain.capability import WIDTH
 from megatron_packed.explain.op_requests import op_requests, served_by
 from megatron_packed.layers.transformer_impl import (
     LOCAL_NAME,
     TRANSFORMER_ENGINE_NAME,
+    implementation,
     transformer_engine_refusal,
 )
+from megatron_packed.lazy_exports import lazy_function
 from megatron_packed.models.run_model import dtype_of
 from megatron_packed.ops.activation import api as activation
 from megatron_packed.ops.backend_dispatch import NoBackendError, Op
@@ -79,7 +82,6 @@ MEASURED: dict[str, dict[str, float]] = {
 A case is forward and backward of 4,096 tokens in bf16 on an H200, replayed from a graph.
 """
 
-WIDTH = 118
 NO_FLOAT32 = "torch.float32"
 """Text in the reasons of backends that do not support float32, that is, a run without --bf16."""
 
@@ -167,6 +169,26 @@ def layer_reasons(config: RunConfig, device: torch.device) -> dict[str, list[str
     return {LOCAL_NAME: [], TRANSFORMER_ENGINE_NAME: [] if refusal is None else [refusal]}
 
 
+capture_of_transformer_engine = lazy_function(
+    "megatron_packed.cuda_graphs.transformer_engine", "maker"
+)
+"""Imported only by a run whose graphs TransformerEngine captures."""
+
+
+def check_implementation(config: RunConfig, device: torch.device) -> None:
+    """Check TransformerEngine's linear layers, norms and capture of layers, if the options use them.
+
+    Its attention is checked together with the other kernels (`chosen_kernels`). The check runs
+    before ranks wait for each other.
+
+    Raises:
+        ValueError: a requested part cannot be used; the message has the reason and the cure.
+    """
+    implementation(config.training.transformer_impl, device, dtype_of(config))
+    if config.cuda_graph.uses_transformer_engine and device.type == "cuda":
+        capture_of_transformer_engine()
+
+
 def chosen_kernels(
     config: RunConfig, device: torch.device, documents: int | None = None
 ) -> list[Kernel]:
@@ -250,15 +272,12 @@ def kernel_block(names: dict[str, str]) -> str:
     Example:
         ``kernels: attention flash_attn_4 · scan mamba_ssm · loss triton · optimizer torch``.
     """
-    parts = (
-        "\0".join(f"{label} {name}" for label, name in names.items())
-        .replace(" ", "\1")
-        .replace("\0", " · ")
-    )
-    wrapped = textwrap.fill(
-        f"kernels: {parts}", WIDTH, subsequent_indent="  ", break_long_words=False
-    )
-    return wrapped.replace("\1", " ")
+    # Lines end between kernels only: textwrap does not break at this space.
+    pairs = (f"{label} {name}".replace(" ", "\xa0") for label, name in names.items())
+    text = f"kernels: {' · '.join(pairs)}"
+    return textwrap.fill(
+        text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    ).replace("\xa0", " ")
 
 
 def slow_kernel_warnings(kernels: Sequence[Kernel], device: torch.device) -> list[str]:

@@ -14,8 +14,7 @@ from megatron_packed.checkpoint.load import find_checkpoints
 from megatron_packed.config.run import RunConfig
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.known_files import KnownData, file_sizes, first_lines_refusal
-from megatron_packed.explain.kernel_reasons import chosen_kernels
-from megatron_packed.explain.transformer_engine_checks import check_implementation
+from megatron_packed.explain.kernel_reasons import check_implementation, chosen_kernels
 from megatron_packed.models.estimate.parameter_count import count_parameters
 from megatron_packed.models.estimate.run_estimate import (
     StepWork,

@@ -21,8 +21,7 @@ from megatron_packed.config.section import section_fields
 from megatron_packed.config.serialise import from_dict
 from megatron_packed.data.tokenizers.base import Tokenizer, answer_text
 from megatron_packed.data.tokenizers.untrusted_tokenizer import open_tokenizer
-from megatron_packed.explain.kernel_reasons import chosen_kernels
-from megatron_packed.explain.transformer_engine_checks import check_implementation
+from megatron_packed.explain.kernel_reasons import check_implementation, chosen_kernels
 from megatron_packed.inputs.open_documents import build_tokenizer
 from megatron_packed.inputs.prompts import encode_prompts, texts
 from megatron_packed.inputs.stored_files import stored_files

@@ -13,7 +13,6 @@ import argparse
 import json
 import platform
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,9 +34,9 @@ from megatron_packed.config.optional_packages import (
     strangers,
     version_of,
 )
+from megatron_packed.explain.capability import beside
 
 EXIT_PROBLEM = 1
-_WIDTH = 118
 LINE_EVERY = 10.0
 """Seconds between progress lines if standard error is not a terminal."""
 FORCED_BY = {op: OPTION_OF[op] for kind in KINDS.values() for op in kind.backends}
@@ -370,11 +369,7 @@ def _lines(findings: dict[str, list[Finding]]) -> list[str]:
             texts = [finding.detail, f"used instead: {finding.instead}" if finding.instead else ""]
             text = ". ".join(text for text in texts if text)
             head = f"{finding.name.ljust(width)}  {finding.state.value.ljust(6)}  {finding.found.ljust(value)}  "
-            indent = " " * (width + 10 + value + 2)
-            wrapped = textwrap.wrap(
-                text, max(_WIDTH - len(indent), 40), break_long_words=False
-            ) or [""]
-            lines += [(head + wrapped[0]).rstrip(), *(indent + line for line in wrapped[1:])]
+            lines += beside(head, text)
             if finding.fix:
-                lines.append(f"{indent}fix: {finding.fix}")
+                lines.append(f"{' ' * len(head)}fix: {finding.fix}")
     return lines

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_packed.config.data_files import is_plain_name
 from megatron_packed.data.sources.compression import Blocks
 from megatron_packed.data.sources.jsonl_lines import (
     START_BYTES,
@@ -24,12 +23,10 @@ _JSON_START = re.compile(rb"\{|\[[ \t\r\n]*[\[{\"'\]]")
 """Beginning of a file of JSON lines or of a JSON array. Texts may begin with words in brackets."""
 
 
-def is_plain_text(file: Path) -> bool:
-    """Return whether a file is one text: its name says so, and it does not begin like JSON."""
-    if not is_plain_name(file.name):
-        return False
+def begins_as_json(file: Path) -> bool:
+    """Return whether a file begins like JSON lines or a JSON array, whatever its name says."""
     start = without_mark(start_of(iter(Blocks(file)))).lstrip(WHITE_SPACE)
-    return _JSON_START.match(start) is None
+    return _JSON_START.match(start) is not None
 
 
 class TextReader(LineReader):

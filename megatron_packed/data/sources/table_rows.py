@@ -19,6 +19,7 @@ from typing import Any
 
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.data_fields import ANSWERS, DataFields
+from megatron_packed.config.data_files import is_plain_name
 from megatron_packed.data.errors import DataError, printable
 from megatron_packed.data.sources.json_objects import check_no_wrapped_list
 from megatron_packed.data.sources.jsonl_lines import LineReader, RawLine
@@ -26,7 +27,7 @@ from megatron_packed.data.sources.line_fields import columns_of, first_names
 from megatron_packed.data.sources.line_messages import CONTENTS
 from megatron_packed.data.sources.line_schema import DECIDING
 from megatron_packed.data.sources.message_masks import LISTED_MASK
-from megatron_packed.data.sources.plain_texts import TextReader, is_plain_text
+from megatron_packed.data.sources.plain_texts import TextReader, begins_as_json
 from megatron_packed.data.sources.table_files import (
     ARROW_MAGIC,
     PARQUET_MAGIC,
@@ -49,7 +50,7 @@ def reader_of(
     """
     if is_table(file):
         return RowReader(file, max_line_bytes, columns, fields)
-    if is_plain_text(file):
+    if is_plain_name(file.name) and not begins_as_json(file):
         return TextReader(file, max_line_bytes)
     check_no_wrapped_list(file, _needed(columns) if fields is None else first_names(fields))
     return LineReader(file, max_line_bytes)

@@ -13,13 +13,17 @@ from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.data.tokenizers.base import ByteTokenizer
-from megatron_packed.explain import graphs, kernel_reasons
-from megatron_packed.explain.graphs import graph_capabilities
+from megatron_packed.explain import capabilities as rows_module
+from megatron_packed.explain import kernel_reasons
+from megatron_packed.explain.capabilities import (
+    capabilities,
+    graph_capabilities,
+    kernel,
+    parallel_capabilities,
+)
 from megatron_packed.explain.kernel_reasons import chosen_kernels
 from megatron_packed.explain.op_requests import op_requests
-from megatron_packed.explain.parallelism import parallel_capabilities
 from megatron_packed.explain.planned_run import PlannedRun
-from megatron_packed.explain.report import capabilities, kernel
 from megatron_packed.inputs.known_data import known_data
 from megatron_packed.inputs.open_documents import open_documents
 from megatron_packed.models.run_model import backends_of, build_model
@@ -334,7 +338,7 @@ def test_graphs_by_transformer_engine_and_why_there_are_none(monkeypatch):
         and "TransformerEngine does not import" in row.reason
         and "or use local" in row.advice
     )
-    monkeypatch.setattr(graphs, "maker", lambda: None)
+    monkeypatch.setattr(rows_module, "maker", lambda: None)
     found = {row.name.strip(): row for row in _graph_rows_of_a_gpu("transformer_engine")}
     how = "of each module, by TransformerEngine's make_graphed_callables"
     assert found["CUDA graphs"].reason.endswith(how)

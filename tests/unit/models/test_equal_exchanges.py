@@ -17,7 +17,7 @@ from megatron_packed.config.parser.parse import parse
 from megatron_packed.config.run import RunConfig
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.symmetric_exchange import staging_bytes
-from megatron_packed.explain.parallelism import parallel_capabilities
+from megatron_packed.explain.capabilities import parallel_capabilities
 from megatron_packed.models import equal_exchanges
 from megatron_packed.models.equal_exchanges import (
     connect_exchanges,

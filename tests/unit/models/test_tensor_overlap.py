@@ -14,7 +14,7 @@ from megatron_packed.config.idle_options import without_effect
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.config.run import RunConfig
 from megatron_packed.distributed.sequence_parallel_products import NO_OVERLAP, TensorOverlap
-from megatron_packed.explain.parallelism import parallel_capabilities
+from megatron_packed.explain.capabilities import parallel_capabilities
 from megatron_packed.models.tensor_overlap import overlap_of, overlap_words, symmetric_bytes
 
 SHAPE = """--hybrid-layer-pattern M-*- --hidden-size 256 --num-attention-heads 4 --disable-bias-linear

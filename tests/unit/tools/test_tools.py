@@ -254,18 +254,30 @@ def test_jobs_on_a_real_slurm():
 
 
 def test_traced_run():
-    """Every phase of a run is found, and a list names the functions of a phase."""
+    """Every phase of a run is found, and a start visits no file of options that are off."""
     import traced_run
 
-    command = [sys.executable, traced_run.__file__, "--list", traced_run.STEADY]
+    command = [sys.executable, traced_run.__file__, "--list", traced_run.BEFORE_SECOND_STEP]
     traced = subprocess.run(command, capture_output=True, text=True)
     assert traced.returncode == 0, traced.stderr
-    table, functions = traced.stdout.split("\nphase ")[1].split("\ntraining/train_step.py: ")
+    table, _, functions = traced.stdout.split("\nphase ")[1].partition("\ncheckpoint/")
     phases = {line[:24].strip(): line[24:].split() for line in table.splitlines()}
     for name in (*traced_run.STARTS.values(), *(f"step {number}" for number in (1, 2, 3, 4))):
         files, calls, switches, _ = (int(number.replace(",", "")) for number in phases[name])
         assert 0 < files <= calls and files <= switches, name
-    assert "__call__" in functions.splitlines()[0]
+    visited = dict(line.split(": ") for line in f"checkpoint/{functions}".splitlines())
+    assert "__call__" in visited["training/train_step.py"]
+    off = (
+        "cli/",
+        "cuda_graphs/",
+        "memory/",
+        "explain/capabilit",
+        "explain/planned",
+        "explain/report",
+    )
+    off += ("data/tokenizers/chat_template", "data/tokenizers/template_process", "data/sources/hub")
+    off += ("reporting/charts", "reporting/experiment_trackers", "inputs/sample", "resume/restore")
+    assert [file for file in visited if file.startswith(off)] == []
 
 
 def test_flags_are_collected_from_both_kinds_of_scripts(tmp_path: Path) -> None:
