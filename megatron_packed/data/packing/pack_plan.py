@@ -30,6 +30,9 @@ from megatron_packed.data.packing.step_plan import (
 from megatron_packed.data.source_blend import SourceBlend
 from megatron_packed.packed.array_types import Float64Array, IntegerArray
 
+_KEPT_STEPS = 4
+"""Plans of single steps that are kept, for the loader and the training loop."""
+
 
 class PackPlan:
     """Endless plan of the packs of training.
@@ -83,6 +86,7 @@ class PackPlan:
         belongs to an epoch that is not packed yet.
         """
         self._epochs: OrderedDict[int, Packs] = OrderedDict()
+        self._steps: OrderedDict[int, StepPlan] = OrderedDict()
         self._lock = threading.Lock()
         self._ramp = ramp
         self._stages = [BatchStage(0, 0, packs_per_step)] if ramp is None else ramp.stages()
@@ -104,7 +108,7 @@ class PackPlan:
 
     def packs_of_step(self, step: int) -> int:
         """Return the number of packs of a step, over all ranks."""
-        return stage_of(self._stages, step).packs
+        return self._stage(step).packs
 
     def full_steps_before(self, step: int) -> float:
         """Return the step that would begin at the same place if every step had `packs_per_step`
@@ -112,8 +116,12 @@ class PackPlan:
         """
         return (self._first_pack(step) - self.origin) / self.packs_per_step
 
+    def _stage(self, step: int) -> BatchStage:
+        # Most runs have steps of one size.
+        return self._stages[0] if len(self._stages) == 1 else stage_of(self._stages, step)
+
     def _first_pack(self, step: int) -> int:
-        stage = stage_of(self._stages, step)
+        stage = self._stage(step)
         return stage.pack + (step - stage.step) * stage.packs
 
     def resume(self, step: int, pack: int, samples: int = 0) -> None:
@@ -123,6 +131,7 @@ class PackPlan:
         batch size while it grows.
         """
         with self._lock:
+            self._steps.clear()
             if self._ramp is not None:
                 self._stages = self._ramp.stages(step, pack, samples)
             else:
@@ -198,6 +207,9 @@ class PackPlan:
     def step(self, step: int) -> StepPlan:
         """Return the plan of one step, counted from 0. Several threads may call this method."""
         with self._lock:
+            plan = self._steps.get(step)
+            if plan is not None:
+                return plan
             first, count = self._first_pack(step), self.packs_of_step(step)
             earliest = self._stages[0]
             if step < earliest.step or first < 0:
@@ -211,7 +223,12 @@ class PackPlan:
                 wanted = count - len(packs)
                 packs += [current[pack] for pack in range(at, min(at + wanted, len(current)))]
                 at, number = 0, number + 1
-        return self._table.step(step, epoch, packs, self.dp_size)
+            plan = self._table.step(step, epoch, packs, self.dp_size)
+            # The loader prepares a step before the training loop asks for its numbers.
+            self._steps[step] = plan
+            while len(self._steps) > _KEPT_STEPS:
+                self._steps.popitem(last=False)
+            return plan
 
     def dp_imbalance(self, epoch: int = 0) -> Float64Array:
         """Return `StepPlan.dp_imbalance` of every full step of one epoch's packs.
