@@ -403,7 +403,7 @@ def test_ranks_that_read_other_data(monkeypatch) -> None:
             check_alike(mine, ParallelGroups.single())
 
 
-def test_a_run_asks_whether_ranks_read_alike_before_it_begins(tmp_path, monkeypatch) -> None:
+def test_ranks_compare_their_data_before_the_first_step(tmp_path, monkeypatch) -> None:
     """Ranks compare the plan and the tokens that the run will use."""
     asked: list[dict] = []
 
@@ -430,7 +430,7 @@ def test_loaders_know_whether_ranks_share_captured_collectives(overlap: bool, mo
     plan, capture_sizes, _ = plan_training(config, TRAIN)
     monkeypatch.setattr(run_data, "Loader", lambda *arguments, **options: options)
     loader = run_data._stream(config, ParallelGroups.single(), TRAIN, plan, capture_sizes).loader
-    assert loader["alike"] == overlap and loader["capture_sizes"] is capture_sizes
+    assert loader["same_on_all_ranks"] == overlap and loader["capture_sizes"] is capture_sizes
 
 
 def test_another_padded_vocabulary_ends_the_run_before_the_data_is_read(tmp_path) -> None:
