@@ -37,7 +37,7 @@ from megatron_packed.resume.stored_options import stored_options
 from megatron_packed.training.signals import SIGNALS, SignalFlag
 from megatron_packed.training.worker import explain_report
 
-mark_loss = lazy_function("megatron_packed.training.failures", "mark_loss")
+_mark_loss_in_status = lazy_function("megatron_packed.training.failures", "mark_loss")
 """Imported at its call, because its module imports torch."""
 POLL_SECONDS = 0.05
 SHUTDOWN_SECONDS = 1800.0
@@ -254,7 +254,7 @@ class Launcher:
     def _mark_loss(self, failure: RankFailure) -> None:
         save = None if self._config is None else self._config.checkpoint.save
         if save is not None and os.path.isdir(save):
-            mark_loss(save, int(failure.exit_code), failure.sentence)
+            _mark_loss_in_status(save, int(failure.exit_code), failure.sentence)
 
     def _resumes(self) -> str:
         load = None if self._config is None else self._config.checkpoint.load

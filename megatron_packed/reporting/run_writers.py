@@ -18,7 +18,7 @@ from megatron_packed.reporting.progress_log import ProgressLog
 from megatron_packed.reporting.run_facts import now
 from megatron_packed.reporting.tensorboard_folder import events_folder
 
-write_report = lazy_function("megatron_packed.reporting.run_report", "write_report")
+_write_report = lazy_function("megatron_packed.reporting.run_report", "write_report")
 """Writer of the report page; its charts are imported only by a run that gets a page."""
 RecordFunction = Callable[[dict[str, object]], object]
 """Function that receives the records of the log."""
@@ -185,7 +185,7 @@ def write_page_if_requested(
         return None
     # The run is complete and saved, so an error of the page must not make it fail.
     try:
-        write_report(log, page)
+        _write_report(log, page)
     # ValueError: a log without a step. ImportError: the installation changed during the run.
     except (OSError, ValueError, ImportError) as error:
         console.warn(f"the report cannot be written: {error}")

@@ -378,7 +378,7 @@ def fail_at_the_end() -> None:
         raise RuntimeError("no curves today")
 
     failure_watch.PATIENCE_SECONDS = 1.0
-    run_writers.write_report = fail
+    run_writers._write_report = fail
 
 
 def all_out_of_memory(call: int) -> None:

@@ -14,7 +14,8 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from megatron_packed import __version__
@@ -198,66 +199,55 @@ def _strangers(answers: ProbeAnswers) -> list[Finding]:
 def _package(package: Package, answers: ProbeAnswers, on_gpu: bool) -> Finding:
     answer = answers[f"import:{package.module}"]
     version = version_of(package.name) or answer.get("version", "")
-    finding_fields = {"name": package.name, "found": version, "instead": _instead(package, answers)}
+    finding = partial(Finding, package.name, found=version, instead=_instead(package, answers))
     if "stranger" in answer:
-        return Finding(
-            **finding_fields,
-            state=State.WRONG,
-            detail=answer["stranger"],
-            fix="pip uninstall -y apex",
-        )
+        return finding(State.WRONG, detail=answer["stranger"], fix="pip uninstall -y apex")
     again = f"pip uninstall -y {package.name}; {package.command}"
     if "absent" in answer:
         if version_of(package.name) is not None:
             detail = f"installed, but it has no module {package.module}"
-            return Finding(**finding_fields, state=State.BROKEN, detail=detail, fix=again)
+            return finding(State.BROKEN, detail=detail, fix=again)
         state = State.WRONG if package.required else State.ABSENT
         wanted = on_gpu and _gains(package, answers)
         if wanted and state is State.ABSENT:
             state = State.SLOW
         fix = package.command if package.required or wanted or not package.kernels else ""
-        return Finding(
-            **finding_fields, state=state, detail=f"not installed; for {package.use}", fix=fix
-        )
+        return finding(state, detail=f"not installed; for {package.use}", fix=fix)
     if "error" in answer:
-        return Finding(**finding_fields, state=State.BROKEN, detail=answer["error"], fix=again)
+        return finding(State.BROKEN, detail=answer["error"], fix=again)
     if old := package.too_old():
-        return Finding(**finding_fields, state=State.WRONG, detail=old, fix=package.command)
-    ran = {
-        name: answers[f"kernel:{name}"] for name in package.kernels if f"kernel:{name}" in answers
-    }
-    failed = [f"{name}: {answer['error']}" for name, answer in ran.items() if "error" in answer]
+        return finding(State.WRONG, detail=old, fix=package.command)
+    working, failed = _outcomes(package.kernels, answers)
     if failed:
-        return Finding(**finding_fields, state=State.BROKEN, detail="; ".join(failed), fix=again)
-    if ran:
-        return Finding(**finding_fields, state=State.WORKS, detail=f"{', '.join(ran)} ran")
-    reasons = _reasons(package, answers)
-    return Finding(
-        **finding_fields, state=State.FOUND, detail=reasons[0] if reasons else package.use
-    )
+        return finding(State.BROKEN, detail="; ".join(failed), fix=again)
+    if working:
+        return finding(State.WORKS, detail=f"{', '.join(working)} ran")
+    return finding(State.FOUND, detail=[*_reasons(package, answers), package.use][0])
 
 
-def _ops(answers: ProbeAnswers) -> dict[str, Any]:
-    ops: dict[str, Any] = answers["kernels"].get("ops", {})
-    return ops
+def _choices(package: Package, answers: ProbeAnswers) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield op, backend and the op's choice on this machine, for each kernel of a package."""
+    choices = answers["kernels"].get("ops", {})
+    for op, _, backend in (name.partition(".") for name in package.kernels):
+        if op in choices:
+            yield op, backend, choices[op]
 
 
 def _reasons(package: Package, answers: ProbeAnswers) -> list[str]:
     """Return the reasons why the kernels of a package cannot be used on this machine."""
-    pairs = (name.partition(".")[::2] for name in package.kernels)
-    reasons_of_backends = [
-        _ops(answers).get(op, {"reasons": {}})["reasons"].get(backend, []) for op, backend in pairs
-    ]
-    return [reason for reasons in reasons_of_backends for reason in reasons]
+    of_backends = (
+        choice["reasons"].get(backend, []) for _, backend, choice in _choices(package, answers)
+    )
+    return [reason for reasons in of_backends for reason in reasons]
 
 
 def _instead(package: Package, answers: ProbeAnswers) -> str:
     """Return the backends that ops choose instead of the package's backends, each op once."""
-    chosen = {op: choice["chosen"] for op, choice in _ops(answers).items()}
-    pairs = (name.partition(".")[::2] for name in package.kernels)
-    others = [
-        f"{op}: {chosen[op]}" for op, backend in pairs if op in chosen and chosen[op] != backend
-    ]
+    others = (
+        f"{op}: {choice['chosen']}"
+        for op, backend, choice in _choices(package, answers)
+        if choice["chosen"] != backend
+    )
     return ", ".join(dict.fromkeys(others))
 
 
@@ -265,14 +255,24 @@ def _gains(package: Package, answers: ProbeAnswers) -> bool:
     """Return whether a backend of the package has a higher priority than the backend that an op
     chooses now.
     """
-    for op, backend in (name.partition(".")[::2] for name in package.kernels):
-        choice = _ops(answers).get(op)
-        if choice is None:
-            continue
+    for _, backend, choice in _choices(package, answers):
         names = list(choice["reasons"])
         if backend in names and names.index(backend) < names.index(choice["chosen"]):
             return True
     return False
+
+
+def _outcomes(
+    kernels: Iterable[str], answers: ProbeAnswers
+) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Return the answers of the kernels that worked, and a sentence for each that failed.
+
+    Args:
+        kernels: names such as ``ssd.triton``; kernels that did not run are left out.
+    """
+    ran = {name: answers[f"kernel:{name}"] for name in kernels if f"kernel:{name}" in answers}
+    failed = [f"{name}: {answer['error']}" for name, answer in ran.items() if "error" in answer]
+    return {name: answer for name, answer in ran.items() if "error" not in answer}, failed
 
 
 def _kernels(answers: ProbeAnswers) -> list[Finding]:
@@ -281,28 +281,17 @@ def _kernels(answers: ProbeAnswers) -> list[Finding]:
     """
     if "error" in answers["kernels"]:
         fix = next(package.command for package in PACKAGES if package.name == "torch")
-        return [
-            Finding(
-                "kernels",
-                State.BROKEN,
-                detail=answers["kernels"]["error"],
-                fix=fix,
-            )
-        ]
+        return [Finding("kernels", State.BROKEN, detail=answers["kernels"]["error"], fix=fix)]
     findings = []
     first_op: dict[tuple[str, str], str] = {}
-    for op, choice in _ops(answers).items():
+    for op, choice in answers["kernels"].get("ops", {}).items():
         chosen, reasons = choice["chosen"], choice["reasons"]
-        ran = {
-            name: answers[f"kernel:{op}.{name}"]
-            for name in reasons
-            if f"kernel:{op}.{name}" in answers
-        }
-        failed = [f"{name}: {answer['error']}" for name, answer in ran.items() if "error" in answer]
+        working, failed = _outcomes([f"{op}.{name}" for name in reasons], answers)
+        healthy = [name.removeprefix(f"{op}.") for name in working]
+        failed = [sentence.removeprefix(f"{op}.") for sentence in failed]
         times = [
             f"{name} ran in {answer['seconds']:.1f} s, relative difference to the reference {answer['difference']:.1e}"
-            for name, answer in ran.items()
-            if "error" not in answer
+            for name, answer in zip(healthy, working.values())
         ]
         refused = _refusals(op, reasons, answers, first_op)
         slow = answers["kernels"]["device"] == "cuda" and chosen == "reference"
@@ -312,8 +301,7 @@ def _kernels(answers: ProbeAnswers) -> list[Finding]:
         elif slow:
             state = State.SLOW
         else:
-            state = State.WORKS if ran else State.FOUND
-        healthy = [name for name, answer in ran.items() if "error" not in answer]
+            state = State.WORKS if healthy else State.FOUND
         instead = (healthy or ["reference"])[0] if failed and chosen not in healthy else ""
         fix = (
             f"pretrain_hybrid.py {FORCED_BY[op]} {instead} ..."
