@@ -94,14 +94,9 @@ class PackPlan(PieceTable):
         batch size while it grows.
         """
         with self._lock:
-<<<<<<< HEAD
+            self._steps.clear()
             if self.ramp is not None:
                 self._stages = self.ramp.stages(step, pack, samples)
-=======
-            self._steps.clear()
-            if self._ramp is not None:
-                self._stages = self._ramp.stages(step, pack, samples)
->>>>>>> p5-loop
             else:
                 packs = self.packs_per_step
                 self._stages = [BatchStage(0, pack - step * packs, packs)]
@@ -169,16 +164,12 @@ class PackPlan(PieceTable):
                 wanted = count - len(packs)
                 packs += [current[pack] for pack in range(at, min(at + wanted, len(current)))]
                 at, number = 0, number + 1
-<<<<<<< HEAD
-        return self.deal(step, epoch, packs)
-=======
-            plan = self._table.step(step, epoch, packs, self.dp_size)
+            plan = self.deal(step, epoch, packs)
             # The loader prepares a step before the training loop asks for its numbers.
             self._steps[step] = plan
             while len(self._steps) > _KEPT_STEPS:
                 self._steps.popitem(last=False)
             return plan
->>>>>>> p5-loop
 
     def dp_imbalance(self, epoch: int = 0) -> Float64Array:
         """Return `StepPlan.dp_imbalance` of every full step of one epoch's packs.
