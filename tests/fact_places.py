@@ -56,6 +56,7 @@ FOLDERS = {
     "launch": (),
     "data": ("5.3k", "51.3k"),
     "config": ("4.2k", "2.9k"),
+    "files": (),
     "models": ("22k, 8 families", "81k"),
     "layers": ("in models", "in models"),
     "distributed": ("15.4k, 10k back ends of EP", "7.3k"),

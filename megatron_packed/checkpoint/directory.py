@@ -24,7 +24,7 @@ from pathlib import Path
 
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from megatron_packed.config.written_files import open_new, sync_path, write_all
+from megatron_packed.files.written_files import open_new, sync_path, write_all
 
 LATEST = "latest"
 PROBE = "shared"

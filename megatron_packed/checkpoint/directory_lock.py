@@ -25,8 +25,8 @@ from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.rank_agreement import Ranks, on_rank_0
 from megatron_packed.checkpoint.sealed_json import Json
 from megatron_packed.config import flag_names as flags
-from megatron_packed.config.regular_files import StrPath
-from megatron_packed.config.written_files import open_new
+from megatron_packed.files.regular_files import StrPath
+from megatron_packed.files.written_files import open_new
 
 LOCK = ".lock"
 RUN_LOCK = ".run.lock"

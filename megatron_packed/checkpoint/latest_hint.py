@@ -15,7 +15,7 @@ from pathlib import Path
 from megatron_packed.checkpoint.directory import LATEST, Candidate, is_checkpoint_name
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.sealed_json import JsonFields, read_small_file, seal, unseal
-from megatron_packed.config.regular_files import StrPath
+from megatron_packed.files.regular_files import StrPath
 
 
 def encode_hint(name: str, sequence: int) -> bytes:

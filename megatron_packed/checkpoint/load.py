@@ -53,7 +53,7 @@ from megatron_packed.checkpoint.rank_agreement import Ranks
 from megatron_packed.checkpoint.sealed_json import Json, JsonFields
 from megatron_packed.checkpoint.tensor_shard import TensorShard
 from megatron_packed.config import flag_names as flags
-from megatron_packed.config.regular_files import StrPath
+from megatron_packed.files.regular_files import StrPath
 
 BEST: Literal["best"] = "best"
 """Value of ``step`` for the step that the newest checkpoint names in `BEST_STEP`."""

@@ -15,7 +15,7 @@ from megatron_packed.checkpoint.manifest import Manifest, read_manifest
 from megatron_packed.checkpoint.shard_file import FileSegment, ShardReader
 from megatron_packed.checkpoint.tensor_extent import Extent, Overlap, overlaps
 from megatron_packed.checkpoint.tensor_shard import TensorShard, byte_view, shard_key
-from megatron_packed.config.regular_files import StrPath
+from megatron_packed.files.regular_files import StrPath
 
 StoredRange = tuple[str, Extent, Overlap | None, Tensor | None]
 """Tuple of a tensor's name, a stored range, the wanted part of that range, and the target's bytes.

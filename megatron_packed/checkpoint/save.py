@@ -62,8 +62,8 @@ from megatron_packed.checkpoint.retention import superseded
 from megatron_packed.checkpoint.sealed_json import Json, JsonFields
 from megatron_packed.checkpoint.shard_file import write_shard_file
 from megatron_packed.checkpoint.tensor_shard import DTYPE_NAMES, TensorShard
-from megatron_packed.config.regular_files import StrPath
-from megatron_packed.config.written_files import sync_path
+from megatron_packed.files.regular_files import StrPath
+from megatron_packed.files.written_files import sync_path
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,8 +26,8 @@ from megatron_packed.checkpoint.safetensors_header import (
 )
 from megatron_packed.checkpoint.sealed_json import open_plain_file
 from megatron_packed.checkpoint.tensor_shard import TensorShard
-from megatron_packed.config.checksums import crc32c
-from megatron_packed.config.written_files import open_new, write_all
+from megatron_packed.files.checksums import crc32c
+from megatron_packed.files.written_files import open_new, write_all
 from megatron_packed.packed.array_types import UInt8Array
 
 BLOCK_BYTES = 4 << 20

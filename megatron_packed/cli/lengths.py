@@ -8,7 +8,7 @@ from array import array
 from typing import TYPE_CHECKING
 
 from megatron_packed.cli.errors import EXIT_DATA, UsageError
-from megatron_packed.config.regular_files import limited_lines, open_regular
+from megatron_packed.files.regular_files import limited_lines, open_regular
 
 if TYPE_CHECKING:
     import numpy as np

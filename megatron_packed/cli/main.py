@@ -29,7 +29,7 @@ from megatron_packed.cli.report import report_command
 from megatron_packed.cli.train import train_command
 from megatron_packed.cli.tune import tune_command
 from megatron_packed.config.parser.did_you_mean import did_you_mean, nearest
-from megatron_packed.config.standard_streams import SteadyStream, open_closed_descriptors
+from megatron_packed.files.standard_streams import SteadyStream, open_closed_descriptors
 
 COMMANDS = (
     train_command,

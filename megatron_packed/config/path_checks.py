@@ -35,7 +35,7 @@ from megatron_packed.config.run import RunConfig, every_field
 from megatron_packed.config.section import Sound
 from megatron_packed.config.sections.data_parts.files import CACHE_NAME, TRAINING_DATA
 from megatron_packed.config.sections.data_parts.tokenizer import CHAT_TEMPLATES, HUGGING_FACE
-from megatron_packed.config.written_files import resolve_output
+from megatron_packed.files.written_files import resolve_output
 
 _LONGEST_PATH = 4096
 _LOG_BEGINS = b'{"iteration"'

@@ -9,7 +9,6 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 from megatron_packed.config.data_fields import fields_from
-from megatron_packed.config.regular_files import StrPath
 from megatron_packed.config.sections.data_parts.tokenizer import (
     AT_TURN,
     DATA_RULES,
@@ -36,6 +35,7 @@ from megatron_packed.data.packing.packer import Packer, Packs
 from megatron_packed.data.packing.step_plan import PieceTable
 from megatron_packed.data.packing.token_accounting import cut_documents
 from megatron_packed.data.tokenizers.base import Tokenizer
+from megatron_packed.files.regular_files import StrPath
 from megatron_packed.packed.micro_batch import MicroBatch
 
 

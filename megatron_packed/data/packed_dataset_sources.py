@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_packed.config.data_fields import DataFields
-from megatron_packed.config.regular_files import StrPath
 from megatron_packed.config.sections.data_parts.tokenizer import (
     ANSWER_ENDS,
     DATA_RULES,
@@ -42,6 +41,7 @@ from megatron_packed.data.sources.tokenized_dataset import (
 from megatron_packed.data.tokenizers.base import Tokenizer
 from megatron_packed.data.tokenizers.chat_format import ChatFormat, chat_format
 from megatron_packed.data.tokenizers.untrusted_tokenizer import open_tokenizer
+from megatron_packed.files.regular_files import StrPath
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_packed.config.data_fields import DataFields
-from megatron_packed.config.written_files import write_all
 from megatron_packed.data.errors import DataError, printable
 from megatron_packed.data.packed_dataset_checks import TEXT_CURE, describe_value
 from megatron_packed.data.progress_bar import ProgressBar
 from megatron_packed.data.sources.line_fields import columns_of
 from megatron_packed.data.sources.line_schema import FIELDS
 from megatron_packed.data.sources.table_rows import row_fields
+from megatron_packed.files.written_files import write_all
 
 _BLOCK_BYTES = 2**20
 _STALE_SECONDS = 24 * 3600.0

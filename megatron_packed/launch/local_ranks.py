@@ -19,7 +19,7 @@ from typing import BinaryIO
 import megatron_packed
 from megatron_packed.config.environment_variables import STORE_SOCKET
 from megatron_packed.config.exit_codes import ExitCode
-from megatron_packed.config.written_files import open_new
+from megatron_packed.files.written_files import open_new
 from megatron_packed.training.under_launcher import LAUNCHER, REPORT_FOLDER, reported_lost
 
 PYTHON_EXEC = "PYTHON_EXEC"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
-from megatron_packed.config.written_files import replacing, resolve_output
+from megatron_packed.files.written_files import replacing, resolve_output
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,7 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from megatron_packed.config import flag_names as flags
-from megatron_packed.config.regular_files import limited_lines, open_regular
+from megatron_packed.files.regular_files import limited_lines, open_regular
 
 Record = dict[str, object]
 _LINE_BYTES = 64 << 20

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_packed.config.written_files import resolve_output, write_file
+from megatron_packed.files.written_files import resolve_output, write_file
 from megatron_packed.reporting.charts import COLOURS, DARK_COLOURS
 
 

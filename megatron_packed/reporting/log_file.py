@@ -37,7 +37,7 @@ from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.errors import ConfigError, Problem
 from megatron_packed.config.run import RunConfig
-from megatron_packed.config.written_files import open_new, replacing, resolve_output
+from megatron_packed.files.written_files import open_new, replacing, resolve_output
 
 STARTS = "starts"
 """Field of the log: one entry for each start of the run, with the step before it and the time."""

@@ -15,8 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.profiling import ProfilingConfig
-from megatron_packed.config.written_files import write_file
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.files.written_files import write_file
 from megatron_packed.reporting.console import Console
 
 _KERNELS_SHOWN = 15

@@ -11,7 +11,7 @@ import os
 from itertools import count
 from pathlib import Path
 
-from megatron_packed.config.written_files import open_new
+from megatron_packed.files.written_files import open_new
 from megatron_packed.reporting.log_file import RunIdentity
 
 _OWNER = "run.json"

@@ -17,12 +17,12 @@ from megatron_packed.checkpoint.directory import temporary_name
 from megatron_packed.checkpoint.errors import CheckpointError, printable_message
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.exit_codes import ExitCode
-from megatron_packed.config.written_files import open_new
 from megatron_packed.cuda_graphs.audit import AuditMismatchError
 from megatron_packed.cuda_graphs.fallback_reasons import GraphFallbackError
 from megatron_packed.data.errors import DataError
 from megatron_packed.distributed.failure_watch import Failure
 from megatron_packed.distributed.hang_detection import DeviceHangError
+from megatron_packed.files.written_files import open_new
 from megatron_packed.reporting.out_of_memory import CURE, is_out_of_memory
 from megatron_packed.resume.callback_state import CallbackError
 from megatron_packed.training.replica_checks import ReplicaMismatchError

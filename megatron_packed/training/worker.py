@@ -16,7 +16,7 @@ from megatron_packed.config.environment_variables import apply_environment
 from megatron_packed.config.optional_packages import required_packages
 from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.run import RunConfig
-from megatron_packed.config.standard_streams import guard_standard_streams
+from megatron_packed.files.standard_streams import guard_standard_streams
 from megatron_packed.resume.stored_options import stored_options
 from megatron_packed.training.signals import SignalFlag
 from megatron_packed.training.under_launcher import end_with_launcher

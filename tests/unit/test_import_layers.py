@@ -17,6 +17,7 @@ LEVELS = {
     "lazy_exports": -1,  # single file that every package imports
     "torch_private": 0,  # single file
     "memory_purpose": 0,  # single file
+    "files": -1,
     "config": 0,
     "packed": 1,
     "distributed": 1,

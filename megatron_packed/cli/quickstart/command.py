@@ -19,7 +19,7 @@ from megatron_packed.cli.quickstart.questions import write_questions
 from megatron_packed.config.kernel_options import count_gpus
 from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.run import RunConfig
-from megatron_packed.config.written_files import write_file
+from megatron_packed.files.written_files import write_file
 
 _FOLDER = Path("runs/quickstart")
 QUESTIONS = 10

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_packed.config.written_files import write_file
+from megatron_packed.files.written_files import write_file
 
 MODULES = (
     "argparse",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_packed.config.regular_files import open_regular
+from megatron_packed.files.regular_files import open_regular
 
 MOST_BYTES = 256 * 1024
 """Maximum size of a file of options or arguments, 20 times the output of --print-config."""

@@ -32,8 +32,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from megatron_packed.config.checksums import crc32c
-from megatron_packed.config.regular_files import open_regular
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.index.tokens_in_file import TokensInFile
 from megatron_packed.data.sources.checked_arrays import (
@@ -41,6 +39,8 @@ from megatron_packed.data.sources.checked_arrays import (
     CHECKSUMS,
     CheckedBlocks,
 )
+from megatron_packed.files.checksums import crc32c
+from megatron_packed.files.regular_files import open_regular
 from megatron_packed.packed.array_types import AnyArray, Int32Array, Int64Array, UInt8Array
 
 MAGIC = b"MMIDIDX\x00\x00"

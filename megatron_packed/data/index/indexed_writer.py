@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from megatron_packed.config.checksums import crc32c
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.index.indexed_file import (
     CODES,
@@ -37,6 +36,7 @@ from megatron_packed.data.index.indexed_file import (
     tokens_path,
 )
 from megatron_packed.data.sources.checked_arrays import CHECKSUMS, BlockWriter
+from megatron_packed.files.checksums import crc32c
 from megatron_packed.packed.array_types import AnyArray, IntegerArray
 
 _CODE_OF = {dtype: code for code, dtype in CODES.items() if dtype.kind != "f"}

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_packed.config import flag_names as flags
-from megatron_packed.config.regular_files import open_regular
-from megatron_packed.config.written_files import resolve_output, write_file
+from megatron_packed.files.regular_files import open_regular
+from megatron_packed.files.written_files import resolve_output, write_file
 from megatron_packed.packed.array_types import Float64Array, IntegerArray
 
 _FORMAT = "megatron_packed step costs 1"

@@ -29,8 +29,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatron_packed.config import flag_names as flags
-from megatron_packed.config.written_files import remove_abandoned, sync_path, write_file
 from megatron_packed.data.errors import DataError, printable
+from megatron_packed.files.written_files import remove_abandoned, sync_path, write_file
 
 _STALE_SECONDS = 24 * 3600.0
 _FIRST_WAIT, _LONGEST_WAIT = 0.05, 1.0

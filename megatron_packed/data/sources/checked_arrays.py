@@ -14,8 +14,8 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from megatron_packed.config.checksums import crc32c
 from megatron_packed.data.errors import DataError
+from megatron_packed.files.checksums import crc32c
 from megatron_packed.packed.array_types import AnyArray
 
 CHECKSUM_BLOCK_BYTES = 2**16

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_packed.config import flag_names as flags
-from megatron_packed.config.written_files import (
-    open_temporary,
-    remove_abandoned,
-    temporary_path,
-)
 from megatron_packed.data.errors import CURES, EMPTY, REASONS, BadLine, DataError, printable
 from megatron_packed.data.notes import Notes, note_lines
 from megatron_packed.data.sources.jsonl_lines import WHOLE_FILE, RawLine
 from megatron_packed.data.tokenizers.encode import Cut, EncodedDocument
+from megatron_packed.files.written_files import (
+    open_temporary,
+    remove_abandoned,
+    temporary_path,
+)
 
 _EARLY_LINES = 10_000
 HOPELESS = 0.5

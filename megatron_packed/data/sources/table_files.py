@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_packed.config.optional_packages import old_package
-from megatron_packed.config.regular_files import open_regular
 from megatron_packed.data.errors import DataError, printable
+from megatron_packed.files.regular_files import open_regular
 
 PARQUET_MAGIC, ARROW_MAGIC = b"PAR1", b"ARROW1"
 _STREAM_MAGIC = b"\xff\xff\xff\xff"

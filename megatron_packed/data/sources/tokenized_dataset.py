@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 
 from megatron_packed.config import flag_names as flags
-from megatron_packed.config.checksums import crc32c
 from megatron_packed.config.data_fields import DataFields
 from megatron_packed.config.hub_paths import is_hub_path
 from megatron_packed.config.sections.data_parts.tokenizer import DATA_RULES, EARLIER_RULES, TOKENS
@@ -52,6 +51,7 @@ from megatron_packed.data.tokenizers.base import Tokenizer
 from megatron_packed.data.tokenizers.chat_format import ChatFormat
 from megatron_packed.data.tokenizers.encode import SampleEncoder
 from megatron_packed.data.tokenizers.shorten_conversations import ShorteningEncoder
+from megatron_packed.files.checksums import crc32c
 from megatron_packed.packed.array_types import Int64Array, IntegerArray, UInt8Array
 
 CACHE_FORMAT = 4

@@ -21,9 +21,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from megatron_packed.config import flag_names as flags
-from megatron_packed.config.regular_files import open_regular
 from megatron_packed.data.errors import BadLine, DataError, printable
 from megatron_packed.data.tokenizers.turn_markers import special_pattern
+from megatron_packed.files.regular_files import open_regular
 from megatron_packed.packed.array_types import Int32Array, Int64Array, IntegerArray
 
 TokenIds = Int32Array

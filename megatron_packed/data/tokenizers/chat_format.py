@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from megatron_packed.config import flag_names as flags
-from megatron_packed.config.regular_files import open_regular
 from megatron_packed.config.sections.data_parts.tokenizer import (
     AT_TURN,
     COUNTED,
@@ -45,6 +44,7 @@ from megatron_packed.data.tokenizers.turn_markers import (
     TurnEnd,
     find_turn_end,
 )
+from megatron_packed.files.regular_files import open_regular
 
 _MOST_BYTES = 16 << 20
 """Maximum bytes of a file with a chat template; the longest of published models has 20 kB."""

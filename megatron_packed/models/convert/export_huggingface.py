@@ -23,13 +23,11 @@ from megatron_packed.checkpoint.original_facts import GENERATION_CONFIG
 from megatron_packed.checkpoint.tensor_shard import DTYPE_NAMES
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.layer_pattern import DEPTH
-from megatron_packed.config.regular_files import open_regular
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.serialise import (
     model_differences,
 )
 from megatron_packed.config.stored_config import stored_problem
-from megatron_packed.config.written_files import sync_path
 from megatron_packed.data.tokenizers.huggingface_settings import (
     ADDED_TOKENS,
     PROCESSOR_TEMPLATE,
@@ -38,6 +36,8 @@ from megatron_packed.data.tokenizers.huggingface_settings import (
     TEMPLATE_FOLDER,
 )
 from megatron_packed.data.tokenizers.huggingface_settings import CONFIG as SETTINGS
+from megatron_packed.files.regular_files import open_regular
+from megatron_packed.files.written_files import sync_path
 from megatron_packed.models.convert.exported_tensors import ExportedTensors
 from megatron_packed.models.convert.families.family import MTP, OUTPUT, TABLE, Family, Fields
 from megatron_packed.models.convert.huggingface_config import model_of, read_config

@@ -28,10 +28,10 @@ from megatron_packed.checkpoint.tensor_shard import TensorShard
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.serialise import model_flags, model_hash, section_to_dict
-from megatron_packed.config.written_files import write_file
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.tokenizers.base import meaning_hash, vocabulary
 from megatron_packed.data.tokenizers.untrusted_tokenizer import open_tokenizer
+from megatron_packed.files.written_files import write_file
 from megatron_packed.models.convert.families.symbols import MAMBA
 from megatron_packed.models.convert.huggingface_config import CHUNK_SIZES, model_of, read_config
 from megatron_packed.models.convert.huggingface_files import ModelFiles, by_prefix, open_weights

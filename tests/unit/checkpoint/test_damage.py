@@ -23,7 +23,7 @@ from megatron_packed.checkpoint.save import save_checkpoint
 from megatron_packed.checkpoint.sealed_json import seal, unseal
 from megatron_packed.checkpoint.shard_file import ShardReader, to_hex
 from megatron_packed.checkpoint.tensor_shard import TensorShard, split_replicated, whole_tensors
-from megatron_packed.config.checksums import crc32c
+from megatron_packed.files.checksums import crc32c
 
 FLIPS = 300
 

@@ -16,7 +16,7 @@ from megatron_packed.checkpoint.load import find_checkpoints, load_checkpoint
 from megatron_packed.checkpoint.save import save_checkpoint
 from megatron_packed.checkpoint.shard_file import to_hex, write_shard_file
 from megatron_packed.checkpoint.tensor_shard import TensorShard, whole_tensors
-from megatron_packed.config.checksums import crc32c
+from megatron_packed.files.checksums import crc32c
 
 
 def names(root) -> list[str]:

@@ -26,7 +26,7 @@ from megatron_packed.checkpoint.read_tensors import read_tensor
 from megatron_packed.config.section import section_fields
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.stored_config import stored_problem
-from megatron_packed.config.written_files import sync_path
+from megatron_packed.files.written_files import sync_path
 from megatron_packed.layers.kinds.registry import MIXERS
 from megatron_packed.models.convert.export_huggingface import write_texts
 from megatron_packed.models.convert.families.family import TABLE

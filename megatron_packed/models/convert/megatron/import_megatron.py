@@ -15,7 +15,7 @@ from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.serialise import model_flags
-from megatron_packed.config.written_files import write_file
+from megatron_packed.files.written_files import write_file
 from megatron_packed.models.convert.import_huggingface import (
     ARGS_FILE,
     Imported,

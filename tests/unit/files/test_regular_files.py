@@ -6,11 +6,11 @@ import os
 import pytest
 
 from megatron_packed.cli.main import main
-from megatron_packed.config.regular_files import limited_lines, open_regular
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.packing.step_cost import StepCosts
 from megatron_packed.data.tokenizers.base import MOST_TOKENIZER_BYTES, ByteTokenizer, read_bytes
 from megatron_packed.data.tokenizers.chat_format import template_source
+from megatron_packed.files.regular_files import limited_lines, open_regular
 from megatron_packed.reporting.curves import read_jsonl, read_run
 
 PACK = {"capacity": 2, "documents": 1, "squares": 10.0, "ms": 1.0}

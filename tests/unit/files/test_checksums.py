@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_packed.config.checksums import crc32c
+from megatron_packed.files.checksums import crc32c
 
 # RFC 3720, appendix B.4
 PUBLISHED = [

@@ -8,7 +8,7 @@ import pytest
 
 PROGRAM = """
 import os, sys
-from megatron_packed.config.standard_streams import guard_standard_streams
+from megatron_packed.files.standard_streams import guard_standard_streams
 guard_standard_streams()
 file = open(sys.argv[1], "w")
 file.write(f"descriptor {min(file.fileno(), 3)}\\n"); file.flush()

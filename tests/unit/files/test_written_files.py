@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_packed.config import written_files
-from megatron_packed.config.written_files import (
+from megatron_packed.files import written_files
+from megatron_packed.files.written_files import (
     open_new,
     open_temporary,
     remove_abandoned,
