@@ -344,9 +344,9 @@ class HybridModel(ExpertLayers, nn.Module):
         return HybridOutput(*(value.detach() for value in output))
 
     def logits(self, tokens_T: Tensor, packed: PackedSeqParams) -> Tensor:
-        """Return ``(T, V)`` float32 logits of all tokens, for evaluation and tests.
+        """Return ``(T, V)`` float32 logits of all tokens, for evaluation and other losses.
 
-        Training never holds all logits at once.
+        They are differentiable. The loss of `forward` never holds all logits at once.
 
         Raises:
             ValueError: the context-parallel size is above 1, so no rank has all tokens.
