@@ -430,7 +430,7 @@ def test_loaders_know_whether_ranks_share_captured_collectives(overlap: bool, mo
     plan, capture_sizes, _ = plan_training(config, TRAIN)
     monkeypatch.setattr(run_data, "Loader", lambda *arguments, **options: options)
     loader = run_data._stream(config, ParallelGroups.single(), TRAIN, plan, capture_sizes).loader
-    assert loader["alike"] == overlap and loader["capture_sizes"] is capture_sizes
+    assert loader["same_on_all_ranks"] == overlap and loader["capture_sizes"] is capture_sizes
 
 
 def test_another_padded_vocabulary_ends_the_run_before_the_data_is_read(tmp_path) -> None:
