@@ -117,7 +117,7 @@ class Passage(NamedTuple):
     line: int
     kind: str
     """``function``, ``test``, ``property``, ``class``, ``module`` or ``attribute`` (docstrings),
-    ``comment``, ``message``, ``guide`` or ``heading``."""
+    ``comment``, ``message``, ``guide``, ``heading`` or ``name`` (of a test)."""
     text: str
 
     def __str__(self) -> str:
@@ -179,7 +179,15 @@ def python_passages(path: str, text: str) -> Iterator[Passage]:
     yield from documented.values()
     if path.startswith(CODE):
         yield from messages(path, nodes, documented)
+    yield from names_of_tests(path, nodes)
     yield from comment_blocks(path, comments(text))
+
+
+def names_of_tests(path: str, nodes: list[ast.AST]) -> Iterator[Passage]:
+    """Yield the names of test functions, in words."""
+    for node in nodes:
+        if isinstance(node, DEFINITIONS) and node.name.startswith("test_"):
+            yield Passage(path, node.lineno, "name", node.name.replace("_", " "))
 
 
 def row_passages(path: str, text: str) -> Iterator[Passage]:
@@ -335,7 +343,7 @@ def faults(passage: Passage) -> Iterator[tuple[str, str]]:
     prose = re.sub(r"``.+?``|`[^`]+`|https?://\S+|\]\([^)]*\)", "CODE", passage.text, flags=re.S)
     for match in BANNED_PATTERN.finditer(" ".join(prose.split())):
         yield "banned", f"'{match.group()}': {BANNED[match.group().lower()]}"
-    if passage.kind == "heading":
+    if passage.kind in ("heading", "name"):
         return
     for sentence in sentences(passage.text):
         if words(sentence) > MOST_WORDS:

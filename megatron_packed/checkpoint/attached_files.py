@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_packed.checkpoint.errors import CheckpointError
-from megatron_packed.checkpoint.sealed_json import JsonObject, open_plain_file
+from megatron_packed.checkpoint.sealed_json import JsonFields, open_plain_file
 
 MAX_ATTACHED_BYTES = 256 << 20
 """Size limit of an attached file. A tokenizer.json of 250,000 tokens has about 20 MiB."""
@@ -31,7 +31,7 @@ class AttachedFile:
     def from_bytes(cls, name: str, data: bytes) -> AttachedFile:
         return cls(name=name, size=len(data), sha256=hashlib.sha256(data).hexdigest())
 
-    def to_json(self) -> JsonObject:
+    def to_json(self) -> JsonFields:
         return asdict(self)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron_packed.checkpoint.directory import LATEST, Candidate, is_checkpoint_name
 from megatron_packed.checkpoint.errors import CheckpointError
-from megatron_packed.checkpoint.sealed_json import JsonObject, read_small_file, seal, unseal
+from megatron_packed.checkpoint.sealed_json import JsonFields, read_small_file, seal, unseal
 from megatron_packed.config.regular_files import StrPath
 
 
@@ -22,7 +22,7 @@ def encode_hint(name: str, sequence: int) -> bytes:
     return seal({"checkpoint": name, "sequence": sequence})
 
 
-def read_hint(root: Path) -> JsonObject | None:
+def read_hint(root: Path) -> JsonFields | None:
     """Return ``{"checkpoint": directory name, "sequence": int}``, or None without the file.
 
     Raises:

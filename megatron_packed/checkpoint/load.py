@@ -50,7 +50,7 @@ from megatron_packed.checkpoint.latest_hint import check_hint, lost_checkpoint
 from megatron_packed.checkpoint.load_attempt import LoadAttempt, LoadedCheckpoint
 from megatron_packed.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from megatron_packed.checkpoint.rank_agreement import Ranks
-from megatron_packed.checkpoint.sealed_json import Json, JsonObject
+from megatron_packed.checkpoint.sealed_json import Json, JsonFields
 from megatron_packed.checkpoint.tensor_shard import TensorShard
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.regular_files import StrPath
@@ -84,7 +84,7 @@ def load_checkpoint(
     allow_missing: Sequence[str] = (),
     allow_extra: Sequence[str] = (),
     check_finite: bool = True,
-    accept: Callable[[JsonObject], str | None] | None = None,
+    accept: Callable[[JsonFields], str | None] | None = None,
     more_wanted: Callable[[Manifest], Sequence[TensorShard]] | None = None,
     warn: Callable[[str], None] | None = None,
     on_read: Callable[[int, int], None] = lambda done, total: None,
@@ -144,8 +144,8 @@ def newest_metadata(
     world_size: int = 1,
     group: dist.ProcessGroup | None = None,
     step: Step = None,
-    problem: Callable[[JsonObject], str | None] = lambda metadata: None,
-) -> JsonObject | None:
+    problem: Callable[[JsonFields], str | None] = lambda metadata: None,
+) -> JsonFields | None:
     """Return metadata of the checkpoint that `load_checkpoint` tries first, or None without any.
 
     A collective of all ranks. Rank 0 reads only the manifest, not the tensor files.
@@ -178,7 +178,7 @@ class Attachments(NamedTuple):
 
     path: Path
     """Directory of the checkpoint."""
-    metadata: JsonObject
+    metadata: JsonFields
     texts: dict[str, str]
     """Text of each file by its name."""
 

@@ -18,7 +18,7 @@ from megatron_packed.checkpoint.manifest import (
 )
 from megatron_packed.checkpoint.rank_agreement import Outcome, Ranks
 from megatron_packed.checkpoint.read_tensors import StoredRange, fill, locate, open_file
-from megatron_packed.checkpoint.sealed_json import Json, JsonObject, read_small_file
+from megatron_packed.checkpoint.sealed_json import Json, JsonFields, read_small_file
 from megatron_packed.checkpoint.shard_file import check_tensor_bytes
 from megatron_packed.checkpoint.tensor_shard import DTYPE_NAMES, TensorShard
 from megatron_packed.config import flag_names as flags
@@ -35,7 +35,7 @@ class LoadedCheckpoint:
     config_hash: str
     world_size: int
     """Number of ranks that wrote the checkpoint."""
-    metadata: JsonObject
+    metadata: JsonFields
     missing: tuple[str, ...]
     """Names of tensors that this rank wanted and the checkpoint lacks; the tensors are unchanged."""
     unused: tuple[str, ...]
@@ -65,7 +65,7 @@ class LoadAttempt:
         self,
         allow_missing: Sequence[str],
         allow_extra: Sequence[str],
-        accept: Callable[[JsonObject], str | None] | None = None,
+        accept: Callable[[JsonFields], str | None] | None = None,
         more_wanted: Callable[[Manifest], Sequence[TensorShard]] | None = None,
     ) -> str | None:
         """Fill the wanted tensors and return None, or return why this checkpoint is rejected.

@@ -20,7 +20,7 @@ import torch
 from megatron_packed.checkpoint.attached_files import MAX_ATTACHED_BYTES, AttachedFile
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.safetensors_header import MAX_HEADER_BYTES, is_sizes
-from megatron_packed.checkpoint.sealed_json import Json, JsonObject, read_small_file, seal, unseal
+from megatron_packed.checkpoint.sealed_json import Json, JsonFields, read_small_file, seal, unseal
 from megatron_packed.checkpoint.tensor_extent import Extent, first_not_once
 from megatron_packed.checkpoint.tensor_shard import DTYPE_NAMES, NAMED_DTYPES, TENSOR_NAME
 
@@ -59,7 +59,7 @@ class FileRecord:
     def data_bytes(self) -> int:
         return self.size - self.header_bytes
 
-    def to_json(self) -> JsonObject:
+    def to_json(self) -> JsonFields:
         return {**self.__dict__, "block_checksums": list(self.block_checksums)}
 
 
@@ -92,7 +92,7 @@ class Manifest:
     """
     world_size: int
     config_hash: str
-    metadata: JsonObject
+    metadata: JsonFields
     files: tuple[FileRecord, ...]
     tensors: dict[str, TensorRecord] = field(repr=False)
     attached: tuple[AttachedFile, ...] = ()
@@ -233,7 +233,7 @@ def merge_tensors(parts: Sequence[Mapping[str, Json]], path: Path) -> dict[str, 
         CheckpointError: two ranks disagree on a shape or dtype, or an element was written twice or
             by no rank.
     """
-    merged: dict[str, JsonObject] = {}
+    merged: dict[str, JsonFields] = {}
     for index, part in enumerate(parts):
         for name, value in part.items():
             entry = merged.setdefault(

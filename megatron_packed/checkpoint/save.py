@@ -59,7 +59,7 @@ from megatron_packed.checkpoint.manifest import (
 )
 from megatron_packed.checkpoint.rank_agreement import Ranks
 from megatron_packed.checkpoint.retention import superseded
-from megatron_packed.checkpoint.sealed_json import Json, JsonObject
+from megatron_packed.checkpoint.sealed_json import Json, JsonFields
 from megatron_packed.checkpoint.shard_file import write_shard_file
 from megatron_packed.checkpoint.tensor_shard import DTYPE_NAMES, TensorShard
 from megatron_packed.config.regular_files import StrPath
@@ -90,7 +90,7 @@ def save_checkpoint(
     root: StrPath,
     step: int,
     shards: Sequence[TensorShard],
-    metadata: JsonObject,
+    metadata: JsonFields,
     *,
     rank: int = 0,
     world_size: int = 1,
@@ -160,7 +160,7 @@ class CheckpointSave:
 
     root: Path
     step: int
-    metadata: JsonObject
+    metadata: JsonFields
     run_id: str
     config_hash: str
     keep_last: int | None
@@ -276,7 +276,7 @@ class CheckpointSave:
             write_durably(temporary / name, data, save_id, self.on_site, "attached")
         sync_path(temporary)
         self.on_site("shard.directory_synced")
-        held: JsonObject = {}
+        held: JsonFields = {}
         for shard in shards:
             entry = held.setdefault(
                 shard.name,

@@ -19,14 +19,14 @@ from megatron_packed.checkpoint.errors import CheckpointError
 
 Json = Any
 """Value that JSON can represent: dict with str keys, list, str, int, float, bool or None."""
-JsonObject = dict[str, Json]
+JsonFields = dict[str, Json]
 
 _SEAL = re.compile(rb'"sha256": "([0-9a-f]{64})"\n\}\n')
 _SEAL_BYTES = len(b'"sha256": ""\n}\n') + 64
 _CURE = "the file is damaged or was not written by megatron_packed; use another checkpoint"
 
 
-def seal(fields: JsonObject) -> bytes:
+def seal(fields: JsonFields) -> bytes:
     """Encode ``fields`` as JSON, one line per field, and append the hash of all bytes before it."""
     lines = [
         f"{json.dumps(key)}: {json.dumps(value, sort_keys=True, allow_nan=False)}"
@@ -36,7 +36,7 @@ def seal(fields: JsonObject) -> bytes:
     return body + b'"sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'"\n}\n'
 
 
-def unseal(data: bytes, path: Path) -> JsonObject:
+def unseal(data: bytes, path: Path) -> JsonFields:
     """Return the fields of a sealed file; ``path`` is used in messages.
 
     Raises:
@@ -66,7 +66,7 @@ def unseal(data: bytes, path: Path) -> JsonObject:
     return fields
 
 
-def parse_object(data: bytes, path: Path, *, finite: bool = True) -> JsonObject:
+def parse_object(data: bytes, path: Path, *, finite: bool = True) -> JsonFields:
     """Decode a JSON object under strict rules.
 
     The data must be UTF-8 without duplicate keys and without excessive nesting. If ``finite``, NaN
@@ -76,7 +76,7 @@ def parse_object(data: bytes, path: Path, *, finite: bool = True) -> JsonObject:
         CheckpointError: the data is not such an object.
     """
 
-    def unique(pairs: list[tuple[str, Json]]) -> JsonObject:
+    def unique(pairs: list[tuple[str, Json]]) -> JsonFields:
         result = dict(pairs)
         if len(result) != len(pairs):
             [(twice, _)] = Counter(key for key, _ in pairs).most_common(1)

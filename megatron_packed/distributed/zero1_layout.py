@@ -43,6 +43,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -239,12 +240,12 @@ class FlatLayout:
             num_expert_owners=num_expert_owners,
         )
 
-    @property
+    @cached_property
     def parts(self) -> list[BufferPart]:
         """Buffer parts that contain parameters, in the order of the buffer."""
         return [part for part in _PARTS if any(item.part == part for item in self.ranges)]
 
-    @property
+    @cached_property
     def expert_numel(self) -> int:
         """Number of elements in the buffer parts of experts, which are first in the buffer."""
         return max((item.end for item in self.ranges if item.part.expert), default=0)

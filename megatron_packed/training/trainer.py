@@ -315,8 +315,8 @@ class Trainer:
     def pause(self) -> bool:
         """Log the last step, before work between two steps that reads weights or waits for the device.
 
-        All ranks call it together. The time until the next step is queued does not count as step
-        time.
+        All ranks call it together, in ``on_step_end``. The time until the next step is queued does
+        not count as step time.
 
         Returns:
             False if the run stops: the work is then left out.

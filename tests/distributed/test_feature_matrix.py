@@ -21,8 +21,8 @@ from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.packed.shared_tables import SharedTables
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
 from megatron_packed.training.build_job import build_job
-from support.layouts import SLOTS, VOCAB, Way, config_of, scales_of
-from support.parallel_graphs import CAPTURE_SIZES
+from support.layouts import VOCAB, Way, config_of, scales_of
+from support.parallel_graphs import CAPTURE_SIZES, packs_of_rank
 from support.stand_in import RecordingBackend
 
 FEATURES = ("packing", "metadata", "offload", "graphs")
@@ -66,19 +66,7 @@ def step_of(way: Way, groups: ParallelGroups, packing: bool, number: int) -> lis
     if not packing:
         packs = [[document] for pack in packs for document in pack]
     main, aux, later = scales_of(LENGTHS)
-    scales = (main, aux * len(LENGTHS) / len(packs), later)
-    made = []
-    for first in range(0, len(packs), groups.dp.size):
-        together = packs[first : first + groups.dp.size]
-        size = CAPTURE_SIZES.smallest_for(max(map(len, together)), SLOTS)
-        assert size is not None
-        alignment = config_of(way).document_alignment
-        made.append(
-            MicroBatch.build(
-                together[groups.dp.rank], SLOTS, size.capacity, scales, size.max_seqlen, alignment
-            )
-        )
-    return made
+    return packs_of_rank(way, groups, packs, (main, aux * len(LENGTHS) / len(packs), later))
 
 
 def train(

@@ -79,57 +79,51 @@ def compare(
         }
 
 
-@pytest.mark.shows("graphs: local", of=lambda way: (way.world_size, config_of(way)))
-@pytest.mark.parametrize(
-    "way",
-    [
-        Way(2, 2, True, tp_overlap=True),
+TP2, RING, EP2 = (
+    Way(2, 2, True, tp_overlap=True),
+    Way(2, cp_size=2, comm_type="p2p"),
+    Way(2, ep_size=2, distributed_optimizer=True),
+)
+REPLAYED = {
+    "local": [
+        TP2,
         Way(2, cp_size=2),
-        Way(2, cp_size=2, comm_type="p2p"),
+        RING,
         Way(2, cp_size=2, comm_type="all_gather"),
         Way(2, cp_size=2, mamba="state"),
-        Way(2, ep_size=2, distributed_optimizer=True),
+        EP2,
         Way(4, 2, True, ep_size=2, expert_tp_size=1),
     ],
-    ids=str,
+    "full_iteration": [TP2, Way(2, cp_size=2), RING, RING._replace(mamba="state"), EP2],
+    # These layers run a forward pass before their captures, in which the ranks wait for each other.
+    "transformer_engine": [Way(2, 2, True), Way(2, cp_size=2), EP2],
+}
+"""Layouts of each kind of graphs."""
+
+
+@pytest.mark.shows(lambda impl: f"graphs: {impl}", of=lambda way: (way.world_size, config_of(way)))
+@pytest.mark.parametrize(
+    "impl, way", [(impl, way) for impl, ways in REPLAYED.items() for way in ways], ids=str
 )
-def test_replayed_steps_are_the_eager_ones(way: Way, pools: WorkerPools) -> None:
-    model = GLOBAL_LOADS if way.ep_size > 1 else {}
-    found = pools.run(compare, way.world_size, way, model, layout=way.layout)
+def test_replayed_steps_are_the_eager_ones(impl: str, way: Way, pools: WorkerPools) -> None:
+    model = GLOBAL_LOADS if way.ep_size > 1 and impl != "transformer_engine" else {}
+    found = pools.run(compare, way.world_size, way, model, impl, layout=way.layout)
+    modules = "whole steps (micro-batch)" if impl == "full_iteration" else "6 modules"
     for rank, result in enumerate(found):
         assert all(result["metrics"]) and result["state"], result
-        assert result["replays"] == 2 * 2 - 1 and not result["module_fallbacks"], result
-        where = (
-            ""
-            if rank < way.world_size // way.dp_size
-            else " on another rank that runs the same captured collectives"
-        )
-        assert result["fallbacks"] == {f"more than 6 documents{where}": 1}
-        assert result["audited"] == f"6 modules {EQUAL}"
-
-
-@pytest.mark.shows("graphs: full_iteration", of=lambda way: (way.world_size, config_of(way)))
-@pytest.mark.parametrize(
-    "way",
-    [
-        Way(2, 2, True, tp_overlap=True),
-        Way(2, cp_size=2),
-        Way(2, cp_size=2, comm_type="p2p"),
-        Way(2, cp_size=2, comm_type="p2p", mamba="state"),
-        Way(2, ep_size=2, distributed_optimizer=True),
-    ],
-    ids=str,
-)
-def test_replayed_whole_steps_are_the_eager_ones(way: Way, pools: WorkerPools) -> None:
-    model = GLOBAL_LOADS if way.ep_size > 1 else {}
-    found = pools.run(compare, way.world_size, way, model, "full_iteration", layout=way.layout)
-    replays = 2 * 2 - 1
-    for result in found:
-        assert all(result["metrics"]) and result["state"], result
+        assert result["audited"] == f"{modules} {EQUAL}" and not result["module_fallbacks"], result
+        replays = 2 * 2 - 1
         assert result["replays"] == replays and sum(result["fallbacks"].values()) == 1, result
-        # 2 ends of steps, and 1 replay in the audit.
-        assert result["graphs_replayed"] == replays + 2 + 1
-        assert result["audited"] == f"whole steps (micro-batch) {EQUAL}"
+        if impl == "full_iteration":
+            # 2 ends of steps, and 1 replay in the audit.
+            assert result["graphs_replayed"] == replays + 2 + 1
+        elif impl == "local":
+            where = (
+                ""
+                if rank < way.world_size // way.dp_size
+                else " on another rank that runs the same captured collectives"
+            )
+            assert result["fallbacks"] == {f"more than 6 documents{where}": 1}
 
 
 PADDED = {
@@ -146,22 +140,6 @@ def test_experts_padded_to_a_capacity(pools: WorkerPools) -> None:
         assert (
             all(result["metrics"]) and result["state"] and result["audited"] == f"6 modules {EQUAL}"
         ), result
-
-
-@pytest.mark.shows("graphs: transformer_engine", of=lambda way: (way.world_size, config_of(way)))
-@pytest.mark.parametrize("way", [Way(2, 2, True), Way(2, cp_size=2), Way(2, ep_size=2)], ids=str)
-def test_replayed_layers_of_transformer_engine_are_the_eager_ones(
-    way: Way, pools: WorkerPools
-) -> None:
-    """Check layers of TransformerEngine, which run a forward pass before their captures.
-
-    In that forward pass the ranks wait for each other.
-    """
-    for result in pools.run(
-        compare, way.world_size, way, {}, "transformer_engine", layout=way.layout
-    ):
-        assert all(result["metrics"]) and result["state"] and not result["module_fallbacks"], result
-        assert result["audited"] == f"6 modules {EQUAL}"
 
 
 def other_words(reason: str) -> str:

@@ -90,6 +90,19 @@ def test_a_repeated_step_is_averaged_once(data: Data, tmp_path: Path) -> None:
     assert_same_tensors(repeated, direct)
 
 
+def test_an_average_reads_the_weights_of_the_whole_step(data: Data, tmp_path: Path) -> None:
+    """A gather of weights that overlaps with the next step is complete before the hook."""
+    average = partial(add_callbacks, averages)
+    for name, overlaps in (("overlaps", True), ("waits", False)):
+        choices = options(data, tmp_path / name, bf16=True, exit_interval=HALF, **ZERO1)
+        choices["overlap_param_gather"] = overlaps
+        assert run(choices, tmp_path / name, 2, average).exit_code == ExitCode.DONE
+    overlapped, waited = (
+        final_state(tmp_path / name / "checkpoints", HALF)[0] for name in ("overlaps", "waits")
+    )
+    assert_same_tensors(overlapped, waited)
+
+
 def test_an_average_loads_into_another_layout(data: Data, tmp_path: Path) -> None:
     average, printed = partial(add_callbacks, averages), partial(add_callbacks, printed_averages)
     split = options(data, tmp_path, tensor_model_parallel_size=2, exit_interval=HALF)

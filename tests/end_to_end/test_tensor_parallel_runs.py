@@ -13,10 +13,10 @@ from megatron_packed.inputs.open_documents import build_tokenizer
 from megatron_packed.resume.load_for_inference import load_model
 from support.runs import (
     Data,
+    assert_close_state,
     assert_same_log,
     assert_same_state,
     command_line,
-    final_state,
     in_folder,
     steps,
     tiny_options,
@@ -67,12 +67,7 @@ def test_a_run_that_changes_its_layout_is_the_run_of_one_process(
     assert_same_log(together, alone)
     counted = operations(together, 2)[:HALF] + operations(together, 4)[HALF:]
     assert counted == pytest.approx(operations(alone, 1))
-    state, expected = (final_state(folder / "checkpoints", LAST)[0] for folder in (together, alone))
-    names = {name for name in state if not name.startswith("rng/")}
-    assert names == {name for name in expected if not name.startswith("rng/")}
-    for name in names:
-        assert state[name].shape == expected[name].shape
-        assert (state[name] - expected[name]).abs().max() <= 2e-3 * expected[name].abs().max(), name
+    state = assert_close_state(together, alone, LAST, 2e-3)
     trained(together, 1, options)  # One process has no step left to do.
     assert_same_log(together, alone)
     config = parse(command_line({**options, **in_folder(together)}), 1)

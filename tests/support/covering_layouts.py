@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.data import DataConfig
-from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.sections.optim import OptimizerConfig
 from megatron_packed.config.sections.packing import PackingConfig
 from megatron_packed.config.sections.parallel import ParallelConfig
@@ -19,6 +19,7 @@ from megatron_packed.data.packing.pieces import Pieces
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.packed.micro_batch import MicroBatch
 from support import hybrid_cases as cases
+from support.layouts import MODEL
 
 SLOTS, ALIGNMENT, STEPS, VOCAB = 64, 8, 2, 211
 LENGTHS = [1, 2, 3, 40, 8, 9, 5, 64, 17, 30, 33, 12, 1, 25, 50, 7, 16, 21, 3, 11] * 2
@@ -76,39 +77,17 @@ NONE = "none"
 
 
 def config_of(way: Way) -> RunConfig:
-    model = ModelConfig(
+    model = replace(
+        MODEL,
         hybrid_layer_pattern="M*-EG/*E/*E",
+        mtp_num_layers=None,
         mtp_use_repeated_layer=True,
         mtp_loss_scaling_factor=0.5,
-        hidden_size=32,
-        num_attention_heads=4,
-        num_query_groups=2,
-        ffn_hidden_size=48,
-        mamba_head_dim=8,
-        mamba_num_heads=8,
         mamba_state_dim=8,
-        mamba_num_groups=2,
-        mamba_chunk_size=8,
-        linear_num_key_heads=4,
-        linear_num_value_heads=8,
-        linear_key_head_dim=8,
-        linear_value_head_dim=4,
-        add_bias_linear=False,
-        normalization="RMSNorm",
-        squared_relu=True,
-        position_embedding_type="rope",
-        num_experts=8,
         moe_ffn_hidden_size=16,
         moe_latent_size=24,
-        moe_shared_expert_intermediate_size=16,
         moe_shared_expert_gate=True,
-        moe_aux_loss_coeff=1e-2,
-        moe_router_score_function="sigmoid",
-        moe_router_enable_expert_bias=True,
         moe_token_dispatcher_type=way.dispatcher,
-        make_vocab_size_divisible_by=16,
-        init_method_std=0.1,
-        untie_embeddings_and_output_weights=False,
     )
     return RunConfig(
         model=model,

@@ -32,10 +32,15 @@ def step_of(way: Way, groups: ParallelGroups, number: int, lengths: Any) -> list
     Micro-batch i has the same capture size on all ranks, or none has a capture size for it.
     """
     draw = np.random.default_rng(number)
-    alignment = config_of(way).document_alignment
     packs = [[(draw.integers(0, VOCAB, length), None) for length in pack] for pack in lengths]
-    scales = scales_of(lengths)
-    made = []
+    return packs_of_rank(way, groups, packs, scales_of(lengths))
+
+
+def packs_of_rank(
+    way: Way, groups: ParallelGroups, packs: list[list[Any]], scales: tuple[float, ...]
+) -> list[MicroBatch]:
+    """Return this rank's packs, each with the smallest capture size for the packs of all ranks."""
+    alignment, made = config_of(way).document_alignment, []
     for first in range(0, len(packs), groups.dp.size):
         together = packs[first : first + groups.dp.size]
         documents = max(map(len, together))

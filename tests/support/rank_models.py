@@ -158,10 +158,11 @@ def recorded_calls(model: HybridModel, packs: Iterable[MicroBatch]) -> list[list
     return found
 
 
-def asks(calls: list[Any]) -> bool:
-    """Return whether recorded calls read a device value; they have to include collectives."""
+def asks(calls: list[Any], *, alone: bool = False) -> bool:
+    """Return whether recorded calls read a device value; on several ranks they have collectives."""
     names = {name for name, _ in calls}
-    assert len(calls) > 100 and any("c10d" in name for name in names), "collectives must be seen"
+    assert alone or any("c10d" in name for name in names), "collectives must be seen"
+    assert alone or len(calls) > 100
     return any(question in name for question in QUESTIONS for name in names)
 
 

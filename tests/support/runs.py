@@ -415,6 +415,25 @@ def final_state(checkpoints: Path, iteration: int) -> tuple[dict[str, Tensor], d
     return tensors, {name: value for name, value in manifest.metadata.items() if name != "config"}
 
 
+def assert_close_state(
+    folder: Path, other: Path, iteration: int, tolerance: float
+) -> dict[str, Tensor]:
+    """Compare the tensors of two runs, relative to the largest value of each, and return them."""
+    state, expected = (
+        {
+            name: x
+            for name, x in final_state(run / "checkpoints", iteration)[0].items()
+            if "rng/" not in name
+        }
+        for run in (folder, other)
+    )
+    assert state.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert state[name].shape == tensor.shape
+        assert (state[name] - tensor).abs().max() <= tolerance * tensor.abs().max(), name
+    return state
+
+
 def assert_same_state(found: Path, expected: Path, iteration: int) -> None:
     """Compare parameters, buffers, moments, random states and data position bit for bit."""
     tensors, metadata = final_state(found, iteration)

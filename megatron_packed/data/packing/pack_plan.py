@@ -28,6 +28,9 @@ from megatron_packed.data.packing.step_plan import (
 )
 from megatron_packed.packed.array_types import Float64Array
 
+_KEPT_STEPS = 4
+"""Plans of single steps that are kept, for the loader and the training loop."""
+
 
 @dataclass(kw_only=True, eq=False)
 class PackPlan(PieceTable):
@@ -51,6 +54,7 @@ class PackPlan(PieceTable):
         super().__post_init__()
         self.epoch_starts = tuple(self.epoch_starts)
         self._epochs: OrderedDict[int, Packs] = OrderedDict()
+        self._steps: OrderedDict[int, StepPlan] = OrderedDict()
         self._lock = threading.Lock()
         constant = [BatchStage(0, 0, self.packs_per_step)]
         self._stages = constant if self.ramp is None else self.ramp.stages()
@@ -67,7 +71,7 @@ class PackPlan(PieceTable):
 
     def packs_of_step(self, step: int) -> int:
         """Return the number of packs of a step, over all ranks."""
-        return stage_of(self._stages, step).packs
+        return self._stage(step).packs
 
     def full_steps_before(self, step: int) -> float:
         """Return the step that would begin at the same place if every step had `packs_per_step`
@@ -75,8 +79,12 @@ class PackPlan(PieceTable):
         """
         return (self._first_pack(step) - self.origin) / self.packs_per_step
 
+    def _stage(self, step: int) -> BatchStage:
+        # Most runs have steps of one size.
+        return self._stages[0] if len(self._stages) == 1 else stage_of(self._stages, step)
+
     def _first_pack(self, step: int) -> int:
-        stage = stage_of(self._stages, step)
+        stage = self._stage(step)
         return stage.pack + (step - stage.step) * stage.packs
 
     def resume(self, step: int, pack: int, samples: int = 0) -> None:
@@ -86,6 +94,7 @@ class PackPlan(PieceTable):
         batch size while it grows.
         """
         with self._lock:
+            self._steps.clear()
             if self.ramp is not None:
                 self._stages = self.ramp.stages(step, pack, samples)
             else:
@@ -139,6 +148,9 @@ class PackPlan(PieceTable):
     def step(self, step: int) -> StepPlan:
         """Return the plan of one step, counted from 0. Several threads may call this method."""
         with self._lock:
+            plan = self._steps.get(step)
+            if plan is not None:
+                return plan
             first, count = self._first_pack(step), self.packs_of_step(step)
             earliest = self._stages[0]
             if step < earliest.step or first < 0:
@@ -152,7 +164,12 @@ class PackPlan(PieceTable):
                 wanted = count - len(packs)
                 packs += [current[pack] for pack in range(at, min(at + wanted, len(current)))]
                 at, number = 0, number + 1
-        return self.deal(step, epoch, packs)
+            plan = self.deal(step, epoch, packs)
+            # The loader prepares a step before the training loop asks for its numbers.
+            self._steps[step] = plan
+            while len(self._steps) > _KEPT_STEPS:
+                self._steps.popitem(last=False)
+            return plan
 
     def dp_imbalance(self, epoch: int = 0) -> Float64Array:
         """Return `StepPlan.dp_imbalance` of every full step of one epoch's packs.

@@ -146,10 +146,10 @@ _DECODER = json.JSONDecoder(
 
 
 _NOUNS: dict[type, str] = {str: "a string", list: "a list", dict: "an object"}
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
-def expect(where: str, value: Any, kind: type[T]) -> T:
+def expect(where: str, value: Any, kind: type[_T]) -> _T:
     """Return a value that must be a string, a list or an object.
 
     Args:

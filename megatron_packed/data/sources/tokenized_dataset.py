@@ -87,7 +87,8 @@ class TokenizedDataset:
             for name, dtype in ARRAY_TYPES.items()
             if name in entries
         }
-        self._tokens, self._targets = arrays["tokens"], arrays["targets"]
+        self._tokens = arrays["tokens"]
+        self._targets = arrays["targets"]
         self._offsets = arrays["offsets"].read_all()
         self.target_counts: Int64Array = arrays["target_counts"].read_all()
         """``(D,)`` number of targets of each document."""

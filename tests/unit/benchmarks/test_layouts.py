@@ -16,21 +16,10 @@ FOUND = {"loss": [2.0, 1.0], "grad_norm": [1.0, 0.5], "tokens_per_second_per_gpu
 
 
 def test_two_processes_do_what_one_does(tmp_path, quick_programs):
+    options = "--quick --device cpu --models hybrid1b_moe --layouts"
     command = [
-        str(quick_programs / "torchrun"),
-        "--nproc_per_node",
-        "2",
-        "benchmarks/layouts.py",
-        "--quick",
-        "--device",
-        "cpu",
-        "--models",
-        "hybrid1b_moe",
-        "--layouts",
-        "tp2 sp overlap",
-        "ep2 allgather",
-        "--results",
-        str(tmp_path),
+        *(quick_programs / "torchrun", "--nproc_per_node", "2", "benchmarks/layouts.py"),
+        *(*options.split(), "tp2 sp overlap", "ep2 allgather", "--results", tmp_path),
     ]
     done = subprocess.run(
         command,

@@ -2,31 +2,20 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from metadata_sync import CASES, ONCE, PER_LAYER, PER_LAYER_ONE_MASK_KERNEL, Case, Run
+from support.recorder import Recorder
 
-
-class Questions(TorchDispatchMode):
-    """Counter of operations whose result Python needs, or whose output size depends on the data."""
-
-    ASKING = ("aten::_local_scalar_dense", "aten::repeat_interleave")
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function.name().split(".")[0] in self.ASKING
-        return function(*args, **(kwargs or {}))
+ASKING = ("_local_scalar_dense", "repeat_interleave")
+"""Operations whose result Python needs, or whose output size depends on the data."""
 
 
 def questions(run, path):
     run.rebuild.path = path
     batch = run.batches[0].to("cpu")
-    with Questions() as asked, torch.no_grad():
+    with Recorder() as recorder, torch.no_grad():
         run.model(batch)
-    return asked.count
+    return sum(name.split(".")[1] in ASKING for name, _ in recorder.calls)
 
 
 @pytest.mark.parametrize("name", ["thin16", "hybrid"])

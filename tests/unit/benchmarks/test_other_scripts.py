@@ -42,12 +42,8 @@ def test_two_checkouts_take_turns_and_are_compared_pair_by_pair(
     runs = []
 
     def model_step_of(command, *, cwd, env, **options):
-        assert env["PYTHONPATH"] == str(cwd) and command[-4:] == [
-            "--kernels",
-            "0",
-            "--name",
-            "two_checkouts_side",
-        ]
+        assert env["PYTHONPATH"] == str(cwd)
+        assert command[-4:] == ["--kernels", "0", "--name", "two_checkouts_side"]
         runs.append(cwd)
         slow = 2.0 if cwd == tmp_path else 1.0
         eager = {

@@ -59,14 +59,6 @@ def weights(tmp_path_factory):
     return folder / "weights"
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "answers.jsonl"
-    lines = [{"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(10, 50)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
-
-
 def trained(weights, folder, data, *more):
     """Train from ``weights`` for a step, and return the folder of checkpoints."""
     model = [word for line in (weights / "model.args").open() for word in shlex.split(line)]

@@ -88,7 +88,7 @@ def test_strict_without_a_gpu_is_refused_before_a_model_is_built(config, monkeyp
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "another"}'])
-def test_what_is_no_table_is_told(tmp_path, text):
+def test_a_file_that_is_no_table_is_refused(tmp_path, text):
     (tmp_path / "costs.json").write_text(text)
     with pytest.raises(
         ValueError, match=r"is not a table of step costs written by `tune --measure`"
@@ -96,7 +96,7 @@ def test_what_is_no_table_is_told(tmp_path, text):
         StepCosts.load(tmp_path / "costs.json")
 
 
-def test_a_micro_batch_is_told_from_the_rest_of_a_step(monkeypatch):
+def test_a_micro_batch_and_the_rest_of_a_step_are_measured_apart(monkeypatch):
     """The times of a step (3 ms) and of its micro-batches (2 or 5 ms) are separated correctly."""
     packs = [
         MicroBatch.build([Document(np.zeros(length, np.int64)) for length in lengths], SLOTS)

@@ -267,7 +267,7 @@ def test_test_data_of_its_own() -> None:
         opened("a", tests=True, test_data_path=("absent.jsonl",))
 
 
-def test_bad_lines_of_validation_data_are_told() -> None:
+def test_bad_lines_of_validation_data_are_reported() -> None:
     with open("v.jsonl", "w") as file:
         file.write('{"text": "v"}\n' * 3 + '{"text": ""}\n')
     told = opened(
@@ -341,7 +341,7 @@ def test_what_is_refused(paths: tuple[str, ...], options: dict, sentence: str) -
         open_documents(config, build_tokenizer(config, None), validates=False, show=False)
 
 
-def test_documents_that_do_not_end_are_told() -> None:
+def test_documents_without_an_end_are_reported() -> None:
     with IndexedWriter("open", "<i4") as writer:
         for size in (1, 0, 3):
             writer.add_document(np.arange(size))

@@ -403,7 +403,7 @@ def test_ranks_that_read_other_data(monkeypatch) -> None:
             check_alike(mine, ParallelGroups.single())
 
 
-def test_a_run_asks_whether_ranks_read_alike_before_it_begins(tmp_path, monkeypatch) -> None:
+def test_ranks_compare_their_data_before_the_first_step(tmp_path, monkeypatch) -> None:
     """Ranks compare the plan and the tokens that the run will use."""
     asked: list[dict] = []
 

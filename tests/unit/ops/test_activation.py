@@ -18,17 +18,23 @@ def formula(x, kind):
     return gate / (1 + torch.exp(-gate)) * up
 
 
+def assert_close(got, want, *inputs):
+    """Compare a result and its gradients with those of a formula in float64."""
+    tolerance = {torch.float32: 2e-6, torch.bfloat16: 2**-8}[got.dtype]
+    torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=1e-6)
+    weight = torch.linspace(-1, 1, want.numel(), dtype=torch.float64).reshape(want.shape)
+    grads = [torch.autograd.grad((y.double() * weight).sum(), inputs) for y in (got, want)]
+    for grad, want_grad in zip(*grads):
+        torch.testing.assert_close(grad, want_grad, rtol=2 * tolerance, atol=4 * tolerance)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_reference_is_its_formula(kind, dtype):
     x = torch.linspace(-6, 6, 120, dtype=torch.float64).reshape(10, 12).to(dtype).requires_grad_()
     got, want = activation(x, kind), formula(x, kind)
     assert got.dtype == dtype and got.shape == (10, 6 if kind == "swiglu" else 12)
-    tolerance = {torch.float32: 2e-6, torch.bfloat16: 2**-8}[dtype]
-    torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=1e-6)
-    weight = torch.linspace(-1, 1, want.numel(), dtype=torch.float64).reshape(want.shape)
-    grad, want_grad = (torch.autograd.grad((y.double() * weight).sum(), x)[0] for y in (got, want))
-    torch.testing.assert_close(grad, want_grad, rtol=2 * tolerance, atol=4 * tolerance)
+    assert_close(got, want, x)
 
 
 def test_gelu_is_the_exact_one_not_the_tanh_approximation():
@@ -46,12 +52,7 @@ def test_the_gate_is_its_formula(dtype):
     gate = fused[..., 3:9]
     got, want = sigmoid_gate(x, gate), x.double() / (1 + torch.exp(-gate.double()))
     assert got.dtype == dtype and got.is_contiguous()
-    tolerance = {torch.float32: 2e-6, torch.bfloat16: 2**-8}[dtype]
-    torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=1e-6)
-    weight = torch.linspace(-1, 1, want.numel(), dtype=torch.float64).reshape(want.shape)
-    grads = [torch.autograd.grad((y.double() * weight).sum(), (x, fused)) for y in (got, want)]
-    for grad, want_grad in zip(*grads):
-        torch.testing.assert_close(grad, want_grad, rtol=2 * tolerance, atol=4 * tolerance)
+    assert_close(got, want, x, fused)
 
 
 def test_wrong_arguments_are_refused():

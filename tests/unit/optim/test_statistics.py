@@ -3,13 +3,13 @@
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.models.metrics_layout import MetricsLayout, StepValues
 from megatron_packed.optim.clipping import Counted, nonzeros
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.optim.statistics import ZEROS_UNIT, Statistics
+from support.recorder import Recorder
 
 
 class Tied(nn.Module):
@@ -99,21 +99,11 @@ def test_more_zeros_than_float32_counts() -> None:
     assert (values.grad_zeros, values.params_norm, values.held) == (elements - 3, 7.5, False)
 
 
-class Recorded(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def operations(**asked) -> list[str]:
     _, _, optimizer = job(**asked)
-    with Recorded() as recorded:
+    with Recorder() as recorder:
         optimizer.step(1e-2)
-    return recorded.names
+    return [name for name, _ in recorder.calls]
 
 
 def test_statistics_that_are_off_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,7 +105,7 @@ def test_what_gets_no_gradient_holds_nothing_up() -> None:
     assert job.step.overlapped._next == len(job.buffers.layout.buckets)
 
 
-def test_late_parameters_come_behind_the_backward_pass() -> None:
+def test_late_parameters_come_after_the_backward_pass() -> None:
     job = job_of()
     late = [job.model.layers[-1].norm.weight]
     overlapped = OverlappedReduce(job.buffers, ParallelGroups.single(), job.model.stages, late=late)
@@ -131,7 +131,7 @@ def test_micro_batches_before_the_last_begin_nothing() -> None:
     )  # the index is past the end until the last micro-batch begins
 
 
-def test_behind_a_last_micro_batch_that_failed_none_is_the_last(
+def test_after_a_failed_last_micro_batch_no_other_is_the_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """After a failed capture of the last micro-batch, later passes start no reductions."""
@@ -196,13 +196,13 @@ def check_replays(
     assert job.step.overlapped is not None and job.step.overlapped.begun_in_backward > len(seen) / 2
 
 
-def test_a_bucket_is_complete_behind_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_is_complete_after_replays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buckets are complete after replays, although autograd does not see the parameters."""
     check_replays("cpu", RecordingBackend(), monkeypatch)
 
 
 @pytest.mark.gpu
-def test_a_bucket_is_complete_behind_replays_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_is_complete_after_replays_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     check_replays("cuda", None, monkeypatch, bf16=True, bucket=100_000, **SIZES)
 
 

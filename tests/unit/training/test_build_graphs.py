@@ -231,7 +231,7 @@ class Closing:
             raise self.error
 
 
-def test_graphs_are_released_on_every_way_out_and_the_first_error_is_the_one_told():
+def test_graphs_are_released_on_every_exit_and_the_first_error_is_reported():
     with released(None):
         pass
     graphs = Closing()

@@ -225,7 +225,7 @@ def spike(job):
     return step_values(job.step(batches, 1e-2).tolist())
 
 
-def test_a_spike_is_skipped_alike_by_replay_and_eagerly():
+def test_a_spike_is_skipped_by_replay_as_eagerly():
     """A skipped spike changes no weight, moment, step count or bias.
 
     Its loss and gradient norm still enter the spike window.

@@ -42,7 +42,7 @@ def test_a_step_lasts_from_the_end_of_the_one_before_and_pauses_count_for_none(m
     assert [*seconds, late.flush().seconds] == [3.0, 1.0, 2.0, 4.0]
 
 
-def test_while_the_host_waits_for_the_device_it_says_so():
+def test_a_host_that_waits_for_the_device_gives_signs():
     class Event:
         polls = 3
 

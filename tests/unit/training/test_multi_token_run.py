@@ -67,7 +67,7 @@ def test_losses_are_means_over_the_targets_of_the_step(run):
     assert losses.shape == (4, 3) and (losses[-1] < losses[0]).all()
 
 
-def test_a_resumed_run_has_the_losses_of_one_that_did_not_stop(run, tmp_path, capsys):
+def test_a_resumed_run_has_the_losses_of_an_uninterrupted_run(run, tmp_path, capsys):
     folder, _ = run
     shutil.copytree(folder, tmp_path / "again")
     shutil.rmtree(tmp_path / "again" / "saved" / "step_00000004")

@@ -35,7 +35,7 @@ def config_of(flags: str) -> RunConfig:
         ("--manual-gc --manual-gc-interval 4 --no-manual-gc-eval", ["start", 4]),
     ],
 )
-def test_garbage_is_collected_when_it_is_asked_for(
+def test_garbage_is_collected_at_the_requested_steps(
     flags: str, at: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     garbage, now, collected = GarbageCollection(config_of(flags).training), ["start"], []
@@ -133,7 +133,7 @@ def test_hashes_of_replicas_are_compared_at_their_intervals() -> None:
         ("--save a --load a --finetune", None),
     ],
 )
-def test_a_run_begins_anew_only_in_its_own_directory(flags: str, said: str | None) -> None:
+def test_a_run_begins_at_step_0_only_in_its_own_directory(flags: str, said: str | None) -> None:
     def load(options: object) -> Callable[[], None]:
         raise NoCheckpointError("none")
 

@@ -1,7 +1,5 @@
 """Export of models that were trained from scratch: transformers computes the same with them."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -31,14 +29,6 @@ from support.data_helpers import AWKWARD, byte_level
 from support.family_models import COMMON, MAMBA, MODELS, ROPE
 
 TOLERANCE = 1e-4
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "answers.jsonl"
-    lines = [{"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(10, 50)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
 
 
 def trained(folder, data, flags, *more):
