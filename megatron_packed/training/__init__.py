@@ -19,7 +19,9 @@ processes.
   `ReportSaves` prints it after a later step.
 * A stop: a signal, a time limit or `Trainer.request_stop` sets a flag on one rank, which is summed with
   the gradients of its next step. All ranks read the sum with that step's metrics, one step later, leave
-  the loop together, log the last queued step, and save. See [Note: when a run may stop].
+  the loop together, log the last queued step, and save. See [Note: when a run may stop]. A non-finite
+  step with ``--on-nonfinite stop`` ends the run in the same way. Early stopping and ``--exit-interval``
+  depend on numbers that are equal on all ranks.
 * A redone step: if an expert buffer overflows, the device holds that step and the queued one after it:
   neither changes weights. The host sees it in the metrics, runs the held step again with room for all
   rows, logs it, raises the bounds, and queues the following step again (`Trainer._redo`).

@@ -41,7 +41,8 @@ class Callback:
 
         Kernels that the hook launches see the weights after the step. The update of a step may be
         left out: ``trainer.update_applied`` is 1 or 0 on the device. If a step is repeated with room
-        for all experts' rows, the hook is called again for it.
+        for all experts' rows, the hook is called again for it. ``trainer.progress`` has then already
+        counted the step after it.
 
         Args:
             step: number of the step, from 1.

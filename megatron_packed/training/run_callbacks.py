@@ -1,7 +1,7 @@
 """Periodic work of a run, as callbacks in the order in which they follow a step.
 
 Work that needs the weights of the last step, or the device, calls `Trainer.pause` first. A run that
-stops does none of it, because `Trainer.pause` then returns False.
+stops does none of this work, because `Trainer.pause` then returns False.
 """
 
 from __future__ import annotations

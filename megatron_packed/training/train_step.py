@@ -341,8 +341,9 @@ class TrainStep:
         """
         # A capture and its warm-up run the real step. The flag ``_held`` keeps it from changing
         # weights and moments; the other tensors that it changes are restored.
-        changed = [self._held, self.numbers, self.validation_loss, self.validation_overflow]
-        with values_restored([*changed, *self.model.buffers()]):
+        sums = [self.numbers, self.validation_loss, self.validation_overflow]
+        changed = [self._held, self.optimizer.skipped, *sums, *self.model.buffers()]
+        with values_restored(changed):
             self._held.fill_(1.0)
             yield
         self.buffers.zero_grad()

@@ -127,6 +127,8 @@ class Trainer:
         self._queued: dict[int, _Queued] = {}
         self._known_fallbacks: set[str] = set()
         self._paused = False
+        self._repeating = False
+        self._may_save = False
         self._requested_stop = False
         self._started = time.perf_counter()
         # The checkpoint from which the run resumes need not be saved again.
@@ -155,12 +157,14 @@ class Trainer:
     def run(self) -> ExitCode:
         """Train until the last iteration or a reason to stop, save, and return the exit code."""
         with self.garbage.in_training():
+            self._may_save = True
             if self.config.training.skip_train:
                 self.validate()
                 evaluate_end(self, complete=True)
                 return ExitCode.DONE
             self._start()
             while self.progress.iteration < self.last_iteration and self.exit_code is None:
+                self._may_save = False
                 previous = self._queue_next()
                 self._finish(previous)
                 self._call("on_step_end", self.progress.iteration)
@@ -258,8 +262,10 @@ class Trainer:
         # Before the next step, so that it is replayed and does not overflow like this one.
         self.bounds.raise_for(self.step.layout.counts_of(repeated.values))
         self.step.buffers.wait_params()
+        self._repeating = True  # `pause` is False: the host has counted a step that has not run
         for callback in self.user_callbacks:
             self._call_one(callback, "on_step_end", facts.iteration)
+        self._repeating = False
         # The host has already counted the following step. So it runs even if the run stops now.
         if following is not None:
             self._run_step(following.facts)
@@ -271,6 +277,7 @@ class Trainer:
         # a reason to stop that the loop has not seen.
         self._finish(self._late.flush())
         self.step.buffers.wait_params()
+        self._may_save = True
         if self.profiler is not None:
             with self.hang_detector.resting():
                 self.profiler.end(self.progress.iteration)
@@ -315,18 +322,21 @@ class Trainer:
     def pause(self) -> bool:
         """Log the last step, before work between two steps that reads weights or waits for the device.
 
-        All ranks call it together, in ``on_step_end``. The time until the next step is queued does
-        not count as step time.
+        All ranks call it together, at the end of ``on_step_end``: if the step is repeated, the hook is
+        called again during the pause. The time until the next step is queued does not count as step
+        time.
 
         Returns:
-            False if the run stops: the work is then left out.
+            False if the run stops, or if the hook is called for a repeated step whose following step
+            has not run: the work is then left out.
         """
-        if self.exit_code is not None:
+        if self.exit_code is not None or self._repeating:
             return False
         self._paused = True
         self._finish(self._late.flush())
         self.step.buffers.wait_params()  # gathers of parameters may still run on the device
-        return self.exit_code is None
+        self._may_save = self.exit_code is None
+        return self._may_save
 
     def stop(self, reason: ExitCode | None) -> None:
         """Stop after this step if there is a reason, which is the same on all ranks."""
@@ -338,7 +348,11 @@ class Trainer:
         """Print and log the loss over the validation data, if the run has any; a collective.
 
         Too many validations without a lower loss stop the run.
+
+        Raises:
+            RuntimeError: a step is in flight, see `pause`.
         """
+        self._check_pause("validate")
         if not self.data.validations:
             return
         metrics, improved = evaluate_validation(self)
@@ -363,7 +377,12 @@ class Trainer:
             self.save()
 
     def save(self) -> None:
-        """Write a checkpoint, if ``--save`` is given; with ``--async-save`` only begin to write."""
+        """Write a checkpoint, if ``--save`` is given; with ``--async-save`` only begin to write.
+
+        Raises:
+            RuntimeError: a step is in flight, see `pause`.
+        """
+        self._check_pause("save")
         if self.config.checkpoint.save is None:
             return
         with self.hang_detector.resting():
@@ -373,6 +392,13 @@ class Trainer:
         self.report_saved(saved)
         if self.progress_log is not None:
             self.progress_log.saved(self.progress, beside=self.config.checkpoint.async_save)
+
+    def _check_pause(self, method: str) -> None:
+        if not self._may_save:
+            raise RuntimeError(
+                f"trainer.{method}() was called while a step is in flight, whose metrics the host has not read; "
+                "call it only if trainer.pause() returns True."
+            )
 
     def report_saved(self, saved: SavedCheckpoint | None) -> None:
         """Print and log a published checkpoint; None does nothing."""
@@ -456,6 +482,7 @@ class Trainer:
         Args:
             again: the device held the step, and it gets room for all experts' rows.
         """
+        self.watch.step = facts.iteration
         (self.step.redo if again else self.step)(
             self._queued[facts.iteration].micro_batches,
             facts.learning_rate,

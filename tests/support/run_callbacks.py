@@ -33,6 +33,8 @@ class WeightAverage(Callback):
         for name, weight in trainer.model.named_parameters():
             self.average[name] += share * (weight.float() - self.average[name])
         self.calls = step
+        repeated = step < trainer.progress.iteration
+        assert not (repeated and trainer.pause()), "weights are those before a counted step"
 
     def state_dict(self) -> dict[str, Any]:
         return {"average": self.average, "calls": self.calls}

@@ -196,3 +196,23 @@ def test_metadata_of_callbacks_is_checked() -> None:
         change(states)
         problem = metadata_problem({"callbacks": states}) or ""
         assert ("callbacks.State" in problem) == (change in damage)
+
+
+class SaveAfterStep(Callback):
+    """Callback that saves after step 2, with or without a pause."""
+
+    def __init__(self, pauses: bool) -> None:
+        self.pauses = pauses
+
+    def on_step_end(self, trainer: Any, step: int) -> None:
+        if step == 2 and (not self.pauses or trainer.pause()):
+            trainer.save()
+
+
+def test_a_callback_saves_in_a_pause_alone(flags: list[str], tmp_path: Path) -> None:
+    with pytest.raises(CallbackError, match=r"only if trainer\.pause\(\) returns True"):
+        train(flags, callbacks=[SaveAfterStep(False)], quiet=True)
+    assert not list(tmp_path.glob("run/step_*"))
+    assert train(flags, callbacks=[SaveAfterStep(True)], quiet=True) == ExitCode.DONE
+    saved = {path.name for path in tmp_path.glob("run/step_*")}
+    assert saved == {"step_00000002", "step_00000004"}

@@ -84,3 +84,20 @@ def test_nothing_but_empty_packs() -> None:
     values, state = one_step(ParallelGroups.single(), [[[], []]])
     assert values == StepValues(0.0, 0.0, 0.0, False, False, {}, no_targets=True, mtp_losses=(0.0,))
     assert all(value.isfinite().all() for value in state.values())
+
+
+def test_a_rehearsal_leaves_the_outcome_of_the_last_update() -> None:
+    """A capture runs held steps, and a callback still reads whether the real step was applied."""
+    groups = ParallelGroups.single()
+    model = HybridModel(CONFIG, vocab_size=VOCAB, max_positions=SLOTS, seed=1).train()
+    layout = MetricsLayout.of(groups, model)
+    buffers = FlatBuffers(model, extras=layout.extras, counters=layout.counters)
+    step = TrainStep(model, buffers, Optimizer(buffers), groups)
+    pack = MicroBatch.build([(np.arange(9), None)], SLOTS)
+    step([pack], 1e-2)
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    with step.rehearsing():
+        step.finish()
+        assert step.optimizer.skipped == 1
+    assert step.optimizer.skipped == 0
+    assert all(weight.equal(weights[name]) for name, weight in model.state_dict().items())
