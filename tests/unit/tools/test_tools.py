@@ -266,3 +266,11 @@ def test_traced_run():
         files, calls, switches, _ = (int(number.replace(",", "")) for number in phases[name])
         assert 0 < files <= calls and files <= switches, name
     assert "__call__" in functions.splitlines()[0]
+
+
+def test_an_older_manifest_may_write_null_for_an_empty_list() -> None:
+    import same_numbers
+
+    assert same_numbers.different_entries({"names": []}, {"names": None}) == []
+    [said] = same_numbers.different_entries({"names": []}, {"names": 0})
+    assert said == "manifest.names: [], not 0"
