@@ -261,7 +261,9 @@ def different_entries(found: Any, expected: Any, name: str = "manifest") -> list
     elif isinstance(found, list) and isinstance(expected, list) and len(found) == len(expected):
         pairs = [(a, b, f"{name}[{i}]") for i, (a, b) in enumerate(zip(found, expected))]
     else:
-        return [] if found == expected else [f"{name}: {found!r}, not {expected!r}"]
+        # An older checkout may write None for an option that is now an empty list.
+        empty = found in (None, []) and expected in (None, [])
+        return [] if empty or found == expected else [f"{name}: {found!r}, not {expected!r}"]
     return [place for pair in pairs for place in different_entries(*pair)]
 
 

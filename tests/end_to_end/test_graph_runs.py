@@ -19,7 +19,7 @@ import pytest
 from megatron_packed.cli.main import main
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.cuda_graphs.slot_graphs import SlotGraphs
-from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.groups import Axis, ParallelGroups
 from megatron_packed.inputs.run_data import RunData, build_data
 from megatron_packed.training.train_step import TrainStep
 from support.captured_runs import assert_same_run, run_captured, without_graphs
@@ -238,7 +238,7 @@ def test_what_another_rank_cannot_capture_no_rank_does_and_it_is_said(
 
 
 def _first_of_two() -> ParallelGroups:
-    return dataclasses.replace(ParallelGroups.single(), dp_size=2)
+    return dataclasses.replace(ParallelGroups.single(), dp=Axis(size=2))
 
 
 @pytest.mark.parametrize("modules", [("attn", "moe_router"), ("mamba", "mlp"), ("moe",)])

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron_packed.config.sections.all_to_all import NCCL, SYMMETRIC_MEMORY
 from megatron_packed.distributed.determinism import configure_determinism
-from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.groups import Axis, ParallelGroups
 from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.layers.moe.expert_room import Load
 from megatron_packed.models.metrics_layout import StepValues
@@ -120,7 +120,7 @@ def check(found: dict[str, Any], epochs: int = EPOCHS) -> None:
 def alone() -> Iterator[ParallelGroups]:
     """Yield groups of one process with an expert-parallel group of this process."""
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    yield dataclasses.replace(ParallelGroups.single(DEVICE), ep_group=dist.group.WORLD)
+    yield dataclasses.replace(ParallelGroups.single(DEVICE), ep=Axis(dist.group.WORLD))
     dist.destroy_process_group()
     torch.use_deterministic_algorithms(False)
 

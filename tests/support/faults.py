@@ -17,6 +17,7 @@ from datetime import timedelta
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -108,7 +109,7 @@ def wait_for_collectives(seconds: float) -> None:
 
 def stop_beside_gpus(site: str, call: int, rank: int, seconds: float) -> None:
     """Suspend a process like `stop_at`, with hosts that wait for GPUs and a timeout at once."""
-    groups._timeout = lambda minutes: timedelta(seconds=seconds)
+    patch.object(groups, "timedelta", lambda **_: timedelta(seconds=seconds)).start()
     on_rank(rank, site, call, lambda _: os.kill(os.getpid(), signal.SIGSTOP))
 
 
@@ -296,7 +297,7 @@ def damaged_block(micro_batch: int, rank: int) -> None:
 
     def damage(loader: Loader) -> None:
         tokens = loader.dataset._tokens
-        tokens._checked[:] = False
+        tokens._blocks._checked[:] = False
         tokens._checksums = tokens._checksums ^ 1
 
     if int(os.environ["RANK"]) == rank:

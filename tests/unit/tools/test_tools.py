@@ -304,3 +304,11 @@ def test_flags_are_collected_from_both_kinds_of_scripts(tmp_path: Path) -> None:
         "--modules": "a b",
         "--spec": "a b",
     }
+
+
+def test_an_older_manifest_may_write_null_for_an_empty_list() -> None:
+    import same_numbers
+
+    assert same_numbers.different_entries({"names": []}, {"names": None}) == []
+    [said] = same_numbers.different_entries({"names": []}, {"names": 0})
+    assert said == "manifest.names: [], not 0"
