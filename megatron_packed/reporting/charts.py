@@ -63,6 +63,8 @@ _WIDTH, _HEIGHT = 6.0, 2.9
 """Size of a chart on a page, in inches. At 72 SVG units per inch, text is readable on a phone."""
 
 Points = Sequence[tuple[float, float]]
+ChartOfPage = dict[str, object]
+"""Variables of a chart in the template of a page: title, remark, names of runs, and SVG."""
 
 
 @dataclass(frozen=True)
@@ -325,6 +327,13 @@ def as_svg(figure: Figure, title: str) -> str:
     root[0].tag = "title"
     root[0].text = title
     return ElementTree.tostring(root, encoding="unicode")
+
+
+def for_page(
+    figure: Figure, title: str, remark: str = "", names: Sequence[tuple[str, str]] = ()
+) -> ChartOfPage:
+    """Return a figure as a chart for the templates of pages; ``names`` are colours and runs."""
+    return {"title": title, "remark": remark, "names": names, "svg": as_svg(figure, title)}
 
 
 def write_png(figure: Figure, image: str | os.PathLike[str]) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import os
 import statistics
 from collections.abc import Mapping, Sequence
@@ -10,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_packed.reporting import charts
-from megatron_packed.reporting.charts import COLOURS, DASHES, Frame, Line
+from megatron_packed.reporting.charts import COLOURS, DASHES, ChartOfPage, Frame, Line
 from megatron_packed.reporting.curves import (
     LOGARITHMIC_FROM,
     Panel,
@@ -21,27 +20,25 @@ from megatron_packed.reporting.curves import (
     smoothed,
     steady,
 )
-from megatron_packed.reporting.html_page import chart_html
 
 _CURE = "pip install matplotlib, then write the page again with megatron-packed report or plot"
 
 
-def curves_html(runs: Sequence[Run], levels: Mapping[str, float] | None = None) -> str:
-    """Return HTML with all charts of the runs.
+def curves(runs: Sequence[Run], levels: Mapping[str, float]) -> dict[str, object]:
+    """Return the variables of a page for all charts of the runs: ``figures``.
 
     With one run, each curve of a chart has a colour. With several runs, each run has a colour.
-    Without matplotlib, a sentence with the remedy is returned, so that the page is still written.
+    Without matplotlib, ``no_curves`` is a sentence with the remedy, and the page is still written.
 
     Args:
         runs: the runs.
         levels: horizontal lines in the chart of the loss, name -> nats.
     """
     try:
-        figures = _figures(runs, levels or {})
+        return {"figures": _figures(runs, levels)}
     except ImportError as error:
-        problem = html.escape(str(error))
-        return f"<p>This page has no curves, because matplotlib cannot be imported ({problem}): {_CURE}.</p>"
-    return f'<div class="charts">{"".join(figures)}</div>'
+        reason = f"matplotlib cannot be imported ({error}): {_CURE}."
+        return {"no_curves": f"This page has no curves, because {reason}"}
 
 
 def write_runs_png(runs: Sequence[Run], image: str | os.PathLike[str]) -> Path:
@@ -169,16 +166,16 @@ def _single_legend(lines: Sequence[Line]) -> list[str]:
     return list(legends) if len(legends) == 1 else []
 
 
-def _figures(runs: Sequence[Run], levels: Mapping[str, float]) -> list[str]:
+def _figures(runs: Sequence[Run], levels: Mapping[str, float]) -> list[ChartOfPage]:
     figures = []
     for panel in panels_of(runs):
         lines = lines_of(panel, runs)
         frame = _frame(panel, runs, lines, levels)
         chart = charts.line_chart(_drawable(lines, frame), frame)
-        names = _run_names(panel, runs) if len(runs) > 1 else ""
+        names = _run_names(panel, runs) if len(runs) > 1 else []
         remarks = (panel.unit, *_single_legend(lines), *_remarks(panel, runs, lines, frame))
         caption = " · ".join(filter(None, remarks))
-        figures.append(chart_html(panel.title, caption, charts.as_svg(chart, panel.title), names))
+        figures.append(charts.for_page(chart, panel.title, caption, names))
     for run in runs:
         with_loads = [step for step in run.steps if step.get("expert_load")]
         if with_loads:
@@ -187,7 +184,7 @@ def _figures(runs: Sequence[Run], levels: Mapping[str, float]) -> list[str]:
             unit = f"{last} (rows: E layers; blue: less than the mean, red: more)"
             loads: Sequence[Sequence[float]] = with_loads[-1]["expert_load"]  # type: ignore[assignment]
             chart = charts.heat_map(loads, row="E layer", column="expert")
-            figures.append(chart_html(title, unit, charts.as_svg(chart, title)))
+            figures.append(charts.for_page(chart, title, unit))
     return figures
 
 
@@ -224,10 +221,10 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def _run_names(panel: Panel, runs: Sequence[Run]) -> str:
-    """Return the names of the runs that have numbers for a panel, in the colours of their lines."""
-    return "".join(
-        f'<span><b style="color:var(--c{number % len(COLOURS)})">&#9679;</b> {html.escape(run.name)}</span>'
+def _run_names(panel: Panel, runs: Sequence[Run]) -> list[tuple[str, str]]:
+    """Return the colours and names of the runs that have numbers for a panel."""
+    return [
+        (f"var(--c{number % len(COLOURS)})", run.name)
         for number, run in enumerate(runs)
         if any(points(run.records, curve) for curve in panel.curves)
-    )
+    ]

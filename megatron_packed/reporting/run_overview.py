@@ -1,41 +1,18 @@
-"""Top of a report page: whether the run is finished, its main numbers, and its warnings."""
+"""Facts of a report page about one run: how it ended, its main numbers, and its dates."""
 
 from __future__ import annotations
 
-import html
 import math
 import statistics
 from datetime import datetime, timedelta
 
 from megatron_packed.reporting.curves import Record, Run, number_in, steady
-from megatron_packed.reporting.run_warnings import warnings_of
+from megatron_packed.reporting.html_page import compact, text_of
 
-OVERVIEW_STYLE = """
-.verdict { font-weight: 600; margin: 0 0 1em } .verdict.good { color: var(--good) } .verdict.bad { color: var(--bad) }
-.verdict.open { color: var(--warn) }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: .7em }
-.tile { background: var(--panel); border: 1px solid var(--line); border-radius: 8px; padding: .6em .9em }
-.tile span, .tile small { display: block } .tile b { font-size: 1.2em; font-weight: 600 }
-.tile span { color: var(--muted); font-size: .85em }
-.warnings { background: var(--warn-panel); border: 1px solid var(--warn); border-radius: 8px; padding: .6em 1em;
-  margin: 1em 0 }
-.warnings ul { margin: .2em 0 0; padding-left: 1.2em } .warnings li { margin: .25em 0 }
-"""
 _DONE, _NONFINITE, _PREEMPTED = 0, 20, 75
 """Exit codes with a sentence of their own."""
 _MANY = 0.1
 """Share of skipped steps above which a finished run is not called good."""
-
-
-def overview(run: Run) -> str:
-    """Return HTML with the verdict, the warnings and the main numbers of a run."""
-    kind, sentence = outcome(run)
-    warning_texts = warnings_of(run)
-    items = "".join(f"<li>{html.escape(text)}</li>" for text in warning_texts)
-    heading = "1 warning" if len(warning_texts) == 1 else f"{len(warning_texts)} warnings"
-    box = f"<div class='warnings'><b>{heading}</b><ul>{items}</ul></div>" if warning_texts else ""
-    tiles = "".join(_tile(*tile) for tile in tiles_of(run))
-    return f"<p class='verdict {kind}'>{html.escape(sentence)}</p>{box}<div class='tiles'>{tiles}</div>"
 
 
 def outcome(run: Run) -> tuple[str, str]:
@@ -117,13 +94,39 @@ def perplexity_text(loss: float) -> str:
 
 def _time(run: Run) -> tuple[str, str, str]:
     """Return the tile of the time: between start and end, or the sum of the steps."""
-    begun, ended = (moment(record.get("time")) for record in ((run.starts or [{}])[-1], run.end))
+    begun, ended = _last_start_and_end(run)
     restarts = len(run.starts) - 1
     if begun and ended and restarts == 0:
         return "time", duration((ended - begun).total_seconds()), "from start to end"
-    seconds = sum(number_in(step, "step_time_ms") for step in run.steps) / 1e3
     noun = "restart" if restarts == 1 else "restarts"
-    return "time", duration(seconds), "in steps" + (f", {restarts} {noun}" if restarts > 0 else "")
+    remark = "in steps" + (f", {restarts} {noun}" if restarts > 0 else "")
+    return "time", duration(_seconds_in_steps(run)), remark
+
+
+def dates_of(run: Run) -> list[tuple[str, str]]:
+    """Return (name, value) of the starts, the end and the duration of a run."""
+    rows = []
+    for place, start in enumerate(run.starts):
+        if begun := moment(start.get("time")):
+            after = f" after step {text_of(start['step'])}" if start.get("step") else ""
+            name = "restarted" if place else "started"
+            rows.append((name, f"{begun:%Y-%m-%d %H:%M:%S %z}{after}"))
+    begun, ended = _last_start_and_end(run)
+    if begun and ended:
+        since = " since the last start" if len(run.starts) > 1 else ""
+        took = duration((ended - begun).total_seconds())
+        rows.append(("ended", f"{ended:%Y-%m-%d %H:%M:%S %z}, {took}{since}"))
+    rows.append(("time in steps", duration(_seconds_in_steps(run))))
+    return rows
+
+
+def _last_start_and_end(run: Run) -> tuple[datetime | None, datetime | None]:
+    last_start = run.starts[-1] if run.starts else {}
+    return moment(last_start.get("time")), moment(run.end.get("time"))
+
+
+def _seconds_in_steps(run: Run) -> float:
+    return sum(number_in(step, "step_time_ms") for step in run.steps) / 1e3
 
 
 def moment(text: object) -> datetime | None:
@@ -158,23 +161,3 @@ def duration(seconds: float) -> str:
     )
     first = next(place for place, (count, _) in enumerate(parts) if count)
     return " ".join(f"{count} {unit}" for count, unit in parts[first : first + 2] if count)
-
-
-def compact(value: float) -> str:
-    """Return a count with three digits and a letter.
-
-    Example:
-        ``1.23 M`` for 1,234,567.
-    """
-    for power, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
-        if value >= power:
-            unit = 1e3 if letter == "k" else power
-            return f"{value / unit:.3g} {letter}"
-    return f"{value:,.0f}"
-
-
-def _tile(name: str, value: str, remark: str) -> str:
-    return (
-        f"<div class='tile'><span>{html.escape(name)}</span><b>{html.escape(value)}</b>"
-        f"<small>{html.escape(remark)}</small></div>"
-    )

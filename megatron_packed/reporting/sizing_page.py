@@ -5,7 +5,6 @@ The page loads nothing from the network.
 
 from __future__ import annotations
 
-import html
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from megatron_packed.data.packing.sizing import Expected, Packing
 from megatron_packed.reporting import charts
 from megatron_packed.reporting.charts import COLOURS
-from megatron_packed.reporting.html_page import CHARTS_STYLE, chart_html, folded, table, write_html
+from megatron_packed.reporting.html_page import render, write_page
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -160,25 +159,20 @@ def write_sizing_page(
         tables: heading -> rows; a row maps the name of a column to its cell.
         text: lines of the console output.
     """
-    blocks = "".join(
-        f"<h2>{html.escape(name)}</h2>{table(rows)}" for name, rows in tables.items() if rows
+    html = render(
+        "sizing_page.html",
+        title=title,
+        flags=flags,
+        tables=tables,
+        text=text,
+        figures=[_chart(*drawing) for drawing in drawn],
     )
-    shown = "".join(_chart(*drawing) for drawing in drawn)
-    lines = html.escape("\n".join(text))
-    console = f"<div class='wide'><pre>{lines}</pre></div>"
-    write_html(
-        path,
-        title,
-        f"<h2>Recommended</h2><pre>{html.escape(flags)}</pre>{blocks}"
-        f"<h2>Charts</h2><div class='charts'>{shown}</div>"
-        f"{folded('Console output', console)}",
-        CHARTS_STYLE,
-    )
+    write_page(path, html)
 
 
-def _chart(title: str, draw: Callable[[Any], None]) -> str:
+def _chart(title: str, draw: Callable[[Any], None]) -> charts.ChartOfPage:
     made, axis = charts.one_chart(_HEIGHT)
     draw(axis)
     # Labels at the left are wider than those of the charts of a run.
     axis.set_position((0.14, *axis.get_position().bounds[1:2], 0.84, axis.get_position().height))
-    return chart_html(title, "", charts.as_svg(made, title))
+    return charts.for_page(made, title)
