@@ -6,7 +6,7 @@ import math
 import statistics
 from datetime import datetime, timedelta
 
-from megatron_packed.reporting.curves import Record, Run, number_in, steady
+from megatron_packed.reporting.curves import Record, Run, number_in, numbers_in, steady
 from megatron_packed.reporting.html_page import compact, text_of
 
 _DONE, _NONFINITE, _PREEMPTED = 0, 20, 75
@@ -58,11 +58,11 @@ def tiles_of(run: Run) -> list[tuple[str, str, str]]:
         step, loss = best
         remark = f"perplexity {perplexity_text(loss)}, step {step:,}"
         tiles.append(("best validation loss", _short(loss), remark))
-    targets = sum(number_in(step, "target_tokens") for step in steps if "target_tokens" in step)
+    targets = sum(numbers_in(steps, "target_tokens"))
     remark = f"{compact(targets)} of them targets" if targets else "without padding"
     tiles.append(("tokens", compact(number_in(steps[-1], "consumed_tokens")), remark))
     tiles.append(_time(run))
-    rate = statistics.median(number_in(step, "tokens_per_second") for step in steady(steps))
+    rate = statistics.median(numbers_in(steady(steps), "tokens_per_second"))
     tiles.append(("tokens per second", compact(rate), "median, without padding"))
     if isinstance(model, dict):
         total, active = (model.get(name) for name in ("parameters", "active_parameters"))
@@ -126,7 +126,7 @@ def _last_start_and_end(run: Run) -> tuple[datetime | None, datetime | None]:
 
 
 def _seconds_in_steps(run: Run) -> float:
-    return sum(number_in(step, "step_time_ms") for step in run.steps) / 1e3
+    return sum(numbers_in(run.steps, "step_time_ms")) / 1e3
 
 
 def moment(text: object) -> datetime | None:

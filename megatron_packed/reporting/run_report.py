@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_packed.config import flag_names as flags
-from megatron_packed.reporting.curves import Run, number_in, read_run
+from megatron_packed.reporting.curves import Run, numbers_in, read_run
 from megatron_packed.reporting.html_page import render, write_page
 from megatron_packed.reporting.run_charts import curves
 from megatron_packed.reporting.run_numbers import numbers_of
@@ -60,7 +60,6 @@ def _values(runs: Sequence[Run], levels: Mapping[str, float]) -> dict[str, objec
     if len(runs) > 1:
         return values
     run = runs[0]
-    saved = [record for record in run.records if "checkpoint" in record]
     return {
         **values,
         "verdict": outcome(run),
@@ -70,8 +69,7 @@ def _values(runs: Sequence[Run], levels: Mapping[str, float]) -> dict[str, objec
         "best": best_validation(run.validations),
         "eval_interval": flags.EVAL_INTERVAL,
         "answers_of_log": sample_answers(run.answers),
-        "saved": saved,
-        "saved_steps": sorted({int(number_in(record, "iteration")) for record in saved}),
+        "saved_steps": sorted(set(map(int, numbers_in(run.checkpoints, "iteration")))),
         "dates": dates_of(run),
     }
 
