@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron_packed.config.written_files import resolve_output, write_file
 from megatron_packed.reporting.charts import COLOURS, DARK_COLOURS
+from megatron_packed.reporting.page_filters import FILTERS
 
 _UNSAFE = dict.fromkeys(
     (*range(9), *range(11, 32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A)),
@@ -34,7 +35,7 @@ def render(template: str, **values: object) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"text": text_of, "compact": compact}
+    environment.filters |= FILTERS
     environment.globals |= {"colours": COLOURS, "dark_colours": DARK_COLOURS}
     try:
         return environment.get_template(template).render(values)
@@ -60,23 +61,3 @@ def write_page(path: str | os.PathLike[str], html: str) -> Path:
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(page)) from error
     return page
-
-
-def text_of(value: object) -> str:
-    """Return a count with thousands separators, and other values as they are; ``?`` if missing."""
-    if isinstance(value, int):
-        return f"{value:,}"
-    return str(value) or "?"
-
-
-def compact(value: float) -> str:
-    """Return a count with three digits and a letter.
-
-    Example:
-        ``1.23 M`` for 1,234,567.
-    """
-    for power, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
-        if value >= power:
-            unit = 1e3 if letter == "k" else power
-            return f"{value / unit:.3g} {letter}"
-    return f"{value:,.0f}"

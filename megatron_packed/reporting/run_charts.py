@@ -15,11 +15,13 @@ from megatron_packed.reporting.curves import (
     Panel,
     Run,
     limit_of,
+    numbers_in,
     panels_of,
     points,
     smoothed,
     steady,
 )
+from megatron_packed.reporting.page_filters import counted
 
 _CURE = "pip install matplotlib, then write the page again with megatron-packed report or plot"
 
@@ -59,7 +61,7 @@ def write_runs_png(runs: Sequence[Run], image: str | os.PathLike[str]) -> Path:
         raise ValueError(f"a PNG needs matplotlib: pip install matplotlib ({error}).") from error
     for axes, panel in zip(every, panels):
         lines = lines_of(panel, runs)
-        frame = _frame(panel, runs, lines)
+        frame = _frame(panel, runs, lines, {})
         charts.draw_lines(axes, _drawable(lines, frame), frame)
         unit = ", ".join(filter(None, (panel.unit, "logarithmic" * frame.logarithmic)))
         title = ", ".join((panel.title, *_single_legend(lines)))
@@ -116,7 +118,7 @@ def _frame(
     panel: Panel,
     runs: Sequence[Run],
     lines: Sequence[Line],
-    levels: Mapping[str, float] | None = None,
+    levels: Mapping[str, float],
 ) -> Frame:
     """Return the limits and marks of a panel: restarts, and steps without an update at the loss."""
     of_loss = panel.title == "Loss"
@@ -125,28 +127,24 @@ def _frame(
         limit = limit_of(
             [line.points for line in lines if not line.smoothed], keeps_first=panel.smooth
         )
-    marks = [
-        float(str(step["iteration"]))
-        for run in runs
-        for step in run.steps
-        if of_loss and step.get("skipped")
-    ]
-    restarts = [float(step) for step in runs[0].restarts] if len(runs) == 1 else []
     values = [y for line in lines for _, y in line.points if limit is None or y <= limit]
     above_0 = [value for value in values if value > 0]
     spans = bool(above_0) and max(above_0) > LOGARITHMIC_FROM * min(above_0)
     logarithmic = panel.logarithmic and spans
-    shown = list((levels or {}).items()) if of_loss else []
-    if logarithmic:
-        shown = [(name, level) for name, level in shown if level > 0]
-    numbers = [float(str(step["iteration"])) for run in runs for step in run.steps]
+    steps = [step for run in runs for step in run.steps]
+    numbers = numbers_in(steps, "iteration")
+    without_update = numbers_in([step for step in steps if step.get("skipped")], "iteration")
     return Frame(
         steps=(min(numbers), max(numbers)),
         low=panel.low,
         high=limit,
-        levels=shown,
-        marks=marks,
-        restarts=restarts,
+        levels=[
+            (name, level)
+            for name, level in levels.items()
+            if of_loss and (level > 0 or not logarithmic)
+        ],
+        marks=without_update if of_loss else [],
+        restarts=runs[0].restarts if len(runs) == 1 else [],
         names_restarts=of_loss,
         logarithmic=logarithmic,
     )
@@ -203,12 +201,10 @@ def _remarks(panel: Panel, runs: Sequence[Run], lines: Sequence[Line], frame: Fr
     values_of_lines = {point for line in lines if not line.smoothed for point in line.points}
     zeros = [point for point in values_of_lines if point[1] <= 0]
     if frame.logarithmic and zeros:
-        noun = "value" if len(zeros) == 1 else "values"
-        remarks.append(f"{len(zeros):,} {noun} of 0 not shown")
+        remarks.append(f"{counted(len(zeros), 'value')} of 0 not shown")
     if panel.cut and frame.high is not None:
         outside = [point for point in values_of_lines if point[1] > frame.high]
-        noun = "value" if len(outside) == 1 else "values"
-        remarks.append(f"{len(outside):,} {noun} above {_short(frame.high)} not shown")
+        remarks.append(f"{counted(len(outside), 'value')} above {_short(frame.high)} not shown")
     return remarks
 
 

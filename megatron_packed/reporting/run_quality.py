@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megatron_packed.reporting.curves import Record, Run, number_in
-from megatron_packed.reporting.run_overview import best_validation, perplexity_text
+from megatron_packed.reporting.page_filters import perplexity
+from megatron_packed.reporting.run_overview import best_validation
 
 
 def validation_rows(run: Run) -> Iterator[dict[str, str]]:
@@ -18,7 +19,7 @@ def validation_rows(run: Run) -> Iterator[dict[str, str]]:
             "step": f"{step:,}",
             "loss": f"{loss:.4f}",
             "change": "" if previous_loss is None else f"{loss - previous_loss:+.4f}",
-            "perplexity": perplexity_text(loss),
+            "perplexity": perplexity(loss),
             "targets": f"{int(number_in(record, 'valid_target_tokens')):,}"
             if "valid_target_tokens" in record
             else "",
