@@ -128,19 +128,19 @@ def line_chart(lines: Sequence[Line], frame: Frame = Frame()) -> Figure:
     return figure
 
 
-def one_chart(height: float) -> tuple[Figure, Axes]:
+def one_chart(height: float, left: float = 0.12) -> tuple[Figure, Axes]:
     """Return a figure with one chart and fixed margins, equal for all charts of a page.
 
     Fixed margins avoid matplotlib's layout engine, which draws everything once just to measure.
 
     Args:
         height: height of the figure in inches.
+        left: space for the labels at the left, as a share of the width.
     """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(_WIDTH, height))
-    left, bottom, top = 0.12, 0.5 / height, 1 - 0.1 / height
-    return figure, figure.add_axes((left, bottom, 0.98 - left, top - bottom))
+    return figure, figure.add_axes((left, 0.5 / height, 0.98 - left, 1 - 0.6 / height))
 
 
 def draw_lines(axes: Axes, lines: Sequence[Line], frame: Frame) -> None:

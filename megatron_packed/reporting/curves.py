@@ -69,6 +69,14 @@ class Run:
         return self._having("valid_loss")
 
     @property
+    def validation_losses(self) -> list[tuple[int, float]]:
+        """(step, loss) of all validations, in order; a loss may be non-finite."""
+        return [
+            (int(number_in(record, "iteration")), number_in(record, "valid_loss"))
+            for record in self.validations
+        ]
+
+    @property
     def tests(self) -> list[Record]:
         """Records of evaluations on the test data."""
         return self._having("test_loss")
@@ -237,6 +245,12 @@ def steady(steps: Sequence[Record]) -> Sequence[Record]:
 def number_in(record: Record, name: str) -> float:
     """Return a field as a number; non-finite numbers are text in the log, since JSON lacks them."""
     return float(record[name])  # type: ignore[arg-type]
+
+
+def best_validation(losses: Sequence[tuple[int, float]]) -> tuple[int, float] | None:
+    """Return (step, loss) of the lowest finite loss; None without one."""
+    finite = [step_and_loss for step_and_loss in losses if math.isfinite(step_and_loss[1])]
+    return min(finite, key=lambda step_and_loss: step_and_loss[1], default=None)
 
 
 def numbers_in(records: Sequence[Record], name: str) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 from collections.abc import Mapping, Sequence
@@ -60,8 +61,7 @@ def write_runs_png(runs: Sequence[Run], image: str | os.PathLike[str]) -> Path:
     except ImportError as error:
         raise ValueError(f"a PNG needs matplotlib: pip install matplotlib ({error}).") from error
     for axes, panel in zip(every, panels):
-        lines = lines_of(panel, runs)
-        frame = _frame(panel, runs, lines, {})
+        lines, frame = _lines_and_frame(panel, runs, {})
         charts.draw_lines(axes, _drawable(lines, frame), frame)
         unit = ", ".join(filter(None, (panel.unit, "logarithmic" * frame.logarithmic)))
         title = ", ".join((panel.title, *_single_legend(lines)))
@@ -114,27 +114,25 @@ def _smoothed(line: Line, alone: bool) -> list[Line]:
     return [replace(line, pale=True, legend=""), means_line]
 
 
-def _frame(
-    panel: Panel,
-    runs: Sequence[Run],
-    lines: Sequence[Line],
-    levels: Mapping[str, float],
-) -> Frame:
-    """Return the limits and marks of a panel: restarts, and steps without an update at the loss."""
+def _lines_and_frame(
+    panel: Panel, runs: Sequence[Run], levels: Mapping[str, float]
+) -> tuple[list[Line], Frame]:
+    """Return the lines of a panel with limits and marks: restarts, and steps without an update."""
+    lines = lines_of(panel, runs)
     of_loss = panel.title == "Loss"
     limit = panel.high
     if panel.cut:
         limit = limit_of(
             [line.points for line in lines if not line.smoothed], keeps_first=panel.smooth
         )
-    values = [y for line in lines for _, y in line.points if limit is None or y <= limit]
-    above_0 = [value for value in values if value > 0]
-    spans = bool(above_0) and max(above_0) > LOGARITHMIC_FROM * min(above_0)
+    highest = math.inf if limit is None else limit
+    values = [y for line in lines for _, y in line.points if 0 < y <= highest]
+    spans = max(values, default=0) > LOGARITHMIC_FROM * min(values, default=0)
     logarithmic = panel.logarithmic and spans
     steps = [step for run in runs for step in run.steps]
     numbers = numbers_in(steps, "iteration")
     without_update = numbers_in([step for step in steps if step.get("skipped")], "iteration")
-    return Frame(
+    frame = Frame(
         steps=(min(numbers), max(numbers)),
         low=panel.low,
         high=limit,
@@ -148,6 +146,7 @@ def _frame(
         names_restarts=of_loss,
         logarithmic=logarithmic,
     )
+    return lines, frame
 
 
 def _drawable(lines: Sequence[Line], frame: Frame) -> list[Line]:
@@ -167,8 +166,7 @@ def _single_legend(lines: Sequence[Line]) -> list[str]:
 def _figures(runs: Sequence[Run], levels: Mapping[str, float]) -> list[ChartOfPage]:
     figures = []
     for panel in panels_of(runs):
-        lines = lines_of(panel, runs)
-        frame = _frame(panel, runs, lines, levels)
+        lines, frame = _lines_and_frame(panel, runs, levels)
         chart = charts.line_chart(_drawable(lines, frame), frame)
         names = _run_names(panel, runs) if len(runs) > 1 else []
         remarks = (panel.unit, *_single_legend(lines), *_remarks(panel, runs, lines, frame))

@@ -1,10 +1,8 @@
-"""Facts of a report page about one run: how it ended, its best validation, and its time."""
+"""Facts of a report page about one run: how it ended, and how long it took."""
 
 from __future__ import annotations
 
-import math
-
-from megatron_packed.reporting.curves import Record, Run, number_in
+from megatron_packed.reporting.curves import Run, number_in
 from megatron_packed.reporting.page_filters import counted, moment
 
 _DONE, _NONFINITE, _PREEMPTED = 0, 20, 75
@@ -45,13 +43,6 @@ def _without_end(last: int, planned: object, place: str) -> str:
     return (
         f"Not finished: the log ends at {place}. The run still goes on, or it was killed or failed."
     )
-
-
-def best_validation(validations: list[Record]) -> tuple[int, float] | None:
-    """Return step and loss of the best validation; None without a finite loss."""
-    losses = [(int(number_in(r, "iteration")), number_in(r, "valid_loss")) for r in validations]
-    finite = [step_and_loss for step_and_loss in losses if math.isfinite(step_and_loss[1])]
-    return min(finite, key=lambda step_and_loss: step_and_loss[1]) if finite else None
 
 
 def seconds_since_start(run: Run) -> float | None:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megatron_packed.reporting.curves import Record, Run, number_in
+from megatron_packed.reporting.curves import Record, Run, best_validation, number_in
 from megatron_packed.reporting.page_filters import perplexity
-from megatron_packed.reporting.run_overview import best_validation
 
 
 def validation_rows(run: Run) -> Iterator[dict[str, str]]:
     """Yield a row for each validation, and for each evaluation on the test data."""
-    best, previous_loss = best_validation(run.validations), None
+    best, previous_loss = best_validation(run.validation_losses), None
     metrics = _metrics(run.validations)
-    for record in run.validations:
-        step, loss = int(number_in(record, "iteration")), number_in(record, "valid_loss")
+    for record, (step, loss) in zip(run.validations, run.validation_losses):
         row = {
             "step": f"{step:,}",
             "loss": f"{loss:.4f}",

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_packed.config import flag_names as flags
-from megatron_packed.reporting.curves import Run, numbers_in, read_run, steady
+from megatron_packed.reporting.curves import Run, best_validation, numbers_in, read_run, steady
 from megatron_packed.reporting.html_page import render, write_page
 from megatron_packed.reporting.run_charts import curves
 from megatron_packed.reporting.run_numbers import numbers_of
-from megatron_packed.reporting.run_overview import best_validation, outcome, seconds_since_start
+from megatron_packed.reporting.run_overview import outcome, seconds_since_start
 from megatron_packed.reporting.run_quality import sample_answers, validation_rows
 from megatron_packed.reporting.run_warnings import warnings_of
 
@@ -70,7 +70,7 @@ def _values(runs: Sequence[Run], levels: Mapping[str, float]) -> dict[str, objec
         "seconds_in_steps": sum(numbers_in(run.steps, "step_time_ms")) / 1e3,
         "seconds_since_start": seconds_since_start(run),
         "validations": list(validation_rows(run)),
-        "best": best_validation(run.validations),
+        "best": best_validation(run.validation_losses),
         "eval_interval": flags.EVAL_INTERVAL,
         "answers_of_log": sample_answers(run.answers),
         "saved_steps": sorted(set(map(int, numbers_in(run.checkpoints, "iteration")))),

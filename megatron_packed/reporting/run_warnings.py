@@ -13,6 +13,7 @@ from megatron_packed.reporting.curves import (
     SPIKE,
     Record,
     Run,
+    best_validation,
     number_in,
     numbers_in,
     steady,
@@ -71,9 +72,10 @@ def rising_validation(losses: Sequence[tuple[int, float]]) -> str:
         losses: (step, loss) of all validations, in order.
     """
     finite = [(step, loss) for step, loss in losses if math.isfinite(loss)]
-    if len(finite) < 3:
+    lowest = best_validation(losses)
+    if lowest is None:
         return ""
-    best_step, best = min(finite, key=lambda step_and_loss: step_and_loss[1])
+    best_step, best = lowest
     after = [loss for step, loss in finite if step > best_step]
     # A single higher value may be noise.
     if len(after) < 2 or min(after[-2:]) < RISE * best:
@@ -110,7 +112,7 @@ def warnings_of(run: Run) -> list[str]:
     return [
         *_of_skipped_steps(steps),
         *_of_losses(steps),
-        *_of_validations(run.validations),
+        *_of_validations(run),
         *_of_data(run.data),
         *_of_graphs(run),
         *_of_waiting(steps),
@@ -153,13 +155,12 @@ def _of_losses(steps: Sequence[Record]) -> Iterator[str]:
         )
 
 
-def _of_validations(validations: Sequence[Record]) -> Iterator[str]:
-    losses = [(int(number_in(r, "iteration")), number_in(r, "valid_loss")) for r in validations]
-    for (step, loss), record in zip(losses, validations):
+def _of_validations(run: Run) -> Iterator[str]:
+    for (step, loss), record in zip(run.validation_losses, run.validations):
         if not math.isfinite(loss):
             yield validation_without_loss(step, record.get("valid_target_tokens") != 0)
             break
-    if text := rising_validation(losses):
+    if text := rising_validation(run.validation_losses):
         yield text
 
 

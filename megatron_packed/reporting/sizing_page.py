@@ -62,6 +62,7 @@ def figure(drawn: Sequence[Drawing]) -> Figure:
     made, every = charts.grid(len(drawn), 11, 4)
     for axis, (title, draw) in zip(every, drawn):
         draw(axis)
+        _finish(axis)
         axis.set_title(title)
     return made
 
@@ -71,7 +72,6 @@ def _draw_lengths(lengths: NDArray[np.int64], axis: Any) -> None:
     axis.hist(lengths, bins=edges, color=COLOURS[0])
     axis.set(xlabel="tokens", ylabel="documents")
     _scale(axis, "x", lengths, 10)
-    _finish(axis)
 
 
 def _draw_packs(packings: Sequence[Packing], axis: Any) -> None:
@@ -84,7 +84,6 @@ def _draw_packs(packings: Sequence[Packing], axis: Any) -> None:
     axis.set(xlabel="documents in a pack", ylabel="packs")
     _scale(axis, "x", _documents(packings), 2)
     _scale(axis, "y", numbers, 10)
-    _finish(axis)
 
 
 def _draw_covered(packings: Sequence[Packing], choice: Expected, axis: Any) -> None:
@@ -98,7 +97,6 @@ def _draw_covered(packings: Sequence[Packing], choice: Expected, axis: Any) -> N
         label = "" if number else "recommended"
         axis.axvline(capacity, color=charts.INK, linestyle="--", linewidth=1, label=label)
     _scale(axis, "x", _documents(packings), 2)
-    _finish(axis)
 
 
 def _draw_prices(priced: Sequence[Expected], choice: Expected, axis: Any) -> None:
@@ -108,7 +106,6 @@ def _draw_prices(priced: Sequence[Expected], choice: Expected, axis: Any) -> Non
     axis.axhline(choice.step_ms, color=charts.INK, linestyle="--", linewidth=1, label="recommended")
     axis.set(xlabel="capacity", ylabel="ms")
     axis.set_ylim(bottom=0)
-    _finish(axis)
 
 
 def _documents(packings: Sequence[Packing]) -> list[int]:
@@ -171,8 +168,8 @@ def write_sizing_page(
 
 
 def _chart(title: str, draw: Callable[[Any], None]) -> charts.ChartOfPage:
-    made, axis = charts.one_chart(_HEIGHT)
-    draw(axis)
     # Labels at the left are wider than those of the charts of a run.
-    axis.set_position((0.14, *axis.get_position().bounds[1:2], 0.84, axis.get_position().height))
+    made, axis = charts.one_chart(_HEIGHT, left=0.14)
+    draw(axis)
+    _finish(axis)
     return charts.for_page(made, title)
