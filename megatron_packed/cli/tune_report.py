@@ -117,13 +117,8 @@ class TuneReport:
     def tables(self) -> dict[str, list[dict[str, str]]]:
         """Return the tables of the report: rows of cells by heading."""
         share = "{:.2f} %".format
-        coverages = {packing.method: packing.coverage(self.capacities) for packing in self.packings}
         full = max(packing.most for packing in self.packings)
-        sizes = [
-            size
-            for size in sorted({size for of in coverages.values() for size in of})
-            if size <= full
-        ]
+        sizes = {size for packing in self.packings for size in packing.coverage(self.capacities)}
         tables = {
             "Documents per pack": [
                 {
@@ -131,7 +126,7 @@ class TuneReport:
                     "packs": f"{packing.documents.size:,}",
                     "fill": "" if packing.fill is None else share(100 * packing.fill),
                     **{
-                        {"max": "max"}.get(name, name.upper()): str(value)
+                        name if name == "max" else name.upper(): str(value)
                         for name, value in packing.percentiles().items()
                     },
                 }
@@ -141,11 +136,12 @@ class TuneReport:
                 {
                     "capacity (documents)": str(size),
                     **{
-                        method: share(100 * float((packing.documents <= size).mean()))
-                        for method, packing in zip(coverages, self.packings, strict=True)
+                        packing.method: share(100 * float((packing.documents <= size).mean()))
+                        for packing in self.packings
                     },
                 }
-                for size in sizes
+                for size in sorted(sizes)
+                if size <= full
             ],
         }
         heading = "Expected cost" if self.costs else "Expected cost (not measured)"
@@ -198,18 +194,16 @@ class TuneReport:
 def _prices(choices: Sequence[Expected]) -> list[dict[str, str]]:
     """Return the rows of a table of costs, with columns of times only if a time is known."""
     timed = any(choice.step_ms is not None for choice in choices)
-    rows = []
-    for choice in choices:
-        cells = {
+    return [
+        {
             "packer": choice.method,
             "capacities (documents)": " ".join(map(str, choice.capacities)),
             "packs that run eagerly": f"{100 * choice.eager_share:.2f} %",
             "cost of a token": f"{choice.relative:.4f}",
+            **(_times(choice) if timed else {}),
         }
-        if timed:
-            cells |= _times(choice)
-        rows.append(cells)
-    return rows
+        for choice in choices
+    ]
 
 
 def _times(expected: Expected) -> dict[str, str]:
@@ -224,11 +218,7 @@ def _times(expected: Expected) -> dict[str, str]:
 
 
 def _aligned(rows: Sequence[dict[str, str]]) -> list[str]:
-    names = list(rows[0])
-    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in names}
-    lines = [names, *([row[name] for name in names] for row in rows)]
-    width_of = list(widths.values())
-    return [
-        "  " + "  ".join(cell.rjust(width) for width, cell in zip(width_of, line, strict=True))
-        for line in lines
-    ]
+    """Return a heading and rows, which all have the same columns, as lines of aligned cells."""
+    lines = [list(rows[0]), *(list(row.values()) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  " + "  ".join(map(str.rjust, line, widths)) for line in lines]

@@ -63,6 +63,8 @@ _WIDTH, _HEIGHT = 6.0, 2.9
 """Size of a chart on a page, in inches. At 72 SVG units per inch, text is readable on a phone."""
 
 Points = Sequence[tuple[float, float]]
+ChartOfPage = dict[str, object]
+"""Variables of a chart in the template of a page: title, remark, names of runs, and SVG."""
 
 
 @dataclass(frozen=True)
@@ -126,19 +128,19 @@ def line_chart(lines: Sequence[Line], frame: Frame = Frame()) -> Figure:
     return figure
 
 
-def one_chart(height: float) -> tuple[Figure, Axes]:
+def one_chart(height: float, left: float = 0.12) -> tuple[Figure, Axes]:
     """Return a figure with one chart and fixed margins, equal for all charts of a page.
 
     Fixed margins avoid matplotlib's layout engine, which draws everything once just to measure.
 
     Args:
         height: height of the figure in inches.
+        left: space for the labels at the left, as a share of the width.
     """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(_WIDTH, height))
-    left, bottom, top = 0.12, 0.5 / height, 1 - 0.1 / height
-    return figure, figure.add_axes((left, bottom, 0.98 - left, top - bottom))
+    return figure, figure.add_axes((left, 0.5 / height, 0.98 - left, 1 - 0.6 / height))
 
 
 def draw_lines(axes: Axes, lines: Sequence[Line], frame: Frame) -> None:
@@ -325,6 +327,13 @@ def as_svg(figure: Figure, title: str) -> str:
     root[0].tag = "title"
     root[0].text = title
     return ElementTree.tostring(root, encoding="unicode")
+
+
+def for_page(
+    figure: Figure, title: str, remark: str = "", names: Sequence[tuple[str, str]] = ()
+) -> ChartOfPage:
+    """Return a figure as a chart for the templates of pages; ``names`` are colours and runs."""
+    return {"title": title, "remark": remark, "names": names, "svg": as_svg(figure, title)}
 
 
 def write_png(figure: Figure, image: str | os.PathLike[str]) -> Path:

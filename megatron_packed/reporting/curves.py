@@ -62,21 +62,33 @@ class Run:
     @property
     def steps(self) -> list[Record]:
         """Records of training steps; records of validations are left out."""
-        return [record for record in self.records if "lm_loss" in record]
+        return self._having("lm_loss")
 
     @property
     def validations(self) -> list[Record]:
-        return [record for record in self.records if "valid_loss" in record]
+        return self._having("valid_loss")
+
+    @property
+    def validation_losses(self) -> list[tuple[int, float]]:
+        """(step, loss) of all validations, in order; a loss may be non-finite."""
+        return [
+            (int(number_in(record, "iteration")), number_in(record, "valid_loss"))
+            for record in self.validations
+        ]
 
     @property
     def tests(self) -> list[Record]:
         """Records of evaluations on the test data."""
-        return [record for record in self.records if "test_loss" in record]
+        return self._having("test_loss")
 
     @property
     def answers(self) -> list[Record]:
         """Records with answers to sample prompts, as a list ``samples``."""
         return [record for record in self.records if isinstance(record.get("samples"), list)]
+
+    @property
+    def checkpoints(self) -> list[Record]:
+        return self._having("checkpoint")
 
     @property
     def facts(self) -> Record:
@@ -96,7 +108,7 @@ class Run:
     @property
     def starts(self) -> list[Record]:
         """Starts of the run: ``step`` that was finished before, and ``time``."""
-        lists = [record["starts"] for record in self.records if "starts" in record]
+        lists = [record["starts"] for record in self._having("starts")]
         last = lists[-1] if lists and isinstance(lists[-1], list) else []
         return [start for start in last if isinstance(start, dict)]
 
@@ -116,6 +128,9 @@ class Run:
             if isinstance(end := record.get("end"), dict):
                 last = end
         return last
+
+    def _having(self, field: str) -> list[Record]:
+        return [record for record in self.records if field in record]
 
     def _last(self, field: str) -> Record:
         records = [record[field] for record in self.records if isinstance(record.get(field), dict)]
@@ -230,6 +245,17 @@ def steady(steps: Sequence[Record]) -> Sequence[Record]:
 def number_in(record: Record, name: str) -> float:
     """Return a field as a number; non-finite numbers are text in the log, since JSON lacks them."""
     return float(record[name])  # type: ignore[arg-type]
+
+
+def best_validation(losses: Sequence[tuple[int, float]]) -> tuple[int, float] | None:
+    """Return (step, loss) of the lowest finite loss; None without one."""
+    finite = [step_and_loss for step_and_loss in losses if math.isfinite(step_and_loss[1])]
+    return min(finite, key=lambda step_and_loss: step_and_loss[1], default=None)
+
+
+def numbers_in(records: Sequence[Record], name: str) -> list[float]:
+    """Return a field of the records that have it; see `number_in`."""
+    return [number_in(record, name) for record in records if record.get(name) is not None]
 
 
 SMOOTHED_FROM = 20

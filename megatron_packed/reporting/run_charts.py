@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import html
+import math
 import os
 import statistics
 from collections.abc import Mapping, Sequence
@@ -10,38 +10,38 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_packed.reporting import charts
-from megatron_packed.reporting.charts import COLOURS, DASHES, Frame, Line
+from megatron_packed.reporting.charts import COLOURS, DASHES, ChartOfPage, Frame, Line
 from megatron_packed.reporting.curves import (
     LOGARITHMIC_FROM,
     Panel,
     Run,
     limit_of,
+    numbers_in,
     panels_of,
     points,
     smoothed,
     steady,
 )
-from megatron_packed.reporting.html_page import chart_html
+from megatron_packed.reporting.page_filters import counted
 
 _CURE = "pip install matplotlib, then write the page again with megatron-packed report or plot"
 
 
-def curves_html(runs: Sequence[Run], levels: Mapping[str, float] | None = None) -> str:
-    """Return HTML with all charts of the runs.
+def curves(runs: Sequence[Run], levels: Mapping[str, float]) -> dict[str, object]:
+    """Return the variables of a page for all charts of the runs: ``figures``.
 
     With one run, each curve of a chart has a colour. With several runs, each run has a colour.
-    Without matplotlib, a sentence with the remedy is returned, so that the page is still written.
+    Without matplotlib, ``no_curves`` is a sentence with the remedy, and the page is still written.
 
     Args:
         runs: the runs.
         levels: horizontal lines in the chart of the loss, name -> nats.
     """
     try:
-        figures = _figures(runs, levels or {})
+        return {"figures": _figures(runs, levels)}
     except ImportError as error:
-        problem = html.escape(str(error))
-        return f"<p>This page has no curves, because matplotlib cannot be imported ({problem}): {_CURE}.</p>"
-    return f'<div class="charts">{"".join(figures)}</div>'
+        reason = f"matplotlib cannot be imported ({error}): {_CURE}."
+        return {"no_curves": f"This page has no curves, because {reason}"}
 
 
 def write_runs_png(runs: Sequence[Run], image: str | os.PathLike[str]) -> Path:
@@ -61,8 +61,7 @@ def write_runs_png(runs: Sequence[Run], image: str | os.PathLike[str]) -> Path:
     except ImportError as error:
         raise ValueError(f"a PNG needs matplotlib: pip install matplotlib ({error}).") from error
     for axes, panel in zip(every, panels):
-        lines = lines_of(panel, runs)
-        frame = _frame(panel, runs, lines)
+        lines, frame = _lines_and_frame(panel, runs, {})
         charts.draw_lines(axes, _drawable(lines, frame), frame)
         unit = ", ".join(filter(None, (panel.unit, "logarithmic" * frame.logarithmic)))
         title = ", ".join((panel.title, *_single_legend(lines)))
@@ -115,44 +114,39 @@ def _smoothed(line: Line, alone: bool) -> list[Line]:
     return [replace(line, pale=True, legend=""), means_line]
 
 
-def _frame(
-    panel: Panel,
-    runs: Sequence[Run],
-    lines: Sequence[Line],
-    levels: Mapping[str, float] | None = None,
-) -> Frame:
-    """Return the limits and marks of a panel: restarts, and steps without an update at the loss."""
+def _lines_and_frame(
+    panel: Panel, runs: Sequence[Run], levels: Mapping[str, float]
+) -> tuple[list[Line], Frame]:
+    """Return the lines of a panel with limits and marks: restarts, and steps without an update."""
+    lines = lines_of(panel, runs)
     of_loss = panel.title == "Loss"
     limit = panel.high
     if panel.cut:
         limit = limit_of(
             [line.points for line in lines if not line.smoothed], keeps_first=panel.smooth
         )
-    marks = [
-        float(str(step["iteration"]))
-        for run in runs
-        for step in run.steps
-        if of_loss and step.get("skipped")
-    ]
-    restarts = [float(step) for step in runs[0].restarts] if len(runs) == 1 else []
-    values = [y for line in lines for _, y in line.points if limit is None or y <= limit]
-    above_0 = [value for value in values if value > 0]
-    spans = bool(above_0) and max(above_0) > LOGARITHMIC_FROM * min(above_0)
+    highest = math.inf if limit is None else limit
+    values = [y for line in lines for _, y in line.points if 0 < y <= highest]
+    spans = max(values, default=0) > LOGARITHMIC_FROM * min(values, default=0)
     logarithmic = panel.logarithmic and spans
-    shown = list((levels or {}).items()) if of_loss else []
-    if logarithmic:
-        shown = [(name, level) for name, level in shown if level > 0]
-    numbers = [float(str(step["iteration"])) for run in runs for step in run.steps]
-    return Frame(
+    steps = [step for run in runs for step in run.steps]
+    numbers = numbers_in(steps, "iteration")
+    without_update = numbers_in([step for step in steps if step.get("skipped")], "iteration")
+    frame = Frame(
         steps=(min(numbers), max(numbers)),
         low=panel.low,
         high=limit,
-        levels=shown,
-        marks=marks,
-        restarts=restarts,
+        levels=[
+            (name, level)
+            for name, level in levels.items()
+            if of_loss and (level > 0 or not logarithmic)
+        ],
+        marks=without_update if of_loss else [],
+        restarts=runs[0].restarts if len(runs) == 1 else [],
         names_restarts=of_loss,
         logarithmic=logarithmic,
     )
+    return lines, frame
 
 
 def _drawable(lines: Sequence[Line], frame: Frame) -> list[Line]:
@@ -169,16 +163,15 @@ def _single_legend(lines: Sequence[Line]) -> list[str]:
     return list(legends) if len(legends) == 1 else []
 
 
-def _figures(runs: Sequence[Run], levels: Mapping[str, float]) -> list[str]:
+def _figures(runs: Sequence[Run], levels: Mapping[str, float]) -> list[ChartOfPage]:
     figures = []
     for panel in panels_of(runs):
-        lines = lines_of(panel, runs)
-        frame = _frame(panel, runs, lines, levels)
+        lines, frame = _lines_and_frame(panel, runs, levels)
         chart = charts.line_chart(_drawable(lines, frame), frame)
-        names = _run_names(panel, runs) if len(runs) > 1 else ""
+        names = _run_names(panel, runs) if len(runs) > 1 else []
         remarks = (panel.unit, *_single_legend(lines), *_remarks(panel, runs, lines, frame))
         caption = " · ".join(filter(None, remarks))
-        figures.append(chart_html(panel.title, caption, charts.as_svg(chart, panel.title), names))
+        figures.append(charts.for_page(chart, panel.title, caption, names))
     for run in runs:
         with_loads = [step for step in run.steps if step.get("expert_load")]
         if with_loads:
@@ -187,7 +180,7 @@ def _figures(runs: Sequence[Run], levels: Mapping[str, float]) -> list[str]:
             unit = f"{last} (rows: E layers; blue: less than the mean, red: more)"
             loads: Sequence[Sequence[float]] = with_loads[-1]["expert_load"]  # type: ignore[assignment]
             chart = charts.heat_map(loads, row="E layer", column="expert")
-            figures.append(chart_html(title, unit, charts.as_svg(chart, title)))
+            figures.append(charts.for_page(chart, title, unit))
     return figures
 
 
@@ -206,12 +199,10 @@ def _remarks(panel: Panel, runs: Sequence[Run], lines: Sequence[Line], frame: Fr
     values_of_lines = {point for line in lines if not line.smoothed for point in line.points}
     zeros = [point for point in values_of_lines if point[1] <= 0]
     if frame.logarithmic and zeros:
-        noun = "value" if len(zeros) == 1 else "values"
-        remarks.append(f"{len(zeros):,} {noun} of 0 not shown")
+        remarks.append(f"{counted(len(zeros), 'value')} of 0 not shown")
     if panel.cut and frame.high is not None:
         outside = [point for point in values_of_lines if point[1] > frame.high]
-        noun = "value" if len(outside) == 1 else "values"
-        remarks.append(f"{len(outside):,} {noun} above {_short(frame.high)} not shown")
+        remarks.append(f"{counted(len(outside), 'value')} above {_short(frame.high)} not shown")
     return remarks
 
 
@@ -224,10 +215,10 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def _run_names(panel: Panel, runs: Sequence[Run]) -> str:
-    """Return the names of the runs that have numbers for a panel, in the colours of their lines."""
-    return "".join(
-        f'<span><b style="color:var(--c{number % len(COLOURS)})">&#9679;</b> {html.escape(run.name)}</span>'
+def _run_names(panel: Panel, runs: Sequence[Run]) -> list[tuple[str, str]]:
+    """Return the colours and names of the runs that have numbers for a panel."""
+    return [
+        (f"var(--c{number % len(COLOURS)})", run.name)
         for number, run in enumerate(runs)
         if any(points(run.records, curve) for curve in panel.curves)
-    )
+    ]

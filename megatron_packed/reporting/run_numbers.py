@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from megatron_packed.reporting.curves import (
     NO_TARGETS,
@@ -13,122 +13,107 @@ from megatron_packed.reporting.curves import (
     Record,
     Run,
     number_in,
+    numbers_in,
     steady,
 )
-from megatron_packed.reporting.run_warnings import listed, skipped_for, spikes_of
+from megatron_packed.reporting.run_warnings import (
+    graph_counts,
+    listed,
+    share_of_waiting,
+    skipped_for,
+    spikes_of,
+)
 
 
 def numbers_of(run: Run) -> list[tuple[str, str]]:
     """Return the rows of a run's column in the table: name and value."""
-    steps = run.steps
-    settled, last = steady(steps), run.steps[-1]
+    steps, last = run.steps, run.steps[-1]
+    settled = steady(steps)
 
     def median(name: str) -> float:
-        return statistics.median(number_in(r, name) for r in settled)
+        return statistics.median(numbers_in(settled, name))
 
-    fill = statistics.fmean(number_in(r, "pack_fill") for r in steps)
+    spikes, waiting = spikes_of(steps), share_of_waiting(steps)
+    skipped = listed(skipped_for(steps, SPIKE)) or "0"
     rows = [
         ("steps", f"{last['iteration']:,}"),
         ("tokens consumed", f"{last['consumed_tokens']:,}"),
         *_loss_rows(run),
         ("median step time", f"{median('step_time_ms'):,.1f} ms"),
         ("median throughput", f"{median('tokens_per_second'):,.0f} real tokens/s"),
-        ("mean pack fill", f"{100 * fill:.2f} %"),
-        ("peak memory", f"{max(number_in(r, 'memory_gib') for r in steps):.2f} GiB"),
+        ("median MFU", f"{100 * median('mfu'):.1f} %" if last.get("mfu") is not None else ""),
+        ("mean pack fill", f"{100 * statistics.fmean(numbers_in(steps, 'pack_fill')):.2f} %"),
+        ("peak memory", f"{max(numbers_in(steps, 'memory_gib')):.2f} GiB"),
         ("steps skipped as non-finite", listed(skipped_for(steps, NON_FINITE)) or "0"),
         ("plan hash", str(last["plan_hash"])),
-        *_phase_rows(run),
-        *_skipped_rows(steps),
+        ("phases", _phases(run)),
+        ("steps skipped without target tokens", listed(skipped_for(steps, NO_TARGETS))),
+        ("steps with a spike of loss or gradient norm", listed(spikes)),
+        ("steps skipped for a spike", skipped if spikes else ""),
+        ("work of the busiest data-parallel rank, relative to the mean", _imbalance(steps)),
+        ("waiting for data", "" if waiting is None else f"{100 * waiting:.1f} % of step time"),
+        ("CUDA graphs in steps", _graphs(steps)),
+        ("expert assignments dropped by capacity", _dropped(steps)),
+        ("expert buffers", _expert_buffers(steps)),
+        ("kernels", " · ".join(f"{op} {name}" for op, name in run.kernels.items())),
+        *_target_rows(run.data),
     ]
-    if last.get("mfu") is not None:
-        rows.insert(
-            5 + bool(run.validations) + bool(run.tests),
-            ("median MFU", f"{100 * median('mfu'):.1f} %"),
-        )
-    rows += _machine_rows(steps, settled)
-    if run.kernels:
-        rows.append(("kernels", " · ".join(f"{op} {name}" for op, name in run.kernels.items())))
-    return rows + _target_rows(run.data)
+    return [(name, value) for name, value in rows if value]
 
 
-def _loss_rows(run: Run) -> list[tuple[str, str]]:
-    """Return rows of the first and last training and validation losses, and of the test loss."""
-    first, last = (number_in(run.steps[at], "lm_loss") for at in (0, -1))
-    rows = [("first and last training loss", f"{first:.4f} → {last:.4f}")]
+def _loss_rows(run: Run) -> Iterator[tuple[str, str]]:
+    """Yield rows of the first and last training and validation losses, and of the test loss."""
+    yield "first and last training loss", _first_and_last(run.steps, "lm_loss")
     for name in (name for name in run.steps[-1] if re.fullmatch(r"mtp_\d+_loss", name)):
-        at = [number_in(step, name) for step in run.steps if name in step]
         label = f"first and last training loss of depth {name.split('_')[1]}"
-        rows.append((label, f"{at[0]:.4f} → {at[-1]:.4f}"))
-    losses = [number_in(r, "valid_loss") for r in run.validations]
-    if losses:
-        rows.append(("first and last validation loss", f"{losses[0]:.4f} → {losses[-1]:.4f}"))
-    if run.tests:
-        last_test = run.tests[-1]
-        text = f"{number_in(last_test, 'test_loss'):.4f} at step {last_test['iteration']:,}"
-        rows.append(("test loss", text))
-    return rows
+        yield label, _first_and_last(run.steps, name)
+    yield "first and last validation loss", _first_and_last(run.validations, "valid_loss")
+    for test in run.tests[-1:]:
+        yield "test loss", f"{number_in(test, 'test_loss'):.4f} at step {test['iteration']:,}"
 
 
-def _phase_rows(run: Run) -> list[tuple[str, str]]:
-    """Return a row with the phases of the run and their first steps; empty without phases."""
+def _first_and_last(records: Sequence[Record], name: str) -> str:
+    losses = numbers_in(records, name)
+    return f"{losses[0]:.4f} → {losses[-1]:.4f}" if losses else ""
+
+
+def _phases(run: Run) -> str:
+    """Return the phases of the run and their first steps; empty without phases."""
     phases = run.facts.get("phases")
     if not isinstance(phases, list):
-        return []
+        return ""
     try:
-        texts = [f"{phase['name']} from step {phase['iteration'] + 1:,}" for phase in phases]
-    except (KeyError, TypeError, ValueError):  # a damaged log
-        return []
-    return [("phases", ", ".join(texts))] if texts else []
-
-
-def _skipped_rows(steps: Sequence[Record]) -> list[tuple[str, str]]:
-    """Return rows about steps without targets and about spikes; empty if there were none."""
-    rows = []
-    without_targets = listed(skipped_for(steps, NO_TARGETS))
-    if without_targets:
-        rows.append(("steps skipped without target tokens", without_targets))
-    spikes = spikes_of(steps)
-    if spikes:
-        left_out = listed(skipped_for(steps, SPIKE))
-        rows.append(("steps with a spike of loss or gradient norm", listed(spikes)))
-        rows.append(("steps skipped for a spike", left_out or "0"))
-    return rows
-
-
-def _machine_rows(steps: Sequence[Record], settled: Sequence[Record]) -> list[tuple[str, str]]:
-    """Return rows about imbalance, data waits, CUDA graphs and dropped assignments, if logged."""
-    rows = []
-    imbalances = sorted(number_in(r, "dp_imbalance") for r in steps if "dp_imbalance" in r)
-    if imbalances and imbalances[-1] > 1:
-        text = f"median {statistics.median(imbalances):.3f}, largest {imbalances[-1]:.3f}"
-        rows.append(("work of the busiest data-parallel rank, relative to the mean", text))
-    waits = [r for r in settled if "data_wait_ms" in r]
-    if waits:
-        waited = sum(number_in(r, "data_wait_ms") for r in waits)
-        share = waited / sum(number_in(r, "step_time_ms") for r in waits)
-        rows.append(("waiting for data", f"{100 * share:.1f} % of step time"))
-    graphed = [r for r in steps if "graph_replays" in r]
-    if graphed:
-        replays = sum(int(number_in(r, "graph_replays")) for r in graphed)
-        fallbacks = sum(int(number_in(r, "graph_fallbacks")) for r in graphed)
-        share = 100 * replays / max(replays + fallbacks, 1)
-        text = f"{replays:,} micro-batches replayed, {fallbacks:,} eager (hit rate {share:.1f} %)"
-        rows.append(
-            (
-                "CUDA graphs in steps",
-                f"{text}, {number_in(graphed[-1], 'graph_memory_mib'):,.0f} MiB",
-            )
+        return ", ".join(
+            f"{phase['name']} from step {phase['iteration'] + 1:,}" for phase in phases
         )
-    capped = [r for r in steps if "expert_dropped_share" in r]
-    if capped:
-        rows.append(("expert assignments dropped by capacity", _dropped(capped)))
-    bounded = [r for r in steps if "expert_rank_bound" in r]
-    if bounded:
-        load = max(number_in(r, "expert_rank_load") for r in bounded)
-        text = f"largest load {load:.2f}, bound {number_in(bounded[-1], 'expert_rank_bound'):.2f} of an even share"
-        repeats = f"{text}; repeated steps: {number_in(bounded[-1], 'expert_repeats'):,.0f}"
-        rows.append(("expert buffers", repeats))
-    return rows
+    except (KeyError, TypeError, ValueError):  # a damaged log
+        return ""
+
+
+def _imbalance(steps: Sequence[Record]) -> str:
+    imbalances = numbers_in(steps, "dp_imbalance")
+    if max(imbalances, default=1) <= 1:
+        return ""
+    return f"median {statistics.median(imbalances):.3f}, largest {max(imbalances):.3f}"
+
+
+def _graphs(steps: Sequence[Record]) -> str:
+    memory = numbers_in(steps, "graph_memory_mib")
+    if not memory:
+        return ""
+    replays, eager = graph_counts(steps)
+    share = 100 * replays / max(replays + eager, 1)
+    counts = f"{replays:,} micro-batches replayed, {eager:,} eager (hit rate {share:.1f} %)"
+    return f"{counts}, {memory[-1]:,.0f} MiB"
+
+
+def _expert_buffers(steps: Sequence[Record]) -> str:
+    bounds = numbers_in(steps, "expert_rank_bound")
+    if not bounds:
+        return ""
+    load, repeats = max(numbers_in(steps, "expert_rank_load")), numbers_in(steps, "expert_repeats")
+    of_load = f"largest load {load:.2f}, bound {bounds[-1]:.2f} of an even share"
+    return f"{of_load}; repeated steps: {repeats[-1]:,.0f}"
 
 
 def _target_rows(data: Record) -> list[tuple[str, str]]:
@@ -145,16 +130,17 @@ def _target_rows(data: Record) -> list[tuple[str, str]]:
 
 
 def _dropped(steps: Sequence[Record]) -> str:
-    """Return the share of expert assignments dropped in ``steps``, in all and in the worst layer."""
-    tokens = sum(number_in(r, "real_tokens") for r in steps)
+    """Return the share of expert assignments that were dropped, in all and in the worst layer."""
+    capped = [step for step in steps if "expert_dropped_share" in step]
+    if not capped:
+        return ""
+    tokens = numbers_in(capped, "real_tokens")
 
     def mean(values: Iterable[float]) -> float:
-        return sum(value * number_in(r, "real_tokens") for value, r in zip(values, steps)) / max(
-            tokens, 1
-        )
+        return sum(value * count for value, count in zip(values, tokens)) / max(sum(tokens), 1)
 
-    layers: list[tuple[float, ...]] = list(zip(*(r["expert_dropped_by_layer"] for r in steps)))
+    layers: list[tuple[float, ...]] = list(zip(*(r["expert_dropped_by_layer"] for r in capped)))
     most, layer = max((mean(shares), place) for place, shares in enumerate(layers))
-    count = sum(int(number_in(r, "expert_dropped")) for r in steps)
-    total = mean(number_in(r, "expert_dropped_share") for r in steps)
+    count = int(sum(numbers_in(capped, "expert_dropped")))
+    total = mean(numbers_in(capped, "expert_dropped_share"))
     return f"{100 * total:.3g} % ({count:,}); most in E layer {layer}: {100 * most:.3g} %"

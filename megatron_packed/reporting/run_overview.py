@@ -1,41 +1,14 @@
-"""Top of a report page: whether the run is finished, its main numbers, and its warnings."""
+"""Facts of a report page about one run: how it ended, and how long it took."""
 
 from __future__ import annotations
 
-import html
-import math
-import statistics
-from datetime import datetime, timedelta
+from megatron_packed.reporting.curves import Run, number_in
+from megatron_packed.reporting.page_filters import counted, moment
 
-from megatron_packed.reporting.curves import Record, Run, number_in, steady
-from megatron_packed.reporting.run_warnings import warnings_of
-
-OVERVIEW_STYLE = """
-.verdict { font-weight: 600; margin: 0 0 1em } .verdict.good { color: var(--good) } .verdict.bad { color: var(--bad) }
-.verdict.open { color: var(--warn) }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: .7em }
-.tile { background: var(--panel); border: 1px solid var(--line); border-radius: 8px; padding: .6em .9em }
-.tile span, .tile small { display: block } .tile b { font-size: 1.2em; font-weight: 600 }
-.tile span { color: var(--muted); font-size: .85em }
-.warnings { background: var(--warn-panel); border: 1px solid var(--warn); border-radius: 8px; padding: .6em 1em;
-  margin: 1em 0 }
-.warnings ul { margin: .2em 0 0; padding-left: 1.2em } .warnings li { margin: .25em 0 }
-"""
 _DONE, _NONFINITE, _PREEMPTED = 0, 20, 75
 """Exit codes with a sentence of their own."""
 _MANY = 0.1
 """Share of skipped steps above which a finished run is not called good."""
-
-
-def overview(run: Run) -> str:
-    """Return HTML with the verdict, the warnings and the main numbers of a run."""
-    kind, sentence = outcome(run)
-    warning_texts = warnings_of(run)
-    items = "".join(f"<li>{html.escape(text)}</li>" for text in warning_texts)
-    heading = "1 warning" if len(warning_texts) == 1 else f"{len(warning_texts)} warnings"
-    box = f"<div class='warnings'><b>{heading}</b><ul>{items}</ul></div>" if warning_texts else ""
-    tiles = "".join(_tile(*tile) for tile in tiles_of(run))
-    return f"<p class='verdict {kind}'>{html.escape(sentence)}</p>{box}<div class='tiles'>{tiles}</div>"
 
 
 def outcome(run: Run) -> tuple[str, str]:
@@ -58,7 +31,7 @@ def outcome(run: Run) -> tuple[str, str]:
     skipped = sum(bool(step["skipped"]) for step in run.steps)
     without = f", {skipped:,} of them without an update" if skipped else ""
     kind = "bad" if skipped > _MANY * len(run.steps) else "good"
-    return kind, f"Finished: {last:,} {'step' if last == 1 else 'steps'}{without}."
+    return kind, f"Finished: {counted(last, 'step')}{without}."
 
 
 def _without_end(last: int, planned: object, place: str) -> str:
@@ -72,109 +45,8 @@ def _without_end(last: int, planned: object, place: str) -> str:
     )
 
 
-def tiles_of(run: Run) -> list[tuple[str, str, str]]:
-    """Return (name, value, remark) of the main numbers of a run."""
-    steps, model = run.steps, run.facts.get("model")
-    first, last = (number_in(steps[at], "lm_loss") for at in (0, -1))
-    tiles = [("training loss", f"{_short(first)} → {_short(last)}", "first and last step")]
-    if best := best_validation(run.validations):
-        step, loss = best
-        remark = f"perplexity {perplexity_text(loss)}, step {step:,}"
-        tiles.append(("best validation loss", _short(loss), remark))
-    targets = sum(number_in(step, "target_tokens") for step in steps if "target_tokens" in step)
-    remark = f"{compact(targets)} of them targets" if targets else "without padding"
-    tiles.append(("tokens", compact(number_in(steps[-1], "consumed_tokens")), remark))
-    tiles.append(_time(run))
-    rate = statistics.median(number_in(step, "tokens_per_second") for step in steady(steps))
-    tiles.append(("tokens per second", compact(rate), "median, without padding"))
-    if isinstance(model, dict):
-        total, active = (model.get(name) for name in ("parameters", "active_parameters"))
-        remark = str(model.get("pattern", ""))
-        if isinstance(total, int) and isinstance(active, int):
-            remark += f", {compact(active)} active" if active != total else ""
-            tiles.append(("parameters", compact(total), remark))
-    return tiles
-
-
-def best_validation(validations: list[Record]) -> tuple[int, float] | None:
-    """Return step and loss of the best validation; None without a finite loss."""
-    losses = [(int(number_in(r, "iteration")), number_in(r, "valid_loss")) for r in validations]
-    finite = [step_and_loss for step_and_loss in losses if math.isfinite(step_and_loss[1])]
-    return min(finite, key=lambda step_and_loss: step_and_loss[1]) if finite else None
-
-
-def _short(loss: float) -> str:
-    """Return a loss with three decimals, a small loss with two digits."""
-    return f"{loss:.2g}" if 0 < loss < 0.01 else f"{loss:.3f}"
-
-
-def perplexity_text(loss: float) -> str:
-    """Return the perplexity of a loss in nats as text, with about four digits."""
-    value = math.exp(loss) if loss < 50 else math.inf
-    digits = max(0, 3 - math.floor(math.log10(value))) if 1 <= value < 1e6 else 0
-    return f"{value:,.{digits}f}" if value < 1e6 else f"{value:.3g}"
-
-
-def _time(run: Run) -> tuple[str, str, str]:
-    """Return the tile of the time: between start and end, or the sum of the steps."""
-    begun, ended = (moment(record.get("time")) for record in ((run.starts or [{}])[-1], run.end))
-    restarts = len(run.starts) - 1
-    if begun and ended and restarts == 0:
-        return "time", duration((ended - begun).total_seconds()), "from start to end"
-    seconds = sum(number_in(step, "step_time_ms") for step in run.steps) / 1e3
-    noun = "restart" if restarts == 1 else "restarts"
-    return "time", duration(seconds), "in steps" + (f", {restarts} {noun}" if restarts > 0 else "")
-
-
-def moment(text: object) -> datetime | None:
-    """Return the time that a log gives as text; None for other values."""
-    try:
-        return datetime.fromisoformat(str(text))
-    except ValueError:
-        return None
-
-
-_LONGEST = 1e12
-"""Seconds from which a time has no days: damaged lines of a log may hold any number."""
-
-
-def duration(seconds: float) -> str:
-    """Return a time in its two largest units.
-
-    Example:
-        ``1 h 2 min`` for 3,750 seconds.
-    """
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    if not seconds < _LONGEST:
-        return f"{seconds:g} s"
-    time = timedelta(seconds=round(seconds))
-    hours, seconds_of_hour = divmod(time.seconds, 3600)
-    parts = (
-        (time.days, "d"),
-        (hours, "h"),
-        (seconds_of_hour // 60, "min"),
-        (seconds_of_hour % 60, "s"),
-    )
-    first = next(place for place, (count, _) in enumerate(parts) if count)
-    return " ".join(f"{count} {unit}" for count, unit in parts[first : first + 2] if count)
-
-
-def compact(value: float) -> str:
-    """Return a count with three digits and a letter.
-
-    Example:
-        ``1.23 M`` for 1,234,567.
-    """
-    for power, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
-        if value >= power:
-            unit = 1e3 if letter == "k" else power
-            return f"{value / unit:.3g} {letter}"
-    return f"{value:,.0f}"
-
-
-def _tile(name: str, value: str, remark: str) -> str:
-    return (
-        f"<div class='tile'><span>{html.escape(name)}</span><b>{html.escape(value)}</b>"
-        f"<small>{html.escape(remark)}</small></div>"
-    )
+def seconds_since_start(run: Run) -> float | None:
+    """Return the seconds between the last start and the end of a run; None if one is unknown."""
+    begun = moment(run.starts[-1].get("time")) if run.starts else None
+    ended = moment(run.end.get("time"))
+    return (ended - begun).total_seconds() if begun and ended else None

@@ -5,24 +5,19 @@ The page is made from the runs' logs, and needs only a browser.
 
 from __future__ import annotations
 
-import html
 import os
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_packed.config import flag_names as flags
-from megatron_packed.reporting import run_charts, run_overview, run_quality
-from megatron_packed.reporting.curves import Run, read_run
-from megatron_packed.reporting.html_page import CHARTS_STYLE, write_html
-from megatron_packed.reporting.run_details import folded_parts, what_was_run
+from megatron_packed.reporting.curves import Run, best_validation, numbers_in, read_run, steady
+from megatron_packed.reporting.html_page import render, write_page
+from megatron_packed.reporting.run_charts import curves
 from megatron_packed.reporting.run_numbers import numbers_of
-from megatron_packed.reporting.run_quality import answer_table, sample_answers, validations
-
-_STYLE = """
-.runs td, .runs th, .named td { min-width: 6.5em; overflow-wrap: anywhere } .named th { min-width: 8em }
-"""
-_HASH = 12
-"""Number of digits of a plan hash that are shown; the others are in a tooltip."""
+from megatron_packed.reporting.run_overview import outcome, seconds_since_start
+from megatron_packed.reporting.run_quality import sample_answers, validation_rows
+from megatron_packed.reporting.run_warnings import warnings_of
 
 
 def write_runs_page(
@@ -51,54 +46,44 @@ def write_runs_page(
         ValueError: a field of a log has a wrong value.
     """
     try:
-        body = _body(runs, levels, answer_table("Answers", answers))
+        html = render("run_page.html", title=title, **_values(runs, levels or {}), given=answers)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         raise ValueError(
             f"{', '.join(run.name for run in runs)}: a field of the log has a wrong value ({error!r}); give a file "
             f"that {flags.LOG_JSONL} wrote."
         ) from error
-    return write_html(
-        page,
-        title,
-        body,
-        _STYLE + run_overview.OVERVIEW_STYLE + run_quality.QUALITY_STYLE + CHARTS_STYLE,
-    )
+    return write_page(page, html)
 
 
-def _body(runs: Sequence[Run], levels: Mapping[str, float] | None, answers: str) -> str:
-    """Return the HTML of a page below its heading."""
-    curves = f"<h2>Curves</h2>{run_charts.curves_html(runs, levels)}"
+def _values(runs: Sequence[Run], levels: Mapping[str, float]) -> dict[str, object]:
+    """Return the variables of a page about runs."""
+    values: dict[str, object] = {"runs": runs, "rows": _rows(runs), **curves(runs, levels)}
     if len(runs) > 1:
-        return f"{_numbers(runs)}{curves}{answers}"
+        return values
     run = runs[0]
-    return (
-        f"{run_overview.overview(run)}{curves}<h2>Validation</h2>{validations(run)}{sample_answers(run)}{answers}"
-        f"<h2>What was run</h2>{what_was_run(run)}<h2>Numbers</h2>{_numbers(runs)}"
-        f"<h2>Details</h2>{folded_parts(run)}"
-    )
+    return {
+        **values,
+        "verdict": outcome(run),
+        "warnings": warnings_of(run),
+        "targets": sum(numbers_in(run.steps, "target_tokens")),
+        "rate": statistics.median(numbers_in(steady(run.steps), "tokens_per_second")),
+        "seconds_in_steps": sum(numbers_in(run.steps, "step_time_ms")) / 1e3,
+        "seconds_since_start": seconds_since_start(run),
+        "validations": list(validation_rows(run)),
+        "best": best_validation(run.validation_losses),
+        "eval_interval": flags.EVAL_INTERVAL,
+        "answers_of_log": sample_answers(run.answers),
+        "saved_steps": sorted(set(map(int, numbers_in(run.checkpoints, "iteration")))),
+    }
 
 
-def _numbers(runs: Sequence[Run]) -> str:
-    """Return a table with a row per number and a column per run."""
+def _rows(runs: Sequence[Run]) -> dict[str, list[str]]:
+    """Return the rows of the table of numbers: name -> value of each run."""
     columns = [dict(numbers_of(run)) for run in runs]
-    names = list(dict.fromkeys(name for column in columns for name in column))
+    names = dict.fromkeys(name for column in columns for name in column)
     if len(runs) == 1 and runs[0].facts:  # the description of the run has the kernels
-        names = [name for name in names if name != "kernels"]
-    head = "<tr><td></td>" + "".join(f"<th>{html.escape(run.name)}</th>" for run in runs) + "</tr>"
-    rows = ["" if len(runs) == 1 else head]
-    for name in names:
-        cells = "".join(f"<td>{_cell(name, column.get(name, ''))}</td>" for column in columns)
-        rows.append(f"<tr><th>{html.escape(name)}</th>{cells}</tr>")
-    return f"<div class='wide'><table class='runs'>{''.join(rows)}</table></div>"
-
-
-def _cell(name: str, value: str) -> str:
-    """Return the HTML of a value; a plan hash is short, and complete after a click or in a tooltip."""
-    text = html.escape(value)
-    if name != "plan hash" or len(value) <= _HASH:
-        return text
-    short = html.escape(value[:_HASH])
-    return f"<details title='{text}'><summary>{short}...</summary>{text}</details>"
+        names.pop("kernels", None)
+    return {name: [column.get(name, "") for column in columns] for name in names}
 
 
 def write_report(

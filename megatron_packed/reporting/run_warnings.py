@@ -13,7 +13,9 @@ from megatron_packed.reporting.curves import (
     SPIKE,
     Record,
     Run,
+    best_validation,
     number_in,
+    numbers_in,
     steady,
 )
 
@@ -48,6 +50,21 @@ def spikes_of(steps: Sequence[Record]) -> list[Record]:
     return [step for step in steps if "loss_median" in step or "grad_norm_median" in step]
 
 
+def graph_counts(steps: Sequence[Record]) -> tuple[int, int]:
+    """Return the numbers of micro-batches that CUDA graphs replayed and that ran eagerly."""
+    replays, eager = (sum(numbers_in(steps, f"graph_{name}")) for name in ("replays", "fallbacks"))
+    return int(replays), int(eager)
+
+
+def share_of_waiting(steps: Sequence[Record]) -> float | None:
+    """Return the share of the step time that steps wait for data; None if it is not logged."""
+    waits = [step for step in steady(steps) if "data_wait_ms" in step]
+    if not waits:
+        return None
+    waited, total = (sum(numbers_in(waits, name)) for name in ("data_wait_ms", "step_time_ms"))
+    return waited / max(total, 1e-9)
+
+
 def rising_validation(losses: Sequence[tuple[int, float]]) -> str:
     """Return a warning if the validation loss rises after its best value; empty otherwise.
 
@@ -55,9 +72,10 @@ def rising_validation(losses: Sequence[tuple[int, float]]) -> str:
         losses: (step, loss) of all validations, in order.
     """
     finite = [(step, loss) for step, loss in losses if math.isfinite(loss)]
-    if len(finite) < 3:
+    lowest = best_validation(losses)
+    if lowest is None:
         return ""
-    best_step, best = min(finite, key=lambda step_and_loss: step_and_loss[1])
+    best_step, best = lowest
     after = [loss for step, loss in finite if step > best_step]
     # A single higher value may be noise.
     if len(after) < 2 or min(after[-2:]) < RISE * best:
@@ -94,7 +112,7 @@ def warnings_of(run: Run) -> list[str]:
     return [
         *_of_skipped_steps(steps),
         *_of_losses(steps),
-        *_of_validations(run.validations),
+        *_of_validations(run),
         *_of_data(run.data),
         *_of_graphs(run),
         *_of_waiting(steps),
@@ -128,7 +146,7 @@ def _of_losses(steps: Sequence[Record]) -> Iterator[str]:
     zeros = [step for step in steps if step["lm_loss"] == 0 and not step["skipped"]]
     if zeros:
         yield zero_loss(int(number_in(zeros[0], "iteration")))
-    losses = [loss for s in steps if math.isfinite(loss := number_in(s, "lm_loss"))]
+    losses = [loss for loss in numbers_in(steps, "lm_loss") if math.isfinite(loss)]
     tenth = len(losses) // 10
     if tenth >= 2 and statistics.fmean(losses[-tenth:]) >= statistics.fmean(losses[:tenth]):
         yield (
@@ -137,13 +155,12 @@ def _of_losses(steps: Sequence[Record]) -> Iterator[str]:
         )
 
 
-def _of_validations(validations: Sequence[Record]) -> Iterator[str]:
-    losses = [(int(number_in(r, "iteration")), number_in(r, "valid_loss")) for r in validations]
-    for (step, loss), record in zip(losses, validations):
+def _of_validations(run: Run) -> Iterator[str]:
+    for (step, loss), record in zip(run.validation_losses, run.validations):
         if not math.isfinite(loss):
             yield validation_without_loss(step, record.get("valid_target_tokens") != 0)
             break
-    if text := rising_validation(losses):
+    if text := rising_validation(run.validation_losses):
         yield text
 
 
@@ -158,11 +175,7 @@ def _of_data(data: Mapping[str, object]) -> Iterator[str]:
 
 
 def _of_graphs(run: Run) -> Iterator[str]:
-    graphed = [step for step in run.steps if "graph_replays" in step]
-    replays, eager = (
-        int(sum(number_in(step, f"graph_{name}") for step in graphed))
-        for name in ("replays", "fallbacks")
-    )
+    replays, eager = graph_counts(run.steps)
     if eager:
         reasons = " The details below have the reasons." if run.end.get("notes") else ""
         yield (
@@ -171,8 +184,6 @@ def _of_graphs(run: Run) -> Iterator[str]:
 
 
 def _of_waiting(steps: Sequence[Record]) -> Iterator[str]:
-    waits = [step for step in steady(steps) if "data_wait_ms" in step]
-    waited = sum(number_in(step, "data_wait_ms") for step in waits)
-    share = waited / max(sum(number_in(step, "step_time_ms") for step in waits), 1e-9)
+    share = share_of_waiting(steps) or 0.0
     if share > _WAIT:
         yield f"Steps wait for data for {100 * share:.1f} % of their time. More {flags.NUM_WORKERS} may help."

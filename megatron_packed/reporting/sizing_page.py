@@ -5,7 +5,6 @@ The page loads nothing from the network.
 
 from __future__ import annotations
 
-import html
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from megatron_packed.data.packing.sizing import Expected, Packing
 from megatron_packed.reporting import charts
 from megatron_packed.reporting.charts import COLOURS
-from megatron_packed.reporting.html_page import CHARTS_STYLE, chart_html, folded, table, write_html
+from megatron_packed.reporting.html_page import render, write_page
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -63,6 +62,7 @@ def figure(drawn: Sequence[Drawing]) -> Figure:
     made, every = charts.grid(len(drawn), 11, 4)
     for axis, (title, draw) in zip(every, drawn):
         draw(axis)
+        _finish(axis)
         axis.set_title(title)
     return made
 
@@ -72,7 +72,6 @@ def _draw_lengths(lengths: NDArray[np.int64], axis: Any) -> None:
     axis.hist(lengths, bins=edges, color=COLOURS[0])
     axis.set(xlabel="tokens", ylabel="documents")
     _scale(axis, "x", lengths, 10)
-    _finish(axis)
 
 
 def _draw_packs(packings: Sequence[Packing], axis: Any) -> None:
@@ -85,7 +84,6 @@ def _draw_packs(packings: Sequence[Packing], axis: Any) -> None:
     axis.set(xlabel="documents in a pack", ylabel="packs")
     _scale(axis, "x", _documents(packings), 2)
     _scale(axis, "y", numbers, 10)
-    _finish(axis)
 
 
 def _draw_covered(packings: Sequence[Packing], choice: Expected, axis: Any) -> None:
@@ -99,7 +97,6 @@ def _draw_covered(packings: Sequence[Packing], choice: Expected, axis: Any) -> N
         label = "" if number else "recommended"
         axis.axvline(capacity, color=charts.INK, linestyle="--", linewidth=1, label=label)
     _scale(axis, "x", _documents(packings), 2)
-    _finish(axis)
 
 
 def _draw_prices(priced: Sequence[Expected], choice: Expected, axis: Any) -> None:
@@ -109,7 +106,6 @@ def _draw_prices(priced: Sequence[Expected], choice: Expected, axis: Any) -> Non
     axis.axhline(choice.step_ms, color=charts.INK, linestyle="--", linewidth=1, label="recommended")
     axis.set(xlabel="capacity", ylabel="ms")
     axis.set_ylim(bottom=0)
-    _finish(axis)
 
 
 def _documents(packings: Sequence[Packing]) -> list[int]:
@@ -160,25 +156,20 @@ def write_sizing_page(
         tables: heading -> rows; a row maps the name of a column to its cell.
         text: lines of the console output.
     """
-    blocks = "".join(
-        f"<h2>{html.escape(name)}</h2>{table(rows)}" for name, rows in tables.items() if rows
+    html = render(
+        "sizing_page.html",
+        title=title,
+        flags=flags,
+        tables=tables,
+        text=text,
+        figures=[_chart(*drawing) for drawing in drawn],
     )
-    shown = "".join(_chart(*drawing) for drawing in drawn)
-    lines = html.escape("\n".join(text))
-    console = f"<div class='wide'><pre>{lines}</pre></div>"
-    write_html(
-        path,
-        title,
-        f"<h2>Recommended</h2><pre>{html.escape(flags)}</pre>{blocks}"
-        f"<h2>Charts</h2><div class='charts'>{shown}</div>"
-        f"{folded('Console output', console)}",
-        CHARTS_STYLE,
-    )
+    write_page(path, html)
 
 
-def _chart(title: str, draw: Callable[[Any], None]) -> str:
-    made, axis = charts.one_chart(_HEIGHT)
-    draw(axis)
+def _chart(title: str, draw: Callable[[Any], None]) -> charts.ChartOfPage:
     # Labels at the left are wider than those of the charts of a run.
-    axis.set_position((0.14, *axis.get_position().bounds[1:2], 0.84, axis.get_position().height))
-    return chart_html(title, "", charts.as_svg(made, title))
+    made, axis = charts.one_chart(_HEIGHT, left=0.14)
+    draw(axis)
+    _finish(axis)
+    return charts.for_page(made, title)

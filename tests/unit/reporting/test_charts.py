@@ -19,6 +19,12 @@ from megatron_packed.reporting.charts import (
     line_chart,
 )
 from megatron_packed.reporting.curves import PANELS, Run, limit_of, smoothed
+from megatron_packed.reporting.html_page import render
+
+
+def curves_html(runs: list[Run], levels: dict[str, float] | None = None) -> str:
+    """Return the curves of runs as the page shows them."""
+    return render("curves.html", **run_charts.curves(runs, levels or {})).strip()
 
 
 def words(svg: str) -> list[str]:
@@ -119,9 +125,7 @@ def test_axes_begin_at_zero_and_shares_end_at_100(panel, first_and_last):
         }
         for step in (1, 2)
     ]
-    svg = re.search(
-        f'<svg[^>]*aria-label="{panel}".*?</svg>', run_charts.curves_html([Run("a", steps)])
-    )
+    svg = re.search(f'<svg[^>]*aria-label="{panel}".*?</svg>', curves_html([Run("a", steps)]))
     labels = numbers_beside_the_axis(svg[0])
     assert (labels[0], labels[-1]) == first_and_last
 
@@ -150,7 +154,7 @@ def test_a_few_very_high_values_are_left_out_and_counted():
     assert limit_of([start], keeps_first=False) == pytest.approx(1.1 * 1.049)
     assert limit_of([spike, [(1, 50.0)]], keeps_first=True) == 50.0  # another run is no outlier
     run = Run("a", [{"iteration": step, "lm_loss": loss} for step, loss in spike])
-    assert "1 value above 1.15 not shown" in run_charts.curves_html([run])
+    assert "1 value above 1.15 not shown" in curves_html([run])
 
 
 def svg_of(page: str, title: str = "Loss") -> str:
@@ -173,7 +177,7 @@ def losses(*values: float, name: str = "a") -> Run:
     ],
 )
 def test_a_loss_over_more_than_a_factor_of_100_has_a_logarithmic_axis(values, labels):
-    page = run_charts.curves_html([losses(*values)])
+    page = curves_html([losses(*values)])
     shown = words(svg_of(page))
     assert ("logarithmic" in shown) == ("logarithmic axis" in page) == (labels is not None)
     if labels is not None:
@@ -181,37 +185,37 @@ def test_a_loss_over_more_than_a_factor_of_100_has_a_logarithmic_axis(values, la
 
 
 def test_a_logarithmic_axis_leaves_out_zeros_and_counts_them(tmp_path):
-    page = run_charts.curves_html([losses(5.0, 0.0, 0.01)], levels={"none": 0.0, "entropy": 2.0})
+    page = curves_html([losses(5.0, 0.0, 0.01)], levels={"none": 0.0, "entropy": 2.0})
     assert "logarithmic axis · 1 value of 0 not shown" in page
     assert "entropy 2.00" in words(svg_of(page)) and "none 0.00" not in words(svg_of(page))
     runs = [losses(5.0, 0.01), losses(0.0, 0.0, name="b")]
-    assert "logarithmic axis · 2 values of 0 not shown" in run_charts.curves_html(runs)
-    assert "logarithmic" not in run_charts.curves_html([losses(0.0, 0.0)])
+    assert "logarithmic axis · 2 values of 0 not shown" in curves_html(runs)
+    assert "logarithmic" not in curves_html([losses(0.0, 0.0)])
     run_charts.write_runs_png(runs, tmp_path / "a.png")
 
 
 def test_a_spike_that_is_left_out_makes_no_logarithmic_axis():
     values = [1.0 + step / 1000 for step in range(50)]
-    page = run_charts.curves_html([losses(*values, 900.0)])
+    page = curves_html([losses(*values, 900.0)])
     assert "1 value above 1.15 not shown" in page and "logarithmic" not in page
 
 
 def test_only_losses_have_logarithmic_axes():
     steps = [{"iteration": at, "lm_loss": 2.0, "grad_norm": 10.0**at} for at in range(5)]
-    assert "logarithmic" not in run_charts.curves_html([Run("a", steps)])
+    assert "logarithmic" not in curves_html([Run("a", steps)])
 
 
 def test_a_single_curve_has_no_legend():
     """The heading names the curve instead; two curves need a legend."""
-    alone = run_charts.curves_html([losses(*[2.0] * 30)])
+    alone = curves_html([losses(*[2.0] * 30)])
     assert not [word for word in words(svg_of(alone)) if "training" in word]
     assert "nats per target token · training, mean of 5 steps" in alone
     both = Run("a", [{"iteration": 1, "lm_loss": 2.0}, {"iteration": 1, "valid_loss": 2.5}])
-    page = run_charts.curves_html([both])
+    page = curves_html([both])
     assert {"training", "validation"} <= set(words(svg_of(page)))
     assert "nats per target token · training" not in page
     skipped = Run("a", [{"iteration": 1, "lm_loss": 2.0, "skipped": True}])
-    shown = words(svg_of(run_charts.curves_html([skipped])))
+    shown = words(svg_of(curves_html([skipped])))
     assert "no update" in shown and "training" not in shown
 
 
@@ -226,7 +230,7 @@ def test_runs_have_colours_and_their_curves_dashes():
     ]
     alone = run_charts.lines_of(loss, runs[:1])
     assert [(line.colour, line.dash) for line in alone] == [(COLOURS[0], ""), (COLOURS[1], "")]
-    page = run_charts.curves_html(runs)
+    page = curves_html(runs)
     assert all(f'var(--c{at})">&#9679;</b> {name}<' in page for at, name in enumerate("ab"))
 
 
@@ -243,9 +247,9 @@ def test_each_validation_set_has_a_curve():
         (name, [(1.0, 2.0 + at)]) for at, name in enumerate(names)
     ]
     assert len({(line.colour, line.dash) for line in lines}) == len(names)
-    page = run_charts.curves_html([run])
+    page = curves_html([run])
     assert "Loss of validation sets" in page and all(f">{name}<" in page for name in names)
-    assert "Loss of validation sets" not in run_charts.curves_html([Run("b", [step])])
+    assert "Loss of validation sets" not in curves_html([Run("b", [step])])
 
 
 def test_without_matplotlib_a_page_has_a_sentence_and_an_image_is_refused(tmp_path, monkeypatch):
@@ -253,7 +257,7 @@ def test_without_matplotlib_a_page_has_a_sentence_and_an_image_is_refused(tmp_pa
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     runs = [Run("a", [{"iteration": 1, "lm_loss": 2.0}])]
-    assert run_charts.curves_html(runs).endswith(
+    assert curves_html(runs).endswith(
         "pip install matplotlib, then write the page again with megatron-packed report or plot.</p>"
     )
     with pytest.raises(ValueError, match="a PNG needs matplotlib: pip install matplotlib"):

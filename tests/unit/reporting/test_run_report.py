@@ -6,15 +6,15 @@ import re
 import resource
 import shutil
 import subprocess
+import sys
 from html.parser import HTMLParser
 
 import pytest
 
 from megatron_packed.reporting.curves import Run
-from megatron_packed.reporting.html_page import write_html
-from megatron_packed.reporting.run_details import what_was_run
-from megatron_packed.reporting.run_overview import compact, duration, outcome, tiles_of
-from megatron_packed.reporting.run_quality import sample_answers, validations
+from megatron_packed.reporting.html_page import write_page
+from megatron_packed.reporting.page_filters import compact, duration
+from megatron_packed.reporting.run_overview import outcome
 from megatron_packed.reporting.run_report import write_report
 from megatron_packed.reporting.run_warnings import rising_validation, warnings_of
 from support.step_records import record
@@ -127,6 +127,43 @@ class Outline(HTMLParser):
         assert self.open.pop() == tag
 
 
+class Tables(HTMLParser):
+    """Rows of each table of a page by its class; a cell is a list of its elements and texts."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.found, self.open = [], []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        if tag == "table":
+            self.open.append((dict(attributes).get("class"), []))
+            self.found.append(self.open[-1])
+        elif self.open and tag == "tr":
+            self.open[-1][1].append([])
+        elif self.open and tag in ("td", "th"):
+            self.open[-1][1][-1].append([])
+        elif self.open and tag not in ("thead", "tbody"):
+            self.add(f"<{tag}>")
+
+    def handle_endtag(self, tag):
+        if tag == "table":
+            self.open.pop()
+
+    def handle_data(self, text):
+        if self.open and text.strip():
+            self.add(text)
+
+    def add(self, text):
+        self.open[-1][1][-1][-1].append(text)
+
+
+def tables_after(page, heading):
+    """Return the rows of the tables of a section, with the cells as text."""
+    section = page.partition(f"<h2>{heading}</h2>")[2].partition("<h2>")[0]
+    return [[["".join(cell) for cell in row] for row in rows] for _, rows in Tables(section).found]
+
+
 def test_the_page_has_all_parts_in_order_and_loads_nothing(page):
     """The verdict comes first, and everything that is long is folded."""
     text = page(lines_of_a_run())
@@ -174,9 +211,10 @@ def test_the_page_says_what_was_run(page):
     assert {name: rows.get(name) for name in expected} == expected
 
 
-def test_main_numbers():
-    tiles = {name: (value, remark) for name, value, remark in tiles_of(Run("a", lines_of_a_run()))}
-    assert tiles == {
+def test_main_numbers(page):
+    tile = "<div class='tile'><span>(.*?)</span><b>(.*?)</b><small>(.*?)</small></div>"
+    found = re.findall(tile, page(lines_of_a_run()))
+    assert {name: (value, remark) for name, value, remark in found} == {
         "training loss": ("4.000 → 1.000", "first and last step"),
         "best validation loss": ("2.250", "perplexity 9.488, step 4"),
         "tokens": ("3,600", "2,000 of them targets"),
@@ -231,22 +269,21 @@ def test_an_end_before_a_restart_does_not_count():
     assert Run("a", lines).restarts == [2]
 
 
-def test_validations_are_a_table_with_changes_and_metrics():
-    table = validations(Run("a", lines_of_a_run()))
-    cells = [
-        re.findall("<t[hd](?: [^>]*)?>(.*?)</t[hd]>", row) for row in table.split("</tr>")[:-1]
-    ]
-    assert cells == [
+def test_validations_are_a_table_with_changes_and_metrics(page):
+    [rows] = tables_after(page(lines_of_a_run()), "Validation")
+    assert rows == [
         ["step", "loss", "change", "perplexity", "targets", "exact match", ""],
         ["2", "2.5000", "", "12.18", "70", "25.0 % of 64", ""],
         ["4", "2.2500", "-0.2500", "9.488", "70", "25.0 % of 64", "best"],
     ]
     many = [{"iteration": step, "valid_loss": 3.0} for step in range(30)]
-    assert "<summary>18 earlier validations</summary>" in validations(Run("a", many))
-    assert "no validation" in validations(Run("a", []))
+    text = page([record(1).as_dict(), *many])
+    assert "<summary>18 earlier validations</summary>" in text
+    assert [len(rows) for rows in tables_after(text, "Validation")] == [1 + 18, 1 + 12]
+    assert "no validation" in page([record(1).as_dict()])
 
 
-def test_answers_are_shown_with_the_expected_and_earlier_ones():
+def test_answers_are_shown_with_the_expected_and_earlier_ones(page):
     """The last answers are open, earlier answers to the same prompt are folded."""
     samples = [
         [{"prompt": "a?", "answer": "x", "expected": "y"}, {"prompt": "b?", "answer": "old"}],
@@ -254,26 +291,29 @@ def test_answers_are_shown_with_the_expected_and_earlier_ones():
     ]
     records = [{"iteration": 5, "samples": samples[0]}, {"iteration": 7, "samples": samples[0]}]
     records += [{"iteration": 10, "samples": samples[1]}]
-    text = sample_answers(Run("a", records))
-    assert text.startswith("<h2>Answers at step 10</h2><div class='wide'><table class='answers'>")
-    assert "<th>prompt</th><th>answer</th><th>expected</th>" in text
-    first, second = text.split("<tbody>", 1)[1].split("<tr><td><p>b?</p>")
-    assert first.startswith("<tr><td><p>a?</p></td><td><p>y</p><details>")
-    assert "<td>5 to 7</td><td>x</td>" in first and first.endswith(
-        "</details></td><td><p class='same'>as expected</p></td></tr>"
-    )
-    assert second.startswith("</td><td><p>z</p>") and "<td>old</td>" in second
-    assert second.endswith("</details></td><td></td></tr></tbody></table></div>")
+    step = record(1).as_dict()
+    text = page([step, *records])
+    answers, *earlier = tables_after(text, "Answers at step 10")
+    folded = "<details><summary>Earlier answers<div>"
+    assert answers == [
+        ["prompt", "answer", "expected"],
+        ["<p>a?", f"<p>y{folded}", "<p>as expected"],
+        ["<p>b?", f"<p>z{folded}", ""],
+    ]
+    assert earlier == [
+        [["steps", "answer"], ["5 to 7", "x"]],
+        [["steps", "answer"], ["5 to 7", "old"]],
+    ]
+    assert text.count("<p class='same'>as expected</p>") == 1
     changed = [
         {"iteration": 15, "samples": [{"prompt": "c?", "answer": "q", "expected": "r"}] * 30}
     ]
-    text = sample_answers(Run("a", records + changed))
-    assert text.count("<td><p>c?</p></td><td><p>q</p></td><td><p>r</p></td>") == 20
+    text = page([step, *records, *changed])
+    [answers] = tables_after(text, "Answers at step 15")
+    assert answers[1:] == [["<p>c?", "<p>q", "<p>r"]] * 20
     assert "Earlier" not in text and "answers to 10 more prompts" in text
-    assert sample_answers(Run("a", [])) == ""
-    alone = sample_answers(
-        Run("a", [{"iteration": 1, "samples": [{"prompt": "a", "answer": "b"}]}])
-    )
+    assert "Answers" not in page([step])
+    alone = page([step, {"iteration": 1, "samples": [{"prompt": "a", "answer": "b"}]}])
     assert "expected" not in alone
 
 
@@ -297,7 +337,7 @@ def test_nothing_from_a_log_becomes_html(page):
     text = page(lines, title=EVIL, levels={"<b>": 2.0}, answers=[asked])
     assert "<script" not in text and "<b></text>" not in text
     assert "\u202e" not in text and "\x1b" not in text and "\ufffd[31m" in text
-    assert text.count("&lt;script&gt;alert(&#x27;&amp;&#x27;)&lt;/script&gt;") >= 19
+    assert text.count("&lt;script&gt;alert(&#39;&amp;&#39;)&lt;/script&gt;") >= 19
     assert Outline(text).open == []
 
 
@@ -393,19 +433,25 @@ def test_a_damaged_log_is_refused_with_one_sentence(page, data):
 def test_a_log_of_an_older_version_has_a_page(page):
     text = page([record(1).as_dict()])
     assert "The log ends at step 1." in text and "older version" in text
-    assert what_was_run(Run("a", [])).startswith("<p")
+
+
+def test_templates_are_read_only_for_a_page():
+    """A run without a page imports no jinja2 for its report."""
+    code = "import sys, megatron_packed.reporting.run_report; print('jinja2' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
 
 
 def test_a_full_disk_keeps_the_earlier_page(tmp_path):
     """The error names the page, and no temporary file is left."""
-    page = write_html(tmp_path / "run.html", "first", "")
+    page = write_page(tmp_path / "run.html", "first")
     before = page.read_bytes()
 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (9, limits[1]))
     try:
         with pytest.raises(OSError, match=r"File too large: .*run\.html"):
-            write_html(page, "second", "")
+            write_page(page, "the second page")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert [file.name for file in tmp_path.iterdir()] == ["run.html"]
@@ -417,12 +463,12 @@ def test_a_page_replaces_no_device_and_follows_only_the_users_link(tmp_path):
     (tmp_path / "victim").write_text("precious")
     (tmp_path / ".run.html.tmp").symlink_to(tmp_path / "victim")
     (tmp_path / "run.html").symlink_to(tmp_path / "page.html")
-    write_html(tmp_path / "run.html", "title", "")
+    write_page(tmp_path / "run.html", "title")
     assert (tmp_path / "victim").read_text() == "precious"
     assert (tmp_path / "run.html").is_symlink() and "title" in (tmp_path / "page.html").read_text()
     # A pipe stands for a device: without the check, the page would replace it.
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "pipe.html").symlink_to(tmp_path / "pipe")
     with pytest.raises(OSError, match="it names a device, a pipe"):
-        write_html(tmp_path / "pipe.html", "title", "")
+        write_page(tmp_path / "pipe.html", "title")
     assert (tmp_path / "pipe").is_fifo()
