@@ -23,9 +23,7 @@ from megatron_packed.models.convert.megatron.restricted_pickle import (
     MEMBER,
     STORAGE_DTYPES,
     Made,
-    Name,
     RefusedPickle,
-    StorageReference,
     load,
     unknown,
 )
@@ -158,8 +156,7 @@ def _tensor(value: object) -> dict[str, Any]:
     if not isinstance(value, Made) or value.name != TENSOR_CALL:
         raise RefusedPickle("is damaged (a tensor is missing)")
     storage, offset, shape, strides = value.arguments[:_TENSOR_ARGUMENTS]
-    assert isinstance(storage, StorageReference)
-    kind, storage_class, key, _, count = storage.reference
+    kind, storage_class, key, _, count = storage
     dtype = STORAGE_DTYPES[storage_class.name.removeprefix("torch.").removesuffix("Storage")]
     if kind != "storage":
         raise RefusedPickle("is damaged (a storage is missing)")
@@ -190,13 +187,13 @@ def _jsonable(value: object) -> object:
             if value.name == "argparse.Namespace":
                 return convert(value.state)
             return {"name": value.name, "arguments": [convert(inner) for inner in value.arguments]}
-        if isinstance(value, Name):
+        if isinstance(value, type) and issubclass(value, Made):
             if value.name == MEMBER:  # only members of enumerations contain it
                 raise RefusedPickle(unknown(MEMBER))
             return value.name
         if isinstance(value, Mapping):
             return {str(key): convert(inner) for key, inner in value.items()}
-        if isinstance(value, (list, tuple)):
+        if isinstance(value, (list, tuple, set)):
             return [convert(inner) for inner in value]
         return None if isinstance(value, bytes) else value
 

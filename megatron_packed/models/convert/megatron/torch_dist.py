@@ -278,7 +278,7 @@ def _with_numbers(value: object, records: Callable[[str], bytes]) -> object:
         return value
     if value.get("name") != TENSOR_CALL:
         return {key: _with_numbers(inner, records) for key, inner in value.items()}
-    [[_, kind, key, *_]], offset, shape = value["arguments"][:3]
+    [_, kind, key, *_], offset, shape = value["arguments"][:3]
     if math.prod(shape) != 1:
         return None
     dtype = getattr(torch, STORAGE_DTYPES[kind.removeprefix("torch.").removesuffix("Storage")])

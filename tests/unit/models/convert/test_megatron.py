@@ -351,6 +351,18 @@ def test_every_opcode_that_builds_objects_by_name_is_refused():
         load(record)
 
 
+def test_a_memo_larger_than_the_file_is_refused_before_memory_is_taken():
+    with pytest.raises(RefusedPickle, match="its memo has no place 4026531840"):
+        load(b"\x80\x02Nr\x00\x00\x00\xf0.")
+
+
+def test_a_state_for_a_class_is_refused():
+    """Otherwise a pickle could change what later pickles of the same process mean."""
+    for state in (b"}X\x01\x00\x00\x00aK\x01s", b"N}X\x04\x00\x00\x00nameX\x01\x00\x00\x00xs\x86"):
+        with pytest.raises(RefusedPickle, match="is damaged"):
+            load(b"\x80\x02cmegatron.core.enums\nKind\n" + state + b"b.")
+
+
 @pytest.mark.parametrize("depths", [1, 3])
 def test_weights_written_back_are_those_that_megatron_wrote(depths, tmp_path, capsys):
     """torch's own reader finds the same names, shapes and bits, also if depths share them."""
