@@ -73,12 +73,25 @@ FLAGS = [
     "cpu",
 ]
 CPU = torch.device("cpu")
+STATES = ("on", "partial", "off")
 
 
 def rows(*flags, device=CPU):
     return {
         row.name.strip(): row for row in capabilities(parse([*FLAGS, *flags], world_size=1), device)
     }
+
+
+def test_the_states_of_a_plain_run_on_a_cpu():
+    """Plain PyTorch in place of kernels is partial, and what no option asks for is off."""
+    found = rows()
+    of_state = {state: {name for name in found if found[name].state == state} for state in STATES}
+    kernels = {name for name in found if name.startswith("kernel ")}
+    assert of_state["partial"] == {"device", *kernels} - {"kernel adamw"} and len(kernels) > 10
+    running = {"precision", "determinism", "isolation self-test", "layers", "kernel adamw"}
+    assert of_state["on"] == running
+    assert {"CUDA graphs", "offload", "data parallelism", "checkpoints"} < of_state["off"]
+    assert sum(map(len, of_state.values())) == len(found)
 
 
 GATED = ["--attention-output-gate", "--qk-layernorm", "--apply-layernorm-1p"]

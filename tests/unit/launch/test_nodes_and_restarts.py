@@ -1,9 +1,13 @@
-"""Agreement of launchers on whether a restart helps, without other machines."""
+"""Agreement of launchers on the end of an attempt, without other machines and of two machines."""
+
+import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from megatron_packed.launch.local_ranks import RankFailure
-from megatron_packed.launch.nodes_and_restarts import OneNode
+from megatron_packed.launch.launcher import LaunchOptions
+from megatron_packed.launch.local_ranks import Placement, RankFailure
+from megatron_packed.launch.nodes_and_restarts import Agreement, ManyNodes, OneNode
 
 
 @pytest.mark.parametrize(
@@ -30,3 +34,31 @@ def test_the_first_failure_with_a_reason_decides_on_a_restart(
     assert end.failure is not None and end.failure.exit_code == 1
     assert end.restart_helps == restart_helps
     assert not nodes.agree(stopped=True).restart_helps
+
+
+def test_machines_agree_on_ranks_exit_code_and_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two launchers in one process: the second one was started again, and knows no restarts."""
+    monkeypatch.setenv("LOGLEVEL", "ERROR")  # no launcher changes the environment of the other
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    options = LaunchOptions(min_nodes=2, max_nodes=2, rdzv_backend="c10d", rdzv_endpoint=endpoint)
+    machines = [ManyNodes(options, lambda: False) for _ in range(2)]
+
+    def join(number: int) -> Placement:
+        return machines[number].join(restarts=(3, 0)[number], processes=2, leaves=None)
+
+    def agree(number: int) -> Agreement:
+        return machines[number].agree(stopped=stopped == number)
+
+    with ThreadPoolExecutor(2) as pool:
+        for stopped in (None, 1):
+            places = list(pool.map(join, range(2)))
+            assert sorted(place.first_rank for place in places) == [0, 2]
+            assert {(place.world_size, place.restarts) for place in places} == {(4, 3)}
+            assert len({place.master_port for place in places}) == 1
+            machines[0].publish(RankFailure(exit_code=4, lost=True))
+            for end in pool.map(agree, range(2)):
+                assert end.failure is not None and end.failure.exit_code == 4
+                assert end.restart_helps == (stopped is None)
+    for machine in machines:
+        machine.close()

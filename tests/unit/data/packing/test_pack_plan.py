@@ -40,9 +40,13 @@ def as_sets(step):
     return sorted(sorted(pieces.tolist()) for pieces in all_packs(step))
 
 
+def stream_of(epochs):
+    return [p.tolist() for epoch in range(epochs) for p in PACKER.pack(PIECES.length, 7, epoch)]
+
+
 def test_the_stream_is_one_epoch_after_the_other():
     ours = plan()
-    stream = [pack.tolist() for epoch in range(4) for pack in PACKER.pack(PIECES.length, 7, epoch)]
+    stream = stream_of(4)
     steps = len(stream) // 8
     assert steps * 8 % len(ours.epoch(0)), (
         "a step must span two epochs for this test to mean anything"
@@ -124,6 +128,13 @@ def test_steps_of_other_sizes_divide_what_is_left_of_the_stream(sizes):
         at += size
     assert ends[0] == 9 * 17 and at > ends[1]
     assert np.ptp(np.bincount(seen, minlength=len(PIECES))) == 1
+
+
+def test_a_resumed_plan_forgets_the_steps_that_it_has_planned():
+    ours = plan()
+    before = as_sets(ours.step(3))
+    ours.resume(3, 5)
+    assert as_sets(ours.step(3)) == sorted(sorted(pack) for pack in stream_of(1)[5:13]) != before
 
 
 def test_a_plan_knows_the_hash_of_other_steps_and_no_step_before_its_first():
