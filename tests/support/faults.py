@@ -296,9 +296,9 @@ def damaged_block(micro_batch: int, rank: int) -> None:
     """Damage the tokens that ``rank`` reads when it prepares its ``micro_batch``-th micro-batch."""
 
     def damage(loader: Loader) -> None:
-        tokens = loader.dataset._tokens
-        tokens._blocks._checked[:] = False
-        tokens._checksums = tokens._checksums ^ 1
+        blocks = loader.dataset._tokens._blocks
+        blocks._checked[:] = False
+        blocks.checksums = blocks.checksums ^ 1
 
     if int(os.environ["RANK"]) == rank:
         on_call(Loader, "_prepare", micro_batch, damage)
