@@ -37,6 +37,11 @@ DIRECTIVE = re.compile(r"#\s*(!|fmt:|noqa|ruff:|type:|mypy:|pragma)")
 """Comments for tools. They are not counted as comments."""
 OPENING = re.compile(r"\s*(What|Whether|Of|Who|How|Which|Where)\b")
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+FUNCTION_WORDS = frozenset(
+    """found one given known described whole wrong about before then now words told lent borrowed strangers
+    asked meant taken kept rest here there such alike anew bad more own""".split()  # noqa: SIM905
+)
+"""Words that say nothing as the whole name of a variable."""
 
 
 class Source(NamedTuple):
@@ -113,6 +118,9 @@ def source_figures(sources: list[Source]) -> dict[str, Figure]:
         "files_over_400_lines": Figure.count(
             [f"{source.path} {source.lines}" for source in sources if source.lines > 400]
         ),
+        "names_of_function_words_per_1000_lines": names_of_function_words(sources),
+        "public_functions_more_than_once": Figure.count(repeated_functions(sources)),
+        "class_methods_called_of": Figure.count(find(sources, methods_called_of)),
         "class_names_more_than_once": Figure.count(repeated_class_names(sources)),
         "nested_conditional_expressions": Figure.count(find(sources, nested_conditionals)),
         "tuple_attribute_assignments": Figure.count(find(sources, tuple_assignments)),
@@ -156,6 +164,49 @@ def long_functions(source: Source) -> Iterator[str]:
 
 def is_kernel(node: Any) -> bool:
     return any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+
+
+def names_of_function_words(sources: list[Source]) -> Figure:
+    """Count assignment targets and parameters whose whole name is one of `FUNCTION_WORDS`."""
+    places = find(sources, bindings_of_function_words)
+    lines = sum(source.lines for source in sources)
+    return Figure(round(1000 * len(places) / lines, 2), places)
+
+
+def bindings_of_function_words(source: Source) -> Iterator[str]:
+    for node in source.nodes:
+        name = getattr(node, "arg", None) if isinstance(node, ast.arg) else None
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            name = node.id
+        if isinstance(node, ast.ExceptHandler):
+            name = node.name
+        if name is not None and name.strip("_") in FUNCTION_WORDS:
+            yield source.at(node, name)
+
+
+def repeated_functions(sources: list[Source]) -> list[str]:
+    """Return functions of several modules, without those of ops, whose back ends have one interface."""
+    places = defaultdict(list)
+    for source in sources:
+        if source.path.startswith("ops/"):
+            continue
+        for node in source.nodes[0].body:  # type: ignore[attr-defined]
+            if isinstance(node, DEFINITIONS) and not node.name.startswith("_"):
+                places[node.name].append(source.path)
+    return [
+        f"{name} x{len(paths)}: {', '.join(paths)}"
+        for name, paths in sorted(places.items())
+        if len(paths) > 1
+    ]
+
+
+def methods_called_of(source: Source) -> Iterator[str]:
+    """Find class methods that do not say what they make."""
+    for node in source.nodes:
+        if isinstance(node, ast.ClassDef):
+            for part in node.body:
+                if isinstance(part, DEFINITIONS) and part.name == "of":
+                    yield source.at(part, node.name)
 
 
 def repeated_class_names(sources: list[Source]) -> list[str]:

@@ -71,7 +71,7 @@ class DataHashes(NamedTuple):
     """Hash of the documents of a validation. A run without validations keeps that of its checkpoint."""
 
     @classmethod
-    def of(cls, metadata: Mapping[str, Any]) -> DataHashes:
+    def from_metadata(cls, metadata: Mapping[str, Any]) -> DataHashes:
         """Return the hashes of the run that saved this metadata."""
         return cls(*(metadata.get(name, "") for name in cls._fields))
 
@@ -186,7 +186,7 @@ def tokenizer_warning(
 ) -> str | None:
     """Return a warning if weights were trained with another tokenizer than the one used now."""
     now = DataHashes(tokenizer_hash=tokenizer_hash)
-    if now.has_tokenizer_of(DataHashes.of(metadata)) is not False:
+    if now.has_tokenizer_of(DataHashes.from_metadata(metadata)) is not False:
         return None
     return (
         f"{checkpoint} was trained with another tokenizer, so the same token numbers mean other text. "

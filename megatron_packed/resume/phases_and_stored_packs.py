@@ -75,7 +75,7 @@ class Resumed:
         return cls(
             room=metadata["room"] if "room" in metadata else room_of(metadata["config"]),
             plan_hash=metadata["plan_hash"],
-            hashes=DataHashes.of(metadata),
+            hashes=DataHashes.from_metadata(metadata),
             packs_per_step=packs_per_step_of(metadata),
             micro_batch_size=metadata["config"].get("packing", {}).get("micro_batch_size", 1),
             progress=progress,

@@ -26,7 +26,7 @@ from megatron_packed.files.written_files import open_new
 from megatron_packed.reporting.out_of_memory import CURE, is_out_of_memory
 from megatron_packed.resume.callback_state import CallbackError
 from megatron_packed.training.replica_checks import ReplicaMismatchError
-from megatron_packed.training.under_launcher import report_to_launcher
+from megatron_packed.training.under_launcher import report_failure_to_launcher
 
 STATUS = "STATUS.json"
 _LOST = "another process was lost"
@@ -125,7 +125,7 @@ def speak(error: Exception, status_folder: StatusFolder | None, failure: Failure
         traceback.print_exception(error)
     print(printable_message(failure.reason), file=sys.stderr, flush=True)
     write_status(status_folder, asdict(failure))
-    report_to_launcher(lost=is_lost_connection(error) or is_failed_gpu(error))
+    report_failure_to_launcher(lost=is_lost_connection(error) or is_failed_gpu(error))
 
 
 class StatusFolder:

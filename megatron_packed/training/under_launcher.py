@@ -41,7 +41,7 @@ def report_file(folder: str | Path, rank: int) -> Path:
     return Path(folder) / f"rank_{rank}.json"
 
 
-def report_to_launcher(*, lost: bool) -> None:
+def report_failure_to_launcher(*, lost: bool) -> None:
     """Report a failure to the launcher, if a launcher started this process.
 
     Args:
