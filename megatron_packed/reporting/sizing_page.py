@@ -102,7 +102,7 @@ def _draw_prices(priced: Sequence[Expected], choice: Expected, axis: Any) -> Non
 
 
 def _counts(packings: Sequence[Packing]) -> Iterator[tuple[dict[str, str], Counts, Counts]]:
-    """Yield the label and colour of each packing, numbers of documents, and packs with so many."""
+    """Yield the label and colour of each packing, its numbers of documents, and the packs of each."""
     for colour, packing in zip(cycle(COLOURS), packings):
         values, packs = np.unique(packing.documents, return_counts=True)
         yield {"label": packing.method, "color": colour}, values, packs
