@@ -174,21 +174,16 @@ class TuneReport:
         """Write the charts to ``plot`` and an HTML page to ``html``, if they are given."""
         if plot is None and html is None:
             return
-        from megatron_packed.reporting.charts import write_png
-        from megatron_packed.reporting.sizing_page import drawings, figure, write_sizing_page
+        from megatron_packed.reporting import charts, html_page, sizing_page
 
-        drawn = drawings(self.lengths, self.packings, self.choice, self.prices)
+        drawn = sizing_page.drawings(self.lengths, self.packings, self.choice, self.prices)
         if html is not None:
-            write_sizing_page(
-                drawn,
-                html,
-                title="Packing and capacities",
-                flags=" ".join(self.flags),
-                tables=self.tables(),
-                text=self.lines(),
-            )
+            figures = [sizing_page.chart_of_page(*drawing) for drawing in drawn]
+            title = "Packing and capacities"
+            page = html_page.render("sizing_page.html", title=title, report=self, figures=figures)
+            html_page.write_page(html, page)
         if plot is not None:
-            write_png(figure(drawn), plot)
+            charts.write_png(sizing_page.figure(drawn), plot)
 
 
 def _prices(choices: Sequence[Expected]) -> list[dict[str, str]]:

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -139,8 +140,10 @@ class Run:
 
 LOGARITHMIC_FROM = 100.0
 """Ratio of the highest and the lowest value of a loss, above which its axis is logarithmic."""
+_loss_panel = partial(Panel, low=None, smooth=True, cut=True, logarithmic=True)
+_percent = partial(Curve, scale=100)
 PANELS = (
-    Panel(
+    _loss_panel(
         "Loss",
         "nats per target token",
         (
@@ -148,39 +151,29 @@ PANELS = (
             Curve("valid_loss", "validation", dots=True),
             Curve("test_loss", "test", dots=True),
         ),
-        low=None,
-        smooth=True,
-        cut=True,
-        logarithmic=True,
     ),
-    Panel(
+    _loss_panel(
         "Loss of later tokens",
         "nats per target token of a depth",
         tuple(Curve(f"mtp_{depth}_loss", f"depth {depth}") for depth in range(1, 9)),
-        low=None,
-        smooth=True,
-        cut=True,
-        logarithmic=True,
     ),
     Panel(
         "Exact match",
         "% of the answers to validation conversations",
-        (Curve("valid_exact_match", scale=100, dots=True),),
+        (_percent("valid_exact_match", dots=True),),
         high=100.0,
     ),
     Panel("Throughput", "real tokens per second", (Curve("tokens_per_second"),)),
-    Panel("MFU", "% of the dense bf16 peak", (Curve("mfu", scale=100),)),
+    Panel("MFU", "% of the dense bf16 peak", (_percent("mfu"),)),
     Panel("Gradient norm", "before clipping", (Curve("grad_norm"),), smooth=True, cut=True),
     Panel("Learning rate", "", (Curve("learning_rate"),)),
     Panel("Weight decay", "", (Curve("weight_decay"),)),
-    Panel(
-        "Pack fill", "% of slots with a real token", (Curve("pack_fill", scale=100),), high=100.0
-    ),
+    Panel("Pack fill", "% of slots with a real token", (_percent("pack_fill"),), high=100.0),
     Panel("Documents per pack", "mean of the step", (Curve("docs_per_pack"),)),
     Panel(
         "Graph hit rate",
         "% of micro-batches replayed",
-        (Curve("graph_hit_rate", scale=100),),
+        (_percent("graph_hit_rate"),),
         high=100.0,
     ),
     Panel(
@@ -200,7 +193,7 @@ PANELS = (
     Panel(
         "Expert assignments dropped",
         "% of the assignments of real tokens",
-        (Curve("expert_dropped_share", scale=100),),
+        (_percent("expert_dropped_share"),),
     ),
     Panel("Step time", "ms", (Curve("step_time_ms"),), cut=True),
     Panel("Waiting for data", "ms per step", (Curve("data_wait_ms"),), cut=True),

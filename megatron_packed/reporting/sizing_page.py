@@ -1,12 +1,8 @@
-"""Page of `megatron-packed tune`: charts of document lengths, packs, and capacities with their cost.
-
-The page loads nothing from the network.
-"""
+"""Charts of `megatron-packed tune`: document lengths, packs, and capacities with their cost."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
@@ -17,19 +13,19 @@ from numpy.typing import NDArray
 from megatron_packed.data.packing.sizing import Expected, Packing
 from megatron_packed.reporting import charts
 from megatron_packed.reporting.charts import COLOURS
-from megatron_packed.reporting.html_page import render, write_page
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _HEIGHT = 3.4
 """Height of a chart on the page, in inches."""
+Counts = NDArray[np.int64]
 Drawing = tuple[str, Callable[[Any], None]]
 """Title and function that draws one chart on axes."""
 
 
 def drawings(
-    lengths: NDArray[np.int64] | None,
+    lengths: Counts | None,
     packings: Sequence[Packing],
     choice: Expected,
     prices: Sequence[Expected],
@@ -67,7 +63,7 @@ def figure(drawn: Sequence[Drawing]) -> Figure:
     return made
 
 
-def _draw_lengths(lengths: NDArray[np.int64], axis: Any) -> None:
+def _draw_lengths(lengths: Counts, axis: Any) -> None:
     edges = np.unique(np.geomspace(lengths.min(), lengths.max() + 1, 60))
     axis.hist(lengths, bins=edges, color=COLOURS[0])
     axis.set(xlabel="tokens", ylabel="documents")
@@ -77,9 +73,8 @@ def _draw_lengths(lengths: NDArray[np.int64], axis: Any) -> None:
 def _draw_packs(packings: Sequence[Packing], axis: Any) -> None:
     """Draw the number of packs by documents per pack."""
     numbers: list[int] = []
-    for colour, packing in zip(cycle(COLOURS), packings):
-        values, packs = np.unique(packing.documents, return_counts=True)
-        axis.step(values, packs, where="mid", label=packing.method, color=colour)
+    for look, values, packs in _counts(packings):
+        axis.step(values, packs, where="mid", **look)
         numbers += packs.tolist()
     axis.set(xlabel="documents in a pack", ylabel="packs")
     _scale(axis, "x", _documents(packings), 2)
@@ -88,10 +83,8 @@ def _draw_packs(packings: Sequence[Packing], axis: Any) -> None:
 
 def _draw_covered(packings: Sequence[Packing], choice: Expected, axis: Any) -> None:
     """Draw the share of packs that each capacity covers, and the recommended capacities."""
-    for colour, packing in zip(cycle(COLOURS), packings):
-        values, packs = np.unique(packing.documents, return_counts=True)
-        shares = 100 * np.cumsum(packs) / packs.sum()
-        axis.step(values, shares, where="post", label=packing.method, color=colour)
+    for look, values, packs in _counts(packings):
+        axis.step(values, 100 * np.cumsum(packs) / packs.sum(), where="post", **look)
     axis.set(xlabel="capacity", ylabel="% of packs", ylim=(0, 105))
     for number, capacity in enumerate(choice.capacities):
         label = "" if number else "recommended"
@@ -108,12 +101,19 @@ def _draw_prices(priced: Sequence[Expected], choice: Expected, axis: Any) -> Non
     axis.set_ylim(bottom=0)
 
 
+def _counts(packings: Sequence[Packing]) -> Iterator[tuple[dict[str, str], Counts, Counts]]:
+    """Yield the label and colour of each packing, its numbers of documents, and the packs of each."""
+    for colour, packing in zip(cycle(COLOURS), packings):
+        values, packs = np.unique(packing.documents, return_counts=True)
+        yield {"label": packing.method, "color": colour}, values, packs
+
+
 def _documents(packings: Sequence[Packing]) -> list[int]:
     """Return the largest and smallest number of documents of all packs."""
     return [int(end(packing.documents)) for packing in packings for end in (np.min, np.max)]
 
 
-def _scale(axis: Any, name: str, values: Sequence[int] | NDArray[np.int64], base: int) -> None:
+def _scale(axis: Any, name: str, values: Sequence[int] | Counts, base: int) -> None:
     """Make the axis ``name`` logarithmic if the values span a power of the base.
 
     A shorter logarithmic axis would have few labels, or labels in mathtext between the powers.
@@ -137,37 +137,8 @@ def _finish(axis: Any) -> None:
         axis.legend(fontsize=8, framealpha=0.7, facecolor="#ffffff", edgecolor="none")
 
 
-def write_sizing_page(
-    drawn: Sequence[Drawing],
-    path: str | os.PathLike[str],
-    *,
-    title: str,
-    flags: str,
-    tables: Mapping[str, Sequence[Mapping[str, Any]]],
-    text: Sequence[str],
-) -> None:
-    """Write the page as one self-contained HTML file.
-
-    Args:
-        drawn: the charts, from `drawings`.
-        path: file to write.
-        title: title and heading of the page.
-        flags: the recommended flags, to be copied by the user.
-        tables: heading -> rows; a row maps the name of a column to its cell.
-        text: lines of the console output.
-    """
-    html = render(
-        "sizing_page.html",
-        title=title,
-        flags=flags,
-        tables=tables,
-        text=text,
-        figures=[_chart(*drawing) for drawing in drawn],
-    )
-    write_page(path, html)
-
-
-def _chart(title: str, draw: Callable[[Any], None]) -> charts.ChartOfPage:
+def chart_of_page(title: str, draw: Callable[[Any], None]) -> charts.ChartOfPage:
+    """Return one of `drawings` as a chart for the template of the page."""
     # Labels at the left are wider than those of the charts of a run.
     made, axis = charts.one_chart(_HEIGHT, left=0.14)
     draw(axis)

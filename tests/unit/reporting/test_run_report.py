@@ -8,11 +8,12 @@ import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_packed.reporting.curves import Run
-from megatron_packed.reporting.html_page import write_page
+from megatron_packed.reporting.html_page import render, write_page
 from megatron_packed.reporting.page_filters import compact, duration
 from megatron_packed.reporting.run_overview import outcome
 from megatron_packed.reporting.run_report import write_report
@@ -339,6 +340,18 @@ def test_nothing_from_a_log_becomes_html(page):
     assert "\u202e" not in text and "\x1b" not in text and "\ufffd[31m" in text
     assert text.count("&lt;script&gt;alert(&#39;&amp;&#39;)&lt;/script&gt;") >= 19
     assert Outline(text).open == []
+
+
+def test_nothing_from_a_packing_becomes_html():
+    """Names in tables, flags and text are shown unchanged, and a template without them is refused."""
+    rows = {EVIL: [{EVIL: EVIL, "packs": EVIL}]}
+    report = SimpleNamespace(flags=[EVIL], tables=lambda: rows, lines=lambda: [EVIL])
+    chart = {"title": EVIL, "remark": EVIL, "names": [("red", EVIL)], "svg": "<svg></svg>"}
+    text = render("sizing_page.html", title=EVIL, report=report, figures=[chart])
+    assert "<script" not in text and text.count("&lt;script&gt;") == 11 and "<svg></svg>" in text
+    assert Outline(text).open == []
+    with pytest.raises(ValueError, match="'report' is undefined"):
+        render("sizing_page.html", title="a")
 
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
