@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -136,23 +136,23 @@ def to_huggingface(
     else:
         weights = weights_of(family, model, dtype)
     _check(manifest, weights, source)
-    dtypes = {part.name: weight.dtype for weight in weights.values() for part in weight.parts}
-    dtypes |= files.dtypes if files else {}
-    copies = files.copies if files else {}
     exported = ExportedTensors(
-        source, manifest, weights, dtypes, on_progress, copies, original=files if base else None
+        source,
+        manifest,
+        weights,
+        on_progress,
+        files.dtypes if files else {},
+        files.copies if files else {},
+        original=files if base else None,
     )
-
-    def beside(temporary: Path) -> None:
+    with new_directory(directory, flags.TO_HF) as temporary:
+        write_files(temporary, exported.listed(), exported.value, max_file_bytes)
         present = [name for name in BESIDE if os.path.lexists(config.parent / name)]
-        copied = {name: config.parent / name for name in present}
-        write_texts(temporary, {CONFIG: config, **copied, **replaced})
-        named = config.parent / TEMPLATE_FOLDER
+        beside = {name: config.parent / name for name in present}
+        write_texts(temporary, {CONFIG: config, **beside, **replaced})
         if TEMPLATE not in replaced:
-            paths = named.glob("*.jinja")
+            paths = (config.parent / TEMPLATE_FOLDER).glob("*.jinja")
             write_texts(temporary, {f"{TEMPLATE_FOLDER}/{path.name}": path for path in paths})
-
-    _write_model(directory, exported, max_file_bytes, beside)
     aside = tuple(files.aside) if files else tuple(_patterns_aside(family, model, fields))
     copied, dropped = (aside, ()) if base else ((), aside)
     return Converted(tuple(exported.rounded), copied, dropped)
@@ -206,21 +206,17 @@ def trained_to_huggingface(
     endings = zero_parameters(trained.model, model)
     zeros = [name for name in weights if name.endswith(endings)] if endings else []
     _check(manifest, {name: w for name, w in weights.items() if name not in zeros}, source)
-    dtypes = {part.name: weight.dtype for weight in weights.values() for part in weight.parts}
     tied = not model.untie_embeddings_and_output_weights
     copies = {chosen.outside[TABLE]: chosen.outside[OUTPUT]} if tied and chosen.unties else {}
-    exported = ExportedTensors(
-        source, manifest, weights, dtypes, on_progress, copies=copies, zeros=zeros
-    )
+    exported = ExportedTensors(source, manifest, weights, on_progress, copies=copies, zeros=zeros)
     texts: dict[str, str | Path] = {
         CONFIG: json_text(config_fields(chosen, model, trained)),
         GENERATION_CONFIG: json_text(generation_fields(trained)),
         **tokenizer_files,
     }
-
-    _write_model(
-        directory, exported, max_file_bytes, lambda temporary: write_texts(temporary, texts)
-    )
+    with new_directory(directory, flags.TO_HF) as temporary:
+        write_files(temporary, exported.listed(), exported.value, max_file_bytes)
+        write_texts(temporary, texts)
     return chosen
 
 
@@ -272,38 +268,23 @@ def _check_configuration(manifest: Manifest, model: ModelConfig, source: Path) -
     return bool(stored["training"]["bf16"])
 
 
-def _write_model(
-    directory: Path,
-    exported: ExportedTensors,
-    max_file_bytes: int,
-    beside: Callable[[Path], None],
-) -> None:
-    """Write the weights, and with ``beside`` the other files; ``directory`` appears at the end."""
-    temporary = directory.with_name(f"{directory.name}.tmp-{uuid.uuid4().hex[:12]}")
-    with _writing(temporary, directory):
-        temporary.mkdir(parents=True)
-        try:
-            write_files(temporary, exported.listed(), exported.value, max_file_bytes)
-            beside(temporary)
-            sync_path(temporary)
-            os.rename(temporary, directory)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
-    sync_path(directory.parent)
-
-
 @contextmanager
-def _writing(temporary: Path, directory: Path) -> Iterator[None]:
-    """Report errors of writing for the directory that the user named.
+def new_directory(directory: Path, flag: str) -> Iterator[Path]:
+    """Yield a temporary directory, which is renamed to ``directory`` after all files are written.
 
-    The files are first written to a temporary directory next to it, which users do not know.
+    Users do not know it, so errors of writing are reported for ``directory``.
 
+    Args:
+        flag: flag by which the user names the directory.
     Raises:
         CheckpointError: the disk refused to write. Errors of reading other files pass unchanged.
     """
+    temporary = directory.with_name(f"{directory.name}.tmp-{uuid.uuid4().hex[:12]}")
     try:
-        yield
+        temporary.mkdir(parents=True)
+        yield temporary
+        sync_path(temporary)
+        os.rename(temporary, directory)
     except OSError as error:
         # An error of a full disk names no file.
         refused = temporary if error.filename is None else Path(error.filename)
@@ -312,8 +293,11 @@ def _writing(temporary: Path, directory: Path) -> Iterator[None]:
         raise CheckpointError(
             f"cannot be written: {error.strerror}",
             path=directory,
-            cure=f"name another directory by {flags.TO_HF}",
+            cure=f"name another directory by {flag}",
         ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    sync_path(directory.parent)
 
 
 def _check(manifest: Manifest, weights: Mapping[str, Weight], path: Path) -> None:

@@ -28,8 +28,9 @@ class ExportedTensors:
     directory: Path
     manifest: Manifest
     weights: Mapping[str, Weight]
-    dtypes: Mapping[str, torch.dtype]
     on_progress: OnProgress
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    """Dtypes of Hugging Face tensors that differ from those of the checkpoint."""
     copies: Mapping[str, str] = field(default_factory=dict)
     """Hugging Face tensors that are written a second time, and the name of the copy."""
     zeros: Collection[str] = ()
@@ -60,7 +61,7 @@ class ExportedTensors:
             self.current = weight.name
             self.parts = weight.split(parameter)
         stored = self.parts[name]
-        converted = stored.to(self.dtypes[name])
+        converted = stored.to(self.dtypes.get(name, stored.dtype))
         if converted.dtype != stored.dtype and not torch.equal(converted.to(stored.dtype), stored):
             self.rounded.append(name)
         return self._count(converted)
@@ -78,7 +79,7 @@ class ExportedTensors:
     def listed(self) -> list[tuple[str, torch.dtype, Shape]]:
         """Return name, dtype and shape of each Hugging Face tensor, in the order of the files."""
         listed = [
-            (name, self.dtypes[part.name], part.shape)
+            (name, self.dtypes.get(part.name, weight.dtype), part.shape)
             for weight in self.weights.values()
             for part in weight.parts
             for name in (part.name, self.copies.get(part.name))

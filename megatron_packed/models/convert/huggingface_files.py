@@ -36,7 +36,6 @@ WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROTARY_BUFFER = ".rotary_emb.inv_freq"
 """End of the names of rotary buffers in old files."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors")
-_MOST_AT_ONCE = 1 << 30
 _CURE = "download the model again"
 
 
@@ -138,16 +137,10 @@ class ModelFiles:
         path, entry, data_begin = self.places.get(name) or self.aside[name]
         tensor = torch.empty(entry.shape, dtype=entry.dtype)
         view = byte_view(tensor.view(-1)).numpy().data
-        descriptor = open_plain_file(path.resolve())
-        try:
-            position = data_begin + entry.begin
-            while view:
-                count = os.preadv(descriptor, [view[:_MOST_AT_ONCE]], position)
-                if count == 0:
-                    raise CheckpointError("the file is truncated", path=path, cure=_CURE)
-                view, position = view[count:], position + count
-        finally:
-            os.close(descriptor)
+        with os.fdopen(open_plain_file(path.resolve()), "rb") as file:
+            file.seek(data_begin + entry.begin)
+            if file.readinto(view) < len(view):
+                raise CheckpointError("the file is truncated", path=path, cure=_CURE)
         return tensor
 
 

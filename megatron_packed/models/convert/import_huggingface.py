@@ -6,7 +6,7 @@ import math
 import os
 import shlex
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -133,41 +133,19 @@ def from_huggingface(
     tokenizer_hash, unusable = _tokenizer(directory, model)
     if tokenizer_hash:
         original[TOKENIZER_HASH] = tokenizer_hash
-    flags = _flags(model, directory, bf16)
-    check, write = halves(on_progress)
-    check_weight_values(directory, files.read, weights, on_progress=check)
-    root.mkdir(parents=True, exist_ok=True)
-    with closing(RootLock(root, RUN_LOCK)):
-        check_empty(root)  # another process may have saved there before the lock
-        saved = save_weights(
-            root,
-            directory,
-            model,
-            files.read,
-            weights,
-            bf16=bf16,
-            on_progress=write,
-            original=original,
-        )
-        write_file(root / ARGS_FILE, flags.encode())
-    rounded = narrowed(weights.values(), files.dtypes.__getitem__)
     notes = (*_notes(fields, left_out, model, files), *unusable)
-    return Imported(saved, model, flags, rounded, notes)
-
-
-def narrowed(weights: Iterable[Weight], dtype_of: Callable[[str], torch.dtype]) -> tuple[str, ...]:
-    """Return the parameters with a narrower dtype than the tensors that they come from.
-
-    Args:
-        dtype_of: returns the dtype of the tensor of a part by name.
-    """
-    return tuple(
-        weight.name
-        for weight in weights
-        if any(
-            torch.promote_types(dtype_of(part.name), weight.dtype) != weight.dtype
-            for part in weight.parts
-        )
+    return import_weights(
+        root,
+        directory,
+        model,
+        files.read,
+        weights,
+        files.dtypes.__getitem__,
+        bf16=bf16,
+        more_flags=_tokenizer_flags(directory),
+        notes=notes,
+        on_progress=on_progress,
+        original=original,
     )
 
 
@@ -224,50 +202,100 @@ def check_empty(root: Path) -> None:
         )
 
 
-def _flags(model: ModelConfig, directory: Path, bf16: bool) -> str:
-    lines = model_flags(model) + [flags.BF16] * bf16
-    if os.path.lexists(directory / TOKENIZER):
-        lines += [
-            f"{flags.TOKENIZER_TYPE} HuggingFaceTokenizer",
-            shlex.join([flags.TOKENIZER_MODEL, str(directory)]),
-        ]
-    return "\n".join(lines) + "\n"
+def _tokenizer_flags(directory: Path) -> list[str]:
+    if not os.path.lexists(directory / TOKENIZER):
+        return []
+    return [
+        f"{flags.TOKENIZER_TYPE} HuggingFaceTokenizer",
+        shlex.join([flags.TOKENIZER_MODEL, str(directory)]),
+    ]
 
 
-def save_weights(
+def import_weights(
     root: Path,
     directory: Path,
     model: ModelConfig,
     read: Callable[[str], Tensor],
     weights: Mapping[str, Weight],
+    dtype_of: Callable[[str], torch.dtype],
     *,
     bf16: bool,
+    more_flags: Sequence[str] = (),
+    notes: tuple[str, ...],
     on_progress: OnProgress,
     trained: TrainedState | None = None,
     original: Mapping[str, Any] | None = None,
-) -> SavedCheckpoint:
-    """Write the checkpoint of step 0, or of the iteration of ``trained``.
+) -> Imported:
+    """Write the checkpoint of step 0, or of the iteration of ``trained``, and ``model.args``.
+
+    Every tensor is read twice, because all values are checked before ``root`` is made.
 
     Args:
         directory: source of the weights, for messages.
         read: returns the tensor of a part of a weight by name.
+        dtype_of: returns the dtype of the tensor of a part by name.
+        more_flags: lines of ``model.args`` after those of the model.
+        notes: see `Imported`.
         trained: state of training to save with the weights.
         original: facts of the Hugging Face model, as `read_facts` returns them.
+    Raises:
+        CheckpointError: a value is not finite, a second moment is negative, ``root`` contains
+            checkpoints, or another process writes there.
     """
-    sources = _sources(read, weights, trained)
-    total, done = _total_bytes(sources), 0
+    sources = {f"model/{w.name}": (w, read) for w in weights.values()}
+    sources.update(trained.tensors if trained else {})
+    total, done = 2 * sum(math.prod(w.shape) * w.dtype.itemsize for w, _ in sources.values()), 0
 
-    def value(shard: TensorShard) -> Tensor:
+    def joined(name: str) -> Tensor:
         nonlocal done
-        if shard.name not in sources:
-            return shard.tensor
-        weight, read_part = sources[shard.name]
+        weight, read_part = sources[name]
         parameter = weight.join(read_part).view(-1)
-        _check_values(shard.name, parameter, directory)
+        _check_values(name, parameter, directory)
         done += parameter.nbytes
         on_progress(done, total)
         return parameter
 
+    for name in sources:
+        joined(name)
+    text = "\n".join([*model_flags(model), *[flags.BF16] * bf16, *more_flags]) + "\n"
+    root.mkdir(parents=True, exist_ok=True)
+    with closing(RootLock(root, RUN_LOCK)):
+        check_empty(root)  # another process may have saved there before the lock
+        tensors = {name: weight for name, (weight, _) in sources.items()}
+        saved = save_weights(root, model, tensors, joined, bf16, trained, original)
+        write_file(root / ARGS_FILE, text.encode())
+    rounded = tuple(
+        weight.name
+        for weight in weights.values()
+        if any(
+            torch.promote_types(dtype_of(part.name), weight.dtype) != weight.dtype
+            for part in weight.parts
+        )
+    )
+    return Imported(saved, model, text, rounded, notes)
+
+
+def save_weights(
+    root: Path,
+    model: ModelConfig,
+    tensors: Mapping[str, Weight],
+    joined: Callable[[str], Tensor],
+    bf16: bool,
+    trained: TrainedState | None,
+    original: Mapping[str, Any] | None,
+) -> SavedCheckpoint:
+    """Write the checkpoint of `import_weights`.
+
+    Args:
+        tensors: every tensor of the checkpoint by name.
+        joined: returns the values of a tensor by name.
+    """
+    shards = [
+        TensorShard.whole(name, torch.empty(w.shape, dtype=w.dtype, device="meta"))
+        for name, w in tensors.items()
+    ]
+    if trained is not None:
+        shards.append(TensorShard.whole("optimizer/step", torch.tensor([float(trained.steps)])))
     # There is no run yet, so data positions, random states and hashes are empty.
     config: dict[str, Any] = {"model": section_to_dict(model), "training": {"bf16": bf16}}
     if trained is not None and trained.optim is not None:
@@ -284,12 +312,6 @@ def save_weights(
     if original is not None and TOKENIZER_HASH in original:
         # Runs replace this hash by that of their own tokenizer, and keep the fact of the original.
         metadata["tokenizer_hash"] = original[TOKENIZER_HASH]
-    meta = {
-        name: torch.empty(w.shape, dtype=w.dtype, device="meta") for name, (w, _) in sources.items()
-    }
-    shards = [TensorShard.whole(name, tensor) for name, tensor in meta.items()]
-    if trained is not None:
-        shards.append(TensorShard.whole("optimizer/step", torch.tensor([float(trained.steps)])))
     return save_checkpoint(
         root,
         trained.iteration if trained else 0,
@@ -297,53 +319,8 @@ def save_weights(
         metadata,
         run_id=uuid.uuid4().hex[:12],
         config_hash=model_hash(model),
-        values=value,
+        values=lambda shard: joined(shard.name) if shard.name in tensors else shard.tensor,
     )
-
-
-def _sources(
-    read: Callable[[str], Tensor], weights: Mapping[str, Weight], trained: TrainedState | None
-) -> dict[str, tuple[Weight, Callable[[str], Tensor]]]:
-    """Return every tensor of a checkpoint by name, with the function that reads its parts."""
-    sources = {f"model/{w.name}": (w, read) for w in weights.values()}
-    sources.update(trained.tensors if trained else {})
-    return sources
-
-
-def _total_bytes(sources: Mapping[str, tuple[Weight, Callable[[str], Tensor]]]) -> int:
-    return sum(math.prod(w.shape) * w.dtype.itemsize for w, _ in sources.values())
-
-
-def halves(on_progress: OnProgress) -> tuple[OnProgress, OnProgress]:
-    """Return the callbacks of the two passes of a conversion: the check, and the writing."""
-    return (
-        lambda done, total: on_progress(done, 2 * total),
-        lambda done, total: on_progress(total + done, 2 * total),
-    )
-
-
-def check_weight_values(
-    directory: Path,
-    read: Callable[[str], Tensor],
-    weights: Mapping[str, Weight],
-    *,
-    on_progress: OnProgress,
-    trained: TrainedState | None = None,
-) -> None:
-    """Check the values that `save_weights` would write, before a directory is made for them.
-
-    Reads every tensor once. Host memory is that of `save_weights`.
-
-    Raises:
-        CheckpointError: a value is not finite, or a second moment is negative.
-    """
-    sources = _sources(read, weights, trained)
-    total, done = _total_bytes(sources), 0
-    for name, (weight, read_part) in sources.items():
-        parameter = weight.join(read_part).view(-1)
-        _check_values(name, parameter, directory)
-        done += parameter.nbytes
-        on_progress(done, total)
 
 
 def _check_values(name: str, values: Tensor, directory: Path) -> None:

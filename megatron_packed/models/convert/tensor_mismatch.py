@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.config.sections.model import ModelConfig
@@ -27,11 +26,6 @@ _QUANTISED_ENDINGS = (
 )
 """Ends of the names of tensors that only quantised models have."""
 _OTHER_MODEL = "config.json and the weights belong to different models; take both from one model"
-
-
-class _Problem(NamedTuple):
-    sentence: str
-    cure: str
 
 
 def check_tensors(
@@ -57,24 +51,27 @@ def check_tensors(
     resized = tables if problems else []
     for name in sorted(expected.keys() | shapes_in_files.keys()):
         if name not in shapes_in_files and name == output:
-            problems.append(_without_head(name))
+            problems[f"tie_word_embeddings is false, but the files have no {name}"] = (
+                "set tie_word_embeddings to true in config.json, if the model shares its table"
+            )
         elif name not in shapes_in_files:
-            problems.append(_Problem(f"{name} is missing", _OTHER_MODEL))
+            problems[f"{name} is missing"] = _OTHER_MODEL
         elif name not in expected and name == output:
-            problems.append(_other_head(name, weights[TABLE].parts[0].name))
+            table = weights[TABLE].parts[0].name
+            problems[f"tie_word_embeddings is true, but {name} differs from {table}"] = (
+                "set tie_word_embeddings to false in config.json, if the model has two tables"
+            )
         elif name not in expected:
             quantised = name.endswith(_QUANTISED_ENDINGS)
-            cure = QUANTISED_CURE if quantised else _OTHER_MODEL
-            problems.append(_Problem(f"{name} is extra", cure))
+            problems[f"{name} is extra"] = QUANTISED_CURE if quantised else _OTHER_MODEL
         elif shapes_in_files[name] != expected[name] and name not in resized:
             shapes = (
                 f"{list(shapes_in_files[name])}, but config.json implies {list(expected[name])}"
             )
-            problems.append(_Problem(f"{name} has shape {shapes}", _OTHER_MODEL))
+            problems[f"{name} has shape {shapes}"] = _OTHER_MODEL
     if problems:
-        cures = dict.fromkeys(problem.cure for problem in problems)
-        sentences = [problem.sentence for problem in problems]
-        raise CheckpointError(some(sentences, "; "), path=directory, cure="; ".join(cures))
+        cures = dict.fromkeys(problems.values())
+        raise CheckpointError(some(list(problems), "; "), path=directory, cure="; ".join(cures))
 
 
 def _resized(
@@ -82,38 +79,27 @@ def _resized(
     expected: Mapping[str, Shape],
     tables: Sequence[str],
     model: ModelConfig,
-) -> list[_Problem]:
-    """Return the problem of tables with the same number of rows, which is not ``vocab_size``."""
+) -> dict[str, str]:
+    """Return the problem of tables with the same number of rows, which is not ``vocab_size``.
+
+    The key is the sentence, and the value is its cure.
+    """
     stored_tables = [name for name in tables if len(shapes_in_files.get(name, ())) == 2]
     rows = {
         shapes_in_files[name][0]
         for name in stored_tables
         if shapes_in_files[name][1:] == expected[name][1:]
     }
-    if len(rows) != 1 or rows == {model.vocab_size} or not stored_tables:
-        return []
+    if len(rows) != 1 or rows == {model.vocab_size}:
+        return {}
     count = rows.pop()
     have = "have" if len(stored_tables) > 1 else "has"
-    return [
-        _Problem(
-            f"{' and '.join(stored_tables)} {have} {count} rows, but vocab_size is {model.vocab_size}",
-            f"set vocab_size to {count} in config.json, if the model's tables were resized",
-        )
-    ]
-
-
-def _without_head(name: str) -> _Problem:
-    return _Problem(
-        f"tie_word_embeddings is false, but the files have no {name}",
-        "set tie_word_embeddings to true in config.json, if the model shares its table",
+    sentence = (
+        f"{' and '.join(stored_tables)} {have} {count} rows, but vocab_size is {model.vocab_size}"
     )
-
-
-def _other_head(name: str, table: str) -> _Problem:
-    return _Problem(
-        f"tie_word_embeddings is true, but {name} differs from {table}",
-        "set tie_word_embeddings to false in config.json, if the model has two tables",
-    )
+    return {
+        sentence: f"set vocab_size to {count} in config.json, if the model's tables were resized"
+    }
 
 
 def some(lines: Sequence[str], between: str = ", ") -> str:

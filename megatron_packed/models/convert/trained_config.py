@@ -20,7 +20,7 @@ from megatron_packed.config.options import Field
 from megatron_packed.config.section import section_fields
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.serialise import as_given
-from megatron_packed.models.convert.families.decoder import ROPE_SCALING, plain_window
+from megatron_packed.models.convert.families.decoder import MULTIPLIERS, ROPE_SCALING, plain_window
 from megatron_packed.models.convert.families.family import Family
 from megatron_packed.models.convert.families.registry import FAMILIES, WRITTEN
 from megatron_packed.models.convert.huggingface_config import entries_for
@@ -36,6 +36,14 @@ _READ_BY: dict[str, Callable[[LayerKind], bool]] = {
     "add_bias_linear": lambda kind: kind.may_have_bias,
 }
 """Options of the stack that only some kinds of layers read."""
+_READ_IF: dict[str, Callable[[ModelConfig], object]] = {
+    "qk_layernorm_scope": lambda model: model.qk_layernorm,
+    "moe_shared_expert_gate": lambda model: model.moe_shared_expert_intermediate_size,
+    "moe_router_pre_softmax": lambda model: model.moe_router_score_function == "softmax",
+    "add_qkv_bias": lambda model: not model.add_bias_linear,
+    **dict.fromkeys(ROPE_SCALING[1:], lambda model: model.use_rope_scaling),
+}
+"""Options that a model reads only with the values of other options."""
 _ZEROS = {"moe_router_enable_expert_bias": "mixer.router.expert_bias"}
 """Options of a family that a model without the option can still use: the parameter is zero."""
 _EXPRESSED = (
@@ -120,7 +128,9 @@ def family_for(model: ModelConfig, wanted: str | None = None) -> tuple[Family, M
         if not obstacles:
             family = FAMILIES[name]
             same: dict[str, Any] = {
-                key: True for key in _ZEROS if key in entries_for(family.fixed, _pattern(model))
+                key: True
+                for key in _ZEROS
+                if key in entries_for(family.fixed, model.hybrid_layer_pattern)
             }
             return family, replace(model, **same)
     listed = list(reasons.items())[:_MOST_FAMILIES]
@@ -148,11 +158,7 @@ def nearest_families(model: ModelConfig, names: Sequence[str] = WRITTEN) -> dict
 
 def plain_model(model: ModelConfig) -> ModelConfig:
     """Return the model without options whose value means the same as leaving them out."""
-    same: dict[str, Any] = {
-        name: None
-        for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling")
-        if getattr(model, name) == 1
-    }
+    same: dict[str, Any] = {name: None for name in MULTIPLIERS if getattr(model, name) == 1}
     if model.window_size is not None:
         same |= plain_window(model)
     for kind in KINDS.values():
@@ -168,7 +174,7 @@ def plain_model(model: ModelConfig) -> ModelConfig:
 def obstacles(family: Family, model: ModelConfig) -> list[str]:
     """Return each option of ``model`` that ``family`` cannot express, with its value."""
     model = plain_model(model)
-    pattern = _pattern(model)
+    pattern = model.hybrid_layer_pattern
     if not _has_pattern(family, model.main_layers):
         blocks = " or ".join(family.blocks)
         sentences = [
@@ -191,7 +197,7 @@ def obstacles(family: Family, model: ModelConfig) -> list[str]:
             continue
         held = entries_for(family.fixed, pattern).get(option.name, option.default)
         if value != held and not (option.name in _ZEROS and not value):
-            sentences.append(f"{_shown(option, value)} (the family has {_shown(option, held)})")
+            sentences.append(_other_value(option, value, held))
     return sentences
 
 
@@ -217,12 +223,11 @@ def _derived_values(family: Family, model: ModelConfig) -> Iterator[str]:
         pattern_flag = f"{model.flag('hybrid_layer_pattern')} {model.main_layers}"
         yield f"{pattern_flag} (the family has {pattern})"
         return
-    held = plain_model(replace(model, **family.derive(fields, _pattern(model))))
+    held = plain_model(replace(model, **family.derive(fields, model.hybrid_layer_pattern)))
     for option in section_fields(ModelConfig):
         value = getattr(model, option.name)
         if option.name in family.derived and value != getattr(held, option.name):
-            shown = _shown(option, getattr(held, option.name))
-            yield f"{_shown(option, value)} (the family has {shown})"
+            yield _other_value(option, value, getattr(held, option.name))
 
 
 def config_fields(family: Family, model: ModelConfig, trained: TrainedOptions) -> dict[str, Any]:
@@ -258,7 +263,7 @@ def _token_numbers(trained: TrainedOptions) -> dict[str, Any]:
 
 def _model_fields(family: Family, model: ModelConfig) -> dict[str, Any]:
     """Return the keys of config.json that decide what the model computes."""
-    pattern = _pattern(model)
+    pattern = model.hybrid_layer_pattern
     fields: dict[str, object] = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
@@ -294,10 +299,6 @@ def zero_parameters(trained: ModelConfig, exported: ModelConfig) -> tuple[str, .
     )
 
 
-def _pattern(model: ModelConfig) -> str:
-    return model.hybrid_layer_pattern
-
-
 def _matters(option: Field, model: ModelConfig, symbols: str) -> bool:
     """Return whether an option affects what layers of this model compute.
 
@@ -309,15 +310,8 @@ def _matters(option: Field, model: ModelConfig, symbols: str) -> bool:
     rope = option.name.startswith(("rotary_", *ROPE_SCALING))
     if rope and model.position_embedding_type != "rope":
         return False
-    if option.name in ROPE_SCALING[1:] and not model.use_rope_scaling:
-        return False
-    if option.name == "qk_layernorm_scope" and not model.qk_layernorm:
-        return False
-    if option.name == "moe_shared_expert_gate" and not model.moe_shared_expert_intermediate_size:
-        return False
-    if option.name == "moe_router_pre_softmax" and model.moe_router_score_function != "softmax":
-        return False
-    if option.name == "add_qkv_bias" and model.add_bias_linear:
+    needs = _READ_IF.get(option.name)
+    if needs is not None and not needs(model):
         return False
     reads = _READ_BY.get(option.name)
     readers = {
@@ -325,7 +319,7 @@ def _matters(option: Field, model: ModelConfig, symbols: str) -> bool:
         for symbol, kind in KINDS.items()
         if (kind.name == option.option.group if reads is None else reads(kind))
     }
-    return not readers or bool(readers & set(_pattern(model)) & set(symbols))
+    return not readers or bool(readers & set(model.hybrid_layer_pattern) & set(symbols))
 
 
 def _written(name: str, value: object) -> object:
@@ -335,5 +329,10 @@ def _written(name: str, value: object) -> object:
     return value if not isinstance(value, float) or math.isfinite(value) else None
 
 
-def _shown(option: Field, value: Any) -> str:
-    return f"no {option.flag}" if value is None else f"{option.flag} {as_given(option, value)}"
+def _other_value(option: Field, *values: Any) -> str:
+    """Return a clause about the value of the model and the value of the family."""
+    ours, held = (
+        f"no {option.flag}" if value is None else f"{option.flag} {as_given(option, value)}"
+        for value in values
+    )
+    return f"{ours} (the family has {held})"

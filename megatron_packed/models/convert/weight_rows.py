@@ -201,10 +201,10 @@ def _parts(
 def _tensors(
     name: str, shape: Shape, entry: Tensors, config: ModelConfig, prefix: str
 ) -> tuple[HuggingFaceTensor, ...]:
-    names, parts = _names_and_rows(entry, _rows_without_padding(name, shape, config), config)
+    names, parts = _names_and_rows(entry, rows_without_padding(name, shape, config), config)
     return tuple(
         HuggingFaceTensor(
-            prefix + their, _their_shape(name, shape, part.rows, len(names)), part.moves
+            prefix + their, their_shape(name, shape, part.rows, len(names)), part.moves
         )
         for their, part in zip(names, parts, strict=True)
     )
@@ -227,14 +227,15 @@ def _names_and_rows(
     return names, interleaved(1, [rows // len(names)] * len(names))
 
 
-def _rows_without_padding(name: str, shape: Shape, config: ModelConfig) -> int:
+def rows_without_padding(name: str, shape: Shape, config: ModelConfig) -> int:
+    """Return the rows of a model tensor; those of a table without the rows that pad it."""
     if name in (TABLE, OUTPUT):
         assert config.vocab_size is not None
         return config.vocab_size
     return math.prod(shape[:-1]) if len(shape) > 1 else shape[0]
 
 
-def _their_shape(name: str, shape: Shape, rows: int, count: int) -> Shape:
+def their_shape(name: str, shape: Shape, rows: int, count: int) -> Shape:
     """Return the shape of a Hugging Face tensor with ``rows`` rows of a model tensor.
 
     Args:

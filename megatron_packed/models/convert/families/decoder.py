@@ -6,11 +6,14 @@ from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
+from megatron_packed.config import flag_names as flags
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.families.family import Fields
 from megatron_packed.models.convert.families.field_types import shown_value
 from megatron_packed.models.convert.families.symbols import ATTENTION, MAMBA
 
+MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+"""Keys of config.json and options of the stack for constant factors, which are 1 when left out."""
 LLAMA3 = "llama3"
 """``rope_type`` of the scaled positions of Llama 3.1 and later."""
 _SCALING = {
@@ -24,13 +27,11 @@ ROPE_SCALING = ("use_rope_scaling", *_SCALING.values())
 ROPE_SCALING_KEYS = " ".join(_SCALING) + " rope_type "
 """Keys that `rope_scaling` reads."""
 KEYS_OF_DERIVED = {mine: key for key, mine in _SCALING.items()} | {
-    "embedding_multiplier": "embedding_multiplier",
-    "logits_scaling": "logits_scaling",
+    **{name: name for name in MULTIPLIERS},
     "moe_latent_size": "moe_latent_size",
     "moe_router_group_topk": "topk_group",
     "moe_router_num_groups": "n_group",
     "mtp_loss_scaling_factor": "mtp_loss_scaling_factor",
-    "residual_multiplier": "residual_multiplier",
     "rotary_base": "rope_theta",
     "softmax_scale": "attention_multiplier",
     "window_size": "sliding_window",
@@ -53,13 +54,32 @@ HEADS = {
 }
 """The same for attention."""
 DELTA_SIZES = {
-    "linear_num_key_heads": "linear_num_key_heads",
-    "linear_num_value_heads": "linear_num_value_heads",
-    "linear_key_head_dim": "linear_key_head_dim",
-    "linear_value_head_dim": "linear_value_head_dim",
-    "linear_conv_kernel_dim": "linear_conv_kernel_dim",
+    name: name
+    for name in (
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+        "linear_conv_kernel_dim",
+    )
 }
 """The same for gated delta nets."""
+MLP_SIZES = {"intermediate_size": "ffn_hidden_size"}
+"""The same for MLPs."""
+EXPERT_SIZES = {
+    "num_experts": "num_experts",
+    "num_experts_per_tok": "moe_router_topk",
+    "moe_intermediate_size": "moe_ffn_hidden_size",
+}
+"""The same for experts in Qwen's families."""
+RMS_NORM_SWIGLU: dict[str, Any] = {
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "swiglu": True,
+}
+"""Fields of `ModelConfig` that are the same in most families."""
+PLAIN_ATTENTION: dict[str, Any] = {"attention_bias": False, "attention_dropout": 0.0}
+"""Keys of config.json for attention, with the only supported values."""
 MOST_LAYERS = 10_000
 ATTENTION_WORDS = ("full_attention", "attention")
 """Words for attention in ``layer_types``: that of transformers 5, and that of older files."""
@@ -179,12 +199,21 @@ def typed_pattern(fields: Fields, symbols: Mapping[str, str], after: str, key: s
         raise ValueError(
             f"{key} is {shown_value(layers)}; it must list the {number} layers of num_hidden_layers"
         )
+    return "".join(symbol + after for symbol in spelled_layers(layers, symbols, key))
+
+
+def spelled_layers(layers: list[Any], symbols: Mapping[str, str], key: str) -> str:
+    """Return the symbols of the words in ``layers``; raises ValueError for an unknown word.
+
+    Args:
+        symbols, key: as for `typed_pattern`.
+    """
     unknown = [word for word in layers if not isinstance(word, str) or word not in symbols]
     if unknown:
         raise ValueError(
             f"{key} has the entry {unknown[0]!r}, but only {', '.join(symbols)} are supported"
         )
-    return "".join(symbols[word] + after for word in layers)
+    return "".join(symbols[word] for word in layers)
 
 
 def window(tokens: Any, windowed: list[bool], symbols_per_layer: int) -> dict[str, Any]:
@@ -230,6 +259,14 @@ def plain_window(model: ModelConfig) -> dict[str, Any]:
         else:
             windows.append(windows[-1] if windows else None)
     return window(tokens, [size is not None for size in windows], 1)
+
+
+def head_width_unfit(model: ModelConfig) -> Iterator[str]:
+    """Yield the width of a head of attention if the heads do not split the hidden size."""
+    if ATTENTION in model.hybrid_layer_pattern:
+        width = model.hidden_size // model.num_attention_heads
+        if model.head_dim != width:
+            yield f"{flags.KV_CHANNELS} {model.head_dim} (the family has {width})"
 
 
 def mamba_names(norm: str, mixer: str) -> dict[str, str]:

@@ -7,14 +7,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from megatron_packed.config import flag_names as flags
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.families.decoder import (
     ATTENTION_WORDS,
     HEADS,
     MAMBA_NORM,
+    MLP_SIZES,
+    MULTIPLIERS,
+    PLAIN_ATTENTION,
+    RMS_NORM_SWIGLU,
     SIZES,
     flat_rotary,
+    head_width_unfit,
     hidden_layers,
     mamba_names,
     mamba_norm_epsilon,
@@ -26,10 +30,9 @@ from megatron_packed.models.convert.families.family import (
     OUTSIDE,
     Family,
     Fields,
-    Names,
 )
 from megatron_packed.models.convert.families.field_types import shown_value
-from megatron_packed.models.convert.families.llama import QKV
+from megatron_packed.models.convert.families.llama import LLAMA
 from megatron_packed.models.convert.families.mamba2 import expand, mamba_unfit
 from megatron_packed.models.convert.families.symbols import ATTENTION, MAMBA, MLP, MOE
 
@@ -127,18 +130,10 @@ def _mamba_written(model: ModelConfig) -> dict[str, Any]:
 def _unfit(model: ModelConfig) -> Iterator[str]:
     if MAMBA in model.hybrid_layer_pattern:
         yield from mamba_unfit(model)
-    if ATTENTION in model.hybrid_layer_pattern:
-        width = model.hidden_size // model.num_attention_heads
-        if model.head_dim != width:
-            yield f"{flags.KV_CHANNELS} {model.head_dim} (the family has {width})"
+    yield from head_width_unfit(model)
 
 
 _MAMBA_NAMES = mamba_names("input_layernorm.weight", "mamba")
-_ATTENTION_NAMES: Names = {
-    "norm.weight": "input_layernorm.weight",
-    "mixer.qkv.weight": QKV,
-    "mixer.proj.weight": "self_attn.o_proj.weight",
-}
 
 BAMBA = Family(
     model_type="bamba",
@@ -147,7 +142,7 @@ BAMBA = Family(
     pattern=lambda fields: typed_pattern(fields, _WORDS, MLP, "layer_types"),
     blocks=(MAMBA + MLP, ATTENTION + MLP),
     fixed={
-        "": {"normalization": "RMSNorm", "add_bias_linear": False, "swiglu": True},
+        "": RMS_NORM_SWIGLU,
         ATTENTION: {"position_embedding_type": "rope", "rotary_percent": _ROTATED},
     },
     options={
@@ -161,7 +156,7 @@ BAMBA = Family(
             "mamba_conv_bias": "mamba_conv_bias",
         },
         ATTENTION: {**HEADS, "rope_theta": "rotary_base"},
-        MLP: {"intermediate_size": "ffn_hidden_size"},
+        MLP: MLP_SIZES,
     },
     must_be={
         "": {"hidden_act": "silu", "mlp_bias": False},
@@ -170,7 +165,7 @@ BAMBA = Family(
             "mamba_proj_bias": False,
             "time_step_limit": [0.0, math.inf],
         },
-        ATTENTION: {"attention_bias": False, "attention_dropout": 0.0},
+        ATTENTION: PLAIN_ATTENTION,
     },
     no_effect=LIBRARY
     + """attention_bias attention_dropout head_dim mamba_expand max_position_embeddings
@@ -186,7 +181,7 @@ BAMBA = Family(
     outside={**OUTSIDE, "final_norm.weight": "{model}final_layernorm.weight"},
     names={
         MAMBA: _MAMBA_NAMES,
-        ATTENTION: _ATTENTION_NAMES,
+        ATTENTION: LLAMA.names[ATTENTION],
         MLP: {
             "norm.weight": "pre_ff_layernorm.weight",
             "mixer.fc1.weight": ("feed_forward.gate_proj.weight", "feed_forward.up_proj.weight"),
@@ -194,8 +189,6 @@ BAMBA = Family(
         },
     },
 )
-
-_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
 
 
 def _granite_spelled(fields: Fields) -> Fields:
@@ -220,7 +213,7 @@ def _granite_pattern(fields: Fields) -> str:
 
 def _granite_derive(fields: Fields, pattern: str) -> dict[str, Any]:
     """Return multipliers, positions and the factor of attention; a factor of 1 is left out."""
-    values = {key: fields.get(key, 1.0) for key in _MULTIPLIERS}
+    values = {key: fields.get(key, 1.0) for key in MULTIPLIERS}
     derived: dict[str, Any] = {key: None if values[key] == 1 else values[key] for key in values}
     derived |= mamba_norm_epsilon(fields["rms_norm_eps"], pattern)
     if ATTENTION in pattern:
@@ -246,7 +239,7 @@ def _granite_rules(fields: Fields) -> Iterator[str]:
 def _granite_written(model: ModelConfig) -> dict[str, Any]:
     layer_types = {MAMBA: "mamba", ATTENTION: "attention"}
     symbols = model.main_layers[::2]
-    values = {key: getattr(model, key) for key in _MULTIPLIERS}
+    values = {key: getattr(model, key) for key in MULTIPLIERS}
     fields: dict[str, Any] = {
         "num_hidden_layers": len(symbols),
         "layer_types": [layer_types[symbol] for symbol in symbols],
@@ -290,20 +283,20 @@ GRANITE = replace(
     rules=_granite_rules,
     derive=_granite_derive,
     derived=(
-        *_MULTIPLIERS,
+        *MULTIPLIERS,
         *MAMBA_NORM,
         "softmax_scale",
         "position_embedding_type",
         "rotary_base",
     ),
-    derived_from=" ".join(_MULTIPLIERS)
+    derived_from=" ".join(MULTIPLIERS)
     + """ attention_multiplier layer_types layers_block_type num_hidden_layers num_local_experts
     partial_rotary_factor position_embedding_type rope_type""",
     written=_granite_written,
     outside=OUTSIDE,
     names={
         MAMBA: _MAMBA_NAMES,
-        ATTENTION: _ATTENTION_NAMES,
+        ATTENTION: LLAMA.names[ATTENTION],
         MLP: {
             "norm.weight": "post_attention_layernorm.weight",
             "mixer.fc1.weight": "shared_mlp.input_linear.weight",

@@ -8,7 +8,11 @@ from typing import Any
 
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.families.decoder import (
+    EXPERT_SIZES,
     HEADS,
+    MLP_SIZES,
+    PLAIN_ATTENTION,
+    RMS_NORM_SWIGLU,
     ROPE_SCALING,
     ROPE_SCALING_KEYS,
     SIZES,
@@ -35,6 +39,10 @@ from megatron_packed.models.convert.row_maps import qkv
 
 QKV = Joined(tuple(f"self_attn.{part}_proj.weight" for part in "qkv"), qkv)
 """Names of the fused projection without a gate."""
+QK_NORM_NAMES: Names = {
+    f"mixer.{part}_norm.weight": f"self_attn.{part}_norm.weight" for part in "qk"
+}
+"""Names of the norms of queries and keys."""
 SWIGLU_NAMES: Names = {
     "norm.weight": "post_attention_layernorm.weight",
     "mixer.fc1.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
@@ -69,22 +77,19 @@ LLAMA = Family(
     blocks=(ATTENTION + MLP,),
     fixed={
         "": {
-            "normalization": "RMSNorm",
-            "add_bias_linear": False,
-            "swiglu": True,
+            **RMS_NORM_SWIGLU,
             "position_embedding_type": "rope",
         }
     },
     options={
         "": SIZES,
         ATTENTION: {**HEADS, "rope_theta": "rotary_base"},
-        MLP: {"intermediate_size": "ffn_hidden_size"},
+        MLP: MLP_SIZES,
     },
     must_be={
         "": {"hidden_act": "silu", "mlp_bias": False},
         ATTENTION: {
-            "attention_bias": False,
-            "attention_dropout": 0.0,
+            **PLAIN_ATTENTION,
             "sliding_window": None,
         },
     },
@@ -290,8 +295,7 @@ QWEN3 = replace(
         **LLAMA.names,
         ATTENTION: {
             **LLAMA.names[ATTENTION],
-            "mixer.q_norm.weight": "self_attn.q_norm.weight",
-            "mixer.k_norm.weight": "self_attn.k_norm.weight",
+            **QK_NORM_NAMES,
         },
     },
 )
@@ -305,11 +309,7 @@ QWEN3_MOE = replace(
     blocks=(ATTENTION + MOE,),
     options={
         **LLAMA.options,
-        MOE: {
-            "num_experts": "num_experts",
-            "num_experts_per_tok": "moe_router_topk",
-            "moe_intermediate_size": "moe_ffn_hidden_size",
-        },
+        MOE: EXPERT_SIZES,
     },
     must_be={**QWEN3.must_be, MOE: {"decoder_sparse_step": 1}},
     repeats={"num_local_experts": "num_experts"},

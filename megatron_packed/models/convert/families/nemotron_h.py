@@ -9,8 +9,11 @@ from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.families.decoder import (
     HEADS,
     MAMBA_NORM,
+    MLP_SIZES,
+    PLAIN_ATTENTION,
     mamba_names,
     mamba_norm_epsilon,
+    spelled_layers,
 )
 from megatron_packed.models.convert.families.family import (
     LIBRARY,
@@ -92,12 +95,7 @@ def _layers_of(fields: Fields, pattern: str, lists: tuple[str, ...]) -> str:
         layers = fields.get(key)
         if layers is None:
             continue
-        unknown = [word for word in layers if word not in _WORDS]
-        if unknown:
-            raise ValueError(
-                f"{key} has the entry {unknown[0]!r}, but only {', '.join(_WORDS)} are supported"
-            )
-        spelled = "".join(_WORDS[word] for word in layers)
+        spelled = spelled_layers(layers, _WORDS, key)
         if text not in (None, spelled):
             raise ValueError(f"{pattern} {text!r} contradicts {key}, which is {spelled!r}")
         text, pattern = spelled, key
@@ -244,7 +242,7 @@ NEMOTRON_H = Family(
             "chunk_size": "mamba_chunk_size",
         },
         ATTENTION: HEADS,
-        MLP: {"intermediate_size": "ffn_hidden_size"},
+        MLP: MLP_SIZES,
         MOE: {
             "n_routed_experts": "num_experts",
             "num_experts_per_tok": "moe_router_topk",
@@ -267,7 +265,7 @@ NEMOTRON_H = Family(
             "mamba_hidden_act": "silu",
             "time_step_limit": [0.0, math.inf],
         },
-        ATTENTION: {"attention_bias": False, "attention_dropout": 0.0, "sliding_window": None},
+        ATTENTION: {**PLAIN_ATTENTION, "sliding_window": None},
         MOE: {"n_shared_experts": 1},
     },
     repeats={

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_packed.config import flag_names as flags
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.families.decoder import (
     ATTENTION_WORDS,
     DELTA_SIZES,
     HEADS,
+    MLP_SIZES,
+    PLAIN_ATTENTION,
+    RMS_NORM_SWIGLU,
     SIZES,
     flat_rotary,
+    head_width_unfit,
     hidden_layers,
     rope_unscaled,
     typed_pattern,
@@ -29,7 +32,7 @@ from megatron_packed.models.convert.families.family import (
     Joined,
     OneOf,
 )
-from megatron_packed.models.convert.families.llama import QKV, SWIGLU_NAMES
+from megatron_packed.models.convert.families.llama import QK_NORM_NAMES, QKV, SWIGLU_NAMES
 from megatron_packed.models.convert.families.symbols import ATTENTION, GATED_DELTA_NET, MLP
 
 GATED_NORM_EPS = 1e-5
@@ -110,10 +113,7 @@ def _unfit(model: ModelConfig) -> Iterator[str]:
     for symbol, name in ((ATTENTION, "attention"), (GATED_DELTA_NET, "gated-delta-net")):
         if symbol not in model.hybrid_layer_pattern:
             yield f"a model without {name} layers"
-    if model.num_attention_heads and model.kv_channels is not None:
-        width = model.hidden_size // model.num_attention_heads
-        if model.kv_channels != width:
-            yield f"{flags.KV_CHANNELS} {model.kv_channels} (the family has {width})"
+    yield from head_width_unfit(model)
 
 
 OLMO_HYBRID = Family(
@@ -123,7 +123,7 @@ OLMO_HYBRID = Family(
     pattern=lambda fields: typed_pattern(fields, _WORDS, MLP, "layer_types"),
     blocks=(GATED_DELTA_NET + MLP, ATTENTION + MLP),
     fixed={
-        "": {"normalization": "RMSNorm", "add_bias_linear": False, "swiglu": True},
+        "": RMS_NORM_SWIGLU,
         ATTENTION: {
             "qk_layernorm": True,
             "qk_layernorm_scope": "all_heads",
@@ -137,11 +137,11 @@ OLMO_HYBRID = Family(
             "linear_allow_neg_eigval": "linear_allow_neg_eigval",
         },
         ATTENTION: HEADS,
-        MLP: {"intermediate_size": "ffn_hidden_size"},
+        MLP: MLP_SIZES,
     },
     must_be={
         "": {"hidden_act": "silu"},
-        ATTENTION: {"attention_bias": False, "attention_dropout": 0.0},
+        ATTENTION: PLAIN_ATTENTION,
     },
     no_effect=LIBRARY
     + """linear_a_log_max linear_a_log_min linear_dt_init_floor linear_dt_max linear_dt_min
@@ -177,8 +177,7 @@ OLMO_HYBRID = Family(
                 ("post_attention_layernorm.weight", "feedforward_layer_norm.weight")
             ),
             "mixer.qkv.weight": QKV,
-            "mixer.q_norm.weight": "self_attn.q_norm.weight",
-            "mixer.k_norm.weight": "self_attn.k_norm.weight",
+            **QK_NORM_NAMES,
             "mixer.proj.weight": "self_attn.o_proj.weight",
         },
         MLP: {

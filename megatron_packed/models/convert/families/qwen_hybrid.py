@@ -13,7 +13,11 @@ from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.families.decoder import (
     ATTENTION_WORDS,
     DELTA_SIZES,
+    EXPERT_SIZES,
     HEADS,
+    MLP_SIZES,
+    PLAIN_ATTENTION,
+    RMS_NORM_SWIGLU,
     SIZES,
     flat_rotary,
     hidden_layers,
@@ -35,6 +39,7 @@ from megatron_packed.models.convert.families.family import (
 )
 from megatron_packed.models.convert.families.llama import (
     EXPERT_NAMES,
+    QK_NORM_NAMES,
     SWIGLU_NAMES,
     every_layer_sparse,
 )
@@ -169,11 +174,8 @@ def _depths(after: str) -> Depths:
     )
 
 
-_BLOCK = {
-    "norm.weight": "input_layernorm.weight",
-}
 _GATED_DELTA_NET: Names = {
-    **_BLOCK,
+    "norm.weight": "input_layernorm.weight",
     "mixer.in_proj.weight": Joined(
         tuple(f"linear_attn.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")),
         delta_qkv_together,
@@ -185,10 +187,9 @@ _GATED_DELTA_NET: Names = {
     "mixer.out_proj.weight": "linear_attn.out_proj.weight",
 }
 _ATTENTION: Names = {
-    **_BLOCK,
+    "norm.weight": "input_layernorm.weight",
     "mixer.qkv.weight": Joined(tuple(f"self_attn.{part}_proj.weight" for part in "qkv"), gated_qkv),
-    "mixer.q_norm.weight": "self_attn.q_norm.weight",
-    "mixer.k_norm.weight": "self_attn.k_norm.weight",
+    **QK_NORM_NAMES,
     "mixer.proj.weight": "self_attn.o_proj.weight",
 }
 _EXPERTS: Names = {
@@ -209,10 +210,8 @@ QWEN3_5_TEXT = Family(
     blocks=(GATED_DELTA_NET + MLP, ATTENTION + MLP),
     fixed={
         "": {
-            "normalization": "RMSNorm",
+            **RMS_NORM_SWIGLU,
             "apply_layernorm_1p": True,
-            "add_bias_linear": False,
-            "swiglu": True,
         },
         ATTENTION: {
             "position_embedding_type": "rope",
@@ -228,13 +227,12 @@ QWEN3_5_TEXT = Family(
             "rope_theta": "rotary_base",
             "partial_rotary_factor": "rotary_percent",
         },
-        MLP: {"intermediate_size": "ffn_hidden_size"},
+        MLP: MLP_SIZES,
     },
     must_be={
         "": {"hidden_act": "silu"},
         ATTENTION: {
-            "attention_bias": False,
-            "attention_dropout": 0.0,
+            **PLAIN_ATTENTION,
             "attn_output_gate": True,
         },
     },
@@ -266,9 +264,7 @@ QWEN3_5_MOE_TEXT = replace(
     options={
         **QWEN3_5_TEXT.options,
         MOE: {
-            "num_experts": "num_experts",
-            "num_experts_per_tok": "moe_router_topk",
-            "moe_intermediate_size": "moe_ffn_hidden_size",
+            **EXPERT_SIZES,
             "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
         },
     },

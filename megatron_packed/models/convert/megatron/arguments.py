@@ -17,36 +17,51 @@ from megatron_packed.models.convert.families.symbols import ATTENTION, MLP, MOE
 
 _CURE = "give the flags of its model after the options of convert"
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "multi_latent_attention": (False,),
-    "experimental_attention_variant": (None,),
-    "mtp_hybrid_override_pattern": (None,),
-    "mtp_hsm": (False,),
-    "moe_apply_probs_on_input": (False,),
+    **dict.fromkeys(
+        (
+            "multi_latent_attention",
+            "mtp_hsm",
+            "moe_apply_probs_on_input",
+            "openai_gelu",
+            "quick_geglu",
+            "apply_residual_connection_post_layernorm",
+            "fp32_residual_connection",
+            "rotary_interleaved",
+            "use_mup",
+            "qk_clip",
+            "qk_l2_norm",
+            "export_qk_l2_norm",
+        ),
+        (False,),
+    ),
+    **dict.fromkeys(
+        (
+            "experimental_attention_variant",
+            "mtp_hybrid_override_pattern",
+            "activation_func_clamp_value",
+            "moe_mlp_glu_interleave_size",
+            "moe_shared_expert_glu_interleave_size",
+            "no_rope_freq",
+            "mrope_section",
+            "heterogeneous_layers_config_path",
+            "heterogeneous_layers_config_encoded_json",
+            "moe_router_force_biased",
+        ),
+        (None,),
+    ),
     "moe_input_jitter_eps": (None, 0.0),
-    "openai_gelu": (False,),
-    "quick_geglu": (False,),
-    "onnx_safe": (None, False),
-    "activation_func_clamp_value": (None,),
     "glu_linear_offset": (None, 0.0),
-    "moe_mlp_glu_interleave_size": (None,),
-    "moe_shared_expert_glu_interleave_size": (None,),
-    "use_fused_weighted_squared_relu": (False, True),
-    "apply_residual_connection_post_layernorm": (False,),
-    "fp32_residual_connection": (False,),
-    "rotary_interleaved": (False,),
+    "onnx_safe": (None, False),
+    **dict.fromkeys(
+        (
+            "use_fused_weighted_squared_relu",
+            "apply_query_key_layer_scaling",
+            "is_hybrid_model",
+        ),
+        (False, True),
+    ),
     "rotary_seq_len_interpolation_factor": (None, 1),
-    "no_rope_freq": (None,),
-    "mrope_section": (None,),
     "softmax_type": ("vanilla", None),
-    "apply_query_key_layer_scaling": (False, True),
-    "heterogeneous_layers_config_path": (None,),
-    "heterogeneous_layers_config_encoded_json": (None,),
-    "is_hybrid_model": (False, True),
-    "use_mup": (False,),
-    "qk_clip": (False,),
-    "qk_l2_norm": (False,),
-    "export_qk_l2_norm": (False,),
-    "moe_router_force_biased": (None,),
     "add_position_embedding": (True, False),
 }
 """Values of Megatron's options with which its model is one of ours. Other values are refused."""
@@ -144,8 +159,6 @@ def _values(args: Mapping[str, Any], rows: int) -> Iterator[tuple[str, Any]]:
         if option.name in _OF_THE_RUN or symbols.get(option.option.group, pattern) not in pattern:
             continue
         value = derived.get(option.name, args.get(option.name))
-        if option.name in derived:
-            value = derived[option.name]
         if value is None:
             continue
         if isinstance(value, int) and option.name in ("rotary_base", "rotary_percent"):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
-import uuid
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,12 +21,14 @@ from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.load import Step, newest_checkpoint
 from megatron_packed.checkpoint.manifest import Manifest, read_manifest
 from megatron_packed.checkpoint.read_tensors import read_tensor
+from megatron_packed.config import flag_names as flags
 from megatron_packed.config.section import section_fields
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.stored_config import stored_problem
 from megatron_packed.files.written_files import sync_path
 from megatron_packed.layers.kinds.registry import MIXERS
-from megatron_packed.models.convert.export_huggingface import write_texts
+from megatron_packed.models.convert.export_huggingface import new_directory, write_texts
+from megatron_packed.models.convert.families.decoder import MULTIPLIERS
 from megatron_packed.models.convert.families.family import TABLE
 from megatron_packed.models.convert.import_huggingface import OnProgress, silent
 from megatron_packed.models.convert.megatron.arguments import UNPADDED
@@ -38,8 +38,6 @@ from megatron_packed.models.convert.megatron.torch_dist import COMMON_STATE
 
 FOLDER = "release"
 """Folder and entry of the tracker file of weights without an iteration, as in Megatron."""
-_OURS = ("embedding_multiplier", "logits_scaling", "residual_multiplier")
-"""Options of the stack that Megatron does not have; only their defaults can be exported."""
 
 
 class MegatronTokenizer(NamedTuple):
@@ -84,20 +82,13 @@ def to_megatron(
     model, dtype = _model(manifest, source)
     vocabulary = manifest.metadata["config"]["model"].get("vocab_size")
     named = tokenizer or MegatronTokenizer({}, vocabulary)
-    temporary = directory.with_name(f"{directory.name}.tmp-{uuid.uuid4().hex[:12]}")
-    folder = temporary / FOLDER
-    folder.mkdir(parents=True)
-    try:
+    with new_directory(directory, flags.TO_MEGATRON) as temporary:
+        folder = temporary / FOLDER
+        folder.mkdir()
         tensors = _tensors(source, manifest, model, dtype, on_progress)
         _write(folder, tensors, _arguments(model, named))
         write_texts(temporary, named.files)
         (temporary / TRACKER).write_text(FOLDER)
-        sync_path(temporary)
-        os.rename(temporary, directory)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    sync_path(directory.parent)
     return directory / FOLDER
 
 
@@ -125,8 +116,8 @@ def _model(manifest: Manifest, path: Path) -> tuple[ModelConfig, torch.dtype]:
 
 
 def _our_options() -> set[str]:
-    """Return the options that Megatron does not have."""
-    ours = set(_OURS)
+    """Return the options that Megatron does not have; only their defaults can be exported."""
+    ours = set(MULTIPLIERS)
     for kind in MIXERS.values():
         if kind.megatron is not None:
             ours |= set(kind.megatron.without)

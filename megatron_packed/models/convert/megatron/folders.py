@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import errno
 import json
-import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import IO
 
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.config import flag_names as flags
+from megatron_packed.files.regular_files import open_regular
 
 METADATA_FILE, COMMON_FILE, BACKEND_FILE = ".metadata", "common.pt", "metadata.json"
 TRAIN_STATE_FILE = "train_state.pt"
@@ -92,18 +92,15 @@ def open_plain(path: Path) -> IO[bytes]:
     Raises:
         CheckpointError: it is missing, or a pipe, a device or a directory, which may never end.
     """
-    cure = "copy the checkpoint again"
     try:
-        # Without O_NONBLOCK, opening a pipe waits for a writer.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise CheckpointError("is missing", path=path, cure=cure) from None
+        return open_regular(path)
     except OSError as error:
-        raise CheckpointError(f"cannot be opened: {error.strerror}", path=path, cure=cure) from None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise CheckpointError("is a directory, pipe or device, not a file", path=path, cure=cure)
-    return os.fdopen(descriptor, "rb")
+        problem = f"cannot be opened: {error.strerror}"
+        if error.errno == errno.ENOENT:
+            problem = "is missing"
+        elif error.errno == errno.EINVAL:
+            problem = "is a directory, pipe or device, not a file"
+        raise CheckpointError(problem, path=path, cure="copy the checkpoint again") from None
 
 
 def _first_bytes(path: Path, count: int) -> bytes:

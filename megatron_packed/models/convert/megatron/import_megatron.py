@@ -8,23 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from megatron_packed.checkpoint.directory_lock import RUN_LOCK, RootLock
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.config.serialise import model_flags
-from megatron_packed.files.written_files import write_file
 from megatron_packed.models.convert.import_huggingface import (
-    ARGS_FILE,
     Imported,
     OnProgress,
     check_empty,
-    check_weight_values,
-    halves,
-    narrowed,
-    save_weights,
+    import_weights,
     silent,
 )
 from megatron_packed.models.convert.megatron.arguments import model_of_arguments
@@ -83,35 +75,23 @@ def from_megatron(
         if not isinstance(state, str):
             _take_masters(parameters, state)
         trained = None if isinstance(state, str) else state.trained
-        text = "\n".join(model_flags(model) + [flags.BF16] * bf16) + "\n"
-        check, write = halves(on_progress)
 
-        def read(name: str) -> Tensor:
-            return source.read(*parameters.sources[name])
+        def dtype_of(part: str) -> torch.dtype:
+            return source.tensors[parameters.sources[part].tensor].dtype
 
-        check_weight_values(
-            source.directory, read, parameters.weights, on_progress=check, trained=trained
-        )
-        root.mkdir(parents=True, exist_ok=True)
-        with closing(RootLock(root, RUN_LOCK)), in_one_sentence():
-            check_empty(root)  # another process may have saved there before the lock
-            saved = save_weights(
+        with in_one_sentence():
+            return import_weights(
                 root,
                 source.directory,
                 model,
-                read,
+                source.reader(parameters.sources),
                 parameters.weights,
+                dtype_of,
                 bf16=bf16,
-                on_progress=write,
+                notes=_notes(state),
+                on_progress=on_progress,
                 trained=trained,
             )
-            write_file(root / ARGS_FILE, text.encode())
-
-        def stored_dtype(part: str) -> torch.dtype:
-            return source.tensors[parameters.sources[part].tensor].dtype
-
-        rounded = narrowed(parameters.weights.values(), stored_dtype)
-    return Imported(saved, model, text, rounded, _notes(state))
 
 
 def _take_masters(parameters: NamedWeights, state: FoundState) -> None:

@@ -8,7 +8,6 @@ one tensor, with the layers as its first dimension.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,9 @@ from megatron_packed.models.convert.weight_rows import (
     Shape,
     Weight,
     model_on_meta,
+    rows_without_padding,
     stored_tensors,
+    their_shape,
 )
 from megatron_packed.models.hybrid_model import HybridModel
 
@@ -107,13 +108,18 @@ def named_weights(
         if not name.startswith(OPTIMIZER) and name not in used
     ]
     if problems:
-        omitted = [f"{len(problems) - 10} more"] if len(problems) > 10 else []
         raise CheckpointError(
-            "does not fit the model: " + "; ".join(problems[:10] + omitted),
+            "does not fit the model: " + "; ".join(first_of(problems, 10)),
             path=path,
             cure="give the flags of its model after the options of convert",
         )
     return parameters
+
+
+def first_of(texts: list[str], most: int) -> list[str]:
+    """Return the first texts, and the number of the others as a text."""
+    omitted = [f"{len(texts) - most} more"] if len(texts) > most else []
+    return texts[:most] + omitted
 
 
 def new_weights(config: ModelConfig, dtype: torch.dtype) -> list[tuple[Weight, dict[str, str]]]:
@@ -133,7 +139,7 @@ def _weights(model: HybridModel, config: ModelConfig) -> Iterator[Weight]:
     for name, parameter in stored_tensors(model).items():
         shape = tuple(parameter.shape)
         parts = tuple(
-            HuggingFaceTensor(ours, _their_shape(name, shape, part.rows), part.moves)
+            HuggingFaceTensor(ours, their_shape(name, shape, part.rows, 1), part.moves)
             for ours, part in _parts(name, shape, config)
         )
         yield Weight(name=name, shape=shape, dtype=parameter.dtype, parts=parts)
@@ -141,8 +147,6 @@ def _weights(model: HybridModel, config: ModelConfig) -> Iterator[Weight]:
 
 def _parts(name: str, shape: Shape, config: ModelConfig) -> Iterator[tuple[str, Part]]:
     """Yield the parts of a parameter, as its name with the name of the section, and their rows."""
-    rows = config.vocab_size if name in (TABLE, OUTPUT) else math.prod(shape[:-1] or shape)
-    assert rows is not None
     kind = config.layer_types[int(name.split(".")[1])] if name.startswith("layers.") else ""
     names = MIXERS[kind].megatron if kind else None
     chosen: tuple[str, ...] = ()
@@ -152,7 +156,7 @@ def _parts(name: str, shape: Shape, config: ModelConfig) -> Iterator[tuple[str, 
     elif names is not None and ".mixer.conv1d." in name:
         chosen = names.convolved
     if not chosen:
-        yield name, interleaved(1, [rows])[0]
+        yield name, interleaved(1, [rows_without_padding(name, shape, config)])[0]
         return
     parts = interleaved(1, [sections[section] for section in chosen])
     for section, part in zip(chosen, parts, strict=True):
@@ -197,15 +201,6 @@ def _choices(ours: str, config: ModelConfig, prefix: str, *, gpt: bool) -> list[
 
 def _source(choices: list[Source], tensors: Mapping[str, StoredTensor]) -> Source:
     return next((choice for choice in choices if choice.tensor in tensors), choices[0])
-
-
-def _their_shape(name: str, shape: Shape, rows: int) -> Shape:
-    """Return the shape of a part with ``rows`` rows of a parameter."""
-    if name.endswith("conv1d.weight"):
-        return rows, 1, shape[-1]
-    if len(shape) > 2:
-        return shape
-    return (rows, shape[-1]) if len(shape) > 1 else (rows,)
 
 
 def _problems(

@@ -9,12 +9,11 @@ of the parameter ``param`` (``fully_reshardable``) or ``fp32_param``.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 import torch
-from torch import Tensor
 
 from megatron_packed.checkpoint.errors import CheckpointError, printable_message
 from megatron_packed.config.errors import ConfigError
@@ -22,7 +21,13 @@ from megatron_packed.config.sections.optim import OptimizerConfig
 from megatron_packed.config.serialise import section_to_dict
 from megatron_packed.config.value_checks import INT32_MAX
 from megatron_packed.models.convert.import_huggingface import TrainedState
-from megatron_packed.models.convert.megatron.names import OPTIMIZER, NamedWeights, Source
+from megatron_packed.models.convert.megatron.folders import damage
+from megatron_packed.models.convert.megatron.names import (
+    OPTIMIZER,
+    NamedWeights,
+    Source,
+    first_of,
+)
 from megatron_packed.models.convert.megatron.torch_dist import TorchDist
 from megatron_packed.models.convert.weight_rows import Weight
 
@@ -82,29 +87,33 @@ def _read_state(
             "The optimizer was saved in flat buffers that depend on its layout (dp_reshardable); "
             "save it with Megatron's --dist-ckpt-optim-fully-reshardable to import it"
         )
+    names = [name[:80] for name in sorted(stored)]
     if not {FIRST, SECOND} <= stored.keys() <= {FIRST, SECOND, MASTER}:
-        raise _Alone(f"The optimizer is not Adam (it has {_some(sorted(stored))})")
+        raise _Alone(f"The optimizer is not Adam (it has {', '.join(first_of(names, 4))})")
     _check_names(source, parameters, stored)
     groups = list(_values(source.common.get("optimizer"), "param_groups"))
     steps, iteration = _steps(source, groups), _iteration(source)
     samples, tokens = _samples(source, iteration)
+    found = {
+        kind: dict(_sources(source, parameters, stored.get(kind, {})))
+        for kind in (FIRST, SECOND, MASTER)
+    }
     tensors: dict[str, tuple[Weight, Any]] = {}
-    masters = dict(_sources(source, parameters, stored.get(MASTER, {})))
     for weight in parameters.weights.values():
         if weight.name in parameters.buffers:
             continue
-        for kind in (FIRST, SECOND, MASTER):
-            sources = dict(_sources(source, parameters, stored.get(kind, {}), weight))
-            if len(sources) < len(weight.parts) and kind != MASTER:
+        for kind, sources in found.items():
+            complete = all(part.name in sources for part in weight.parts)
+            if not complete and kind != MASTER:
                 raise _Alone(f"The optimizer has no {kind} of {weight.name}")
             # Float32 parameters are their own masters. Without masters, weights are copied to them.
             if kind == MASTER and weight.dtype != torch.bfloat16:
                 continue
-            if kind == MASTER and len(sources) < len(weight.parts):
+            if not complete:
                 _check_exact(source, parameters, weight, stored)
-                sources = parameters.sources
+            values = source.reader(sources if complete else parameters.sources)
             name = f"optimizer/{kind}/{weight.name}"
-            tensors[name] = (_float32(weight), _reader(source, sources))
+            tensors[name] = (replace(weight, dtype=torch.float32), values)
     schedule, notes = _schedule(source, groups, samples)
     progress = {
         "iteration": iteration,
@@ -115,7 +124,7 @@ def _read_state(
     trained = TrainedState(
         iteration=iteration, steps=steps, progress=progress, optim=schedule, tensors=tensors
     )
-    return FoundState(trained=trained, masters=masters, notes=notes)
+    return FoundState(trained=trained, masters=found[MASTER], notes=notes)
 
 
 def _by_kind(source: TorchDist) -> dict[str, dict[str, str]]:
@@ -146,7 +155,7 @@ def _check_names(
     for names in stored.values():
         for model, name in names.items():
             if model not in model_tensors:
-                raise _damaged(source, f"{name} belongs to no tensor of the model")
+                raise damage(source.directory, f"{name} belongs to no tensor of the model")
 
 
 def _check_exact(
@@ -166,19 +175,14 @@ def _check_exact(
         if source.tensors[tensor].dtype != torch.float32
     ]
     if rounded and stored.get(MASTER):
-        raise _damaged(source, f"the optimizer has no float32 values of {rounded[0]}")
+        raise damage(source.directory, f"the optimizer has no float32 values of {rounded[0]}")
 
 
 def _sources(
-    source: TorchDist,
-    parameters: NamedWeights,
-    names: Mapping[str, str],
-    weight: Weight | None = None,
+    source: TorchDist, parameters: NamedWeights, names: Mapping[str, str]
 ) -> Iterator[tuple[str, Source]]:
-    """Yield the tensors of one kind for parts of one parameter, or of all parameters."""
-    weights = parameters.weights.values() if weight is None else [weight]
-    for part in (part for parameter in weights for part in parameter.parts):
-        model = parameters.sources[part.name]
+    """Yield the tensors of one kind for the parts of all parameters."""
+    for part, model in parameters.sources.items():
         name = names.get(model.tensor)
         if name is None:
             continue
@@ -190,18 +194,7 @@ def _sources(
                 path=source.directory,
                 cure="save the checkpoint again",
             )
-        yield part.name, Source(name, model.layer)
-
-
-def _float32(weight: Weight) -> Weight:
-    return replace(weight, dtype=torch.float32)
-
-
-def _reader(source: TorchDist, sources: Mapping[str, Source]) -> Callable[[str], Tensor]:
-    def read(part: str) -> Tensor:
-        return source.read(*sources[part])
-
-    return read
+        yield part, Source(name, model.layer)
 
 
 def _values(value: Any, key: str, depth: int = _DEEPEST) -> Iterator[Any]:
@@ -229,22 +222,22 @@ def _steps(source: TorchDist, groups: list[Any]) -> int:
         raise _Alone("The optimizer's number of steps is not in the checkpoint")
     if any(count != steps[0] for count in steps) or not _is_count(steps[0], INT32_MAX):
         shown = ", ".join(sorted({printable_message(str(count))[:40] for count in steps})[:4])
-        raise _damaged(source, f"its optimizer has the steps {shown}")
+        raise damage(source.directory, f"its optimizer has the steps {shown}")
     return int(steps[0])
 
 
 def _iteration(source: TorchDist) -> int:
-    choices = (source.common.get("iteration"), source.train_state.get("step"))
     # NeMo counts iterations as global_step.
-    global_step = source.common.get("global_step")
-    iteration = next((choice for choice in (*choices, global_step) if choice is not None), None)
-    if iteration is None and source.directory.name.startswith("iter_"):
-        iteration = int(source.directory.name.removeprefix("iter_"))
-    if iteration is None or iteration == 0:
-        raise _Alone("The iteration of the optimizer is not in the checkpoint")
-    if not _is_count(iteration, INT32_MAX):
-        raise _damaged(source, f"its iteration is {printable_message(str(iteration))[:40]}")
-    return int(iteration)
+    names = source.common.get("iteration"), source.train_state.get("step")
+    choices = [*names, source.common.get("global_step")]
+    _, _, number = source.directory.name.partition("iter_")
+    if number.isdecimal():
+        choices.append(int(number))
+    missing = "The iteration of the optimizer is not in the checkpoint"
+    iteration = _first_count(source, choices, INT32_MAX, missing, "its iteration")
+    if iteration == 0:
+        raise _Alone(missing)
+    return iteration
 
 
 def _samples(source: TorchDist, iteration: int) -> tuple[int, int]:
@@ -259,14 +252,29 @@ def _samples(source: TorchDist, iteration: int) -> tuple[int, int]:
         iteration * batch if _is_count(batch, INT32_MAX) else None,
         *_values(source.common, "consumed_samples"),  # NeMo's data module
     )
-    samples = next((choice for choice in choices if choice is not None), None)
-    if samples is None:
-        raise _Alone("The number of samples so far is not in the checkpoint")
-    if not _is_count(samples, _MOST_SAMPLES):
-        raise _damaged(source, f"its number of samples is {printable_message(str(samples))[:40]}")
+    missing = "The number of samples so far is not in the checkpoint"
+    samples = _first_count(source, choices, _MOST_SAMPLES, missing, "its number of samples")
     length = args.get("seq_length")
-    tokens = int(samples) * int(length) if _is_count(length, INT32_MAX) else 0
-    return int(samples), min(tokens, _MOST_SAMPLES)
+    tokens = samples * int(length) if _is_count(length, INT32_MAX) else 0
+    return samples, min(tokens, _MOST_SAMPLES)
+
+
+def _first_count(
+    source: TorchDist, choices: Iterable[Any], most: int, missing: str, counted: str
+) -> int:
+    """Return the first value that the checkpoint has, as a number from 0 to ``most``.
+
+    Args:
+        missing: reason if it has none.
+        counted: subject of the sentence about another value.
+    """
+    value = next((choice for choice in choices if choice is not None), None)
+    if value is None:
+        raise _Alone(missing)
+    if not _is_count(value, most):
+        reason = f"{counted} is {printable_message(str(value))[:40]}"
+        raise damage(source.directory, reason)
+    return int(value)
 
 
 def _schedule(
@@ -348,11 +356,6 @@ def _weight_decay(scheduler: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _some(names: list[str]) -> str:
-    omitted = [f"{len(names) - 4} more"] if len(names) > 4 else []
-    return ", ".join([name[:80] for name in names[:4]] + omitted)
-
-
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
@@ -364,10 +367,4 @@ def _is_count(value: object, most: int) -> TypeGuard[int | float]:
         and not isinstance(value, bool)
         and 0 <= value <= most  # also excludes NaN and infinity
         and value == int(value)
-    )
-
-
-def _damaged(source: TorchDist, reason: str) -> CheckpointError:
-    return CheckpointError(
-        f"is damaged ({reason})", path=source.directory, cure="copy the checkpoint again"
     )

@@ -108,10 +108,6 @@ def _answer(request: bytes) -> bytes:
 def _metadata(value: object) -> dict[str, Any]:
     """Return the tensors and the objects of ``.metadata``, with the place of each part."""
     state = _made(value, _CHECKPOINT + "Metadata").state
-    places = [
-        (_made(index, _CHECKPOINT + "MetadataIndex").state, _place(where))
-        for index, where in state["storage_data"].items()
-    ]
     tensors: dict[str, Any] = {}
     objects: dict[str, Any] = {}
     for name, description in state["state_dict_metadata"].items():
@@ -119,12 +115,12 @@ def _metadata(value: object) -> dict[str, Any]:
             objects[name] = None
         else:
             tensors[name] = _described(description)
-    for index, place in places:
-        name = index["fqn"]
-        if name in objects:
-            objects[name] = place
+    for key, where in state["storage_data"].items():
+        index = _made(key, _CHECKPOINT + "MetadataIndex").state
+        if index["fqn"] in objects:
+            objects[index["fqn"]] = _place(where)
         else:
-            tensors[name]["places"].append([list(index["offset"]), *place])
+            tensors[index["fqn"]]["places"].append([list(index["offset"]), *_place(where)])
     for name, description in (state.get("mcore_data") or {}).items():
         if name in tensors and _WHOLE_SHAPE in description:
             tensors[name]["whole_shape"] = list(description[_WHOLE_SHAPE])
@@ -186,6 +182,8 @@ def _jsonable(value: object) -> object:
         if isinstance(value, Made):
             if value.name == "argparse.Namespace":
                 return convert(value.state)
+            if value.name == TENSOR_CALL:
+                return {TENSOR_CALL: _tensor(value)}
             return {"name": value.name, "arguments": [convert(inner) for inner in value.arguments]}
         if isinstance(value, type) and issubclass(value, Made):
             if value.name == MEMBER:  # only members of enumerations contain it

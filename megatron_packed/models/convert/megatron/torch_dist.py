@@ -14,7 +14,7 @@ import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,8 +50,7 @@ _MOST_PARTS = 2**16
 _FILE_NAME = re.compile(r"[A-Za-z0-9_.-]+\.distcp")
 
 
-@dataclass(frozen=True, kw_only=True)
-class StoredPart:
+class StoredPart(NamedTuple):
     """Part of a tensor, and the place of its archive."""
 
     begin: Shape
@@ -105,21 +104,22 @@ class TorchDist:
         stored = self.tensors[name]
         if layer is not None and stored.blocks is not None and stored.blocks[0] != stored.shape[0]:
             raise damage(self.directory, f"{name} has no block for each layer")
-        stored_shape = stored.blocks or stored.shape
-        shape = stored_shape if layer is None else (1, *stored_shape[1:])
-        tensor = torch.empty(shape, dtype=stored.dtype)
+        first = 0 if layer is None else 1
+        tensor = torch.empty((stored.blocks or stored.shape)[first:], dtype=stored.dtype)
         for part in stored.parts:
-            if layer is not None and not part.begin[0] <= layer < part.begin[0] + part.shape[0]:
+            begin = part.begin
+            if layer is not None and not begin[0] <= layer < begin[0] + part.shape[0]:
                 continue
             values = self._read_part(name, part, stored.dtype)
-            begin = part.begin
             if layer is not None:
-                values = values[layer - begin[0]].unsqueeze(0)
-                begin = (0, *begin[1:])
-            tensor[tuple(slice(b, b + size) for b, size in zip(begin, values.shape))] = values
-        shape = stored.shape if layer is None else stored.shape[1:]
-        tensor = tensor if layer is None else tensor[0]
-        return tensor if stored.blocks is None else _of_blocks(tensor, shape)
+                values = values[layer - begin[0]]
+            places = zip(begin[first:], values.shape)
+            tensor[tuple(slice(place, place + size) for place, size in places)] = values
+        return tensor if stored.blocks is None else _of_blocks(tensor, stored.shape[first:])
+
+    def reader(self, places: Mapping[str, tuple[str, int | None]]) -> Callable[[str], Tensor]:
+        """Return the function that reads the tensor at a place by the place's name."""
+        return lambda name: self.read(*places[name])
 
     def model_problem(self, args: Mapping[str, Any], rows: int) -> tuple[str, str] | None:
         """Return `arguments.model_problem`, computed in the process with limits."""
@@ -190,10 +190,7 @@ class TorchDist:
                 raise ValueError(
                     f"{description['dtype']} {description['shape']} contradicts .metadata"
                 )
-            values = torch.frombuffer(
-                bytearray(records(f"/data/{description['key']}")), dtype=dtype
-            )
-            return _strided(values, description)
+            return _strided(records, description)
 
     def _unpickle(self, kind: bytes, pickle: bytes, path: Path) -> object:
         """Return the answer to a request of `pickle_process`, which is a dictionary except for ``OBJECTS``."""
@@ -249,7 +246,12 @@ def _open_archive(archive: bytes) -> tuple[Callable[[str], bytes], Callable[[str
     return read, lambda record: info(record).file_size
 
 
-def _strided(values: Tensor, description: dict[str, Any]) -> Tensor:
+def _strided(records: Callable[[str], bytes], description: dict[str, Any]) -> Tensor:
+    """Return the tensor with a description of `pickle_process`."""
+    values = torch.frombuffer(
+        bytearray(records(f"/data/{description['key']}")),
+        dtype=getattr(torch, description["dtype"]),
+    )
     shape, strides, offset = description["shape"], description["strides"], description["offset"]
     if len(shape) != len(strides) or min([offset, *strides]) < 0:
         raise ValueError("its strides do not fit its shape")
@@ -276,13 +278,10 @@ def _with_numbers(value: object, records: Callable[[str], bytes]) -> object:
         return [_with_numbers(inner, records) for inner in value]
     if not isinstance(value, dict):
         return value
-    if value.get("name") != TENSOR_CALL:
-        return {key: _with_numbers(inner, records) for key, inner in value.items()}
-    [_, kind, key, *_], offset, shape = value["arguments"][:3]
-    if math.prod(shape) != 1:
-        return None
-    dtype = getattr(torch, STORAGE_DTYPES[kind.removeprefix("torch.").removesuffix("Storage")])
-    return torch.frombuffer(bytearray(records(f"/data/{key}")), dtype=dtype)[offset].item()
+    if TENSOR_CALL in value:
+        tensor = value[TENSOR_CALL]
+        return _strided(records, tensor).item() if math.prod(tensor["shape"]) == 1 else None
+    return {key: _with_numbers(inner, records) for key, inner in value.items()}
 
 
 def _stored(name: str, description: dict[str, Any]) -> StoredTensor:
@@ -294,19 +293,10 @@ def _stored(name: str, description: dict[str, Any]) -> StoredTensor:
         shape = _sizes(description["whole_shape"])
         _check_blocks(name, shape, stored_shape)
     sizes = {_sizes(begin): _sizes(size) for begin, size in description["chunks"]}
-    parts = []
-    for begin, file, offset, length in description["places"]:
-        begin = _sizes(begin)
-        offset, length = _sizes([offset, length])
-        parts.append(
-            StoredPart(
-                begin=begin,
-                shape=sizes[begin],
-                file=_checked_name(file),
-                offset=offset,
-                length=length,
-            )
-        )
+    parts = [
+        StoredPart(_sizes(begin), sizes[_sizes(begin)], _checked_name(file), *_sizes(place))
+        for begin, file, *place in description["places"]
+    ]
     if len(parts) > _MOST_PARTS or len(sizes) != len(parts):
         raise ValueError(f"{name} has {len(parts)} parts, but {len(sizes)} places")
     _check_cover(name, stored_shape, parts)
