@@ -176,6 +176,14 @@ def test_graphs_that_are_switched_on_change_no_pack(capacities: tuple[int, ...])
     assert capture_sizes.capacities == capacities or not capacities
 
 
+def test_capacities_cover_the_packs_to_come_after_a_change_of_the_batch() -> None:
+    """The packs are those of the checkpoint, though the hash of the plan names another batch."""
+    graphs = {"cuda_graph_impl": "local", "cuda_graph_max_packed_seqs": ()}
+    plan, capture_sizes, _ = resuming(graphs, PLAIN, 3, global_batch_size=2 * PLAIN.packs_per_step)
+    assert plan.hash != PLAIN.hash and packs_of(plan) == packs_of(PLAIN)
+    assert capture_sizes.largest >= max(COUNTS)
+
+
 def test_capacities_that_would_change_packs_are_refused_with_the_flag_that_keeps_them() -> None:
     graphs = {"cuda_graph_impl": "local", "cuda_graph_max_packed_seqs": (3, COUNTS[0])}
     sizes = f"3 {COUNTS[0]} {max(COUNTS)}"
