@@ -142,9 +142,17 @@ def test_a_limit_within_the_capacities_leaves_the_plan_of_a_run_without_graphs()
 
 
 def resuming(
-    graphs: dict, plan: PackPlan, epochs: float, train: SimpleNamespace = TRAIN, **packing
+    graphs: dict,
+    plan: PackPlan,
+    epochs: float,
+    train: SimpleNamespace = TRAIN,
+    begins: bool = False,
+    **packing,
 ):
-    """Return the plan and capacities of a run that resumes in the middle of the first epoch."""
+    """Return the plan and capacities of a run that resumes in the middle of the first epoch.
+
+    ``begins``: the run begins a phase.
+    """
     config = run_config(graphs, **packing)
     steps = int(len(plan.epoch(0)) * epochs) // plan.packs_per_step
     config = replace(config, training=replace(config.training, train_iters=steps))
@@ -153,6 +161,7 @@ def resuming(
         plan_hash=plan.hash,
         packs_per_step=plan.packs_per_step,
         progress=RunProgress(iteration=2, consumed_packs=8),
+        begins=begins,
     )
     return plan_training(config, train, resumed=checkpoint)
 
@@ -165,6 +174,14 @@ def test_graphs_that_are_switched_on_change_no_pack(capacities: tuple[int, ...])
     assert plan.hash == PLAIN.hash and packs_of(plan) == packs_of(PLAIN)
     assert capture_sizes.largest >= max(COUNTS)
     assert capture_sizes.capacities == capacities or not capacities
+
+
+def test_capacities_cover_the_packs_to_come_after_a_change_of_the_batch() -> None:
+    """The packs are those of the checkpoint, though the hash of the plan names another batch."""
+    graphs = {"cuda_graph_impl": "local", "cuda_graph_max_packed_seqs": ()}
+    plan, capture_sizes, _ = resuming(graphs, PLAIN, 3, global_batch_size=2 * PLAIN.packs_per_step)
+    assert plan.hash != PLAIN.hash and packs_of(plan) == packs_of(PLAIN)
+    assert capture_sizes.largest >= max(COUNTS)
 
 
 def test_capacities_that_would_change_packs_are_refused_with_the_flag_that_keeps_them() -> None:
@@ -202,6 +219,15 @@ def test_graphs_that_are_switched_off_or_given_more_room_change_no_pack(
     assert capture_sizes is None or capture_sizes.largest >= max(
         int(then.epoch(n).documents_per_pack.max()) for n in range(3)
     )
+
+
+@pytest.mark.parametrize(("seed", "room"), [(1, 5), (2, None)], ids=["same data", "other data"])
+def test_a_phase_keeps_the_limit_of_packs_that_it_continues(seed: int, room: int | None) -> None:
+    """On other data, a phase without graphs packs by its own options."""
+    graphs = {"cuda_graph_impl": "local", "cuda_graph_max_packed_seqs": (5,)}
+    then, _, _ = plan_training(run_config(graphs), documents(99, seed=1))
+    plan, _, _ = resuming(NO_GRAPHS, then, 3, documents(99, seed=seed), begins=True)
+    assert plan.room == room and (plan.hash == then.hash) == (room is not None)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.config.run import RunConfig
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.tokenizers.base import ByteTokenizer
+from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.inputs.open_documents import open_documents
-from megatron_packed.inputs.sample_and_metric_prompts import metric_questions
+from megatron_packed.inputs.sample_and_metric_prompts import metric_questions, sample_questions
 from megatron_packed.reporting.sample_answers import console_lines
 from megatron_packed.training import answers as answers_module
 from megatron_packed.training.from_python import train
@@ -126,6 +127,23 @@ def test_prompts_that_cannot_be_used_end_the_run_before_training(
         DataError, match="no validation conversation ends with an answer of at most 2"
     ):
         train(RunConfig.from_args([*flags, *short]))
+
+
+def test_a_prompt_and_its_answer_fill_the_rotary_tables(flags: list[str], tmp_path: Path) -> None:
+    """The last of 12 new tokens needs none of the 96 positions, so a prompt has at most 85 tokens."""
+    path, groups = tmp_path / "prompts.txt", ParallelGroups.single()
+
+    def tokens(letters: int) -> int:
+        path.write_text("x" * letters)
+        config = RunConfig.from_args([*flags, "--sample-prompts", str(path)])
+        asked = sample_questions(config, ByteTokenizer(), groups)
+        assert asked is not None
+        return len(asked.prompts[0])
+
+    letters = 85 - (tokens(1) - 1)
+    assert tokens(letters) == 85
+    with pytest.raises(DataError, match="line 1 has 86 tokens, which with"):
+        tokens(letters + 1)
 
 
 def test_answers_as_text() -> None:
