@@ -45,7 +45,12 @@ from megatron_packed.data.sources.table_rows import reader_of
 from megatron_packed.data.sources.tokenize_files import Chunk, chunks_of
 from megatron_packed.data.tokenizers.base import Tokenizer
 from megatron_packed.data.tokenizers.chat_format import TextPiece, chat_format
-from megatron_packed.data.tokenizers.encode import TextNotes, encode_pieces, with_special_tokens
+from megatron_packed.data.tokenizers.encode import (
+    TextNotes,
+    TurnMarkers,
+    encode_pieces,
+    with_special_tokens,
+)
 from megatron_packed.packed.array_types import Int32Array, IntegerArray
 
 LINE_SECONDS = 120.0
@@ -154,7 +159,7 @@ def _text_notes(tokenizer: Tokenizer) -> TextNotes | None:
     except DataError:
         return None
     try:
-        return TextNotes(tokenizer, chat)
+        return TextNotes(tokenizer, TurnMarkers(chat.turn_markers))
     finally:
         chat.close()
 

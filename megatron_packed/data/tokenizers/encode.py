@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, NamedTuple, cast
+from typing import ClassVar, NamedTuple, Protocol, cast
 
 import numpy as np
 
@@ -84,17 +84,32 @@ class EncodedLine(NamedTuple):
     """Notes about parts of the line that are not learned as they are written."""
 
 
+class HasTurnMarkers(Protocol):
+    """Chat format, or the turn markers of one."""
+
+    @property
+    def turn_markers(self) -> frozenset[str]:
+        """Special tokens that begin and end turns."""
+
+
+class TurnMarkers(NamedTuple):
+    """Turn markers of a chat format that is closed, or that another process has."""
+
+    turn_markers: frozenset[str]
+
+
 class TextNotes:
     """Search for special tokens that a text spells, which are encoded as letters.
 
     Args:
         tokenizer: tokenizer of the text.
-        chat: chat format of the tokenizer. Its turn markers show that a template has rendered a
+        chat: chat format of the tokenizer, which is read at the first special token, because most
+            plain texts spell none. Its turn markers show that a template has rendered a
             text, except those that usual text spells: ``<s>`` and ``</s>`` are also HTML. The
             token with which a rendered text begins counts at this place only.
     """
 
-    def __init__(self, tokenizer: Tokenizer, chat: ChatFormat) -> None:
+    def __init__(self, tokenizer: Tokenizer, chat: HasTurnMarkers) -> None:
         named = tokenizer.template_variables
         self._first = named.get("bos_token", "")
         usual = {*DOCUMENT_ENDS, *(token for name, token in named.items() if name != "eos_token")}
@@ -105,7 +120,6 @@ class TextNotes:
 
     @cached_property
     def _markers(self) -> frozenset[str]:
-        # Found at the first special token, because most plain texts spell none.
         return self._chat.turn_markers - self._usual
 
     def find(self, text: str) -> Notes:
