@@ -1,6 +1,7 @@
 """Phases of a run that starts from other weights, and phases without a step."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,19 @@ def test_a_phase_on_other_data_of_equal_lengths_begins_at_its_first_pack(
     assert (first["data_hash"] == second["data_hash"]) == (text == "hello")
     assert second["progress"]["consumed_packs"] == 3
     assert second["progress"]["plan_packs"] == earlier_packs
+
+
+def test_a_phase_owes_no_validation_of_the_phase_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A resumed run makes up for a validation that is due, but a new phase does not."""
+    own = f"--save {tmp_path}/own --load {tmp_path}/own --split 8,2,0 --train-iters"
+    for phase, validated in (("", [2, 3]), ("--begin-phase two", [3])):
+        shutil.rmtree(tmp_path / "own", ignore_errors=True)
+        trained(tmp_path, f"{own} 2")
+        trained(tmp_path, f"{own} 3 --eval-interval 2 {phase}")
+        said = capsys.readouterr().out
+        assert [n for n in (2, 3) if f"validation at step {n}:" in said] == validated
 
 
 def test_a_checkpoint_without_moments_is_refused_with_the_cure(tmp_path: Path) -> None:

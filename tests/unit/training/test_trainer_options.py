@@ -81,13 +81,22 @@ def test_skip_train_evaluates_and_stops(data: str, monkeypatch: pytest.MonkeyPat
     assert trainer.run() == ExitCode.DONE and calls == ["validation", "test"]
 
 
+@pytest.mark.parametrize(
+    ("begun", "expected"), [(0, [(3, 2), (6, 6), (9, 9)]), (9, [(9, 9)])], ids=["new", "resumed"]
+)
 def test_every_step_that_is_due_is_saved_once_and_knows_of_its_validation(
-    monkeypatch: pytest.MonkeyPatch,
+    begun: int, expected: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every due step is saved once, after its validation; the last step is always validated."""
+    """Every due step is saved once, after its validation; the last step is always validated.
+
+    A run may have stopped at its last step without the validation, which is then saved again.
+    """
     saved: list[tuple[int, int]] = []
-    trainer = trainer_of("--valid-data-path v.jsonl --eval-interval 2 --save a --save-interval 3")
-    progress = trainer.progress
+    progress = SimpleNamespace(iteration=begun, validated_at=0)
+    trainer = trainer_of(
+        "--valid-data-path v.jsonl --eval-interval 2 --save a --save-interval 3",
+        state=SimpleNamespace(progress=progress, saved=lambda wait=False: None),
+    )
 
     def queue_next() -> None:
         progress.iteration += 1
@@ -101,7 +110,15 @@ def test_every_step_that_is_due_is_saved_once_and_knows_of_its_validation(
     monkeypatch.setattr(trainer_module, "evaluate_validation", validate)
     monkeypatch.setattr(trainer_module, "evaluate_end", lambda trainer, complete: None)
     assert trainer.run() == ExitCode.DONE
-    assert saved == [(3, 2), (6, 6), (9, 9)]
+    assert saved == expected
+
+
+def test_only_a_planned_end_is_replaced_by_another_reason() -> None:
+    """A step that was queued before the planned end may have a non-finite value."""
+    trainer = trainer_of("")
+    for reason in (ExitCode.DONE, None, ExitCode.NONFINITE, ExitCode.PREEMPTED, ExitCode.DONE):
+        trainer.stop(reason)
+    assert trainer.exit_code is ExitCode.NONFINITE
 
 
 def test_hashes_of_replicas_are_compared_at_their_intervals() -> None:
