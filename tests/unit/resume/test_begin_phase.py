@@ -68,17 +68,18 @@ def test_a_phase_on_other_data_of_equal_lengths_begins_at_its_first_pack(
     assert second["progress"]["plan_packs"] == earlier_packs
 
 
-def test_a_phase_owes_no_validation_of_the_phase_before(
+def test_a_phase_owes_no_validation_and_has_medians_of_its_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A resumed run makes up for a validation that is due, but a new phase does not."""
+    """A resumed run makes up for a validation that is due, and goes on with the losses so far."""
     own = f"--save {tmp_path}/own --load {tmp_path}/own --split 8,2,0 --train-iters"
-    for phase, validated in (("", [2, 3]), ("--begin-phase two", [3])):
+    for phase, validated, losses in (("", [2, 3], 3), ("--begin-phase two", [3], 1)):
         shutil.rmtree(tmp_path / "own", ignore_errors=True)
         trained(tmp_path, f"{own} 2")
-        trained(tmp_path, f"{own} 3 --eval-interval 2 {phase}")
+        *_, last = trained(tmp_path, f"{own} 3 --eval-interval 2 {phase}")
         said = capsys.readouterr().out
         assert [n for n in (2, 3) if f"validation at step {n}:" in said] == validated
+        assert {len(values) for values in last["spike_window"].values()} == {losses}
 
 
 def test_a_checkpoint_without_moments_is_refused_with_the_cure(tmp_path: Path) -> None:

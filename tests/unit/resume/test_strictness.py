@@ -155,3 +155,16 @@ def stored_names(folder: Path) -> list[str]:
     [candidate] = find_checkpoints(folder)
     assert candidate.manifest is not None
     return list(candidate.manifest.tensors)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_random_states_are_those_of_the_same_layout(
+    world_size: int, saved: tuple[Job, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In another layout they would be those of a rank that draws other masks."""
+    layout = {"world_size": world_size, "tp_size": 1, "cp_size": 1, "sequence_parallel": 0}
+    monkeypatch.setattr(RunState, "_layout", layout)
+    _, state = made("--", 2)
+    before = torch.manual_seed(7).get_state()
+    state.load(CheckpointConfig(load=str(saved[1])))
+    assert torch.equal(torch.get_rng_state(), before) == (world_size == 2)

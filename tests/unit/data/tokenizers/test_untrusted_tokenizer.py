@@ -11,7 +11,7 @@ import pytest
 
 from megatron_packed.data.errors import BadLine, DataError
 from megatron_packed.data.tokenizers import untrusted_tokenizer as foreign_tokenizer
-from megatron_packed.data.tokenizers.limited_process import Budget, Limits
+from megatron_packed.data.tokenizers.limited_process import Budget, LimitedProcess, Limits
 from megatron_packed.data.tokenizers.untrusted_tokenizer import UntrustedTokenizer
 from support.data_helpers import byte_level, save_tokenizer
 
@@ -133,6 +133,15 @@ def test_text_that_takes_all_memory_is_a_bad_line(made, tmp_path):
         there.encode("qqqq" * 10)
     assert there.encode("b").size
     there.close()
+
+
+def test_the_cpu_time_of_a_request_grows_with_its_length():
+    limits = Limits(cpu_seconds=20.0, cpu_seconds_per_mib=100.0, memory_bytes=2**32)
+    budget = Budget("the child", "requests", "give another", max_in_a_row=1)
+    process = LimitedProcess("support.timer_of_child", {}, limits, budget)
+    for mebibytes, allowed in ((0, 20.0), (1, 120.0), (0, 20.0)):
+        assert float(process.ask(bytes(mebibytes << 20))) == pytest.approx(allowed, abs=1)
+    process.close()
 
 
 def test_slow_requests_have_one_budget():
