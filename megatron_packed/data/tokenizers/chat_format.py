@@ -288,7 +288,7 @@ class TemplateFormat:
         self.fingerprint += ":everything" * trains_all + ":no-end" * ends_documents
         of_tools = None if tool_source is None else _hash(tool_source)
         self.rules: tuple[object, ...] = (multi_turn, unprinted_policy, date, kwargs, of_tools)
-        build = partial(
+        self._build = partial(
             _renderer,
             tokenizer=tokenizer,
             date=date,
@@ -296,8 +296,20 @@ class TemplateFormat:
             rules=rules,
             cpu_seconds=cpu_seconds,
         )
-        self._renderer = build(self._source)
-        self._with_tools = self._renderer if tool_source is None else build(tool_source)
+        # Faults of a template are found here. An own template has none, and it is compiled for the
+        # first conversation, because plain texts need none.
+        if self._source not in OWN_TEMPLATES:
+            self._renderer = self._build(self._source)
+        if tool_source is not None:
+            self._with_tools = self._build(tool_source)
+
+    @cached_property
+    def _renderer(self) -> _Renderer:
+        return self._build(self._source)
+
+    @cached_property
+    def _with_tools(self) -> _Renderer:
+        return self._renderer
 
     def documents(self, conversation: Conversation) -> tuple[list[ChatDocument], Notes]:
         if self.refusal is not None:
@@ -378,8 +390,9 @@ class TemplateFormat:
         return self._with_tools if tools else self._renderer
 
     def close(self) -> None:
-        self._renderer.close()
-        self._with_tools.close()
+        for name in ("_renderer", "_with_tools"):
+            if name in vars(self):
+                getattr(self, name).close()
 
 
 def lacks_chatml(tokenizer: Tokenizer) -> list[str]:

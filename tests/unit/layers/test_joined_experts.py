@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_packed.config.sections.memory import MemoryConfig
-from megatron_packed.explain import report, run_description
+from megatron_packed.explain import capabilities, run_description
 from megatron_packed.explain.kernel_reasons import chosen_kernels
 from megatron_packed.explain.op_requests import useless_recomputation
 from megatron_packed.layers.backends import Backends
@@ -277,7 +277,7 @@ def test_a_useless_recomputation_is_reported(joined, device, memory, useless):
     run_description.name_kernels(config, device, 2, detail=lambda text: None, warn=warnings.append)
     start = "--recompute-modules moe_act saves no memory: without it the experts run quack_joined"
     assert [text for text in warnings if text.startswith(start)] == warnings[-1:] * useless
-    row = report._recomputation(config, device)
+    row = capabilities._recomputation(config, device)
     assert (row.state, bool(row.advice)) == (("partial", True) if useless else ("on", False))
     assert ("moe_act saves no memory" in row.reason) == useless
 

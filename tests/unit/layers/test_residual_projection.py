@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_packed.config.sections.memory import MemoryConfig
-from megatron_packed.explain import report
+from megatron_packed.explain import capabilities
 from megatron_packed.explain.op_requests import op_requests
 from megatron_packed.layers import joined as joined_layers
 from megatron_packed.layers.linear import JoinedResidual
@@ -237,11 +237,11 @@ def test_a_run_lists_what_layers_do(on_cpu, package, monkeypatch, pattern, chang
 
 
 def test_explain_has_one_row_for_layers_with_the_same_kernel_and_reason(quack, monkeypatch):
-    monkeypatch.setattr(report, "_machine", lambda config, device: iter(()))
+    monkeypatch.setattr(capabilities, "_machine", lambda config, device: iter(()))
     monkeypatch.setattr(varlen_attention, "_capability", lambda device: (9, 0))
     config = config_of("M*-M", device="auto", bf16=True)
     config = replace(config, model=replace(config.model, attention_norm_placement="output"))
-    rows = report.capabilities(config, torch.device("cuda"))
+    rows = capabilities.capabilities(config, torch.device("cuda"))
     found = [row for row in rows if row.name == "kernel residual_projection"]
     assert len(found) == 2 == len(set(found))
     assert any("is normalised before the addition" in row.reason for row in found)

@@ -214,7 +214,7 @@ def test_data_and_tokenizer_of_a_run(online, tmp_path):
         tokenizer_type="HuggingFaceTokenizer",
         tokenizer_model="hf://org/model",
     )
-    agree_on_commits(config, SimpleNamespace(rank=0, world_size=1))
+    agree_on_commits(config.hub_paths, SimpleNamespace(rank=0, world_size=1))
     assert hub.known_commits() == {
         "dataset org/set@": (OLD, False),
         "model org/model@": (OLD, False),
@@ -238,10 +238,10 @@ def test_all_ranks_raise_the_error_of_rank_0(online, monkeypatch):
     )
     for rank in range(2):
         with pytest.raises(DataError, match="has no such dataset"):
-            agree_on_commits(config, SimpleNamespace(rank=rank, world_size=2))
+            agree_on_commits(config.hub_paths, SimpleNamespace(rank=rank, world_size=2))
     assert len(online.calls) == 1  # only rank 0 sends a request
-    agree_on_commits(DataConfig(data_path=("a.jsonl",)), SimpleNamespace(rank=1, world_size=2))
-    assert len(sent) == 2
+    # A run agrees only on paths of the Hub.
+    assert not DataConfig(data_path=("a.jsonl",)).hub_paths
 
 
 def test_explain_sends_no_request(online):

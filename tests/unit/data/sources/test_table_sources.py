@@ -329,7 +329,7 @@ def test_without_pyarrow_the_cure_comes_first(tmp_path, monkeypatch):
     file = tmp_path / "a.parquet"
     file.write_bytes(b"PAR1")
     for path in (file, tmp_path, tmp_path / "*.parquet"):
-        rule, cure = _input_data(str(path))
+        rule, cure = _input_data("--data-path", str(path))
         assert (
             rule == "needs pyarrow, which is not installed"
             and "pip install 'megatron-packed[data]'" in cure
