@@ -13,7 +13,7 @@ import pickle
 import pickletools
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 CLASSES = {
     "argparse.Namespace",
@@ -89,9 +89,10 @@ class Made:
     arguments: tuple[Any, ...]
     state: Any = None
 
-    def __new__(cls, *arguments: Any) -> Any:
+    def __new__(cls, *arguments: Any) -> Made:
         if cls.name in _PLAIN:
-            return _PLAIN[cls.name](*arguments)
+            # A plain value stands in the place of the object.
+            return cast(Made, _PLAIN[cls.name](*arguments))
         made = super().__new__(cls)
         made.arguments = arguments
         return made
