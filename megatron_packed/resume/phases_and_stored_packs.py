@@ -26,8 +26,12 @@ from megatron_packed.checkpoint.run_metadata import (
     phases_of,
     progress_of,
 )
-from megatron_packed.config.resumed_options import packs_as_stored, room_of
-from megatron_packed.config.resumed_schedule import schedule_as_stored, takes_schedule
+from megatron_packed.config.resumed_options import (
+    packs_as_stored,
+    room_of,
+    schedule_as_stored,
+    takes_schedule,
+)
 from megatron_packed.config.run import RunConfig
 from megatron_packed.data.packing.pack_plan import PackPlan
 from megatron_packed.distributed.groups import ParallelGroups

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_packed.checkpoint.errors import NoCheckpointError
 from megatron_packed.checkpoint.run_metadata import packs_per_step_of, tokenizer_warning
-from megatron_packed.config.resumed_schedule import stored_schedule, takes_schedule
+from megatron_packed.config.resumed_options import stored_schedule, takes_schedule
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.serialise import changed_options
 from megatron_packed.resume.allowed_changes import PHASE_CHANGES, model_refusal

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megatron_packed.checkpoint.run_metadata import RunProgress
-from megatron_packed.config.resumed_schedule import stored_schedule
+from megatron_packed.config.resumed_options import stored_schedule
 from megatron_packed.config.run import SECTIONS, RunConfig, unchecked_run
 from megatron_packed.config.section import unchecked
 from megatron_packed.config.sections.optim import OptimizerConfig

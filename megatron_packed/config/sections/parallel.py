@@ -18,12 +18,15 @@ from megatron_packed.config.kinds.layer_kind import LayerKind
 from megatron_packed.config.options import Related, derived_option, option
 from megatron_packed.config.parallel_layout import layout_problems
 from megatron_packed.config.section import Sound, section_fields
-from megatron_packed.config.sections.all_to_all import AllToAllOptions
+from megatron_packed.config.sections.collectives import (
+    TENSOR_PARALLEL,
+    AllToAllOptions,
+    TensorOverlapOptions,
+)
 from megatron_packed.config.sections.kind_options import KindCommunication
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.sections.model_parts.divisors import divisors, every_divisor, in_words
 from megatron_packed.config.sections.packing import PackingConfig
-from megatron_packed.config.sections.tensor_overlap import TENSOR_PARALLEL, TensorOverlapOptions
 
 NOT_BUILT = {
     "pipeline_model_parallel_size": "pipeline parallelism",

@@ -9,15 +9,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from megatron_packed.config.conditions import Condition, option_given, option_is_not
-from megatron_packed.config.data_blend import BlendedPaths, blend_fault, split_shares
+from megatron_packed.config.data_blend import BlendedPaths, NamedData, blend_fault, split_shares
 from megatron_packed.config.data_fields import DataFields, pairs_fault, pairs_of
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.options import Related, derived_option, option
-from megatron_packed.config.parser.data_path_files import (
-    NamedData,
-    read_data_args,
-    read_per_split_data_args,
-)
 from megatron_packed.config.section import Section, Sound
 
 if TYPE_CHECKING:
@@ -197,9 +192,13 @@ class FileOptions(Section, group="files"):
     def named(self) -> NamedData:
         """Words of all data paths, given by options or by files; the files are read once."""
         if self.per_split_data_args_path is not None:
+            from megatron_packed.config.parser.data_path_files import read_per_split_data_args
+
             return read_per_split_data_args(self.per_split_data_args_path)
         train, fault = self.train_data_path or self.data_path, ""
         if self.data_args_path is not None:
+            from megatron_packed.config.parser.data_path_files import read_data_args
+
             train, _, _, fault = read_data_args(self.data_args_path)
         return NamedData(train, self.valid_data_path, self.test_data_path, fault)
 
