@@ -12,8 +12,6 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
-from megatron_packed.checkpoint.load import BEST_STEP
-from megatron_packed.checkpoint.original_facts import ORIGINAL, facts_problem
 from megatron_packed.config.hub_paths import is_hub_path
 from megatron_packed.config.sections.checkpoint import PHASE_NAME
 from megatron_packed.config.sections.packing import PackingConfig
@@ -32,7 +30,12 @@ EXPERT_BOUNDS = "expert_bounds"
 """Key of the bounds of expert buffers; older checkpoints and runs without bounds lack it."""
 PHASES = "phases"
 """Key of the phases of the run so far, the current one last; older checkpoints lack it."""
-
+BEST_STEP = "best_step"
+"""Key of the step with the lowest validation loss so far, or None."""
+ORIGINAL = "original"
+"""Key of the facts of a Hugging Face model (`original_facts.py`). Models that were trained from
+scratch and older checkpoints lack it.
+"""
 CALLBACKS = "callbacks"
 """Key of the states of callbacks: name -> one `CallbackRecord`, or one for each rank, which is None
 for a rank without a state. Older checkpoints and runs without callbacks lack it.
@@ -196,6 +199,8 @@ def tokenizer_warning(
 
 def metadata_problem(metadata: Mapping[str, Any]) -> str | None:
     """Return the first problem of the metadata of a checkpoint or of converted weights, or None."""
+    from megatron_packed.checkpoint.original_facts import facts_problem
+
     # Check every value before any value is used. Types are not enough: a very large position, for
     # example, would make a run pack epochs for years.
     checks: Mapping[str, Callable[[Any], str | None]] = {

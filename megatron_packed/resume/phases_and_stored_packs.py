@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_packed.checkpoint.errors import CheckpointMismatchError
-from megatron_packed.checkpoint.load import newest_metadata
 from megatron_packed.checkpoint.run_metadata import (
     NO_HASHES,
     PHASES,
@@ -191,6 +190,8 @@ def resumed_options(
     options = config.checkpoint
     if options.load is None or options.finetune:
         return config, None, []
+    from megatron_packed.checkpoint.load import newest_metadata
+
     # Only rank 0 reads, because on a shared file system the folder may look different on each
     # machine.
     metadata = newest_metadata(

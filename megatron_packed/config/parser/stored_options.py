@@ -9,7 +9,7 @@ from typing import Any
 from megatron_packed.config.errors import ConfigError, Problem
 from megatron_packed.config.options import Field, Stored
 from megatron_packed.config.parser.precedence import STARTS, GivenOptions
-from megatron_packed.config.run import every_field, keys_deciding, stored_values
+from megatron_packed.config.run import STORED, every_field, keys_deciding, stored_values
 from megatron_packed.config.section import KERNELS, section_fields
 from megatron_packed.config.sections.data_parts.files import OF_TRAINED_BPE, TRAINING_DATA
 from megatron_packed.config.sections.data_parts.tokenizer import TRAINED_BPE
@@ -24,8 +24,6 @@ the run loads; None if there is no checkpoint. It raises `ConfigError`.
 """
 NO_DATA = ("(none)",)
 """Value of ``data.data_path`` when no data is read; the file is never opened."""
-STORED = "checkpoint"
-"""Origin of a value that comes from a checkpoint (`RunConfig.origins`)."""
 PRECISION = ("bf16", "transformer_impl")
 TOKENIZER_CHOICE = tuple(
     key for key in keys_deciding("tokenizer", "tokenizer name") if key.startswith("data.")
