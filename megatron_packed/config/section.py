@@ -6,14 +6,14 @@ Two options of a section may need, exclude or bound each other. A field declares
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from dataclasses import Field as DataclassField
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_type_hints
 
 from megatron_packed.config.conditions import Condition
-from megatron_packed.config.errors import ConfigError, Problem, as_typed
+from megatron_packed.config.errors import ConfigError, Problem, Problems, as_typed
 from megatron_packed.config.options import Field, Option, OptionType, Related, several, type_of
 from megatron_packed.config.sections.model_parts.divisors import divisors, nearest_multiples
 from megatron_packed.config.value_checks import check_value, placeholder
@@ -104,11 +104,11 @@ class Section:
             if option.derive is not None and sound(*option.derived_from)
         }
 
-    def rules(self, sound: Sound) -> Iterator[Problem]:
+    def rules(self, sound: Sound) -> Problems:
         """Yield problems between the fields of this section."""
         yield from self.related(sound)
 
-    def related(self, sound: Sound, group: str | None = None) -> Iterator[Problem]:
+    def related(self, sound: Sound, group: str | None = None) -> Problems:
         """Yield problems of the declared relations between fields, of one group or of all."""
         yield from Relations(self, section_fields(type(self)), sound).problems(group)
 
@@ -186,7 +186,7 @@ class Relations:
         self._fields = {field.name: field for field in fields}
         self._sound = sound
 
-    def problems(self, group: str | None = None) -> Iterator[Problem]:
+    def problems(self, group: str | None = None) -> Problems:
         """Yield the problems of all options, or of those with this heading of the help."""
         for field in self._fields.values():
             if group not in (None, field.option.group):
@@ -203,7 +203,7 @@ class Relations:
             if self._value(field.name) is not None:
                 yield from self._bounds(field)
 
-    def _needs(self, field: Field) -> Iterator[Problem]:
+    def _needs(self, field: Field) -> Problems:
         needed = several(field.option.needs)
         missing = [each for each in needed if not self._is_given(each)]
         if missing and self._sound(field.name, *(each.name for each in needed)):
@@ -216,7 +216,7 @@ class Relations:
             cure = missing[0].cure or f"add {missing_flags}, or leave it out"
             yield self._section.problem(field.name, rule, cure)
 
-    def _excludes(self, field: Field) -> Iterator[Problem]:
+    def _excludes(self, field: Field) -> Problems:
         for other in several(field.option.excludes):
             if self._sound(field.name, other.name) and self._is_given(other):
                 shown = self._flag(other) if other.value else self._shown(other.name)
@@ -225,7 +225,7 @@ class Relations:
                     field.name, rule, other.cure or "leave one of the two flags out"
                 )
 
-    def _bounds(self, field: Field) -> Iterator[Problem]:
+    def _bounds(self, field: Field) -> Problems:
         value, declared = self._value(field.name), field.option
         if (bound := self._bound(field, declared.multiple_of)) and value % bound:
             rule = f"must be a multiple of {self._shown(declared.multiple_of)}"

@@ -17,6 +17,7 @@ from megatron_packed.checkpoint.run_metadata import (
     NO_HASHES,
     PHASES,
     DataHashes,
+    Metadata,
     Phase,
     RunProgress,
     holds_only_weights,
@@ -64,7 +65,7 @@ class Resumed:
     """True if another program trained the checkpoint, which has no packs."""
 
     @classmethod
-    def from_metadata(cls, metadata: Mapping[str, Any], phase: str | None = None) -> Resumed:
+    def from_metadata(cls, metadata: Metadata, phase: str | None = None) -> Resumed:
         """Build the object from a checkpoint's metadata, which has been validated.
 
         Args:

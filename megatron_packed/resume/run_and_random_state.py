@@ -27,6 +27,7 @@ from megatron_packed.checkpoint.run_metadata import (
     PHASES,
     SPIKE_WINDOW,
     DataHashes,
+    Metadata,
     Phase,
     RunProgress,
 )
@@ -311,7 +312,7 @@ class RunState:
         self._go_on(loaded, rng if with_rng else None)
         return loaded
 
-    def _refusal(self, metadata: Mapping[str, Any]) -> str | None:
+    def _refusal(self, metadata: Metadata) -> str | None:
         """Return why a run cannot resume from a checkpoint; None if it can."""
         return self.refusals.for_resuming(metadata) or self.callback_states.refusal(metadata)
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron_packed.config.conditions import Condition, layers, option_given, option_is_not
-from megatron_packed.config.errors import Problem
+from megatron_packed.config.errors import Problem, Problems
 from megatron_packed.config.kinds.layer_kind import (
     EVERYTHING,
     Exchanged,
@@ -255,7 +254,7 @@ class AttentionOptions(StackOptions, group=ATTN, only_if=ATTENTION_LAYERS):
         follows = kind.has_activation and self.layer_types[:layer_number][-1:] == [SYMBOL]
         return kind.attends or follows
 
-    def attention_rules(self, sound: Sound) -> Iterator[Problem]:
+    def attention_rules(self, sound: Sound) -> Problems:
         heads = self.num_attention_heads
         if sound("num_attention_heads", "hidden_size") and heads and self.kv_channels is None:
             yield self.problem(
@@ -291,7 +290,7 @@ class AttentionOptions(StackOptions, group=ATTN, only_if=ATTENTION_LAYERS):
                 "channels, at least 2",
             )
 
-    def _window_rules(self, sound: Sound) -> Iterator[Problem]:
+    def _window_rules(self, sound: Sound) -> Problems:
         if self.window_size is None or not sound("window_size"):
             return
         from megatron_packed.config.sections.model_parts.window import (
@@ -347,7 +346,7 @@ class AttentionKernels(Section, group=KERNELS, only_if=ATTENTION_LAYERS):
     )
 
 
-def attention_kernel_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
+def attention_kernel_rules(run: RunConfig, sound: Sound) -> Problems:
     """Yield problems of the attention kernel with the size of heads and with zigzag rows."""
     if not sound("training.attention_backend"):
         return

@@ -14,7 +14,7 @@ from types import ModuleType, new_class
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 if TYPE_CHECKING:
-    from megatron_packed.config.errors import Problem
+    from megatron_packed.config.errors import Problems
     from megatron_packed.config.run import RunConfig
     from megatron_packed.config.section import Section, Sound
     from megatron_packed.config.sections.model import ModelConfig
@@ -117,9 +117,9 @@ class LayerKind:
     place: int = 100
     noun: str = ""
     options: Mapping[str, type[Section]] = field(default_factory=dict)
-    rules: Callable[[ModelConfig, Sound], Iterator[Problem]] | None = None
+    rules: Callable[[ModelConfig, Sound], Problems] | None = None
     left_out: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
-    cross_rules: Callable[[RunConfig, Sound], Iterator[Problem]] | None = None
+    cross_rules: Callable[[RunConfig, Sound], Problems] | None = None
     required: tuple[str, ...] = ()
     refused_elsewhere: tuple[str, ...] = ()
     backends: Mapping[str, str] = field(default_factory=dict)

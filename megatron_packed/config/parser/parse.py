@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from megatron_packed.config.cross_rules import cross_rules
 from megatron_packed.config.environment_variables import environment_problems
-from megatron_packed.config.errors import ConfigError, Problem, format_problems, printable
+from megatron_packed.config.errors import ConfigError, Problem, Problems, format_problems, printable
 from megatron_packed.config.idle_options import sentence as idle_sentence
 from megatron_packed.config.idle_options import without_effect
 from megatron_packed.config.kernel_options import kernels_missing_here
@@ -351,7 +351,7 @@ def _is_size(value: object) -> bool:
     return type(value) is int and value >= 1
 
 
-def _megatron_problems(options: GivenOptions, run: RunConfig) -> Iterator[Problem]:
+def _megatron_problems(options: GivenOptions, run: RunConfig) -> Problems:
     for flag, (texts, taken) in options.megatron_flags.items():
         rule = taken.differs(texts, run) if taken.differs is not None else ""
         if rule:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_packed.config.conditions import option_given
-from megatron_packed.config.errors import Problem
+from megatron_packed.config.errors import Problem, Problems
 from megatron_packed.config.options import Stored, derived_option, option, required_option
 from megatron_packed.config.section import Section, Sound
 from megatron_packed.config.value_checks import INT32_MAX
@@ -214,7 +213,7 @@ class PackingConfig(Section, title="packing"):
             return None
         return BatchRamp(start=start, increment=increment, samples=samples, full=full, micro=micro)
 
-    def rules(self, sound: Sound) -> Iterator[Problem]:
+    def rules(self, sound: Sound) -> Problems:
         if sound("seq_length", "micro_batch_size") and self.tokens_per_pack > INT32_MAX:
             yield self.problem(
                 "seq_length",
@@ -231,7 +230,7 @@ class PackingConfig(Section, title="packing"):
             )
         yield from super().rules(sound)
 
-    def ramp_rules(self, unit: int) -> Iterator[Problem]:
+    def ramp_rules(self, unit: int) -> Problems:
         """Yield the problem of ``--rampup-batch-size``; ``unit`` is the number of samples of one
         micro-batch of every data-parallel rank.
         """
