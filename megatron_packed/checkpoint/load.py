@@ -33,7 +33,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 
-from megatron_packed.checkpoint.attached_files import read_attached
 from megatron_packed.checkpoint.directory import (
     Candidate,
     is_checkpoint_name,
@@ -47,9 +46,10 @@ from megatron_packed.checkpoint.errors import (
     NoCheckpointError,
 )
 from megatron_packed.checkpoint.latest_hint import check_hint, lost_checkpoint
-from megatron_packed.checkpoint.load_attempt import LoadAttempt, LoadedCheckpoint
+from megatron_packed.checkpoint.load_attempt import LoadAttempt, LoadedCheckpoint, read_attached
 from megatron_packed.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from megatron_packed.checkpoint.rank_agreement import Ranks
+from megatron_packed.checkpoint.run_metadata import BEST_STEP
 from megatron_packed.checkpoint.sealed_json import Json, JsonFields
 from megatron_packed.checkpoint.tensor_shard import TensorShard
 from megatron_packed.config import flag_names as flags
@@ -57,8 +57,6 @@ from megatron_packed.files.regular_files import StrPath
 
 BEST: Literal["best"] = "best"
 """Value of ``step`` for the step that the newest checkpoint names in `BEST_STEP`."""
-BEST_STEP = "best_step"
-"""Key of the metadata: the step with the lowest validation loss so far, or None."""
 Step = int | Literal["best"] | None
 """Step of the checkpoint to load; None for the newest one."""
 _CURE = "load from another directory, or restore an intact copy"

@@ -8,21 +8,26 @@ the file.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 
 import torch
 
-from megatron_packed.checkpoint.attached_files import MAX_ATTACHED_BYTES, AttachedFile
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.safetensors_header import MAX_HEADER_BYTES, is_sizes
 from megatron_packed.checkpoint.sealed_json import Json, JsonFields, read_small_file, seal, unseal
-from megatron_packed.checkpoint.tensor_extent import Extent, first_not_once
-from megatron_packed.checkpoint.tensor_shard import DTYPE_NAMES, NAMED_DTYPES, TENSOR_NAME
+from megatron_packed.checkpoint.tensor_shard import (
+    DTYPE_NAMES,
+    NAMED_DTYPES,
+    TENSOR_NAME,
+    Extent,
+    first_not_once,
+)
 
 MANIFEST = "manifest.json"
 CRC32C = "crc32c"
@@ -33,6 +38,8 @@ MAX_MANIFEST_BYTES = 256 << 20
 
 With blocks of 4 MiB a manifest needs about 3 MiB per TiB of checkpoint.
 """
+MAX_ATTACHED_BYTES = 256 << 20
+"""Size limit of an attached file. A tokenizer.json of 250,000 tokens has about 20 MiB."""
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 _CHECKSUM = re.compile(r"[0-9a-f]{8}")
@@ -75,6 +82,22 @@ class TensorRecord:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttachedFile:
+    """Name, size in bytes, and SHA-256 of a text that belongs to the weights, such as a tokenizer."""
+
+    name: str
+    size: int
+    sha256: str
+
+    @classmethod
+    def from_bytes(cls, name: str, data: bytes) -> AttachedFile:
+        return cls(name=name, size=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+    def to_json(self) -> JsonFields:
+        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,10 +20,13 @@ from megatron_packed.checkpoint.original_facts import (
     CONFIG,
     IDS,
     MAX_POSITIONS,
-    ORIGINAL,
     TOKENIZER_HASH,
 )
-from megatron_packed.checkpoint.run_metadata import metadata_problem, tokenizer_warning
+from megatron_packed.checkpoint.run_metadata import (
+    ORIGINAL,
+    metadata_problem,
+    tokenizer_warning,
+)
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.hub_paths import MODEL
 from megatron_packed.config.run import RunConfig

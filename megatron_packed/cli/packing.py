@@ -18,7 +18,6 @@ from megatron_packed.cli.errors import input_failures
 from megatron_packed.cli.output import show
 from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.parser.precedence import gather
-from megatron_packed.config.parser.stored_options import uses_checkpoint
 from megatron_packed.config.run import RunConfig
 from megatron_packed.resume.stored_options import stored_options
 
@@ -92,7 +91,7 @@ def with_unused_flags(run_flags: Sequence[str], uses: Collection[str] = ()) -> l
         key.partition(".")[0] for key in values if key != "model.vocab_size"
     }  # --vocab-size may also be given for the tokenizer, without a model
     present = {*uses, *values, *sections}
-    if uses_checkpoint(gathered):
+    if gathered.uses_checkpoint:
         present.add("model")
     # These options set the number of iterations.
     if {"training.train_samples", "training.train_epochs"} & values.keys():

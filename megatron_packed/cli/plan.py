@@ -21,13 +21,12 @@ from megatron_packed.cli.errors import EXIT_DATA, UsageError
 from megatron_packed.cli.lengths import read_numbers
 from megatron_packed.cli.output import show
 from megatron_packed.cli.packing import with_unused_flags
-from megatron_packed.config.batch_ramp import BatchStage
 from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.parser.precedence import gather
 from megatron_packed.config.parser.stored_options import NO_DATA
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.data_parts.files import TRAINING_DATA
-from megatron_packed.config.sections.packing import PackingConfig
+from megatron_packed.config.sections.packing import BatchStage, PackingConfig
 from megatron_packed.config.sections.parallel import fewest_processes
 from megatron_packed.resume.stored_options import stored_options
 

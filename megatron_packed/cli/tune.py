@@ -35,7 +35,6 @@ from megatron_packed.cli.tune_report import TuneReport
 from megatron_packed.config.environment_variables import apply_environment
 from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.parser.precedence import GivenOptions, gather
-from megatron_packed.config.parser.stored_options import uses_checkpoint
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.config.sections.data_parts.files import TRAINING_DATA
@@ -154,7 +153,7 @@ def tune_command(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int
 
 def _has_model(options: GivenOptions) -> bool:
     """Return whether flags of the run, or a checkpoint that they name, describe the model."""
-    return "model.hybrid_layer_pattern" in options.values or uses_checkpoint(options)
+    return "model.hybrid_layer_pattern" in options.values or options.uses_checkpoint
 
 
 def _of_one_replica(config: RunConfig, micro_batches: int) -> RunConfig:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megatron_packed.config.errors import Problem
+from megatron_packed.config.errors import Problem, Problems
 from megatron_packed.config.kernel_options import kernel_rules
 from megatron_packed.config.section import Sound
 from megatron_packed.config.sections.cuda_graph import graph_rules
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from megatron_packed.config.run import RunConfig
 
 
-def cross_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
+def cross_rules(run: RunConfig, sound: Sound) -> Problems:
     """Yield problems between sections.
 
     Args:
@@ -47,7 +46,7 @@ def cross_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
     yield from offload_rules(run.memory, model, graphs, sound)
 
 
-def _padding_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
+def _padding_rules(run: RunConfig, sound: Sound) -> Problems:
     """Yield a problem if --padded-vocab-size contradicts --vocab-size. Without --vocab-size the
     vocabulary is known after the tokenizer is read.
     """
@@ -62,7 +61,7 @@ def _padding_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
         yield run.data.problem("padded_vocab_size", *problem)
 
 
-def _document_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
+def _document_rules(run: RunConfig, sound: Sound) -> Problems:
     """Yield problems of the longest document with the model's positions or the kind of data."""
     model, packing, data = run.model, run.packing, run.data
     if sound("model.max_position_embeddings", "packing.seq_length", "packing.max_document_length"):
@@ -86,7 +85,7 @@ def _document_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
         )
 
 
-def _expert_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
+def _expert_rules(run: RunConfig, sound: Sound) -> Problems:
     """Yield problems of packs with the number of rows for experts."""
     model, packing = run.model, run.packing
     if sound(
@@ -109,7 +108,7 @@ def _expert_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
             )
 
 
-def _evaluation_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
+def _evaluation_rules(run: RunConfig, sound: Sound) -> Problems:
     """Yield problems of evaluations without data, of unused evaluation data, and of evaluation data
     that is also trained on.
     """
@@ -155,7 +154,7 @@ def _evaluation_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
             )
 
 
-def _set_name_rules(run: RunConfig) -> Iterator[Problem]:
+def _set_name_rules(run: RunConfig) -> Problems:
     """Yield a problem unless the names of validation sets are distinct, one for each path."""
     names, sets = run.training.validation_set_names, len(run.data.validation_paths)
     shown_names, flag = " ".join(names), "--validation-set-names"
@@ -169,7 +168,7 @@ def _set_name_rules(run: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _best_validation_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
+def _best_validation_rules(run: RunConfig, sound: Sound) -> Problems:
     """Yield problems of options that use validations, in a run without them, and of the task metric
     without conversations.
     """
@@ -195,7 +194,7 @@ def _best_validation_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
             )
 
 
-def _device_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
+def _device_rules(run: RunConfig, sound: Sound) -> Problems:
     on_gpus = sound("parallel.distributed_backend") and run.parallel.distributed_backend == "nccl"
     if on_gpus and sound("training.device") and run.training.device == "cpu":
         yield run.parallel.problem(
@@ -205,7 +204,7 @@ def _device_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
         )
 
 
-def _capture_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
+def _capture_rules(run: RunConfig, sound: Sound) -> Problems:
     if (
         sound("cuda_graph.cuda_graph_impl", "training.device")
         and run.cuda_graph.uses_transformer_engine
@@ -218,13 +217,13 @@ def _capture_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
         )
 
 
-def _kind_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
+def _kind_rules(run: RunConfig, sound: Sound) -> Problems:
     for kind in run.model.kinds if sound("model.hybrid_layer_pattern") else ():
         if kind.cross_rules is not None:
             yield from kind.cross_rules(run, sound)
 
 
-def _schedule_rules(run: RunConfig, optim: OptimizerConfig, sound: Sound) -> Iterator[Problem]:
+def _schedule_rules(run: RunConfig, optim: OptimizerConfig, sound: Sound) -> Problems:
     keys = (f"optim.{name}" for names in SAMPLE_UNITS.items() for name in names)
     if not sound(
         *keys,
@@ -266,7 +265,7 @@ def _schedule_rules(run: RunConfig, optim: OptimizerConfig, sound: Sound) -> Ite
         )
 
 
-def _ramp_rules(run: RunConfig) -> Iterator[Problem]:
+def _ramp_rules(run: RunConfig) -> Problems:
     """Yield a problem of ``--rampup-batch-size`` in a run whose lengths are not all in samples, or
     which ends before the batch has grown.
     """
@@ -303,7 +302,7 @@ def _given_length(optim: OptimizerConfig, name: str) -> tuple[str, str]:
     return optim.flag(name), ""
 
 
-def batch_rule(run: RunConfig, world_size: int, sound: Sound) -> Iterator[Problem]:
+def batch_rule(run: RunConfig, world_size: int, sound: Sound) -> Problems:
     """Yield a problem if the global batch does not divide into micro-batches for every
     data-parallel rank.
     """

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_packed.checkpoint.load import find_checkpoints
 from megatron_packed.config.run import RunConfig
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.known_files import KnownData, file_sizes, first_lines_refusal
@@ -107,6 +106,8 @@ class PlannedRun:
 
     def _loaded(self) -> str:
         """Return the name of the checkpoint that the run loads; empty if there is none."""
+        from megatron_packed.checkpoint.load import find_checkpoints
+
         load = self.config.checkpoint.load
         checkpoints = find_checkpoints(Path(load)) if load and Path(load).is_dir() else []
         return checkpoints[0].path.name if checkpoints else ""

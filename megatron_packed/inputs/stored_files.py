@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_packed.checkpoint.load import Step, read_attachments
 from megatron_packed.checkpoint.run_metadata import FOLDER, found_paths, metadata_problem
-from megatron_packed.config.parser.stored_options import STORED
-from megatron_packed.config.run import RunConfig
+from megatron_packed.config.run import STORED, RunConfig
 from megatron_packed.config.sections.data import DataConfig
 from megatron_packed.config.sections.data_parts.tokenizer import (
     CHAT_TEMPLATES,
@@ -28,6 +26,9 @@ from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron_packed.data.tokenizers.huggingface_settings import TOKENIZER_JSON
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.inputs.open_documents import build_tokenizer
+
+if TYPE_CHECKING:
+    from megatron_packed.checkpoint.load import Step
 
 # transformers' name of the file would make it the template of the tokenizer.json next to it.
 TEMPLATE = "template.jinja"
@@ -164,6 +165,8 @@ def stored_files(
     ranks: dict[str, Any] = {}
     if groups is not None:
         ranks = {"rank": groups.rank, "world_size": groups.world_size, "group": groups.world_group}
+    from megatron_packed.checkpoint.load import read_attachments
+
     attachments = read_attachments(folder, step=step, warn=warn, **ranks)
     # The load reads the same metadata later, and refuses it with its problem.
     if attachments is None or metadata_problem(attachments.metadata) is not None:

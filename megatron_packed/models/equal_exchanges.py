@@ -8,7 +8,7 @@ from megatron_packed.config import flag_names as flags
 from megatron_packed.config.errors import ConfigError, Problem
 from megatron_packed.config.exchanged_heads import exchanges_of_run
 from megatron_packed.config.run import RunConfig
-from megatron_packed.config.sections.all_to_all import AUTO, SYMMETRIC_MEMORY
+from megatron_packed.config.sections.collectives import AUTO, SYMMETRIC_MEMORY
 from megatron_packed.distributed.all_to_all import EqualExchange
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.symmetric_exchange import connect_exchange, staging_bytes

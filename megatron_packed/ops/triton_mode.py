@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from megatron_packed.config.triton_assembler import release_of
+from megatron_packed.config.environment_variables import release_of
 
 
 def interprets() -> bool:

@@ -9,8 +9,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from megatron_packed.checkpoint.directory import scan
-from megatron_packed.checkpoint.directory_lock import RootLock, claim_directory
+from megatron_packed.checkpoint.directory import RootLock, claim_directory, scan
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.rank_agreement import Ranks, on_rank_0
 from megatron_packed.config.run import RunConfig

@@ -50,7 +50,6 @@ from megatron_packed.reporting.run_writers import (
     writers_of,
 )
 from megatron_packed.resume.phases_and_stored_packs import Resumed, resumed_options
-from megatron_packed.resume.restore import restore
 from megatron_packed.resume.run_and_random_state import RunState
 from megatron_packed.training.build_graphs import (
     build_graphs,
@@ -312,6 +311,8 @@ def _build_model(launch: Launch, data: RunData) -> tuple[Job, RunState]:
         callbacks=launch.callbacks,
     )
     if config.checkpoint.load is not None or config.checkpoint.pretrained_checkpoint is not None:
+        from megatron_packed.resume.restore import restore
+
         restore(config, state, console.say, console.warn)
     # Set after the restore: with lengths in samples, the last iteration depends on the position at
     # which the plan resumes.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_packed.checkpoint import load_attempt
-from megatron_packed.checkpoint.directory_lock import claim_directory
+from megatron_packed.checkpoint.directory import claim_directory
 from megatron_packed.checkpoint.errors import (
     CheckpointError,
     CheckpointMismatchError,

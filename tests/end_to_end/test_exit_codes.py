@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megatron_packed.checkpoint.directory_lock import RUN_LOCK, RootLock
+from megatron_packed.checkpoint.directory import RUN_LOCK, RootLock
 from megatron_packed.checkpoint.load import find_checkpoints
 from support.faults import (
     full_console,

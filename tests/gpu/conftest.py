@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from megatron_packed.config.triton_assembler import assembler_variables
+from megatron_packed.config.environment_variables import assembler_variables
 
 if TYPE_CHECKING:
     from megatron_packed.distributed.groups import ParallelGroups

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_packed.config.sections.all_to_all import NCCL, SYMMETRIC_MEMORY
+from megatron_packed.config.sections.collectives import NCCL, SYMMETRIC_MEMORY
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import Axis, ParallelGroups
 from megatron_packed.distributed.testing import WorkerPools

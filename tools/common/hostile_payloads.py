@@ -1005,7 +1005,7 @@ EDITS: dict[str, Callable[[Any], object]] = {
 
 def _attached_template(folder: Path, canary: Canary) -> None:
     """Replace the attached template with a hostile one, and give the manifest its checksum."""
-    from megatron_packed.checkpoint.attached_files import AttachedFile
+    from megatron_packed.checkpoint.manifest import AttachedFile
 
     path = folder / "ck/step_00000002/template.jinja"
     path.write_text(templates(canary)["globals of cycler"])

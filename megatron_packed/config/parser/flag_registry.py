@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from megatron_packed.config.megatron.flags import REFUSAL_OF, TAKEN
 from megatron_packed.config.options import Field
 from megatron_packed.config.run import every_field
 
@@ -59,9 +58,13 @@ def spellings() -> Mapping[str, Spelling]:
 
 def usable_flags() -> list[str]:
     """Return every flag that is accepted; error messages suggest the nearest."""
+    from megatron_packed.config.megatron.flags import TAKEN
+
     return [*spellings(), *META_FLAGS, *TAKEN]
 
 
 def known_flags() -> set[str]:
     """Return every flag that is accepted or refused by name."""
+    from megatron_packed.config.megatron.flags import REFUSAL_OF
+
     return {*usable_flags(), *REFUSAL_OF}

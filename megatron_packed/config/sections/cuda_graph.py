@@ -4,10 +4,8 @@ micro-batch that no graph fits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from megatron_packed.config.conditions import option_is_not
-from megatron_packed.config.errors import Problem
+from megatron_packed.config.errors import Problem, Problems
 from megatron_packed.config.kinds.layer_kind import KINDS
 from megatron_packed.config.options import Related, option
 from megatron_packed.config.section import Section, Sound, section_fields
@@ -132,7 +130,7 @@ class CudaGraphConfig(Section, title="cuda_graph"):
             "its graph would hold; the results are the same."
         )
 
-    def rules(self, sound: Sound) -> Iterator[Problem]:
+    def rules(self, sound: Sound) -> Problems:
         yield from super().rules(sound)
         if sound("cuda_graph_impl") and not self.enabled:
             for field in section_fields(type(self))[1:]:
@@ -153,7 +151,7 @@ class CudaGraphConfig(Section, title="cuda_graph"):
 
 def graph_rules(
     graphs: CudaGraphConfig, model: ModelConfig, packing: PackingConfig, sound: Sound
-) -> Iterator[Problem]:
+) -> Problems:
     """Yield problems between CUDA graphs and other sections. See `Sound` for ``sound``."""
     if not sound("cuda_graph.cuda_graph_impl") or not graphs.enabled:
         return

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from megatron_packed.config.conditions import Condition, option_given
-from megatron_packed.config.errors import Problem
+from megatron_packed.config.errors import Problem, Problems
 from megatron_packed.config.kinds.attention import CORE_ATTENTION
 from megatron_packed.config.kinds.layer_kind import ACTIVATION, EVERYTHING, INPUT, KINDS, LAYER_NORM
 from megatron_packed.config.options import Related, option
@@ -236,7 +236,7 @@ class MemoryConfig(RecomputeOptions, title="memory", group="offload"):
 
 def recompute_rules(
     memory: MemoryConfig, model: ModelConfig, graphs: CudaGraphConfig, sound: Sound
-) -> Iterator[Problem]:
+) -> Problems:
     """Yield problems between recomputation and other sections. See `Sound` for ``sound``."""
     if not sound("memory.recompute_granularity") or memory.recompute_granularity is None:
         return
@@ -254,7 +254,7 @@ def recompute_rules(
         yield from _graph_rules(memory, graphs)
 
 
-def _pattern_rules(memory: MemoryConfig, pattern: str) -> Iterator[Problem]:
+def _pattern_rules(memory: MemoryConfig, pattern: str) -> Problems:
     count = memory.recompute_num_layers if memory.recomputes_layers else None
     if count is not None and count > len(pattern):
         yield memory.problem(
@@ -286,7 +286,7 @@ def _others(pattern: str) -> str:
     )
 
 
-def _graph_rules(memory: MemoryConfig, graphs: CudaGraphConfig) -> Iterator[Problem]:
+def _graph_rules(memory: MemoryConfig, graphs: CudaGraphConfig) -> Problems:
     if not graphs.enabled or graphs.captures_steps:
         return
     if memory.layers_per_unit > 1:
@@ -326,7 +326,7 @@ def forced_buffers(environ: Mapping[str, str], problems: list[Problem]) -> int |
 
 def offload_rules(
     memory: MemoryConfig, model: ModelConfig, graphs: CudaGraphConfig, sound: Sound
-) -> Iterator[Problem]:
+) -> Problems:
     """Yield problems between offload, the pattern and CUDA graphs. See `Sound` for ``sound``."""
     if (
         not sound("memory.offload_layer_inputs", "memory.fine_grained_activation_offloading")
@@ -352,7 +352,7 @@ def offload_rules(
             yield from _module_rules(module, memory, "".join(model.layer_types))
 
 
-def _module_rules(module: str, memory: MemoryConfig, pattern: str) -> Iterator[Problem]:
+def _module_rules(module: str, memory: MemoryConfig, pattern: str) -> Problems:
     symbols = OFFLOADED_IN[module]
     has = [number for number, symbol in enumerate(pattern) if symbol in symbols]
     without = f"leave {module} out"

@@ -12,18 +12,21 @@ from megatron_packed.config.conditions import (
     REPLICAS,
     Condition,
 )
-from megatron_packed.config.errors import Problem
+from megatron_packed.config.errors import Problem, Problems
 from megatron_packed.config.exchanged_heads import parts_of_layers
 from megatron_packed.config.kinds.layer_kind import LayerKind
 from megatron_packed.config.options import Related, derived_option, option
 from megatron_packed.config.parallel_layout import layout_problems
 from megatron_packed.config.section import Sound, section_fields
-from megatron_packed.config.sections.all_to_all import AllToAllOptions
+from megatron_packed.config.sections.collectives import (
+    TENSOR_PARALLEL,
+    AllToAllOptions,
+    TensorOverlapOptions,
+)
 from megatron_packed.config.sections.kind_options import KindCommunication
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.sections.model_parts.divisors import divisors, every_divisor, in_words
 from megatron_packed.config.sections.packing import PackingConfig
-from megatron_packed.config.sections.tensor_overlap import TENSOR_PARALLEL, TensorOverlapOptions
 
 NOT_BUILT = {
     "pipeline_model_parallel_size": "pipeline parallelism",
@@ -196,7 +199,7 @@ class ParallelConfig(  # dataclass fields follow the bases from right to left
             "expert_tp_size": self.expert_tensor_parallel_size,
         }
 
-    def rules(self, sound: Sound) -> Iterator[Problem]:
+    def rules(self, sound: Sound) -> Problems:
         for name, axis in NOT_BUILT.items():
             size = getattr(self, name)
             if sound(name) and size != 1:
@@ -217,7 +220,7 @@ def fewest_processes(parallel: ParallelConfig) -> int:
     return lcm(tp * cp, expert_tp * ep)
 
 
-def processes_rules(parallel: ParallelConfig, world_size: int, sound: Sound) -> Iterator[Problem]:
+def processes_rules(parallel: ParallelConfig, world_size: int, sound: Sound) -> Problems:
     """Yield problems if the sizes do not form a layout of ``world_size`` processes."""
     keys = (f"parallel.{name}" for name in (*AXIS_SIZES, *NOT_BUILT))
     if sound(*keys) and all(getattr(parallel, name) == 1 for name in NOT_BUILT):
@@ -260,7 +263,7 @@ def parallel_rules(
     model: ModelConfig,
     packing: PackingConfig,
     sound: Sound,
-) -> Iterator[Problem]:
+) -> Problems:
     """Yield problems between the layout and other sections. See `Sound` for ``sound``."""
     yield from _dense_rules(parallel, model, packing, sound)
     size = parallel.expert_model_parallel_size
@@ -276,7 +279,7 @@ def parallel_rules(
 
 def _dense_rules(
     parallel: ParallelConfig, model: ModelConfig, packing: PackingConfig, sound: Sound
-) -> Iterator[Problem]:
+) -> Problems:
     if not sound("parallel.tensor_model_parallel_size", "parallel.context_parallel_size"):
         return
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
@@ -307,9 +310,7 @@ def _instead_of_heads(cp: int, exchanged: list[_Shared]) -> str:
     return f", or give {' and '.join(flags)}, which {verb} no heads"
 
 
-def _shared_out(
-    flag: str, size: int, shared: list[_Shared], instead: str = ""
-) -> Iterator[Problem]:
+def _shared_out(flag: str, size: int, shared: list[_Shared], instead: str = "") -> Problems:
     """Yield a problem for each item that ``size`` ranks cannot share evenly. ``instead`` is the end
     of the cure.
     """
@@ -332,7 +333,7 @@ def _shared_out(
             )
 
 
-def _row_rules(parallel: ParallelConfig, packing: PackingConfig, sound: Sound) -> Iterator[Problem]:
+def _row_rules(parallel: ParallelConfig, packing: PackingConfig, sound: Sound) -> Problems:
     """Yield problems if the slots of a pack do not divide evenly among its ranks, or documents into
     the chunks of a zigzag.
     """

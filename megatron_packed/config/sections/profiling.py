@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from megatron_packed.config.conditions import TRAINS, option_given
-from megatron_packed.config.errors import Problem
+from megatron_packed.config.errors import Problem, Problems
 from megatron_packed.config.options import option
 from megatron_packed.config.section import Section, Sound
 from megatron_packed.config.sections.training import TrainingConfig
@@ -65,7 +65,7 @@ class ProfilingConfig(WindowOptions, title="profiling", group="memory"):
         only_if=option_given("profiling.record_memory_history"),
     )
 
-    def rules(self, sound: Sound) -> Iterator[Problem]:
+    def rules(self, sound: Sound) -> Problems:
         if not sound("profile", "profile_step_start", "profile_step_end") or not self.profile:
             return
         if self.profile_step_end <= self.profile_step_start:
@@ -78,7 +78,7 @@ class ProfilingConfig(WindowOptions, title="profiling", group="memory"):
 
 def profiling_rules(
     options: ProfilingConfig, training: TrainingConfig, sound: Callable[..., bool]
-) -> Iterator[Problem]:
+) -> Problems:
     """Yield problems between the options of profiling and of training."""
     window_sound = sound(
         "profiling.profile_step_start", "training.train_iters", "training.train_samples"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron_packed.config.conditions import (
@@ -13,7 +12,7 @@ from megatron_packed.config.conditions import (
     option_given,
     option_is_not,
 )
-from megatron_packed.config.errors import Problem
+from megatron_packed.config.errors import Problem, Problems
 from megatron_packed.config.kinds.layer_kind import KINDS
 from megatron_packed.config.options import Related, option
 from megatron_packed.config.section import KERNELS, Section, Sound
@@ -299,7 +298,7 @@ class TrainingConfig(  # dataclass fields follow the bases from right to left
         """
         return self.transformer_impl == "transformer_engine" and self.attention_backend == "auto"
 
-    def rules(self, sound: Sound) -> Iterator[Problem]:
+    def rules(self, sound: Sound) -> Problems:
         yield from super().rules(sound)
         if sound("train_iters", "train_epochs", "train_samples"):
             yield from self._length_rules()
@@ -319,7 +318,7 @@ class TrainingConfig(  # dataclass fields follow the bases from right to left
                 "add --bf16, or give local",
             )
 
-    def _length_rules(self) -> Iterator[Problem]:
+    def _length_rules(self) -> Problems:
         """Yield a problem if the run has no length, or two lengths in different units."""
         iters, samples = self.train_iters, self.train_samples
         if self.train_epochs is None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
 
-from megatron_packed.config.batch_ramp import BatchRamp, BatchStage, stage_of
+from megatron_packed.config.sections.packing import BatchRamp, BatchStage, stage_of
 from megatron_packed.data.packing.evaluation_plan import EvaluationPlan
 from megatron_packed.data.packing.packer import Packs
 from megatron_packed.data.packing.rank_balance import spread

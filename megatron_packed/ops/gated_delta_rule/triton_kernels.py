@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_packed.config.triton_assembler import RIGHT_PTXAS
+from megatron_packed.config.environment_variables import RIGHT_PTXAS
 from megatron_packed.ops.column_slices import GradientSlot, gradient_like, gradient_slot
 from megatron_packed.ops.gated_delta_rule.api import GatedDeltaRuleInputs
 from megatron_packed.ops.gated_delta_rule.precision import remark as remark

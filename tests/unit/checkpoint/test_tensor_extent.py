@@ -11,9 +11,17 @@ from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.load import load_checkpoint
 from megatron_packed.checkpoint.read_tensors import read_tensor
 from megatron_packed.checkpoint.save import save_checkpoint
-from megatron_packed.checkpoint.shard_file import FileSegment, ShardReader, write_shard_file
-from megatron_packed.checkpoint.tensor_extent import Extent, Overlap, first_not_once, overlaps
-from megatron_packed.checkpoint.tensor_shard import TensorShard, shards_of, share_out
+from megatron_packed.checkpoint.shard_file import write_shard_file
+from megatron_packed.checkpoint.shard_reader import FileSegment, ShardReader
+from megatron_packed.checkpoint.tensor_shard import (
+    Extent,
+    Overlap,
+    TensorShard,
+    first_not_once,
+    overlaps,
+    shards_of,
+    share_out,
+)
 
 ROWS, STRIDE = 6, 10
 

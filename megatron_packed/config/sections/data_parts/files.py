@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from fractions import Fraction
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from megatron_packed.config.conditions import Condition, option_given, option_is_not
-from megatron_packed.config.data_blend import BlendedPaths, blend_fault, split_shares
+from megatron_packed.config.data_blend import BlendedPaths, NamedData, blend_fault, split_shares
 from megatron_packed.config.data_fields import DataFields, pairs_fault, pairs_of
-from megatron_packed.config.errors import Problem
+from megatron_packed.config.errors import Problem, Problems
 from megatron_packed.config.options import Related, derived_option, option
-from megatron_packed.config.parser.data_path_files import (
-    NamedData,
-    read_data_args,
-    read_per_split_data_args,
-)
 from megatron_packed.config.section import Section, Sound
 
 if TYPE_CHECKING:
@@ -197,9 +191,13 @@ class FileOptions(Section, group="files"):
     def named(self) -> NamedData:
         """Words of all data paths, given by options or by files; the files are read once."""
         if self.per_split_data_args_path is not None:
+            from megatron_packed.config.parser.data_path_files import read_per_split_data_args
+
             return read_per_split_data_args(self.per_split_data_args_path)
         train, fault = self.train_data_path or self.data_path, ""
         if self.data_args_path is not None:
+            from megatron_packed.config.parser.data_path_files import read_data_args
+
             train, _, _, fault = read_data_args(self.data_args_path)
         return NamedData(train, self.valid_data_path, self.test_data_path, fault)
 
@@ -280,7 +278,7 @@ class FileOptions(Section, group="files"):
         """
         return bool(self.named.test) or bool(self.shares[2])
 
-    def rules(self, sound: Sound) -> Iterator[Problem]:
+    def rules(self, sound: Sound) -> Problems:
         yield from super().rules(sound)
         if sound(*_NAMES_TRAINING):
             yield from self._source_rules()
@@ -292,7 +290,7 @@ class FileOptions(Section, group="files"):
         if sound("split") and self.split is not None:
             yield from self._split_rules(self.split)
 
-    def _source_rules(self) -> Iterator[Problem]:
+    def _source_rules(self) -> Problems:
         """Yield problems unless exactly one option names the training data and its file is valid."""
         naming = self._naming_training
         if not naming:
@@ -312,7 +310,7 @@ class FileOptions(Section, group="files"):
             if naming == [file]:
                 yield from self._file_rules(file)
 
-    def _file_rules(self, file: str) -> Iterator[Problem]:
+    def _file_rules(self, file: str) -> Problems:
         """Yield problems of the file that names the data."""
         if self.named.fault:
             cure = "give a file with WEIGHT PATH [WEIGHT PATH ...], or with paths only"
@@ -329,7 +327,7 @@ class FileOptions(Section, group="files"):
                     "name the data in that file, or leave the file out",
                 )
 
-    def _path_rules(self, flag: str, arguments: tuple[str, ...]) -> Iterator[Problem]:
+    def _path_rules(self, flag: str, arguments: tuple[str, ...]) -> Problems:
         fault = blend_fault(arguments)
         if fault:
             yield Problem(
@@ -339,7 +337,7 @@ class FileOptions(Section, group="files"):
                 "give WEIGHT PATH [WEIGHT PATH ...], or paths only",
             )
 
-    def _field_rules(self, sound: Sound) -> Iterator[Problem]:
+    def _field_rules(self, sound: Sound) -> Problems:
         flag, shown = self.flag("data_fields"), " ".join(self.data_fields)
         fault = pairs_fault(pairs_of(self.data_fields))
         if fault is not None:
@@ -354,7 +352,7 @@ class FileOptions(Section, group="files"):
                 flag, shown, "names prompts and answers, whose training needs --sft", "add --sft"
             )
 
-    def _split_rules(self, split: str) -> Iterator[Problem]:
+    def _split_rules(self, split: str) -> Problems:
         if split_shares(split) is None:
             yield Problem(
                 "--split",

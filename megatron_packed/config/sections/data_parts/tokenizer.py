@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from datetime import date
 
 from megatron_packed.config.conditions import Condition, option_is
-from megatron_packed.config.errors import Problem
+from megatron_packed.config.errors import Problem, Problems
 from megatron_packed.config.options import Related, Stored, derived_option, option
 from megatron_packed.config.section import Section, Sound
 
@@ -269,7 +268,7 @@ class TokenizerOptions(Section, group="tokenizer"):
         earlier=_earlier_data_rules,
     )
 
-    def rules(self, sound: Sound) -> Iterator[Problem]:
+    def rules(self, sound: Sound) -> Problems:
         yield from super().rules(sound)
         if sound("tokenizer_type", "tokenizer_model"):
             wanted = MODEL_FILES.get(self.tokenizer_type)
@@ -314,7 +313,7 @@ class TokenizerOptions(Section, group="tokenizer"):
                 "leave one of the two flags out",
             )
 
-    def _special_token_rules(self) -> Iterator[Problem]:
+    def _special_token_rules(self) -> Problems:
         option, named = "tokenizer_special_tokens", self.tokenizer_special_tokens
         if named and self.tokenizer_type not in (TIKTOKEN, SENTENCEPIECE):
             yield self.problem(
@@ -348,9 +347,7 @@ class TokenizerOptions(Section, group="tokenizer"):
             )
 
 
-def vocabulary_rules(
-    data: TokenizerOptions, vocab_size: int | None, sound: Sound
-) -> Iterator[Problem]:
+def vocabulary_rules(data: TokenizerOptions, vocab_size: int | None, sound: Sound) -> Problems:
     """Yield problems between the tokenizer and the model's --vocab-size."""
     if not sound(
         "data.tokenizer_type",

@@ -1,11 +1,34 @@
-"""Options of the overlap of tensor-parallel collectives with matrix products."""
+"""Options of collectives: the backend of all-to-alls, and tensor-parallel ones under matrix products."""
 
 from __future__ import annotations
 
 from megatron_packed.config.conditions import Condition, option_given, option_is_not
+from megatron_packed.config.exchanged_heads import exchanges_of_run
 from megatron_packed.config.options import option
 from megatron_packed.config.section import Section
 from megatron_packed.config.sections.cuda_graph import TRANSFORMER_ENGINE
+
+AUTO, NCCL, SYMMETRIC_MEMORY = "auto", "nccl", "symmetric_memory"
+
+
+EQUAL_PARTS = Condition(
+    "no all-to-all has parts of equal, static sizes",
+    lambda run, processes: bool(exchanges_of_run(run)),
+)
+
+
+class AllToAllOptions(Section):
+    """Backend of all-to-alls whose parts have equal, static sizes."""
+
+    all_to_all_backend: str = option(
+        NCCL,
+        "Backend of all-to-alls whose parts have equal, static sizes: the collective (nccl), or "
+        "copies between the GPUs of one host (symmetric_memory). With auto, CUDA graphs use the "
+        "copies where the GPUs support them.",
+        choices=(NCCL, SYMMETRIC_MEMORY, AUTO),
+        only_if=EQUAL_PARTS,
+    )
+
 
 OVERLAP = "tensor-parallel overlap"
 _PARTS = (
