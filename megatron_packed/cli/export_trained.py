@@ -46,7 +46,6 @@ from megatron_packed.data.tokenizers.chat_format import (
     lacks_chatml,
     template_source,
 )
-from megatron_packed.data.tokenizers.chat_template import DEFAULT_TEMPLATE
 from megatron_packed.data.tokenizers.exported_files import (
     Files,
     files_of_bytes,
@@ -55,7 +54,7 @@ from megatron_packed.data.tokenizers.exported_files import (
     files_of_sentencepiece,
 )
 from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
-from megatron_packed.data.tokenizers.prompt_formats import FORMATS_BY_NAME
+from megatron_packed.data.tokenizers.prompt_formats import DEFAULT_TEMPLATE, FORMATS_BY_NAME
 from megatron_packed.data.tokenizers.served_template import served_template
 from megatron_packed.inputs.open_documents import build_tokenizer
 from megatron_packed.inputs.prompts import encode_prompts, texts

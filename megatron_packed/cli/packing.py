@@ -11,19 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
 
 from megatron_packed.cli.command import command
 from megatron_packed.cli.errors import input_failures
 from megatron_packed.cli.output import show
 from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.parser.precedence import gather
-from megatron_packed.config.run import RunConfig
 from megatron_packed.resume.stored_options import stored_options
-
-if TYPE_CHECKING:
-    from megatron_packed.data.tokenizers.base import Tokenizer
-    from megatron_packed.inputs.run_documents import RunDocuments
 
 _UNUSED = {
     "model": ("--hybrid-layer-pattern", "-", "--hidden-size", "1", "--num-attention-heads", "1"),
@@ -45,6 +39,7 @@ def packing_command(arguments: argparse.Namespace, run_flags: Sequence[str]) -> 
     config = parse_or_exit(with_unused_flags(run_flags), launched=False, read_stored=stored_options)
     from megatron_packed.data.tokenizers.base import vocabulary
     from megatron_packed.inputs.data_messages import packing_sentences
+    from megatron_packed.inputs.open_documents import open_run_documents
     from megatron_packed.inputs.plan_packs import plan_data
     from megatron_packed.inputs.stored_files import with_tokenizer
 
@@ -59,24 +54,6 @@ def packing_command(arguments: argparse.Namespace, run_flags: Sequence[str]) -> 
     else:
         show("\n".join([*documents.sentences, *packing_sentences(config, plans)]))
     return 0
-
-
-def open_run_documents(
-    config: RunConfig, tokenizer: Tokenizer, *, show_progress: bool = True
-) -> RunDocuments:
-    """Open the documents of a run; see `open_documents`."""
-    from megatron_packed.inputs.open_documents import open_documents
-
-    return open_documents(
-        config.data,
-        tokenizer,
-        validates=config.validates,
-        tests=config.tests,
-        sets=config.validation_sets,
-        shorten_to=config.shorten_to,
-        made_from=config.made_from,
-        show=show_progress,
-    )
 
 
 def with_unused_flags(run_flags: Sequence[str], uses: Collection[str] = ()) -> list[str]:

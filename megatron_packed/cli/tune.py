@@ -28,7 +28,7 @@ from megatron_packed.cli.errors import (
 )
 from megatron_packed.cli.lengths import read_numbers
 from megatron_packed.cli.output import show
-from megatron_packed.cli.packing import open_run_documents, with_unused_flags
+from megatron_packed.cli.packing import with_unused_flags
 from megatron_packed.cli.plan import DATA_PLACEHOLDER, add_world_size, check_world_size
 from megatron_packed.cli.tune_costs import costs_of
 from megatron_packed.cli.tune_report import TuneReport
@@ -293,12 +293,13 @@ def _tokenized(config: RunConfig) -> tuple[NDArray[np.int64], NDArray[np.int64],
     """Return the lengths of documents, the lengths of the pieces of the first epoch, and all
     pieces. With a blend, the first epoch has only the pieces that the blend draws.
     """
+    from megatron_packed.inputs.open_documents import open_run_documents
     from megatron_packed.inputs.plan_packs import plan_data
     from megatron_packed.inputs.stored_files import with_tokenizer
 
     with input_failures():
         config, tokenizer = with_tokenizer(config)
-        documents = open_run_documents(config, tokenizer, show_progress=sys.stderr.isatty())
+        documents = open_run_documents(config, tokenizer, show=sys.stderr.isatty())
         plan = plan_data(replace(config, cuda_graph=CudaGraphConfig()), documents).train
     lengths = plan.pieces.length
     return (

@@ -12,9 +12,13 @@ from numpy.typing import NDArray
 
 from megatron_packed.config.sections.data import DataConfig
 from megatron_packed.data.errors import DataError, NotTokenizedError
-from megatron_packed.data.index.indexed_file import index_path, names_indexed
 from megatron_packed.data.sources.jsonl_lines import MAX_LINE_BYTES
-from megatron_packed.data.sources.source_files import expand_paths
+from megatron_packed.data.sources.source_files import (
+    expand_paths,
+    index_path,
+    names_indexed,
+    tokens_path,
+)
 from megatron_packed.data.sources.tokenize_files import BuildOptions, check_before_building
 
 
@@ -65,7 +69,7 @@ def file_sizes(paths: tuple[str, ...]) -> list[int]:
     for path in paths:
         indexed = names_indexed(path)
         files += (
-            [index_path(path), Path(f"{path}.bin")]
+            [index_path(path), tokens_path(path)]
             if indexed
             else expand_paths([path], download=False)
         )

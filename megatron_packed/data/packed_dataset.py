@@ -15,9 +15,9 @@ from megatron_packed.config.sections.data_parts.tokenizer import (
     EACH_ANSWER,
     REFUSED,
 )
-from megatron_packed.data.collate import collate
 from megatron_packed.data.documents import Documents
 from megatron_packed.data.errors import DataError
+from megatron_packed.data.loader import collate
 from megatron_packed.data.packed_dataset_checks import (
     CutRules,
     Data,
@@ -32,8 +32,8 @@ from megatron_packed.data.packed_dataset_sources import (
     open_sources,
 )
 from megatron_packed.data.packing.packer import Packer, Packs
+from megatron_packed.data.packing.pieces import cut_documents
 from megatron_packed.data.packing.step_plan import PieceTable
-from megatron_packed.data.packing.token_accounting import cut_documents
 from megatron_packed.data.tokenizers.base import Tokenizer
 from megatron_packed.files.regular_files import StrPath
 from megatron_packed.packed.micro_batch import MicroBatch

@@ -14,7 +14,7 @@ from megatron_packed.config.errors import printable
 from megatron_packed.config.hub_paths import is_hub_name, is_hub_path
 from megatron_packed.config.sections.packing import default_overlong_policy
 from megatron_packed.data.errors import DataError
-from megatron_packed.data.index.indexed_file import is_indexed
+from megatron_packed.data.sources.source_files import is_indexed
 from megatron_packed.files.regular_files import StrPath
 
 Data = StrPath | Iterable[Any]

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,6 @@ from megatron_packed.cuda_graphs.fallback_reasons import GraphFallbackError
 from megatron_packed.data.documents import Documents
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.loader import Loader
-from megatron_packed.data.packing.evaluation_plan import EvaluationPlan
 from megatron_packed.data.packing.pack_plan import PackPlan
 from megatron_packed.data.packing.packing_report import PackingReport
 from megatron_packed.data.packing.step_plan import StepPlan
@@ -31,22 +30,25 @@ from megatron_packed.inputs.data_messages import (
     packing_sentences,
     spread_sentences,
 )
-from megatron_packed.inputs.hub_commits import agree_on_commits
-from megatron_packed.inputs.open_documents import build_tokenizer, open_documents
-from megatron_packed.inputs.plan_packs import Plans, StoredPacks, pack_cost, plan_data
-from megatron_packed.inputs.run_documents import TEST, VALIDATION, RunDocuments
-from megatron_packed.inputs.sample_and_metric_prompts import (
-    Questions,
-    metric_questions,
-    sample_questions,
+from megatron_packed.inputs.open_documents import (
+    TEST,
+    VALIDATION,
+    RunDocuments,
+    build_tokenizer,
+    open_run_documents,
 )
+from megatron_packed.inputs.plan_packs import Plans, StoredPacks, pack_cost, plan_data
 from megatron_packed.inputs.stored_files import StoredFiles, files_to_attach, with_stored_template
 from megatron_packed.packed.capture_sizes import CaptureSizes
 
-AnyPlan = PackPlan | EvaluationPlan
+if TYPE_CHECKING:
+    from megatron_packed.data.packing.evaluation_plan import EvaluationPlan
+    from megatron_packed.inputs.sample_and_metric_prompts import Questions
+
+AnyPlan: TypeAlias = "PackPlan | EvaluationPlan"
 """Plan of training data, or of validation or test data."""
-_Plan = TypeVar("_Plan", bound=AnyPlan)
-_Plan_co = TypeVar("_Plan_co", bound=AnyPlan, covariant=True)
+_Plan = TypeVar("_Plan", bound="AnyPlan")
+_Plan_co = TypeVar("_Plan_co", bound="AnyPlan", covariant=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +167,8 @@ def build_data(
     options = config.data
     show = groups.rank == 0 if show is None else show
     if options.hub_paths:
+        from megatron_packed.inputs.hub_commits import agree_on_commits
+
         agree_on_commits(options.hub_paths, groups)
     trained = None if stored is None else stored.trained_tokenizer(options)
     tokenizer = build_tokenizer(options, config.model.vocab_size, say, trained=trained, show=show)
@@ -174,19 +178,15 @@ def build_data(
     attached = files_to_attach(options, tokenizer)
     vocab_size = _vocabulary(config, tokenizer)
     # Before the data, because tokenising it may take hours.
-    samples = sample_questions(config, tokenizer, groups) if config.logging.sample_prompts else None
-    documents = open_documents(
-        options,
-        tokenizer,
-        validates=config.validates,
-        tests=config.tests,
-        sets=config.validation_sets,
-        shorten_to=config.shorten_to,
-        made_from=config.made_from,
-        show=show,
-    )
-    metric = None
+    samples = metric = None
+    if config.logging.sample_prompts is not None:
+        from megatron_packed.inputs.sample_and_metric_prompts import sample_questions
+
+        samples = sample_questions(config, tokenizer, groups)
+    documents = open_run_documents(config, tokenizer, show=show)
     if config.training.valid_metric is not None:
+        from megatron_packed.inputs.sample_and_metric_prompts import metric_questions
+
         metric = metric_questions(config, tokenizer, documents.valid)
     tokenizer_hash = _closed(tokenizer)
     _say_documents(config, documents, say)

@@ -20,10 +20,7 @@ from megatron_packed.config.sections.data_parts.tokenizer import (
     TRAINED_BPE,
 )
 from megatron_packed.data.tokenizers.base import Tokenizer
-from megatron_packed.data.tokenizers.bpe_training import files_of_trained
 from megatron_packed.data.tokenizers.chat_format import template_source
-from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
-from megatron_packed.data.tokenizers.huggingface_settings import TOKENIZER_JSON
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.inputs.open_documents import build_tokenizer
 
@@ -48,6 +45,9 @@ def files_to_attach(options: DataConfig, tokenizer: Tokenizer) -> dict[str, str]
     # Other tokenizers are files of the user: they may be large, and other runs share them. Only the
     # paths of such files are stored.
     if options.tokenizer_type == TRAINED_BPE:
+        from megatron_packed.data.tokenizers.bpe_training import files_of_trained
+        from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
+
         assert isinstance(tokenizer, HuggingFaceTokenizer)
         texts |= files_of_trained(tokenizer)
     if _is_file(options.chat_template) or _uses_own_template(options, tokenizer):
@@ -84,6 +84,8 @@ class StoredFiles(NamedTuple):
         same = options.tokenizer_vocab_size == self.data.get("tokenizer_vocab_size")
         if options.tokenizer_type != TRAINED_BPE or not same:
             return None
+        from megatron_packed.data.tokenizers.huggingface_settings import TOKENIZER_JSON
+
         return self.texts.get(TOKENIZER_JSON)
 
     def with_template(self, options: DataConfig, *, prefers_stored: bool) -> DataConfig:

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_packed.checkpoint.run_metadata import RunProgress
-from megatron_packed.data.packing.evaluation_plan import EvaluationPlan
 from megatron_packed.distributed.collectives import all_gather_json, all_reduce_sum
+from megatron_packed.inputs.open_documents import TEST, VALIDATION
 from megatron_packed.inputs.run_data import Stream
-from megatron_packed.inputs.run_documents import TEST, VALIDATION
 from megatron_packed.reporting.closing_lines import metric_text
 from megatron_packed.reporting.sample_answers import SAMPLES, console_lines
 from megatron_packed.training.answers import TrainingAnswers
 
 if TYPE_CHECKING:
+    from megatron_packed.data.packing.evaluation_plan import EvaluationPlan
     from megatron_packed.training.trainer import Trainer
 
 

@@ -29,7 +29,7 @@ from megatron_packed.distributed.rng import seed_all
 from megatron_packed.distributed.same_flags import check_same_flags
 from megatron_packed.explain.kernel_reasons import check_implementation, check_kernels
 from megatron_packed.explain.run_description import describe, name_kernels
-from megatron_packed.inputs.epochs import with_epochs
+from megatron_packed.inputs.plan_packs import with_epochs
 from megatron_packed.inputs.run_data import RunData, build_data, most_documents
 from megatron_packed.inputs.stored_files import files_of_start
 from megatron_packed.models.flops import FlopCounter

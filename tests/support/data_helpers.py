@@ -1,5 +1,6 @@
 """Small tokenizers and data sets for the data tests."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -7,6 +8,9 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megatron_packed.data.errors import BadLine
+from megatron_packed.data.packing.evaluation_plan import EvaluationPlan
+from megatron_packed.data.packing.pack_plan import PackPlan
+from megatron_packed.data.packing.step_plan import PieceTable
 from megatron_packed.data.sources.tokenized_dataset import TokenizedDataset, open_dataset
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.data.tokenizers.chat_format import TemplateFormat
@@ -35,6 +39,12 @@ AWKWARD = [
     "\U0010ffff\ue000",
 ]
 """Texts that are difficult for tokenizers."""
+
+
+def evaluation_of(plan: PackPlan, max_steps: int | None = None) -> EvaluationPlan:
+    """Return a plan of one evaluation over the pieces of a plan, by its rules."""
+    shared = {field.name: getattr(plan, field.name) for field in dataclasses.fields(PieceTable)}
+    return EvaluationPlan(**shared, max_steps=max_steps)
 
 
 def save_tokenizer(directory: Path, engine: tokenizers.Tokenizer, **config) -> HuggingFaceTokenizer:

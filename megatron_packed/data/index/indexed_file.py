@@ -39,6 +39,7 @@ from megatron_packed.data.sources.checked_arrays import (
     CHECKSUMS,
     CheckedBlocks,
 )
+from megatron_packed.data.sources.source_files import index_path, tokens_path
 from megatron_packed.files.checksums import crc32c
 from megatron_packed.files.regular_files import open_regular
 from megatron_packed.packed.array_types import AnyArray, Int32Array, Int64Array, UInt8Array
@@ -64,21 +65,8 @@ _AT_ONCE = 2**22
 """Number of entries of an index that are checked together, which limits the memory used."""
 
 
-def index_path(prefix: str | Path) -> Path:
-    return Path(f"{prefix}.idx")
-
-
-def tokens_path(prefix: str | Path) -> Path:
-    return Path(f"{prefix}.bin")
-
-
 def checksums_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.crc32c")
-
-
-def is_indexed(prefix: str | Path) -> bool:
-    """Return whether ``<prefix>.bin`` or ``<prefix>.idx`` exists."""
-    return index_path(prefix).is_file() or tokens_path(prefix).is_file()
 
 
 def token_type(vocab_size: int | None) -> np.dtype[Any]:
@@ -354,8 +342,3 @@ def _view(raw: UInt8Array, dtype: DTypeLike, count: int, at: int) -> tuple[AnyAr
     """
     end = at + count * np.dtype(dtype).itemsize
     return raw[at:end].view(dtype), end
-
-
-def names_indexed(path: str) -> bool:
-    """Return True if a data path is the prefix of an indexed data set and is no file itself."""
-    return not Path(path).exists() and is_indexed(path)

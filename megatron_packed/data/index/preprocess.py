@@ -30,18 +30,16 @@ import numpy as np
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.data_fields import DataFields
 from megatron_packed.config.sections.data_parts.tokenizer import TOKENS
-from megatron_packed.data.errors import BadLine, DataError, printable
+from megatron_packed.data.errors import BadLine, DataError, Notes, printable
 from megatron_packed.data.index.indexed_file import token_type
 from megatron_packed.data.index.indexed_writer import IndexedWriter
-from megatron_packed.data.notes import Notes
 from megatron_packed.data.progress_bar import ProgressBar
 from megatron_packed.data.sources.data_report import DataReport, LineTally, Quarantine
 from megatron_packed.data.sources.first_lines import check_first_lines
 from megatron_packed.data.sources.jsonl_lines import MAX_LINE_BYTES, RawLine
 from megatron_packed.data.sources.line_fields import renamed
-from megatron_packed.data.sources.source_files import quarantine_of
+from megatron_packed.data.sources.source_files import quarantine_of, reader_of
 from megatron_packed.data.sources.strict_json import JsonObject, object_of_line
-from megatron_packed.data.sources.table_rows import reader_of
 from megatron_packed.data.sources.tokenize_files import Chunk, chunks_of
 from megatron_packed.data.tokenizers.base import Tokenizer
 from megatron_packed.data.tokenizers.chat_format import TextPiece, chat_format

@@ -43,8 +43,6 @@ from megatron_packed.data.packing.balanced_packer import (
     best_fit,
     long_first_order,
 )
-from megatron_packed.data.packing.packs import Packs as Packs
-from megatron_packed.data.packing.packs import check_lengths
 from megatron_packed.packed.array_types import Int64Array, IntegerArray
 from megatron_packed.packed.capture_sizes import DOCUMENT_COST
 from megatron_packed.packed.cu_seqlens import aligned, as_lengths
@@ -53,6 +51,32 @@ METHODS = ("balanced", "best_fit_decreasing", "sequential")
 
 GOOD_WASTE = 0.01
 """Share of empty slots above which best fit is tried too for a window."""
+_MOST_SHOWN = 5
+"""Number of documents that an error names."""
+
+
+@dataclass(frozen=True, eq=False)
+class Packs:
+    """Packs of pieces. Pack i has the pieces ``order[offsets[i] : offsets[i + 1]]``, in this order."""
+
+    order: Int64Array
+    offsets: Int64Array
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, pack: int) -> Int64Array:
+        return self.order[self.offsets[pack] : self.offsets[pack + 1]]
+
+    @property
+    def documents_per_pack(self) -> Int64Array:
+        return np.diff(self.offsets)
+
+    def sums(self, values: IntegerArray) -> Int64Array:
+        """Sum a value per piece (lengths, targets, squared lengths) over each pack, ``(packs,)``."""
+        running = np.concatenate([[0], np.cumsum(values[self.order], dtype=np.int64)])
+        sums: Int64Array = running[self.offsets[1:]] - running[self.offsets[:-1]]
+        return sums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +179,7 @@ class Packer:
             ValueError: a length is out of range.
         """
         tokens: Lengths = np.asarray(lengths, dtype=np.int64)
-        check_lengths(tokens, self.slots)
+        _check_lengths(tokens, self.slots)
         tokens = aligned(tokens, self.alignment)
         packs = self._pack(tokens, seed, epoch, on_progress)
         if self.room is None or packs.documents_per_pack.max(initial=0) <= self.room:
@@ -203,6 +227,23 @@ class Packer:
             waiting = candidates[~packed]
             on_progress(int(window[-1]) + 1)
         return pack_of
+
+
+def _check_lengths(lengths: Int64Array, slots: int) -> None:
+    """Check that each document fits into a pack of ``slots`` tokens.
+
+    Raises:
+        ValueError: with the first documents that do not fit, and the cure.
+    """
+    misfits = np.flatnonzero((lengths < 1) | (lengths > slots))
+    if misfits.size:
+        named = ", ".join(f"document {n} has {lengths[n]}" for n in misfits[:_MOST_SHOWN])
+        suffix = ", ..." if misfits.size > _MOST_SHOWN else ""
+        raise ValueError(
+            f"{misfits.size} of {lengths.size} documents do not fit into a pack of {slots} tokens: {named}{suffix}. "
+            f"Documents have 1 to {slots} tokens; apply an over-long policy first: split, shorten or leave out the "
+            "others."
+        )
 
 
 def _sequential(lengths: Lengths, slots: int, max_documents: int) -> Int64Array:

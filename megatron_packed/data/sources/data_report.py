@@ -12,8 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from megatron_packed.config import flag_names as flags
-from megatron_packed.data.errors import CURES, EMPTY, REASONS, BadLine, DataError, printable
-from megatron_packed.data.notes import Notes, note_lines
+from megatron_packed.data.errors import (
+    CURES,
+    EMPTY,
+    REASONS,
+    BadLine,
+    DataError,
+    Notes,
+    note_lines,
+    printable,
+)
 from megatron_packed.data.sources.jsonl_lines import WHOLE_FILE, RawLine
 from megatron_packed.data.tokenizers.encode import Cut, EncodedDocument
 from megatron_packed.files.written_files import (
@@ -68,7 +76,7 @@ class LineCounts:
     schemas: dict[str, int] = field(default_factory=dict)
     """Number of good lines for each schema."""
     notes: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Counts of the notes of the good lines, by kind and name (`notes.NOTES`)."""
+    """Counts of the notes of the good lines, by kind and name (`errors.NOTES`)."""
     turn_marker_lines: int = 0
     """Lines of text that spell turn markers, which are encoded as letters."""
     first_marked: str = ""

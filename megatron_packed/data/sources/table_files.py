@@ -1,4 +1,4 @@
-"""Detection of tables (Parquet, Arrow), and of the files of a saved Hugging Face data set.
+"""Check of the library for tables (Parquet, Arrow), and the files of a saved Hugging Face data set.
 
 This module works without pyarrow.
 """
@@ -15,18 +15,9 @@ from megatron_packed.config.optional_packages import old_package
 from megatron_packed.data.errors import DataError, printable
 from megatron_packed.files.regular_files import open_regular
 
-PARQUET_MAGIC, ARROW_MAGIC = b"PAR1", b"ARROW1"
-_STREAM_MAGIC = b"\xff\xff\xff\xff"
-"""First bytes of a message of an Arrow stream; no text begins with these bytes."""
 _MOST_BYTES = 64 << 20
 """Bytes of a description that are read; that of 100,000 files has 6 MB."""
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
-
-
-def is_table(file: Path) -> bool:
-    """Return whether a file is Parquet or Arrow. The first bytes decide, not the name."""
-    with file.open("rb") as stream:
-        return stream.read(8).startswith((PARQUET_MAGIC, ARROW_MAGIC, _STREAM_MAGIC))
 
 
 def check_pyarrow(file: Path) -> None:

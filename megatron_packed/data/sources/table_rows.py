@@ -19,46 +19,18 @@ from typing import Any
 
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.data_fields import ANSWERS, DataFields
-from megatron_packed.config.data_files import is_plain_name
 from megatron_packed.data.errors import DataError, printable
-from megatron_packed.data.sources.json_objects import check_no_wrapped_list
-from megatron_packed.data.sources.jsonl_lines import LineReader, RawLine
-from megatron_packed.data.sources.line_fields import columns_of, first_names
+from megatron_packed.data.sources.compression import ARROW_MAGIC, PARQUET_MAGIC
+from megatron_packed.data.sources.jsonl_lines import RawLine
+from megatron_packed.data.sources.line_fields import columns_of
 from megatron_packed.data.sources.line_messages import CONTENTS
-from megatron_packed.data.sources.line_schema import DECIDING
+from megatron_packed.data.sources.line_schema import DECIDING, deciding_among
 from megatron_packed.data.sources.message_masks import LISTED_MASK
-from megatron_packed.data.sources.plain_texts import TextReader, begins_as_json
-from megatron_packed.data.sources.table_files import (
-    ARROW_MAGIC,
-    PARQUET_MAGIC,
-    check_pyarrow,
-    is_table,
-)
+from megatron_packed.data.sources.table_files import check_pyarrow
 from megatron_packed.data.sources.token_lines import TOKEN_FIELDS, TOKEN_ID_FIELDS
 
 _BATCH_ROWS = 128
 _BUFFER_BYTES = 2**20
-
-
-def reader_of(
-    file: Path, max_line_bytes: int, columns: Collection[str], fields: DataFields | None = None
-) -> LineReader | RowReader | TextReader:
-    """Return the reader of a file: of rows of a table, of one plain text, or of lines or elements.
-
-    Raises:
-        DataError: the file is one JSON object that holds a list.
-    """
-    if is_table(file):
-        return RowReader(file, max_line_bytes, columns, fields)
-    if is_plain_name(file.name) and not begins_as_json(file):
-        return TextReader(file, max_line_bytes)
-    check_no_wrapped_list(file, _needed(columns) if fields is None else first_names(fields))
-    return LineReader(file, max_line_bytes)
-
-
-def _needed(columns: Collection[str]) -> set[str]:
-    """Return the columns of which a row needs one: all of them if none decides a schema."""
-    return set(columns) & DECIDING or set(columns)
 
 
 @dataclass
@@ -167,7 +139,7 @@ class RowReader:
         fields = self.fields
         columns = self._columns(names) if fields is None else columns_of(fields, names, self.file)
         wanted = [name for name in names if name in columns]
-        needed = set(columns) if fields is not None else _needed(self.columns)
+        needed = set(columns) if fields is not None else deciding_among(self.columns)
         if needed.isdisjoint(wanted):
             raise DataError(
                 f"{self.file} has the columns {printable(', '.join(names)) or 'none'}, but needs at least one of "

@@ -21,8 +21,7 @@ from numpy.typing import ArrayLike
 
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.data_fields import DataFields
-from megatron_packed.data.errors import BadLine, DataError
-from megatron_packed.data.notes import Notes
+from megatron_packed.data.errors import BadLine, DataError, Notes
 from megatron_packed.data.progress_bar import ProgressBar
 from megatron_packed.data.sources.checked_arrays import ArrayWriter
 from megatron_packed.data.sources.data_report import DataReport, LineTally, Quarantine
@@ -36,7 +35,7 @@ from megatron_packed.data.sources.line_schema import (
     parse_line,
     schema_name,
 )
-from megatron_packed.data.sources.table_rows import reader_of
+from megatron_packed.data.sources.source_files import reader_of
 from megatron_packed.data.tokenizers.chat_format import ChatFormat
 from megatron_packed.data.tokenizers.encode import EncodedDocument, SampleEncoder
 from megatron_packed.packed.array_types import Int64Array

@@ -50,7 +50,6 @@ from megatron_packed.data.sources.tokenize_files import (
 from megatron_packed.data.tokenizers.base import Tokenizer
 from megatron_packed.data.tokenizers.chat_format import ChatFormat
 from megatron_packed.data.tokenizers.encode import SampleEncoder
-from megatron_packed.data.tokenizers.shorten_conversations import ShorteningEncoder
 from megatron_packed.files.checksums import crc32c
 from megatron_packed.packed.array_types import Int64Array, IntegerArray, UInt8Array
 
@@ -337,6 +336,8 @@ class _Contents:
                 chat=self.chat,
                 special_tokens_in_text=self.special_tokens_in_text,
             )
+        from megatron_packed.data.tokenizers.shorten_conversations import ShorteningEncoder
+
         return ShorteningEncoder(
             tokenizer=self.tokenizer,
             chat=self.chat,

@@ -28,8 +28,12 @@ from megatron_packed.data.sources.line_schema import (
     TokenSequence,
     parse_line,
 )
-from megatron_packed.data.sources.source_files import expand_paths, file_identity, quarantine_of
-from megatron_packed.data.sources.table_rows import reader_of
+from megatron_packed.data.sources.source_files import (
+    expand_paths,
+    file_identity,
+    quarantine_of,
+    reader_of,
+)
 from megatron_packed.data.sources.tokenize_files import BuildOptions, documents_of_lines
 from megatron_packed.data.tokenizers.base import (
     END_OF_DOCUMENT,
@@ -137,16 +141,15 @@ def files_of_trained(tokenizer: HuggingFaceTokenizer) -> dict[str, str]:
     return {TOKENIZER_JSON: tokenizer.text, CONFIG: json.dumps(_NAMED)}
 
 
-def from_stored(text: str, file: Path) -> HuggingFaceTokenizer:
+def from_stored(text: str) -> HuggingFaceTokenizer:
     """Return the trained tokenizer with this tokenizer.json.
 
     Args:
         text: content of the tokenizer.json, from `files_of_trained`.
-        file: path for messages.
     Raises:
         DataError: the text is no tokenizer.json of such a tokenizer.
     """
-    return HuggingFaceTokenizer.from_text(text, _NAMED, file)
+    return HuggingFaceTokenizer.from_text(text, _NAMED, Path(TOKENIZER_JSON))
 
 
 def _untrained(files: Sequence[Path], cache_root: str | Path) -> NotTokenizedError:

@@ -21,12 +21,10 @@ from contextlib import suppress
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from megatron_packed.data.errors import BadLine, printable
-from megatron_packed.data.notes import Notes
+from megatron_packed.data.errors import BadLine, Notes, printable
+from megatron_packed.data.sources.strict_json import BROKEN, GENERATION_START
 from megatron_packed.data.tokenizers.chat_template import (
-    BROKEN,
     GENERATION_MARKS,
-    GENERATION_START,
     REASONING,
     Rendered,
     TemplateRenderer,

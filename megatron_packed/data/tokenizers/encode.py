@@ -15,25 +15,26 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, cast
 
 import numpy as np
 
 from megatron_packed.config.sections.data_parts.tokenizer import LETTERS, TOKENS
-from megatron_packed.data.errors import BadLine, DataError
-from megatron_packed.data.notes import Notes
+from megatron_packed.data.errors import BadLine, DataError, Notes
 from megatron_packed.data.sources.line_schema import (
     Conversation,
     LineSample,
     PromptCompletion,
     TokenSequence,
 )
+from megatron_packed.data.sources.strict_json import BROKEN
 from megatron_packed.data.tokenizers.base import OffsetTokenizer, TokenIds, Tokenizer
 from megatron_packed.data.tokenizers.chat_format import ChatDocument, ChatFormat, TextPiece
-from megatron_packed.data.tokenizers.chat_template import BROKEN, Tools
-from megatron_packed.data.tokenizers.seams import with_natural_seams
-from megatron_packed.data.tokenizers.turn_markers import DOCUMENT_ENDS, Messages, special_pattern
 from megatron_packed.packed.array_types import UInt8Array
+
+if TYPE_CHECKING:
+    from megatron_packed.data.tokenizers.chat_template import Tools
+    from megatron_packed.data.tokenizers.turn_markers import Messages
 
 KnownTokens = dict[bool, dict[str, TokenIds]]
 """Cache of the tokens of texts: ``known[special][text]``, where ``special`` is the encoding mode.
@@ -110,17 +111,18 @@ class TextNotes:
     """
 
     def __init__(self, tokenizer: Tokenizer, chat: HasTurnMarkers) -> None:
-        named = tokenizer.template_variables
-        self._first = named.get("bos_token", "")
-        usual = {*DOCUMENT_ENDS, *(token for name, token in named.items() if name != "eos_token")}
+        self._named = tokenizer.template_variables
+        self._first = self._named.get("bos_token", "")
         self._special = frozenset(tokenizer.special_tokens)
         self._chat = chat
-        self._usual = usual
         self._others = [token for token in self._special if not _IN_BRACKETS.fullmatch(token)]
 
     @cached_property
     def _markers(self) -> frozenset[str]:
-        return self._chat.turn_markers - self._usual
+        from megatron_packed.data.tokenizers.turn_markers import DOCUMENT_ENDS
+
+        usual = {token for name, token in self._named.items() if name != "eos_token"}
+        return self._chat.turn_markers - usual - {*DOCUMENT_ENDS}
 
     def find(self, text: str) -> Notes:
         """Return the notes of one text."""
@@ -237,6 +239,8 @@ class SampleEncoder:
         chats = [draft for _, draft in drafts if isinstance(draft, list)]
         natural = [(documents, 0) for documents in chats]
         if self.tokenizer.splits_cleanly and chats:
+            from megatron_packed.data.tokenizers.seams import with_natural_seams
+
             natural = with_natural_seams(chats, self.chat, self.tokenizer, self._special_texts)
         conversations = iter(natural)
         groups = []
@@ -281,6 +285,8 @@ class SampleEncoder:
 
     @cached_property
     def _special_texts(self) -> re.Pattern[str]:
+        from megatron_packed.data.tokenizers.turn_markers import special_pattern
+
         special = self.tokenizer.special_tokens
         return special_pattern(special) if special else re.compile("(?!)")
 
@@ -443,6 +449,8 @@ def _encode_split(
             elif BROKEN not in piece.text:
                 special.add(piece.text)
             else:
+                from megatron_packed.data.tokenizers.turn_markers import special_pattern
+
                 breaks = breaks or special_pattern(tokenizer.special_tokens)
                 for at, part in enumerate(breaks.split(piece.text)):
                     (special if at % 2 else plain).add(part.replace(BROKEN, ""))

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_packed.data.sources.strict_json import BROKEN
 from megatron_packed.data.tokenizers.base import Tokenizer
 from megatron_packed.data.tokenizers.chat_format import (
     ChatDocument,
@@ -24,7 +25,6 @@ from megatron_packed.data.tokenizers.chat_format import (
     divided,
     only_learned,
 )
-from megatron_packed.data.tokenizers.chat_template import BROKEN
 
 
 class _Seam(NamedTuple):

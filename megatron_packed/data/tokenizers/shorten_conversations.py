@@ -45,9 +45,9 @@ from megatron_packed.data.sources.line_schema import (
     Conversation,
     PromptCompletion,
 )
+from megatron_packed.data.sources.strict_json import BROKEN
 from megatron_packed.data.sources.token_lines import TokenSequence
 from megatron_packed.data.tokenizers.chat_format import TextPiece
-from megatron_packed.data.tokenizers.chat_template import BROKEN
 from megatron_packed.data.tokenizers.encode import (
     Cut,
     EncodedDocument,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from megatron_packed.data.tokenizers.chat_template import Rendered
+from megatron_packed.data.tokenizers.chat_template import Rendered, Spans
 from megatron_packed.data.tokenizers.turn_markers import TurnEnd
 
 
@@ -24,21 +24,20 @@ class TurnCutter:
         self._lengths = sorted(set(map(len, self._special)), reverse=True)
         self._follows = None if end is None else re.compile(r"\s*" + re.escape(end.text))
 
-    def cut(self, rendered: Rendered) -> Rendered:
+    def cut(self, text: str, spans: Spans) -> Rendered:
         """Move the end of every range to the end of its turn, and remove the text after the last
         range.
 
         No loss depends on the removed text. A conversation without a range is returned unchanged.
         """
-        text, spans = rendered
         moved = [(start, self._end_of_span(text, start, stop)) for start, stop in spans]
-        return Rendered(text[: moved[-1][1]], moved) if moved else rendered
+        return Rendered(text[: moved[-1][1]] if moved else text, moved)
 
-    def extends(self, rendered: Rendered) -> bool:
+    def extends(self, text: str, spans: Spans) -> bool:
         """Return True if a range lacks the end of its turn, so that `cut` adds the end."""
         return any(
             new_end > old_end
-            for (_, old_end), (_, new_end) in zip(rendered.spans, self.cut(rendered).spans)
+            for (_, old_end), (_, new_end) in zip(spans, self.cut(text, spans).spans)
         )
 
     def _end_of_span(self, text: str, start: int, stop: int) -> int:

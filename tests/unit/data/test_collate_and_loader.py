@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_packed.data.collate import collate
 from megatron_packed.data.errors import DataError
-from megatron_packed.data.loader import Loader
+from megatron_packed.data.loader import Loader, collate
 from megatron_packed.data.packing.evaluation_plan import EvaluationPlan
 from megatron_packed.data.packing.pack_plan import PackPlan
 from megatron_packed.data.packing.packer import Packer

@@ -14,7 +14,7 @@ from megatron_packed.config.serialise import from_dict, to_dict
 from megatron_packed.data.packing.pack_plan import PackPlan
 from megatron_packed.data.packing.packer import Packer
 from megatron_packed.data.packing.pieces import Pieces
-from megatron_packed.inputs.epochs import epochs_sentences, with_epochs
+from megatron_packed.inputs.plan_packs import epochs_sentences, with_epochs
 from megatron_packed.training.from_python import train
 from support.run_configs import run_config
 

@@ -354,10 +354,13 @@ def test_documents_without_an_end_are_reported() -> None:
 
 
 def test_options_reach_their_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("UntrustedTokenizer", "NullTokenizer"):
-        monkeypatch.setattr(f"megatron_packed.inputs.open_documents.{name}", lambda *given: given)
+    for name in (
+        "data.tokenizers.untrusted_tokenizer.UntrustedTokenizer",
+        "inputs.open_documents.NullTokenizer",
+    ):
+        monkeypatch.setattr(f"megatron_packed.{name}", lambda *given: given)
     monkeypatch.setattr(
-        "megatron_packed.inputs.open_documents.train_bpe",
+        "megatron_packed.data.tokenizers.bpe_training.train_bpe",
         lambda paths, size, cache_root, **more: (size, cache_root),
     )
 

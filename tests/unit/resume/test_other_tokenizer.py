@@ -15,10 +15,10 @@ from megatron_packed.checkpoint.errors import CheckpointMismatchError
 from megatron_packed.cli.main import main
 from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.config.run import RunConfig
+from megatron_packed.data.tokenizers import bpe_training
 from megatron_packed.data.tokenizers.base import ByteTokenizer, NullTokenizer, meaning_hash
 from megatron_packed.data.tokenizers.exported_files import files_of_bytes
 from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
-from megatron_packed.inputs import open_documents
 from megatron_packed.inputs.open_documents import build_tokenizer
 from megatron_packed.training.from_python import train
 from megatron_packed.training.trained_model import TrainedModel
@@ -127,7 +127,7 @@ def test_a_run_resumes_without_its_cache_as_if_it_had_not_stopped(
         if name == "resumed":
             train(RunConfig.from_args([*words, "--exit-interval", "2"]))
             shutil.rmtree(tmp_path / "colours")
-            monkeypatch.setattr(open_documents, "train_bpe", pytest.fail)
+            monkeypatch.setattr(bpe_training, "train_bpe", pytest.fail)
         train(RunConfig.from_args(words), records.append)
         losses[name] = [one["lm_loss"] for one in records if one.get("iteration", 0) > 2]
     assert losses["whole"] == losses["resumed"] and len(losses["whole"]) == 2

@@ -17,11 +17,10 @@ from megatron_packed.data.index.indexed_documents import IndexedDocuments
 from megatron_packed.data.index.indexed_file import (
     IndexedFile,
     checksums_path,
-    index_path,
     token_type,
-    tokens_path,
 )
 from megatron_packed.data.index.indexed_writer import IndexedWriter
+from megatron_packed.data.sources.source_files import index_path, tokens_path
 
 PREPARED = Path(__file__).parent / "indexed"
 DOCUMENTS = {

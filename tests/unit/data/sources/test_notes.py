@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from megatron_packed.data.errors import DataError
-from megatron_packed.data.notes import NOTES, note_lines
+from megatron_packed.data.errors import NOTES, DataError, note_lines
 from megatron_packed.data.sources.line_schema import Text, TokenSequence, parse_line
 from megatron_packed.data.sources.tokenized_dataset import open_dataset
 from megatron_packed.data.tokenizers.base import ByteTokenizer

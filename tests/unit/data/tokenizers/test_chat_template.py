@@ -8,16 +8,14 @@ import time
 import pytest
 
 from megatron_packed.data.errors import BadLine, DataError
+from megatron_packed.data.sources.strict_json import BROKEN
 from megatron_packed.data.tokenizers import template_process
-from megatron_packed.data.tokenizers.chat_template import (
-    BROKEN,
-    DEFAULT_TEMPLATE,
-    TemplateError,
-)
+from megatron_packed.data.tokenizers.chat_template import TemplateError
 from megatron_packed.data.tokenizers.conversation_documents import (
     ConversationRenderer,
     RenderingRules,
 )
+from megatron_packed.data.tokenizers.prompt_formats import DEFAULT_TEMPLATE
 from megatron_packed.data.tokenizers.template_process import TemplateProcess
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "</s>"]

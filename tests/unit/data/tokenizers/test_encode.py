@@ -8,8 +8,8 @@ from megatron_packed.data.errors import BadLine, DataError
 from megatron_packed.data.sources.line_schema import Conversation, PromptCompletion, Text
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.data.tokenizers.chat_format import IdentityFormat, TemplateFormat, chat_format
-from megatron_packed.data.tokenizers.chat_template import DEFAULT_TEMPLATE
 from megatron_packed.data.tokenizers.encode import SampleEncoder, prompt_tokens
+from megatron_packed.data.tokenizers.prompt_formats import DEFAULT_TEMPLATE
 from support.data_helpers import byte_level, encode, marked, metaspace, one, save_tokenizer
 
 BYTES = ByteTokenizer()

@@ -9,11 +9,10 @@ from megatron_packed.config.sections.data import DataConfig
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.data.tokenizers.chat_format import OWN_TEMPLATES
 from megatron_packed.data.tokenizers.chat_template import (
-    DEFAULT_TEMPLATE,
     TemplateRenderer,
     unmarked,
 )
-from megatron_packed.data.tokenizers.prompt_formats import FORMATS_BY_NAME
+from megatron_packed.data.tokenizers.prompt_formats import DEFAULT_TEMPLATE, FORMATS_BY_NAME
 from megatron_packed.data.tokenizers.served_template import served_template
 
 MESSAGES = [

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from megatron_packed.data.errors import BadLine
-from megatron_packed.data.notes import Notes
+from megatron_packed.data.errors import BadLine, Notes
 from megatron_packed.data.sources.line_schema import parse_line
 from megatron_packed.data.tokenizers.chat_format import chat_format
 from megatron_packed.data.tokenizers.encode import EncodedDocument, SampleEncoder

@@ -317,9 +317,7 @@ def test_a_range_that_repeats_the_end_of_the_turn_ends_at_the_first_one() -> Non
     """A range of a template may hold the end of the turn twice; only the first end is learned."""
     cutter = TurnCutter(TurnEnd("<end>", "<end>"), ["<end>"])
     text = "question answer<end>\n<end>\n"
-    assert cutter.cut(Rendered(text, [(9, len(text))])) == Rendered(
-        "question answer<end>", [(9, 20)]
-    )
+    assert cutter.cut(text, [(9, len(text))]) == Rendered("question answer<end>", [(9, 20)])
 
 
 @pytest.mark.parametrize(("prompt", "said_so"), [("<|user|>", True), ("<|assistant|>", False)])
