@@ -28,9 +28,8 @@ from megatron_packed.config.environment_variables import apply_environment
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.distributed.flat_buffers import FlatBuffers
-from megatron_packed.models.flops import model_flops
+from megatron_packed.models.flops import model_flops, peak_flops
 from megatron_packed.models.hybrid_model import HybridModel
-from megatron_packed.models.peak_flops import peak_flops
 from megatron_packed.packed.micro_batch import MicroBatch
 
 DOCUMENTS = 12

@@ -11,6 +11,7 @@ the same capacity.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -32,15 +33,12 @@ from megatron_packed.layers.build import Build
 from megatron_packed.layers.build_layers import build_layers
 from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.layers.embedding import Embedding
-from megatron_packed.layers.hybrid_layer import build_norm
+from megatron_packed.layers.hybrid_layer import HybridLayers, build_norm
 from megatron_packed.layers.kinds.registry import kinds_of
 from megatron_packed.layers.moe.layer import MoEReport
 from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.layers.tensor_parallel import TensorParallel
-from megatron_packed.memory.activation_offload import Offload
-from megatron_packed.memory.apply import apply_memory
 from megatron_packed.models.expert_layers import ExpertLayers, ExpertTotals
-from megatron_packed.models.freeze import freeze_parameters
 from megatron_packed.models.init import initialize
 from megatron_packed.models.lm_head_and_loss import (
     HybridOutput,
@@ -50,11 +48,14 @@ from megatron_packed.models.lm_head_and_loss import (
     scaled_logits,
     whole_logits,
 )
-from megatron_packed.models.multi_token_prediction import MultiTokenPrediction
 from megatron_packed.models.pack_tables import PackTables
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.packed.params import PackedSeqParams
 from megatron_packed.packed.shared_tables import NO_TABLES
+
+if TYPE_CHECKING:
+    from megatron_packed.memory.activation_offload import Offload
+    from megatron_packed.models.multi_token_prediction import MultiTokenPrediction
 
 
 def _offloader(
@@ -63,7 +64,20 @@ def _offloader(
     """Return the given offloader of activations or a new one; None if nothing is offloaded."""
     if not memory.offloads:
         return None
+    from megatron_packed.memory.activation_offload import Offload
+
     return offload or Offload.from_config(memory, device)
+
+
+def _multi_token_prediction(
+    config: ModelConfig, build: Build, layers: HybridLayers
+) -> MultiTokenPrediction | None:
+    """Return the modules of multi-token prediction; None for a model without it."""
+    if not config.mtp_depths:
+        return None
+    from megatron_packed.models.multi_token_prediction import MultiTokenPrediction
+
+    return MultiTokenPrediction(config, build, layers)
 
 
 class HybridModel(ExpertLayers, nn.Module):
@@ -166,7 +180,7 @@ class HybridModel(ExpertLayers, nn.Module):
         self.layers = build_layers(config, build, self.rotary)
         self._main_layers = config.layers_of_depth(0)
         self.final_norm = build_norm(config, build)
-        self.mtp = MultiTokenPrediction(config, build, self.layers)
+        self.mtp = _multi_token_prediction(config, build, self.layers)
         self.output: Output | None = None
         if config.untie_embeddings_and_output_weights:
             self.output = Output(num_rows, config.hidden_size, stored_rows=stored_rows, build=build)
@@ -179,8 +193,13 @@ class HybridModel(ExpertLayers, nn.Module):
         shard = loss_shard(self.embedding, num_rows, self.tp)
         self._cross_entropy = cross_entropy_of(config, vocab_size, shard, self.backends)
         initialize(self, config, seed, tp_rank=self.tp.rank, tp_size=self.tp.size)
-        freeze_parameters(self, config.freeze_params)
+        if config.freeze_params:
+            from megatron_packed.models.freeze import freeze_parameters
+
+            freeze_parameters(self, config.freeze_params)
         if self.memory.changes_layers:
+            from megatron_packed.memory.apply import apply_memory
+
             apply_memory(self.layers, config.layer_types, self.memory, self.offload)
 
     def sharded_parameters(self) -> dict[str, ShardedParameter]:
@@ -207,7 +226,7 @@ class HybridModel(ExpertLayers, nn.Module):
         return [
             *(Stage(module, list(module.parameters())) for module in (self.embedding, *main)),
             Stage(self.final_norm, [*self.final_norm.parameters(), self.output_weight]),
-            *self.mtp.stages(self.embedding.weight, self.output_weight),
+            *(self.mtp.stages(self.embedding.weight, self.output_weight) if self.mtp else ()),
         ]
 
     @property

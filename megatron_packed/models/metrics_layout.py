@@ -12,10 +12,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.models.lm_head_and_loss import HybridOutput
+from megatron_packed.optim.clipping import ZEROS_UNIT
 from megatron_packed.optim.spikes import WATCHED
-from megatron_packed.optim.statistics import ZEROS_UNIT
+
+ASSIGNED, DROPPED, ROWS = "expert_counts", "dropped_assignments", "expert_rows"
+"""Names of counters. See `MetricsLayout.from_model`."""
 
 
 class Reduction(Enum):
@@ -61,12 +66,13 @@ class MetricsLayout:
     """Number of depths of multi-token prediction."""
 
     @classmethod
-    def of(cls, groups: ParallelGroups, model: HybridModel) -> MetricsLayout:
-        counters = {"expert_counts": model.num_moe_layers * (model.config.num_experts or 0)}
+    def from_model(cls, model: HybridModel, groups: ParallelGroups) -> MetricsLayout:
+        """Return the layout of a model's metrics and counters on ``groups``."""
+        counters = {ASSIGNED: model.num_moe_layers * (model.config.num_experts or 0)}
         if model.config.moe_expert_capacity_factor is not None:
-            counters["dropped_assignments"] = model.num_moe_layers
+            counters[DROPPED] = model.num_moe_layers
         if model.bounds_expert_buffers:
-            counters["expert_rows"] = 2 * groups.dp_cp.size
+            counters[ROWS] = 2 * groups.dp_cp.size
         return cls(groups.world_size, counters, model.config.mtp_depths)
 
     @cached_property
@@ -218,3 +224,42 @@ class StepValues(NamedTuple):
             ),
             mtp_losses=tuple(found.get("mtp_losses", ())),
         )
+
+
+class ExpertCounts:
+    """Counters of the E layers, which are zeroed with the gradients and summed with them.
+
+    The rows that expert buffers need are maxima, not sums. So each rank of ``dp_cp`` has separate
+    counters, and the sum over ranks leaves the maximum of each rank.
+
+    Args:
+        buffers: flat buffers with the counters.
+        groups: process groups of this rank.
+    """
+
+    def __init__(self, buffers: FlatBuffers, groups: ParallelGroups) -> None:
+        self._counters = buffers.counters
+        # One at this rank's counters, so that the counters of other ranks stay zero here.
+        self._own_R2 = torch.zeros(groups.dp_cp.size, 2, device=buffers.device)
+        self._own_R2[groups.dp_cp.rank] = 1
+
+    def add(self, output: HybridOutput) -> None:
+        self._counters[ASSIGNED].add_(output.tokens_per_expert)
+        if DROPPED in self._counters:
+            self._counters[DROPPED].add_(output.dropped_assignments)
+        if ROWS in self._counters:
+            self._counters[ROWS].maximum_(self._own_R2 * output.expert_rows)
+
+    def sums(self) -> dict[str, Tensor]:
+        """Return the counters after the sum over ranks, by name."""
+        return {name: counter.value() for name, counter in self._counters.items()}
+
+
+def most_rows(counters: Mapping[str, Sequence[float]]) -> tuple[float, float] | None:
+    """Return the most rows of a rank and of a peer in a step; None without bounds.
+
+    Args:
+        counters: counters that the host received (`MetricsLayout.counts_of`).
+    """
+    rows = counters.get(ROWS)
+    return None if rows is None else (max(rows[::2]), max(rows[1::2]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,6 @@ from megatron_packed.optim.adamw import (
 )
 from megatron_packed.optim.clipping import Counted, clip_divisor, norm_and_flag
 from megatron_packed.optim.spikes import WATCHED, SpikeDetector
-from megatron_packed.optim.statistics import Statistics
 
 if TYPE_CHECKING:
     from megatron_packed.config.sections.optim import OptimizerConfig
@@ -131,15 +131,28 @@ class Optimizer:
         """Number of applied steps; skipped steps are not counted."""
         gradients, masters = self._counted(copies or {}, counted_elsewhere)
         self._gradients = gradients
-        self._statistics = Statistics(
-            gradients,
-            masters,
-            elements=count_zeros_of,
-            params_norm=params_norm,
-            group=self._norm_group,
-            device=device,
+        statistics = None
+        if params_norm or count_zeros_of is not None:
+            from megatron_packed.optim.statistics import Statistics
+
+            statistics = Statistics(
+                gradients,
+                masters,
+                elements=count_zeros_of,
+                params_norm=params_norm,
+                group=self._norm_group,
+                device=device,
+            )
+        self._statistics = statistics
+        zero = partial(torch.zeros, dtype=torch.float32, device=device)
+        self._stats = StepStats(
+            grad_norm=zero(()),
+            nonfinite=zero(()),
+            skipped=zero(()),
+            params_norm=zero(()) if statistics is None else statistics.params_norm,
+            grad_zeros=zero(2) if statistics is None else statistics.grad_zeros,
+            spikes=zero(len(WATCHED)) if spikes is None else spikes.medians,
         )
-        self._stats = self._make_stats()
         self._slices = self._slices_by_decay(
             self.weight_decay if weight_decay_changes else weight_decay
         )
@@ -197,18 +210,6 @@ class Optimizer:
             [copies.get(bucket.part, 1) for bucket in buffers.layout.buckets],
         )
         return gradients, masters
-
-    def _make_stats(self) -> StepStats:
-        """Return the tensors into which every step writes its statistics."""
-        device, spikes = self.buffers.device, self.spikes
-        return StepStats(
-            grad_norm=torch.zeros((), dtype=torch.float32, device=device),
-            nonfinite=torch.zeros((), dtype=torch.float32, device=device),
-            skipped=torch.zeros((), dtype=torch.float32, device=device),
-            params_norm=self._statistics.params_norm,
-            grad_zeros=self._statistics.grad_zeros,
-            spikes=torch.zeros(len(WATCHED), device=device) if spikes is None else spikes.medians,
-        )
 
     def _slices_by_decay(self, weight_decay: float | Tensor) -> list[Slices]:
         """Return the slices that this rank updates: with weight decay, and without weight decay."""
@@ -271,9 +272,11 @@ class Optimizer:
             beta2=self._betas[1],
             eps=self._eps,
         )
-        self._statistics.before_update()
+        if self._statistics is not None:
+            self._statistics.before_update()
         self._run(self._slices, control)
-        self._statistics.after_update()  # before the gather of the parameters begins
+        if self._statistics is not None:
+            self._statistics.after_update()  # before the gather of the parameters begins
         self.write_params()
         self._stats.grad_norm.copy_(norm)
         self._stats.nonfinite.copy_(nonfinite)

@@ -89,7 +89,7 @@ def build_job(config: RunConfig, groups: ParallelGroups, vocab_size: int) -> Job
 
 def job_of_model(model: HybridModel, config: RunConfig, groups: ParallelGroups) -> Job:
     """Build flat buffers, optimizer and training step for a model."""
-    metrics = MetricsLayout.of(groups, model)
+    metrics = MetricsLayout.from_model(model, groups)
     buffers = FlatBuffers(
         model,
         extras=metrics.extras,

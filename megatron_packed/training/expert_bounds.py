@@ -20,9 +20,8 @@ from megatron_packed.distributed.collectives import all_reduce_max
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.rng import generators_kept
 from megatron_packed.layers.moe.expert_room import Load
-from megatron_packed.models.expert_counts import most_rows
+from megatron_packed.models.metrics_layout import most_rows
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.training.build_graphs import capture_graphs
 from megatron_packed.training.train_step import TrainStep
 
 _MOST_MICRO_BATCHES = 8
@@ -104,6 +103,8 @@ class ExpertBounds:
         begun, graphs = perf_counter(), self._step.graphs
         again = ""
         if graphs is not None:
+            from megatron_packed.training.build_graphs import capture_graphs
+
             # Captures run on another stream, and the repeated step may still gather parameters.
             self._step.buffers.wait_params()
             capture_graphs(graphs, self._step, self._packs_per_step, self._groups)

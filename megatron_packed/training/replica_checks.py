@@ -76,22 +76,6 @@ class OwnedSpan(NamedTuple):
         )
 
 
-class StepChecks(NamedTuple):
-    """Checks of one step; None for a check that this step does not run."""
-
-    weights: Callable[[], None] | None = None
-    """Function that is called after all gradients are complete and before the update."""
-    gradients: Callable[[Callable[[], None]], None] | None = None
-    """Function that receives the function that sums gradients over replicas.
-
-    It calls that function and checks the sums.
-    """
-
-
-UNCHECKED = StepChecks()
-"""Checks of a step without any check, as most steps are."""
-
-
 class ReplicaCheck:
     """Comparison of tensors that must have the same bits on several ranks.
 

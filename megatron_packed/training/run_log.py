@@ -11,9 +11,8 @@ from megatron_packed.checkpoint.save import SavedCheckpoint
 from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.config.run import RunConfig
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.models.expert_counts import ASSIGNED, DROPPED, most_rows
-from megatron_packed.models.metrics_layout import StepValues
-from megatron_packed.models.peak_flops import peak_flops
+from megatron_packed.models.flops import peak_flops
+from megatron_packed.models.metrics_layout import ASSIGNED, DROPPED, StepValues, most_rows
 from megatron_packed.reporting.console import Console
 from megatron_packed.reporting.loss_spikes_and_skipped_steps import (
     count_incidents,

@@ -15,26 +15,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from megatron_packed.cuda_graphs.slots import values_restored
-from megatron_packed.cuda_graphs.step_graphs import StepGraphs
 from megatron_packed.distributed.collectives import all_reduce_sum
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.hang_detection import UNWATCHED, DeviceWatch
 from megatron_packed.distributed.overlapped_collectives import OverlappedReduce
-from megatron_packed.models.expert_counts import ASSIGNED, ExpertCounts
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.lm_head_and_loss import HybridOutput
-from megatron_packed.models.metrics_layout import MetricsLayout
+from megatron_packed.models.metrics_layout import ASSIGNED, ExpertCounts, MetricsLayout
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.training.replica_checks import UNCHECKED, StepChecks
+
+if TYPE_CHECKING:
+    from megatron_packed.cuda_graphs.step_graphs import StepGraphs
 
 MICRO_BATCH, LAST_MICRO_BATCH, VALIDATION = "micro-batch", "last micro-batch", "validation"
 """Names of `TrainStep.parts`.
@@ -45,6 +44,22 @@ The last micro-batch is a separate part only if the gradient reduction overlaps 
 
 _OPTIMIZER_TENSORS = ("exp_avg", "exp_avg_sq", "lr", "weight_decay", "steps")
 """Attributes of the optimizer that a step reads or writes."""
+
+
+class StepChecks(NamedTuple):
+    """Checks of one step; None for a check that this step does not run."""
+
+    weights: Callable[[], None] | None = None
+    """Function that is called after all gradients are complete and before the update."""
+    gradients: Callable[[Callable[[], None]], None] | None = None
+    """Function that receives the function that sums gradients over replicas.
+
+    It calls that function and checks the sums.
+    """
+
+
+UNCHECKED = StepChecks()
+"""Checks of a step without any check, as most steps are."""
 
 
 class TrainStep:
@@ -95,7 +110,7 @@ class TrainStep:
         """Captured graphs of layers or of whole parts of a step; None: everything runs eagerly."""
         self.hang_detector: DeviceWatch = UNWATCHED
         """Gets a sign before every micro-batch. See [Note: hangs that no timeout sees]."""
-        self.layout = MetricsLayout.of(groups, model)
+        self.layout = MetricsLayout.from_model(model, groups)
         self._extras = buffers.tail
         self._signs = self._extras[self.layout.signs]
         # Flags of this rank: stop requested, weights moved. They are in pinned memory, so that
@@ -339,6 +354,8 @@ class TrainStep:
 
         All ranks enter the block together. Gradients are zero afterwards.
         """
+        from megatron_packed.cuda_graphs.slots import values_restored
+
         # A capture and its warm-up run the real step. The flag ``_held`` keeps it from changing
         # weights and moments; the other tensors that it changes are restored.
         sums = [self.numbers, self.validation_loss, self.validation_overflow]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -19,20 +19,17 @@ from megatron_packed.checkpoint.run_metadata import RunProgress
 from megatron_packed.checkpoint.save import SavedCheckpoint
 from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.config.run import RunConfig
-from megatron_packed.cuda_graphs.fallback_reasons import GraphCounters
 from megatron_packed.data.errors import DataError
 from megatron_packed.distributed.failure_watch import FailureWatch
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.hang_detection import UNWATCHED, DeviceWatch
 from megatron_packed.distributed.rng import RngState
 from megatron_packed.inputs.run_data import AnyPlan, RunData, Stream
-from megatron_packed.memory.offload_figures import OffloadFigures
 from megatron_packed.models.flops import FlopCounter
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.metrics_layout import StepValues
-from megatron_packed.optim.lr_schedule import Schedule
 from megatron_packed.optim.optimizer import Optimizer
-from megatron_packed.optim.weight_decay_schedule import WeightDecaySchedule
+from megatron_packed.optim.schedules import Schedule, WeightDecaySchedule
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.reporting.console import Console
 from megatron_packed.reporting.metric_writers import Writer
@@ -48,14 +45,17 @@ from megatron_packed.training.callback import (
     overriding,
 )
 from megatron_packed.training.evaluation import early_stop, evaluate_end, evaluate_validation
-from megatron_packed.training.expert_bounds import ExpertBounds
-from megatron_packed.training.garbage_collection import GarbageCollection
 from megatron_packed.training.late_metrics import Arrived, LateMetrics
-from megatron_packed.training.replica_checks import ReplicaCheck, StepChecks
-from megatron_packed.training.run_callbacks import run_callbacks
+from megatron_packed.training.run_callbacks import GarbageCollection, run_callbacks
 from megatron_packed.training.run_log import RunLog
 from megatron_packed.training.signals import SignalFlag
-from megatron_packed.training.train_step import TrainStep
+from megatron_packed.training.train_step import StepChecks, TrainStep
+
+if TYPE_CHECKING:
+    from megatron_packed.cuda_graphs.fallback_reasons import GraphCounters
+    from megatron_packed.memory.offload_figures import OffloadFigures
+    from megatron_packed.training.expert_bounds import ExpertBounds
+    from megatron_packed.training.replica_checks import ReplicaCheck
 
 _RESUME = "Run the same command again to resume."
 _NOT_SAVED = "Nothing was saved, because --save is not given."
@@ -418,6 +418,8 @@ class Trainer:
     @cached_property
     def replicas(self) -> ReplicaCheck:
         """Comparison of this rank's weights and gradients with those of other ranks."""
+        from megatron_packed.training.replica_checks import ReplicaCheck
+
         return ReplicaCheck(self.model, self.optimizer, self.groups, self.hang_detector)
 
     # ---------------------------------------------------------------------------------------------
@@ -517,6 +519,8 @@ class Trainer:
     @cached_property
     def bounds(self) -> ExpertBounds:
         """Bounds of the expert buffers."""
+        from megatron_packed.training.expert_bounds import ExpertBounds
+
         packs = self.config.packs_per_step()
         return ExpertBounds(self.step, self.groups, packs_per_step=packs, say=self.console.say)
 
@@ -525,6 +529,8 @@ class Trainer:
 
         Call it before graphs are captured, because the bounds are sizes inside the graphs.
         """
+        if not self.model.bounds_expert_buffers:
+            return
         if self.bounds.unknown and not self.config.training.skip_train:
             self.bounds.observe(self.micro_batches(self.data.train, self.progress.iteration))
 
