@@ -57,6 +57,7 @@ class ExpertLayers:
     dtype: torch.dtype
     layers: HybridLayers
     moe_layers: list[HybridMoELayer]
+    num_moe_layers: int
     expert_room: ExpertRoom
     global_balance: GlobalBalance | None
     mtp: MultiTokenPrediction | None
@@ -65,14 +66,11 @@ class ExpertLayers:
     def _join_experts(self, groups: ParallelGroups | None, device: torch.device | str) -> None:
         """Set the attributes that all E layers share; call it after the layers are built."""
         self.moe_layers = [layer for layer in self.layers if isinstance(layer, HybridMoELayer)]
+        self.num_moe_layers = len(self.moe_layers)
         self.expert_room = _shared_room(self.moe_layers, self.config, self.ep, device)
         self.global_balance = GlobalBalance.from_config(
             self.config, len(self.moe_layers), groups, device
         )
-
-    @property
-    def num_moe_layers(self) -> int:
-        return len(self.moe_layers)
 
     def totals_of(self, reports: Sequence[MoEReport]) -> ExpertTotals:
         """Combine the reports of at least one E layer."""

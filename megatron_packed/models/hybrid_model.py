@@ -290,8 +290,10 @@ class HybridModel(ExpertLayers, nn.Module):
         self, hidden_TD: Tensor, labels_T: Tensor, loss_mask_T: Tensor, grad_scale: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Return the summed cross-entropy, and that of each token. See `linear_cross_entropy`."""
-        inputs = (self.tp.enter(hidden_TD), self.output_weight, labels_T, loss_mask_T)
-        return self._cross_entropy(*inputs, grad_scale=grad_scale)
+        weight = self.output_weight
+        return self._cross_entropy(
+            self.tp.enter(hidden_TD), weight, labels_T, loss_mask_T, grad_scale=grad_scale
+        )
 
     def forward(
         self,
@@ -345,22 +347,23 @@ class HybridModel(ExpertLayers, nn.Module):
         # gradient and pass on another tensor than ``grad_scale``.
         dtype = torch.promote_types(self.dtype, torch.float32)
         loss_scale, aux_scale = micro_batch.scales.to(dtype).unbind()
-        scales = {"loss_sum": loss_scale}
+        depth_scales = None
         if self.mtp and self.training:
-            scales["depth_loss_sums"] = self.mtp.scales(micro_batch).to(dtype)
+            depth_scales = self.mtp.scales(micro_batch).to(dtype)
         with record_function("forward"):
             output: HybridOutput = self(
-                micro_batch,
-                grad_scale=loss_scale,
-                depth_grad_scales=scales.get("depth_loss_sums"),
+                micro_batch, grad_scale=loss_scale, depth_grad_scales=depth_scales
             )
         with record_function("backward"):
+            losses, scales = [output.loss_sum], [loss_scale]
+            if depth_scales is not None:
+                losses.append(output.depth_loss_sums)
+                scales.append(depth_scales)
             if output.aux_loss.requires_grad:
-                scales["aux_loss"] = aux_scale
-            torch.autograd.backward(
-                [getattr(output, name) for name in scales], list(scales.values())
-            )
-        return HybridOutput(*(value.detach() for value in output))
+                losses.append(output.aux_loss)
+                scales.append(aux_scale)
+            torch.autograd.backward(losses, scales)
+        return HybridOutput(*map(Tensor.detach, output))
 
     def logits(self, tokens_T: Tensor, packed: PackedSeqParams) -> Tensor:
         """Return ``(T, V)`` float32 logits of all tokens, for evaluation and other losses.

@@ -116,12 +116,12 @@ class MetricsLayout:
             metric.name: slice(end - metric.size, end) for metric, end in zip(self.metrics, ends)
         }
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Elements of the vector of metrics."""
         return sum(metric.size for metric in self.metrics)
 
-    @property
+    @cached_property
     def extras(self) -> dict[str, int]:
         """Float32 slots that are summed with the gradients: name -> number of elements."""
         return {
@@ -152,6 +152,34 @@ class MetricsLayout:
         # One kernel writes into the memory that is copied to the host. Source and destination have
         # fixed addresses, so a graph can capture it.
         torch.cat([extras[: sum(self.extras.values())], *parts], out=out)
+
+    def values_of(self, numbers: Sequence[float]) -> StepValues:
+        """Return the values in a vector that `write` has filled; further numbers may follow it."""
+        found = {name: numbers[slots] for name, slots in self.slots.items()}
+        units, remainder = found["grad_zeros"]
+        return StepValues(
+            loss=found["loss"][0],
+            aux_loss=found["aux_loss"][0],
+            grad_norm=found["grad_norm"][0],
+            nonfinite=found["nonfinite"][0] != 0,
+            stop_requested=found["stop_requested"][0] != 0,
+            bad_micro_batches={
+                rank: int(number) - 1
+                for rank, number in enumerate(found["bad_micro_batches"])
+                if number > 0
+            },
+            held=found["held"][0] != 0,
+            weights_moved=found["weights_moved"][0] != 0,
+            params_norm=found["params_norm"][0],
+            grad_zeros=int(units) * ZEROS_UNIT + int(remainder),
+            no_targets=found["targets"][0] == 0,
+            spikes=tuple(
+                Spike(name, median)
+                for name, median in zip(WATCHED, found["spikes"], strict=True)
+                if median != 0
+            ),
+            mtp_losses=tuple(found.get("mtp_losses", ())),
+        )
 
     def counts_of(self, numbers: Sequence[float]) -> dict[str, Sequence[float]]:
         """Return the counters that follow the vector in ``numbers``, by name."""
@@ -198,32 +226,8 @@ class StepValues(NamedTuple):
         Args:
             depths: number of depths of multi-token prediction.
         """
-        layout = MetricsLayout(len(values) - MetricsLayout(0, depths=depths).size, depths=depths)
-        found = {name: values[slots] for name, slots in layout.slots.items()}
-        units, remainder = found["grad_zeros"]
-        return cls(
-            loss=found["loss"][0],
-            aux_loss=found["aux_loss"][0],
-            grad_norm=found["grad_norm"][0],
-            nonfinite=found["nonfinite"][0] != 0,
-            stop_requested=found["stop_requested"][0] != 0,
-            bad_micro_batches={
-                rank: int(number) - 1
-                for rank, number in enumerate(found["bad_micro_batches"])
-                if number > 0
-            },
-            held=found["held"][0] != 0,
-            weights_moved=found["weights_moved"][0] != 0,
-            params_norm=found["params_norm"][0],
-            grad_zeros=int(units) * ZEROS_UNIT + int(remainder),
-            no_targets=found["targets"][0] == 0,
-            spikes=tuple(
-                Spike(name, median)
-                for name, median in zip(WATCHED, found["spikes"], strict=True)
-                if median != 0
-            ),
-            mtp_losses=tuple(found.get("mtp_losses", ())),
-        )
+        fixed = MetricsLayout(0, depths=depths).size
+        return MetricsLayout(len(values) - fixed, depths=depths).values_of(values)
 
 
 class ExpertCounts:
@@ -255,11 +259,10 @@ class ExpertCounts:
         return {name: counter.value() for name, counter in self._counters.items()}
 
 
-def most_rows(counters: Mapping[str, Sequence[float]]) -> tuple[float, float] | None:
-    """Return the most rows of a rank and of a peer in a step; None without bounds.
+def most_rows(rows: Sequence[float]) -> tuple[float, float]:
+    """Return the most rows of a rank and of a peer in a step.
 
     Args:
-        counters: counters that the host received (`MetricsLayout.counts_of`).
+        rows: counters of the name `ROWS` that the host received (`MetricsLayout.counts_of`).
     """
-    rows = counters.get(ROWS)
-    return None if rows is None else (max(rows[::2]), max(rows[1::2]))
+    return max(rows[::2]), max(rows[1::2])

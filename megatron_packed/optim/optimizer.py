@@ -119,6 +119,12 @@ class Optimizer:
         self._norm_group = norm_group or buffers.ownership.group
         # Indexed by the number of the bucket.
         self._masters = [self._master_of(bucket) for bucket in layout.buckets]
+        self._low_masters = [
+            (bucket, master)
+            for bucket, master in zip(layout.buckets, self._masters)
+            if bucket.part.dtype == torch.bfloat16
+        ]
+        """Masters of bf16 parameters, each with its bucket."""
         self._state_base = list(accumulate((end - start for start, end in self._owned), initial=0))
         numel = self._state_base.pop()
         self.exp_avg = torch.zeros(numel, dtype=buffers.grads.dtype, device=device)
@@ -259,6 +265,7 @@ class Optimizer:
             self.set_lr(lr)
         norm, nonfinite = norm_and_flag(self._gradients, loss, group=self._norm_group)
         skip = nonfinite if hold is None else nonfinite.maximum((hold > 0).to(torch.float32))
+        divisor = clip_divisor(norm, self.clip_grad) if self.clip_grad > 0 else None
         if self.spikes is not None:
             assert loss is not None, "the loss of each step is watched"
             skip = self.spikes.observe(loss, norm, skip)
@@ -267,7 +274,7 @@ class Optimizer:
             lr=self.lr,
             step=self.steps,
             skip=skip,
-            grad_divisor=clip_divisor(norm, self.clip_grad) if self.clip_grad > 0 else None,
+            grad_divisor=divisor,
             beta1=self._betas[0],
             beta2=self._betas[1],
             eps=self._eps,
@@ -287,7 +294,7 @@ class Optimizer:
     def write_params(self) -> None:
         """Copy the masters to the parameters, one copy per bucket; call it after masters are loaded."""
         self.buffers.wait_params()
-        for bucket, master in self._low_masters():
+        for bucket, master in self._low_masters:
             self.buffers.owned_params(bucket).copy_(master)
         self.buffers.gather_params()
 
@@ -295,18 +302,13 @@ class Optimizer:
     def reset_masters(self) -> None:
         """Copy the bf16 parameters to the masters; call it after weights are loaded without masters."""
         self.buffers.wait_params()
-        for bucket, master in self._low_masters():
+        for bucket, master in self._low_masters:
             master.copy_(self.buffers.owned_params(bucket))
 
     def _master_of(self, bucket: Bucket) -> Tensor:
         """Return this rank's masters of a bucket: its float32 parameters, or a float32 copy of bf16."""
         params = self.buffers.owned_params(bucket)
         return params.float() if bucket.part.dtype == torch.bfloat16 else params
-
-    def _low_masters(self) -> list[tuple[Bucket, Tensor]]:
-        """Return the masters of bf16 parameters, each with its bucket."""
-        pairs = zip(self.buffers.layout.buckets, self._masters)
-        return [(bucket, master) for bucket, master in pairs if bucket.part.dtype == torch.bfloat16]
 
     def state_shards(self) -> dict[str, Tensor]:
         """Return this rank's state as 1-D float32 views by global name.

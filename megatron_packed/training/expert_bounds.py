@@ -20,7 +20,7 @@ from megatron_packed.distributed.collectives import all_reduce_max
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.rng import generators_kept
 from megatron_packed.layers.moe.expert_room import Load
-from megatron_packed.models.metrics_layout import most_rows
+from megatron_packed.models.metrics_layout import ROWS, most_rows
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.train_step import TrainStep
 
@@ -95,10 +95,9 @@ class ExpertBounds:
         Args:
             counters: counters of the repeated step, which are equal on all ranks.
         """
-        rows = most_rows(counters)
-        if rows is None or not self.room.measured:
+        if ROWS not in counters or not self.room.measured:
             return
-        load = self.room.load_of(rows)
+        load = self.room.load_of(most_rows(counters[ROWS]))
         self.room.raise_to(load)
         begun, graphs = perf_counter(), self._step.graphs
         again = ""

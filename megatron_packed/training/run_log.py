@@ -12,7 +12,7 @@ from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.config.run import RunConfig
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models.flops import peak_flops
-from megatron_packed.models.metrics_layout import ASSIGNED, DROPPED, StepValues, most_rows
+from megatron_packed.models.metrics_layout import ASSIGNED, DROPPED, ROWS, StepValues, most_rows
 from megatron_packed.reporting.console import Console
 from megatron_packed.reporting.loss_spikes_and_skipped_steps import (
     count_incidents,
@@ -69,14 +69,21 @@ class RunLog:
         self._validations: list[tuple[int, float]] = []
         self._warned: set[str] = set()
 
-    def finish(self, record: StepRecord, values: StepValues) -> ExitCode | None:
+    def finish(
+        self, record: StepRecord, fields: dict[str, object], values: StepValues
+    ) -> ExitCode | None:
         """Log a finished step; return the exit code if it is a reason to stop.
 
         See [Note: when a run may stop].
+
+        Args:
+            record: the record of the step.
+            fields: ``record.as_dict()``.
+            values: values that the step has reported.
         """
         training, progress = self._config.training, self._progress
         self._console.step(record)
-        self.write(record.as_dict())
+        self.write(fields)
         # Update the counts before the warnings, which include this step in their counts.
         count_incidents(progress, values, training)
         for sentence in sentences(
@@ -130,9 +137,16 @@ class RunLog:
         }
         note(record, self._writers, self._console)
 
-    def record(self, arrived: Arrived[StepFacts], values: StepValues) -> StepRecord:
-        """Return the record of a finished step."""
-        logging, counts = self._config.logging, self._step.layout.counts_of(arrived.values)
+    def record(
+        self,
+        arrived: Arrived[StepFacts],
+        values: StepValues,
+        counts: Mapping[str, Sequence[float]],
+    ) -> StepRecord:
+        """Return the record of a finished step, from its values and counters."""
+        logging = self._config.logging
+        medians = {spike.name: spike.median for spike in values.spikes}
+        experts = self._experts(counts, arrived.facts.iteration)
         return step_record(
             arrived.facts,
             loss=values.loss,
@@ -140,13 +154,13 @@ class RunLog:
             grad_norm=values.grad_norm,
             skip_reason=skip_reason(values, self._config.training),
             mtp_losses=values.mtp_losses,
-            medians={spike.name: spike.median for spike in values.spikes},
+            medians=medians,
             # A coarse clock may give 0 seconds, and rates are divided by the time.
             seconds=max(arrived.seconds, 1e-9),
             world_size=self._groups.world_size,
             peak=self._peak,
             memory=MemoryFigures.now(self._groups.device),
-            experts=self._experts(counts, arrived.facts.iteration),
+            experts=experts,
             params_norm=values.params_norm if logging.log_params_norm else None,
             num_zeros=values.grad_zeros if logging.log_num_zeros_in_grad else None,
         )
@@ -158,9 +172,9 @@ class RunLog:
         figures = ExpertFigures.from_counts(
             counts[ASSIGNED], model.num_moe_layers, iteration, counts.get(DROPPED)
         )
-        rows, room = most_rows(counts), model.expert_room
-        if rows is None or figures is None:
+        if figures is None or ROWS not in counts:
             return figures
+        rows, room = most_rows(counts[ROWS]), model.expert_room
         load = room.load_of(rows)
         room.see(load)
         return figures.in_room(room, load)

@@ -184,7 +184,10 @@ class TrainStep:
                 and checks.gradients is None
                 and number == len(micro_batches)
             )
-            self._run(LAST_MICRO_BATCH if sums else MICRO_BATCH, micro_batch)
+            if sums:
+                self._run(LAST_MICRO_BATCH, self.last_micro_batch, micro_batch)
+            else:
+                self._run(MICRO_BATCH, self.micro_batch, micro_batch)
         # Check weights before the update: its cast from the masters would hide a corrupted weight.
         if checks.weights is not None:
             checks.weights()
@@ -241,7 +244,7 @@ class TrainStep:
         If an expert buffer overflows, ``validation_overflow`` becomes positive. The validation must
         then be repeated inside ``room_for_experts()``.
         """
-        self._run(VALIDATION, micro_batch)
+        self._run(VALIDATION, self.validation_micro_batch, micro_batch)
 
     @property
     def parts(self) -> Mapping[str, Callable[[MicroBatch], object]]:
@@ -337,7 +340,8 @@ class TrainStep:
             self.numbers[self.metrics.numel() :].copy_(torch.cat(list(counts.values())))
             # A skipped step does not change expert biases. Otherwise a repeated step would change
             # them twice.
-            self.model.update_expert_bias(counts[ASSIGNED], skip=stats.skipped.bool())
+            if self.model.config.moe_router_enable_expert_bias:
+                self.model.update_expert_bias(counts[ASSIGNED], skip=stats.skipped.bool())
         computed = {
             "grad_norm": stats.grad_norm,
             "nonfinite": stats.nonfinite,
@@ -405,17 +409,21 @@ class TrainStep:
         self._own_signs[1] = self.graphs is not None and self.graphs.addresses_changed
         self._signs[:2].copy_(self._own_signs, non_blocking=True)
 
-    def _run(self, part: str, micro_batch: MicroBatch) -> None:
+    def _run(
+        self, part: str, function: Callable[[MicroBatch], object], micro_batch: MicroBatch
+    ) -> None:
         """Run one of ``parts`` on a micro-batch, by replay if possible."""
         # Send the heartbeat before queueing, because the host may then block in the driver.
         self.hang_detector.beat()
         if self.graphs is not None:
-            self.graphs.run(part, self.parts[part], micro_batch)
+            self.graphs.run(part, function, micro_batch)
         else:
-            self.parts[part](micro_batch.to(self.device, non_blocking=True))
+            function(micro_batch.to(self.device, non_blocking=True))
 
     def _reduce_over_tp(self) -> None:
         """Sum gradients and signs over ranks. See [Note: which ranks a sum goes over]."""
+        if self.groups.tp.group is None:
+            return
         with record_function("tp::reduce"):
             self._shared.sum()
             all_reduce_sum(self._signs, self.groups.tp.group)

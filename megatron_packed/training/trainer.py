@@ -27,7 +27,6 @@ from megatron_packed.distributed.rng import RngState
 from megatron_packed.inputs.run_data import AnyPlan, RunData, Stream
 from megatron_packed.models.flops import FlopCounter
 from megatron_packed.models.hybrid_model import HybridModel
-from megatron_packed.models.metrics_layout import StepValues
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.optim.schedules import Schedule, WeightDecaySchedule
 from megatron_packed.packed.micro_batch import MicroBatch
@@ -53,6 +52,7 @@ from megatron_packed.training.train_step import StepChecks, TrainStep
 
 if TYPE_CHECKING:
     from megatron_packed.cuda_graphs.fallback_reasons import GraphCounters
+    from megatron_packed.memory.activation_offload import Offload
     from megatron_packed.memory.offload_figures import OffloadFigures
     from megatron_packed.training.expert_bounds import ExpertBounds
     from megatron_packed.training.replica_checks import ReplicaCheck
@@ -124,6 +124,7 @@ class Trainer:
         self._late: LateMetrics[StepFacts] = LateMetrics(
             self.step.numbers.numel(), self.groups.device, hang_detector=self.hang_detector
         )
+        self._tokens_per_pack = self.config.packing.tokens_per_pack
         self._queued: dict[int, _Queued] = {}
         self._known_fallbacks: set[str] = set()
         self._paused = False
@@ -186,11 +187,11 @@ class Trainer:
         """Queue one step, and return the previous step, whose metrics have arrived."""
         progress, train = self.progress, self.data.train
         self.watch.step = progress.iteration + 1
-        facts = self._facts(progress.iteration)
+        facts, packs = self._facts(progress.iteration)
         loading_begun = time.perf_counter()
         micro_batches = self.micro_batches(train, progress.iteration)
         data_wait_ms = 1e3 * (time.perf_counter() - loading_begun)
-        expected = train.plan.packs_of_step(progress.iteration) // self.groups.dp.size
+        expected = packs // self.groups.dp.size
         # With fewer packs, this rank would enter a different collective than the other ranks.
         if len(micro_batches) != expected:
             raise DataError(
@@ -204,7 +205,9 @@ class Trainer:
         self._run_step(facts)
         self.hang_detector.beat()
         # These figures are on the host, so reading them needs no wait for the device.
-        facts = replace(facts, data_wait_ms=data_wait_ms, offload=self._end_offload())
+        offload = self.step.model.offload
+        figures = None if offload is None else self._end_offload(offload)
+        facts = replace(facts, data_wait_ms=data_wait_ms, offload=figures)
         if counters is not None:
             facts = replace(facts, graphs=GraphFigures.since(previous_counts, counters))
             self._say_new_fallbacks(counters)
@@ -219,20 +222,21 @@ class Trainer:
         """Log a finished step, and stop if it is a reason to; repeat a step that the device held."""
         if arrived is None:
             return
-        values = StepValues.from_list(
-            arrived.values[: self.step.metrics.numel()], self.step.layout.depths
-        )
+        layout = self.step.layout
+        values, counts = layout.values_of(arrived.values), layout.counts_of(arrived.values)
         if values.held:
             self._redo(arrived.facts)
             return
         del self._queued[arrived.facts.iteration]
         self.weights_moved |= values.weights_moved
-        record = self.log.record(arrived, values)
+        record = self.log.record(arrived, values, counts)
+        fields = record.as_dict()
         if self._hooks["on_metrics"]:
-            metrics = StepMetrics(record.as_dict())
+            metrics = StepMetrics(fields)
             self._call("on_metrics", metrics)
             record = replace(record, callback_metrics=metrics.added)
-        self.stop(self.log.finish(record, values))
+            fields = {**fields, **metrics.added}
+        self.stop(self.log.finish(record, fields, values))
 
     def _redo(self, facts: StepFacts) -> None:
         """Run a held step again, and then the step that was queued after it.
@@ -445,23 +449,22 @@ class Trainer:
                 raise
             raise CallbackError(callback, hook, error) from error
 
-    def _facts(self, number: int) -> StepFacts:
-        """Return the numbers of a step that the host knows before the device runs it."""
+    def _facts(self, number: int) -> tuple[StepFacts, int]:
+        """Return the numbers that the host knows of a step before the device runs it, and its packs."""
         # The host counts all steps. The device's count leaves out skipped steps, but learning rate
         # and weight decay advance with them, too.
         train, decay = self.data.train, self.weight_decay
         done = train.plan.full_steps_before(number)
-        plan = train.plan.step(number)
+        plan, packs = train.plan.step(number), train.plan.packs_of_step(number)
         lengths = train.lengths(plan)
         real = plan.global_tokens
-        slots = train.plan.packs_of_step(number) * self.config.packing.tokens_per_pack
-        return StepFacts(
+        facts = StepFacts(
             iteration=number + 1,
             learning_rate=self.schedule.at(done),
             weight_decay=decay.at(done) if decay.changes else None,
             real_tokens=real,
             target_tokens=plan.global_targets,
-            padded_tokens=slots - real,
+            padded_tokens=packs * self._tokens_per_pack - real,
             consumed_tokens=self.progress.consumed_tokens + real,
             num_seqs=len(lengths),
             num_packs=plan.global_packs,
@@ -470,6 +473,7 @@ class Trainer:
             plan_hash=train.plan.hash,
             dp_imbalance=plan.dp_imbalance,
         )
+        return facts, packs
 
     def micro_batches(self, stream: Stream[AnyPlan], number: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of a step of a plan."""
@@ -534,10 +538,7 @@ class Trainer:
         if self.bounds.unknown and not self.config.training.skip_train:
             self.bounds.observe(self.micro_batches(self.data.train, self.progress.iteration))
 
-    def _end_offload(self) -> OffloadFigures | None:
-        offload = self.model.offload
-        if offload is None:
-            return None
+    def _end_offload(self, offload: Offload) -> OffloadFigures | None:
         offload.end_step()
         for sentence in offload.messages():
             self.console.say(sentence)
