@@ -193,9 +193,7 @@ class SlotGraphs:
         captured: dict[GraphedForward, TEModuleGraphs] = {}
         for number, (module, source, hidden, takes_packed) in enumerate(planned):
             captured[module] = module.in_slot(self.slot)[size] = TEModuleGraphs(
-                _with_packed(module.original_forward, static)
-                if takes_packed
-                else module.original_forward,
+                _of_hidden(module, static if takes_packed else None),
                 module.module,
                 self._static_outside((module.name, "input"), hidden),
                 self.slot,
@@ -226,13 +224,8 @@ class SlotGraphs:
             # captured module.
             if source is None or size not in source.in_slot(self.slot):
                 previous = None
-            function = (
-                _with_packed(module.original_forward, static)
-                if takes_packed
-                else module.original_forward
-            )
             captured = module.in_slot(self.slot)[size] = TorchModuleGraphs(
-                function,
+                _of_hidden(module, static if takes_packed else None),
                 module.parameters,
                 self.slot,
                 self.backend,
@@ -290,10 +283,12 @@ class SlotGraphs:
         return self.outside[key]
 
 
-def _with_packed(
-    function: Callable[..., object], packed: PackedSeqParams
+def _of_hidden(
+    module: GraphedForward, packed: PackedSeqParams | None
 ) -> Callable[[Tensor], object]:
-    return lambda hidden: function(hidden, packed)
+    """Return the original forward as a function of hidden states, with ``packed`` if it is given."""
+    forward = module.original_forward
+    return forward if packed is None else lambda hidden: forward(hidden, packed)
 
 
 @contextmanager

@@ -232,13 +232,6 @@ def pairs_in_chunks(length: NDArray[np.float64], chunk: int) -> float:
     return float((full_chunks * chunk**2 + np.square(remainder)).sum()) / 2
 
 
-def model_flops(
-    config: ModelConfig, vocab_size: int, lengths: Sequence[int] | NDArray[np.integer]
-) -> float:
-    """Return the operations of forward and backward pass over documents of ``lengths`` tokens."""
-    return FlopCounter(config, vocab_size).training(lengths).total
-
-
 def peak_flops(device: torch.device) -> float | None:
     """Return the dense bf16 peak of the device in FLOP/s.
 

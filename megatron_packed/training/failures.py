@@ -72,20 +72,18 @@ def _kind(error: Exception) -> tuple[ExitCode, str, str]:
     from megatron_packed.training.replica_checks import ReplicaMismatchError
 
     error = _cause_of(error)
-    if isinstance(error, ConfigError):
-        return ExitCode.USAGE, "configuration error", ""
-    if isinstance(error, DataError):
-        return ExitCode.DATA, "data error", ""
-    if isinstance(error, CheckpointError):
-        return ExitCode.CHECKPOINT, "checkpoint error", ""
-    if isinstance(error, IsolationLeak):
-        return ExitCode.LEAK, "isolation error", ""
-    if isinstance(error, GraphFallbackError):
-        return ExitCode.FALLBACK, "CUDA graph fallback", ""
-    if isinstance(error, AuditMismatchError):
-        return ExitCode.AUDIT, "audit", ""
-    if isinstance(error, ReplicaMismatchError):
-        return ExitCode.AUDIT, _REPLICAS, ""
+    named: dict[type[Exception], tuple[ExitCode, str]] = {
+        ConfigError: (ExitCode.USAGE, "configuration error"),
+        DataError: (ExitCode.DATA, "data error"),
+        CheckpointError: (ExitCode.CHECKPOINT, "checkpoint error"),
+        IsolationLeak: (ExitCode.LEAK, "isolation error"),
+        GraphFallbackError: (ExitCode.FALLBACK, "CUDA graph fallback"),
+        AuditMismatchError: (ExitCode.AUDIT, "audit"),
+        ReplicaMismatchError: (ExitCode.AUDIT, _REPLICAS),
+    }
+    for kind, (code, name) in named.items():
+        if isinstance(error, kind):
+            return code, name, ""
     if is_out_of_memory(error):
         return ExitCode.OUT_OF_MEMORY, "out of memory", CURE
     if is_failed_gpu(error):
