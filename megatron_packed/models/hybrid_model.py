@@ -11,6 +11,7 @@ the same capacity.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +21,6 @@ from torch.profiler import record_function
 from megatron_packed.config.sections.memory import MemoryConfig
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.overlapped_collectives import Stage
 from megatron_packed.distributed.sequence_parallel_products import NO_OVERLAP, TensorOverlap
 from megatron_packed.distributed.tensor_parallel_gradients import SharedGradients
 from megatron_packed.distributed.tensor_parallel_shards import (
@@ -54,6 +54,7 @@ from megatron_packed.packed.params import PackedSeqParams
 from megatron_packed.packed.shared_tables import NO_TABLES
 
 if TYPE_CHECKING:
+    from megatron_packed.distributed.overlapped_collectives import Stage
     from megatron_packed.memory.activation_offload import Offload
     from megatron_packed.models.multi_token_prediction import MultiTokenPrediction
 
@@ -222,6 +223,8 @@ class HybridModel(ExpertLayers, nn.Module):
 
         The final norms also have the output projection.
         """
+        from megatron_packed.distributed.overlapped_collectives import Stage
+
         main = [self.layers[number] for number in self._main_layers]
         return [
             *(Stage(module, list(module.parameters())) for module in (self.embedding, *main)),
@@ -257,7 +260,7 @@ class HybridModel(ExpertLayers, nn.Module):
         if packed.tables is not NO_TABLES:
             return packed
         self.pack_tables.check(packed)
-        return packed.with_tables(self.pack_tables.derive(packed))
+        return replace(packed, tables=self.pack_tables.derive(packed))
 
     def own_rows(self, x_T: Tensor, packed: PackedSeqParams) -> Tensor:
         """Return the entries of ``x_T`` for the rows of the hidden state that this rank has.

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_packed.checkpoint.run_metadata import RunProgress
-from megatron_packed.data.packing.evaluation_plan import EvaluationPlan
 from megatron_packed.distributed.collectives import all_gather_json, all_reduce_sum
 from megatron_packed.inputs.run_data import Stream
 from megatron_packed.inputs.run_documents import TEST, VALIDATION
@@ -19,6 +18,7 @@ from megatron_packed.reporting.closing_lines import metric_text
 from megatron_packed.reporting.sample_answers import SAMPLES, console_lines
 
 if TYPE_CHECKING:
+    from megatron_packed.data.packing.evaluation_plan import EvaluationPlan
     from megatron_packed.training.answers import TrainingAnswers
     from megatron_packed.training.trainer import Trainer
 

@@ -21,7 +21,6 @@ from megatron_packed.data.errors import DataError
 from megatron_packed.distributed.failure_watch import Failure
 from megatron_packed.distributed.hang_detection import DeviceHangError
 from megatron_packed.files.written_files import open_new
-from megatron_packed.reporting.out_of_memory import CURE, is_out_of_memory
 from megatron_packed.resume.callback_state import CallbackError
 from megatron_packed.training.under_launcher import report_failure_to_launcher
 
@@ -66,9 +65,10 @@ def failure_of(error: Exception, *, rank: int | None, step: int | None) -> Failu
 
 def _kind(error: Exception) -> tuple[ExitCode, str, str]:
     """Return the exit code, the name and the cure of an error."""
-    # A run without graphs and checks of replicas has not imported these modules.
+    # A run that does not fail, and has no graphs and checks of replicas, imports none of these.
     from megatron_packed.cuda_graphs.audit import AuditMismatchError
     from megatron_packed.cuda_graphs.fallback_reasons import GraphFallbackError
+    from megatron_packed.reporting.out_of_memory import CURE, is_out_of_memory
     from megatron_packed.training.replica_checks import ReplicaMismatchError
 
     error = _cause_of(error)

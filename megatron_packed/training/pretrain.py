@@ -39,8 +39,6 @@ from megatron_packed.optim.schedules import Schedule, WeightDecaySchedule
 from megatron_packed.reporting.closing_lines import ClosingLines
 from megatron_packed.reporting.console import Console
 from megatron_packed.reporting.log_file import RunIdentity
-from megatron_packed.reporting.out_of_memory import MemoryHistory, memory_history
-from megatron_packed.reporting.profiling import profiler_of
 from megatron_packed.reporting.run_facts import opening_of
 from megatron_packed.reporting.run_writers import (
     RecordFunction,
@@ -67,6 +65,7 @@ from megatron_packed.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from megatron_packed.cuda_graphs.step_graphs import StepGraphs
+    from megatron_packed.reporting.out_of_memory import MemoryHistory
 
 _GRAPHS = "megatron_packed.training.build_graphs"
 """Module that is imported only in a run with CUDA graphs."""
@@ -257,6 +256,8 @@ def _set_up(launch: Launch) -> MemoryHistory | None:
         refuse_eager(config.cuda_graph, launch.groups.device)
     if not config.profiling.record_memory_history:
         return None
+    from megatron_packed.reporting.out_of_memory import memory_history
+
     return memory_history(config.profiling, launch.groups, launch.console.warn)
 
 
@@ -368,6 +369,8 @@ def _build_trainer(
     writers.append(launch.closing)
     profiler = None
     if config.profiling.profile:
+        from megatron_packed.reporting.profiling import profiler_of
+
         profiler = profiler_of(config, groups, console, max(last, state.progress.iteration))
     return Trainer(
         writers=writers,

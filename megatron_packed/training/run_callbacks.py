@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.training import TrainingConfig
-from megatron_packed.reporting.profiling import StepProfiler
 from megatron_packed.training.callback import Callback
 
 if TYPE_CHECKING:
+    from megatron_packed.reporting.profiling import StepProfiler
     from megatron_packed.training.trainer import Trainer
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_packed.checkpoint.run_metadata import RunProgress
-from megatron_packed.checkpoint.save import SavedCheckpoint
 from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.config.run import RunConfig
 from megatron_packed.distributed.groups import ParallelGroups
@@ -36,6 +35,9 @@ from megatron_packed.reporting.step_record import (
 )
 from megatron_packed.training.late_metrics import Arrived
 from megatron_packed.training.train_step import TrainStep
+
+if TYPE_CHECKING:
+    from megatron_packed.checkpoint.save import SavedCheckpoint
 
 
 @dataclass

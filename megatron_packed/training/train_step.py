@@ -25,7 +25,6 @@ from megatron_packed.distributed.collectives import all_reduce_sum
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.hang_detection import UNWATCHED, DeviceWatch
-from megatron_packed.distributed.overlapped_collectives import OverlappedReduce
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.lm_head_and_loss import HybridOutput
 from megatron_packed.models.metrics_layout import ASSIGNED, ExpertCounts, MetricsLayout
@@ -34,6 +33,7 @@ from megatron_packed.packed.micro_batch import MicroBatch
 
 if TYPE_CHECKING:
     from megatron_packed.cuda_graphs.step_graphs import StepGraphs
+    from megatron_packed.distributed.overlapped_collectives import OverlappedReduce
 
 MICRO_BATCH, LAST_MICRO_BATCH, VALIDATION = "micro-batch", "last micro-batch", "validation"
 """Names of `TrainStep.parts`.
@@ -121,6 +121,8 @@ class TrainStep:
         self._shared = model.shared_gradients()
         self.overlapped: OverlappedReduce | None = None
         if overlap:
+            from megatron_packed.distributed.overlapped_collectives import OverlappedReduce
+
             self.overlapped = OverlappedReduce(
                 buffers, groups, model.stages, late=self._shared.parameters
             )

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from megatron_packed.checkpoint.run_metadata import RunProgress
-from megatron_packed.checkpoint.save import SavedCheckpoint
 from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.config.run import RunConfig
 from megatron_packed.data.errors import DataError
@@ -32,8 +31,6 @@ from megatron_packed.optim.schedules import Schedule, WeightDecaySchedule
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.reporting.console import Console
 from megatron_packed.reporting.metric_writers import Writer
-from megatron_packed.reporting.profiling import StepProfiler
-from megatron_packed.reporting.progress_log import ProgressLog
 from megatron_packed.reporting.step_record import GraphFigures, StepFacts, replays_and_fallbacks
 from megatron_packed.resume.callback_state import CallbackError
 from megatron_packed.resume.run_and_random_state import RunState
@@ -51,9 +48,12 @@ from megatron_packed.training.signals import SignalFlag
 from megatron_packed.training.train_step import StepChecks, TrainStep
 
 if TYPE_CHECKING:
+    from megatron_packed.checkpoint.save import SavedCheckpoint
     from megatron_packed.cuda_graphs.fallback_reasons import GraphCounters
     from megatron_packed.memory.activation_offload import Offload
     from megatron_packed.memory.offload_figures import OffloadFigures
+    from megatron_packed.reporting.profiling import StepProfiler
+    from megatron_packed.reporting.progress_log import ProgressLog
     from megatron_packed.training.expert_bounds import ExpertBounds
     from megatron_packed.training.replica_checks import ReplicaCheck
 
