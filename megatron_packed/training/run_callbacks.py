@@ -103,6 +103,7 @@ class CompareWeights(Callback):
     def on_step_end(self, trainer: Trainer, step: int) -> None:
         interval = trainer.config.training.check_weight_hash_across_dp_replicas_interval
         if trainer.is_multiple(interval) and trainer.pause():
+            assert trainer.replicas is not None
             trainer.replicas.weights()
 
 

@@ -45,7 +45,7 @@ from megatron_packed.training.late_metrics import Arrived, LateMetrics
 from megatron_packed.training.run_callbacks import GarbageCollection, run_callbacks
 from megatron_packed.training.run_log import RunLog
 from megatron_packed.training.signals import SignalFlag
-from megatron_packed.training.train_step import StepChecks, TrainStep
+from megatron_packed.training.train_step import UNCHECKED, StepChecks, TrainStep
 
 if TYPE_CHECKING:
     from megatron_packed.checkpoint.save import SavedCheckpoint
@@ -124,6 +124,7 @@ class Trainer:
         self._late: LateMetrics[StepFacts] = LateMetrics(
             self.step.numbers.numel(), self.groups.device, hang_detector=self.hang_detector
         )
+        self.replicas = self._replica_check()
         self._tokens_per_pack = self.config.packing.tokens_per_pack
         self._queued: dict[int, _Queued] = {}
         self._known_fallbacks: set[str] = set()
@@ -419,9 +420,14 @@ class Trainer:
             self.progress_log.published(saved.step)
         self._call("on_save", saved.path)
 
-    @cached_property
-    def replicas(self) -> ReplicaCheck:
-        """Comparison of this rank's weights and gradients with those of other ranks."""
+    def _replica_check(self) -> ReplicaCheck | None:
+        """Return the comparison of weights and gradients with those of other ranks, if a step has one."""
+        training = self.config.training
+        if not (
+            training.check_weight_hash_across_dp_replicas_interval
+            or training.check_grad_hash_across_dp_replicas_interval
+        ):
+            return None
         from megatron_packed.training.replica_checks import ReplicaCheck
 
         return ReplicaCheck(self.model, self.optimizer, self.groups, self.hang_detector)
@@ -507,12 +513,14 @@ class Trainer:
 
     def _checks(self, iteration: int) -> StepChecks:
         """Return the checks that run inside a step."""
-        training = self.config.training
+        training, replicas = self.config.training, self.replicas
+        if replicas is None:
+            return UNCHECKED
         weights = training.check_weight_hash_across_dp_replicas_interval
         gradients = training.check_grad_hash_across_dp_replicas_interval
         return StepChecks(
-            weights=self.replicas.weights if weights and iteration % weights == 0 else None,
-            gradients=self.replicas.gradients if gradients and iteration % gradients == 0 else None,
+            weights=replicas.weights if weights and iteration % weights == 0 else None,
+            gradients=replicas.gradients if gradients and iteration % gradients == 0 else None,
         )
 
     def _rng(self) -> RngState | None:
