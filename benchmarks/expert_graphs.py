@@ -160,7 +160,7 @@ def run(
     bounds = ExpertBounds(job.step, groups, packs_per_step=packs_per_step, say=lambda line: None)
     if bounds.unknown:
         bounds.observe(mine[0])
-    sizes = CaptureSizes.of([CAPACITY], c["T"])
+    sizes = CaptureSizes.from_capacities([CAPACITY], c["T"])
     graphs = build_graphs(config, job, sizes, groups, lambda line: None)
     seconds, held, pool = [], 0, 0.0
     with released(graphs):

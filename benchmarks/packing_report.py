@@ -250,7 +250,7 @@ def capacities_of(lengths: NDArray[np.int64], slots: int, method: str) -> tuple[
     packer = Packer(slots=slots, method=method)
     plan = PackPlan(pieces, pieces.length - 1, packer=packer, packs_per_step=1, seed=1234)
     first = plan.epoch(0).documents_per_pack
-    capture_sizes = CaptureSizes.of(choose_capacities(first), slots)
+    capture_sizes = CaptureSizes.from_capacities(choose_capacities(first), slots)
     if method == "balanced":
         plan = plan.keeping_to(int(first.max()))
     counts = np.concatenate([plan.epoch(epoch).documents_per_pack for epoch in range(3)])

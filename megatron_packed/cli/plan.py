@@ -178,7 +178,7 @@ def _time(
     Raises:
         UsageError: the peak of ``--gpu`` is not known.
     """
-    from megatron_packed.models.peak_flops import PEAK_BF16_FLOPS
+    from megatron_packed.models.flops import PEAK_BF16_FLOPS
 
     peaks = {name.lower(): (name, peak) for name, peak in PEAK_BF16_FLOPS.items()}
     gpu, peak = peaks.get(arguments.gpu.lower(), (None, 0.0))

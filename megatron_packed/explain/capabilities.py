@@ -26,7 +26,7 @@ from megatron_packed.explain.op_requests import op_requests, served_by, useless_
 from megatron_packed.layers.transformer_impl import LOCAL_NAME
 from megatron_packed.models.convert.trained_config import nearest_families
 from megatron_packed.models.equal_exchanges import OPTION, uses_symmetric_memory
-from megatron_packed.models.peak_flops import peak_flops
+from megatron_packed.models.flops import peak_flops
 from megatron_packed.models.run_model import dtype_of
 from megatron_packed.models.tensor_overlap import overlap_absence, overlap_of, overlap_words
 from megatron_packed.ops.backend_dispatch import NoBackendError, Op

@@ -268,7 +268,7 @@ def _capture_sizes(
     if capacities is None:
         evaluated = (evaluation.documents_per_pack for evaluation in evaluations)
         capacities = choose_capacities(np.concatenate([documents, *evaluated]))
-    return CaptureSizes.of(capacities, config.packing.tokens_per_pack)
+    return CaptureSizes.from_capacities(capacities, config.packing.tokens_per_pack)
 
 
 def plan_evaluation(

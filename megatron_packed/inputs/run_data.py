@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from megatron_packed.checkpoint.run_metadata import DataHashes
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.data_parts.tokenizer import TRAINED_BPE
-from megatron_packed.cuda_graphs.fallback_reasons import GraphFallbackError
 from megatron_packed.data.documents import Documents
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.loader import Loader
@@ -282,6 +281,8 @@ def _refuse_fallbacks(config: RunConfig, plans: Plans, beyond: list[str]) -> Non
         and capture_sizes is not None
         and (packing.packs_beyond or beyond)
     ):
+        from megatron_packed.cuda_graphs.fallback_reasons import GraphFallbackError
+
         raise GraphFallbackError(
             "packs would run eagerly, which --cuda-graph-strict forbids. "
             f"{packing.packs_beyond:,} of {packing.packs:,} packs of the first epoch hold more than "

@@ -6,13 +6,15 @@ import resource
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_packed.cuda_graphs.fallback_reasons import GraphCounters
 from megatron_packed.layers.moe.expert_room import ExpertRoom, Load
-from megatron_packed.memory.offload_figures import OffloadFigures
+
+if TYPE_CHECKING:
+    from megatron_packed.cuda_graphs.fallback_reasons import GraphCounters
+    from megatron_packed.memory.offload_figures import OffloadFigures
 
 
 @dataclass(frozen=True, kw_only=True)

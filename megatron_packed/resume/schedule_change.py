@@ -22,7 +22,7 @@ from megatron_packed.config.serialise import (
     section_to_dict,
     to_dict,
 )
-from megatron_packed.optim.lr_schedule import Schedule
+from megatron_packed.optim.schedules import Schedule
 
 _OPTIONS = {
     "lr": ("lr",),

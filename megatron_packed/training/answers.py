@@ -43,8 +43,7 @@ class TrainingAnswers:
 
     def sample(self) -> list[Sample]:
         """Return the prompts with their answers; on other ranks than rank 0 an empty list."""
-        if self.samples is None:
-            return []
+        assert self.samples is not None
         prompts_with_answers = zip(
             self.samples.shown, self._texts(self.samples), self.samples.expected
         )

@@ -16,10 +16,10 @@ from megatron_packed.inputs.open_documents import TEST, VALIDATION
 from megatron_packed.inputs.run_data import Stream
 from megatron_packed.reporting.closing_lines import metric_text
 from megatron_packed.reporting.sample_answers import SAMPLES, console_lines
-from megatron_packed.training.answers import TrainingAnswers
 
 if TYPE_CHECKING:
     from megatron_packed.data.packing.evaluation_plan import EvaluationPlan
+    from megatron_packed.training.answers import TrainingAnswers
     from megatron_packed.training.trainer import Trainer
 
 
@@ -67,6 +67,8 @@ def early_stop(patience: int | None, progress: RunProgress) -> str | None:
 
 def _sample(trainer: Trainer) -> None:
     """Print and log the answers to ``--sample-prompts``, if it is given."""
+    if trainer.data.samples is None:
+        return
     samples, iteration = _answers(trainer).sample(), trainer.progress.iteration
     if samples:
         for line in console_lines(iteration, samples):
@@ -75,6 +77,8 @@ def _sample(trainer: Trainer) -> None:
 
 
 def _answers(trainer: Trainer) -> TrainingAnswers:
+    from megatron_packed.training.answers import TrainingAnswers
+
     data = trainer.data
     return TrainingAnswers(
         step=trainer.step,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from megatron_packed.checkpoint.errors import printable_message
 from megatron_packed.config.exit_codes import ExitCode
@@ -19,7 +20,6 @@ from megatron_packed.config.launch_checks import environment_number
 from megatron_packed.config.resumed_options import implied_keys
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.serialise import model_hash, to_dict
-from megatron_packed.cuda_graphs.step_graphs import StepGraphs
 from megatron_packed.distributed.collectives import barrier
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.failure_watch import FailureWatch
@@ -32,15 +32,13 @@ from megatron_packed.explain.run_description import describe, name_kernels
 from megatron_packed.inputs.plan_packs import with_epochs
 from megatron_packed.inputs.run_data import RunData, build_data, most_documents
 from megatron_packed.inputs.stored_files import files_of_start
+from megatron_packed.lazy_exports import lazy_function
 from megatron_packed.models.flops import FlopCounter
 from megatron_packed.models.run_model import device_of
-from megatron_packed.optim.lr_schedule import Schedule
-from megatron_packed.optim.weight_decay_schedule import WeightDecaySchedule
+from megatron_packed.optim.schedules import Schedule, WeightDecaySchedule
 from megatron_packed.reporting.closing_lines import ClosingLines
 from megatron_packed.reporting.console import Console
 from megatron_packed.reporting.log_file import RunIdentity
-from megatron_packed.reporting.out_of_memory import MemoryHistory, memory_history
-from megatron_packed.reporting.profiling import profiler_of
 from megatron_packed.reporting.run_facts import opening_of
 from megatron_packed.reporting.run_writers import (
     RecordFunction,
@@ -51,14 +49,6 @@ from megatron_packed.reporting.run_writers import (
 )
 from megatron_packed.resume.phases_and_stored_packs import Resumed, resumed_options
 from megatron_packed.resume.run_and_random_state import RunState
-from megatron_packed.training.build_graphs import (
-    build_graphs,
-    capture_graphs,
-    refuse_eager,
-    released,
-    sentences_of_all_ranks,
-    tune_graphs,
-)
 from megatron_packed.training.build_job import Job, build_job
 from megatron_packed.training.callback import Callback
 from megatron_packed.training.claimed_outputs import ClaimedOutputs
@@ -71,6 +61,19 @@ from megatron_packed.training.failures import (
 from megatron_packed.training.isolation_self_test import self_test
 from megatron_packed.training.signals import SignalFlag
 from megatron_packed.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from megatron_packed.cuda_graphs.step_graphs import StepGraphs
+    from megatron_packed.reporting.out_of_memory import MemoryHistory
+
+_GRAPHS = "megatron_packed.training.build_graphs"
+"""Module that is imported only in a run with CUDA graphs."""
+build_graphs = lazy_function(_GRAPHS, "build_graphs")
+capture_graphs = lazy_function(_GRAPHS, "capture_graphs")
+refuse_eager = lazy_function(_GRAPHS, "refuse_eager")
+released = lazy_function(_GRAPHS, "released")
+sentences_of_all_ranks = lazy_function(_GRAPHS, "sentences_of_all_ranks")
+tune_graphs = lazy_function(_GRAPHS, "tune_graphs")
 
 
 def run_job(
@@ -252,6 +255,8 @@ def _set_up(launch: Launch) -> MemoryHistory | None:
         refuse_eager(config.cuda_graph, launch.groups.device)
     if not config.profiling.record_memory_history:
         return None
+    from megatron_packed.reporting.out_of_memory import memory_history
+
     return memory_history(config.profiling, launch.groups, launch.console.warn)
 
 
@@ -365,6 +370,8 @@ def _build_trainer(
     writers.append(launch.closing)
     profiler = None
     if config.profiling.profile:
+        from megatron_packed.reporting.profiling import profiler_of
+
         profiler = profiler_of(config, groups, console, max(last, state.progress.iteration))
     return Trainer(
         writers=writers,

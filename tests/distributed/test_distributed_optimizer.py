@@ -272,7 +272,7 @@ def exact_gradients(groups: ParallelGroups, distributed: bool, clip: float) -> F
         "sizes": {
             "elements": buffers.layout.numel,
             "bf16": buffers.params[BufferPart(torch.bfloat16)].numel(),
-            "master": sum(master.numel() for _, master in optimizer._low_masters()),
+            "master": sum(master.numel() for _, master in optimizer._low_masters),
             "moments": (optimizer.exp_avg.numel(), optimizer.exp_avg_sq.numel()),
             "updated": sum(t.numel() for group in optimizer._slices for t in group.params),
         },

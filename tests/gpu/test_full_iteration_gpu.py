@@ -222,7 +222,7 @@ def reserved_mib(job: Job, steps: list[list[MicroBatch]]) -> float:
 
 def test_memory(groups: ParallelGroups):
     """Graphs of four capacities and the update hold little more memory than an eager step."""
-    tokens, capture_sizes = 8192, CaptureSizes.of([16, 64, 128, 256], 8192)
+    tokens, capture_sizes = 8192, CaptureSizes.from_capacities([16, 64, 128, 256], 8192)
     model = dataclasses.replace(
         MODEL,
         hybrid_layer_pattern="M*-" * 4,
@@ -291,7 +291,7 @@ def part(micro_batch):
 def pack(size):
     return MicroBatch.build([(torch.arange(100).numpy(), None)], 256, size.capacity, (1.0, 1.0), size.max_seqlen)
 
-capture_sizes = CaptureSizes.of([4], 256)
+capture_sizes = CaptureSizes.from_capacities([4], 256)
 graphs = FullIterationGraphs(
     {"micro-batch": part}, lambda: distributed.all_reduce(total), rehearsing=nullcontext, places=lambda: [],
     total_tokens=256, capture_sizes=capture_sizes, device=torch.device("cuda", 0),

@@ -298,7 +298,9 @@ def test_graphs_hold_less_by_the_inputs_that_are_away(impl: str, groups: Paralle
         config = config_of(LARGE, TOKENS, deterministic=False)
         config = with_graphs(dataclasses.replace(config, memory=memory), impl)
         job = build_job(config, groups, VOCAB)
-        graphs = build_graphs(config, job, CaptureSizes.of([16], TOKENS), groups, print)
+        graphs = build_graphs(
+            config, job, CaptureSizes.from_capacities([16], TOKENS), groups, print
+        )
         assert graphs is not None
         with released(graphs):
             capture_graphs(graphs, job.step, PACKS, groups, first=True)

@@ -18,7 +18,8 @@ from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
 from megatron_packed.training.build_job import Job, build_job
-from megatron_packed.training.replica_checks import ReplicaCheck, ReplicaMismatchError, StepChecks
+from megatron_packed.training.replica_checks import ReplicaCheck, ReplicaMismatchError
+from megatron_packed.training.train_step import StepChecks
 from support.gpu_graph_steps import (
     CAPTURE_SIZES,
     DEVICE,

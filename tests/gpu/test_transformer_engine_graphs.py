@@ -47,7 +47,7 @@ def layers_of(impl: str) -> dict[str, Any]:
 
 CAPTURE_SIZES_OF = {
     LOCAL: CAPTURE_SIZES_OF_LAYERS,
-    TRANSFORMER_ENGINE: CaptureSizes.of([8, 64], TOKENS),
+    TRANSFORMER_ENGINE: CaptureSizes.from_capacities([8, 64], TOKENS),
 }
 """Capture sizes by implementation. cuDNN's deterministic attention, which TransformerEngine's
 layers use, does not support a document in every slot.
@@ -220,7 +220,7 @@ def replayed_and_eager(
     Args:
         fails: True makes the capture of the second layer fail on the last rank only.
     """
-    capture_sizes = CaptureSizes.of([8, 32], SLOTS)
+    capture_sizes = CaptureSizes.from_capacities([8, 32], SLOTS)
     config = run_config(impl, {}, deterministic=True)
     config = replace(
         config, model=replace(config.model, **model), parallel=ParallelConfig(**parallel)

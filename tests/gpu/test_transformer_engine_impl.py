@@ -290,7 +290,7 @@ def test_a_checkpoint_does_not_know_whose_layers_made_it(
 @pytest.mark.gpu
 def test_replay_equals_eager_bit_for_bit() -> None:
     """Captured layers run changing packs, and all static tensors are NaN before each pack."""
-    capture_sizes = CaptureSizes.of([8, 64], TOKENS)
+    capture_sizes = CaptureSizes.from_capacities([8, 64], TOKENS)
     job = GraphJob(
         "M*-G*-", {"transformer_impl": TRANSFORMER_ENGINE, "deterministic": True}, capture_sizes
     ).capture()
@@ -306,7 +306,7 @@ def test_replay_equals_eager_bit_for_bit() -> None:
 
 def replayed_and_eager(groups: ParallelGroups, parallel: dict[str, Any]) -> dict[str, Any]:
     """Run training steps with graphs over all layers and their collectives, and eagerly."""
-    capture_sizes = CaptureSizes.of([8, 32], SLOTS)
+    capture_sizes = CaptureSizes.from_capacities([8, 32], SLOTS)
     eager = build_job(run_config(TRANSFORMER_ENGINE, parallel, deterministic=True), groups, VOCAB)
     config = run_config(TRANSFORMER_ENGINE, parallel, deterministic=True, graphs=True)
     job = build_job(config, groups, VOCAB)

@@ -10,7 +10,7 @@ from support.stand_in import RecordingBackend
 from support.tiny_graph_jobs import T, assert_equal, full_of, pack
 
 D = 8
-ONE = CaptureSizes.of([4], T)
+ONE = CaptureSizes.from_capacities([4], T)
 FIRST, SECOND = [10, 20], [5, 6, 7]
 
 

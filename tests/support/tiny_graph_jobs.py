@@ -12,7 +12,7 @@ from megatron_packed.packed.micro_batch import MicroBatch
 from support.stand_in import RecordingBackend
 
 T, VOCAB = 64, 61
-CAPTURE_SIZES = CaptureSizes.of([4, 12, T], T)
+CAPTURE_SIZES = CaptureSizes.from_capacities([4, 12, T], T)
 
 
 def tiny_model(pattern="M*-EG*", **changes) -> HybridModel:

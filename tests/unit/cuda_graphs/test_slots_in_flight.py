@@ -196,7 +196,7 @@ def test_a_micro_batch_that_runs_eagerly_leaves_the_ones_in_flight_alone(text):
 
     Micro-batch 2 runs eagerly, because it is larger than the largest capture size.
     """
-    chain = chain_of(3, (0, 2), capture_sizes=CaptureSizes.of([2], T))
+    chain = chain_of(3, (0, 2), capture_sizes=CaptureSizes.from_capacities([2], T))
     schedule = parsed(text)
     found = run(chain, schedule, chain.runner.place)
     assert chain.runner.counters.fallbacks == {"more than 2 documents": 1}

@@ -15,10 +15,10 @@ from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.exchanged_heads import exchanges_of_run
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.config.run import RunConfig
+from megatron_packed.distributed import symmetric_exchange
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.symmetric_exchange import staging_bytes
 from megatron_packed.explain.capabilities import parallel_capabilities
-from megatron_packed.models import equal_exchanges
 from megatron_packed.models.equal_exchanges import (
     connect_exchanges,
     exchange_bytes,
@@ -83,7 +83,7 @@ def model_of() -> Any:
 def test_a_run_connects_each_group_once_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     groups: list[str] = []
     monkeypatch.setattr(
-        equal_exchanges,
+        symmetric_exchange,
         "connect_exchange",
         lambda group, _: Connected() if not groups.append(group) else None,
     )

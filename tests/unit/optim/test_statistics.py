@@ -6,9 +6,9 @@ from torch import nn
 
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.models.metrics_layout import MetricsLayout, StepValues
-from megatron_packed.optim.clipping import Counted, nonzeros
+from megatron_packed.optim.clipping import ZEROS_UNIT, Counted, nonzeros
 from megatron_packed.optim.optimizer import Optimizer
-from megatron_packed.optim.statistics import ZEROS_UNIT, Statistics
+from megatron_packed.optim.statistics import Statistics
 from support.recorder import Recorder
 
 

@@ -14,7 +14,7 @@ import pytest
 from megatron_packed.config.sections.logging import LoggingConfig
 from megatron_packed.cuda_graphs.fallback_reasons import GraphCounters
 from megatron_packed.memory.offload_figures import OffloadFigures
-from megatron_packed.models.peak_flops import peak_of
+from megatron_packed.models.flops import peak_of
 from megatron_packed.reporting.console import Console
 from megatron_packed.reporting.curves import read_jsonl
 from megatron_packed.reporting.log_file import LogFile, Origin, RunIdentity

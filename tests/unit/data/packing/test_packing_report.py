@@ -63,7 +63,7 @@ def test_sentence_about_graphs():
 
     def sentence(*capacities):
         return PackingReport.from_packs(
-            pieces, packs, packer, capture_sizes=CaptureSizes.of(capacities, 10)
+            pieces, packs, packer, capture_sizes=CaptureSizes.from_capacities(capacities, 10)
         ).sentences()[-1]
 
     assert sentence(2, 4) == "CUDA graphs: capacities 2, 4 cover every pack."
@@ -187,7 +187,7 @@ def test_capacities_of_the_first_epoch_hold_three_epochs_of_recorded_lengths(nam
         packer = Packer(slots=slots, method=method)
         plan = PackPlan(pieces, pieces.length - 1, packer=packer, packs_per_step=1, seed=1234)
         first = plan.epoch(0).documents_per_pack
-        capture_sizes = CaptureSizes.of(choose_capacities(first), slots)
+        capture_sizes = CaptureSizes.from_capacities(choose_capacities(first), slots)
         plan = plan.keeping_to(int(first.max())) if method == "balanced" else plan
         counts = np.concatenate([plan.epoch(epoch).documents_per_pack for epoch in range(3)])
         if method == "balanced":
