@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 
 from megatron_packed.ops.activation.api import Kind
-from megatron_packed.ops.backend_dispatch import Backend, Op
+from megatron_packed.ops.backend_dispatch import Backend, GPUBackend, Op
 
 OP = Op(
     "grouped_mlp",
     (
-        Backend(
+        GPUBackend(
             "quack_joined",
             "megatron_packed.ops.grouped_mlp.quack_joined",
             on_meta=Backend("quack_joined", "megatron_packed.ops.grouped_mlp.joined_on_meta"),
         ),
-        Backend("quack", "megatron_packed.ops.grouped_mlp.quack"),
-        Backend("grouped_mm", "megatron_packed.ops.grouped_mlp.grouped_mm"),
+        GPUBackend("quack", "megatron_packed.ops.grouped_mlp.quack"),
+        GPUBackend("grouped_mm", "megatron_packed.ops.grouped_mlp.grouped_mm"),
         Backend("reference", "megatron_packed.ops.grouped_mlp.reference"),
     ),
     on_meta=Backend("on_meta", "megatron_packed.ops.grouped_mlp.on_meta"),

@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_packed.ops.backend_dispatch import Backend, Op
+from megatron_packed.ops.backend_dispatch import Backend, GPUBackend, Op
 
 OP = Op(
     "rms_norm",
     (
-        Backend("triton", "megatron_packed.ops.rms_norm.triton_kernel"),
-        Backend("torch", "megatron_packed.ops.rms_norm.torch_fused"),
+        GPUBackend("triton", "megatron_packed.ops.rms_norm.triton_kernel"),
+        Backend("torch", "megatron_packed.ops.rms_norm.torch_fused", gpu_only=True),
         Backend("reference", "megatron_packed.ops.rms_norm.reference"),
     ),
     on_meta=Backend("on_meta", "megatron_packed.ops.rms_norm.on_meta"),

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_packed.ops.backend_dispatch import CHUNKS_TO_TUNE, Backend, Op
+from megatron_packed.ops.backend_dispatch import CHUNKS_TO_TUNE, Backend, GPUBackend, Op
 from megatron_packed.ops.work import OpWork
 
 
@@ -57,8 +57,8 @@ def _to_tune(inputs: SSDInputs) -> SSDInputs:
 OP = Op(
     "ssd",
     (
-        Backend("triton", "megatron_packed.ops.ssd.triton_kernels"),
-        Backend(
+        GPUBackend("triton", "megatron_packed.ops.ssd.triton_kernels"),
+        GPUBackend(
             "mamba_ssm",
             "megatron_packed.ops.ssd.mamba_ssm",
             on_meta=Backend("mamba_ssm", "megatron_packed.ops.ssd.mamba_ssm_on_meta"),

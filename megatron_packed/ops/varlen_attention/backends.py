@@ -12,11 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_packed.ops.backend_dispatch import Backend, Op
+from megatron_packed.ops.backend_dispatch import Backend, GPUBackend, Op
 from megatron_packed.ops.varlen_attention.tables import KernelTables
 from megatron_packed.ops.work import OpWork
 
-_HERE = "megatron_packed.ops.varlen_attention"
 _INT32_LIMIT = 2**31
 _DETERMINISTIC_SQUARE_LIMIT = 2**30
 
@@ -25,15 +24,15 @@ _DETERMINISTIC_SQUARE_LIMIT = 2**30
 OP = Op(
     "varlen_attention",
     (
-        Backend("flash_attn_4", f"{_HERE}.flash_attn_4"),
-        Backend("transformer_engine", f"{_HERE}.transformer_engine"),
-        Backend("flex", f"{_HERE}.flex"),
-        Backend("flash_attn_2", f"{_HERE}.flash_attn_2"),
-        Backend("torch_varlen", f"{_HERE}.torch_varlen"),
-        Backend("reference", f"{_HERE}.reference"),
-        Backend("sdpa", f"{_HERE}.sdpa", automatic=False),
+        GPUBackend("flash_attn_4", "megatron_packed.ops.varlen_attention.flash_attn_4"),
+        GPUBackend("transformer_engine", "megatron_packed.ops.varlen_attention.transformer_engine"),
+        GPUBackend("flex", "megatron_packed.ops.varlen_attention.flex"),
+        GPUBackend("flash_attn_2", "megatron_packed.ops.varlen_attention.flash_attn_2"),
+        GPUBackend("torch_varlen", "megatron_packed.ops.varlen_attention.torch_varlen"),
+        Backend("reference", "megatron_packed.ops.varlen_attention.reference"),
+        Backend("sdpa", "megatron_packed.ops.varlen_attention.sdpa", automatic=False),
     ),
-    on_meta=Backend("on_meta", f"{_HERE}.on_meta"),
+    on_meta=Backend("on_meta", "megatron_packed.ops.varlen_attention.on_meta"),
     on_device=lambda backend, inputs, device: (
         backend,
         replace(inputs, device_type=device.type, capability=_capability(device)),
