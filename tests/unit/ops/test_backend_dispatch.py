@@ -73,5 +73,5 @@ def test_a_choice_for_a_cpu_does_not_import_kernels_of_gpus(
     assert bool(asked) == asks
     assert op.explain(inputs) == {"kernel": ["no"] if chosen == "any" else [], "any": []}
     if chosen == "any":
-        with pytest.raises(NoBackendError, match="'kernel' does not support .*: kernel: no"):
+        with pytest.raises(NoBackendError, match=r"'kernel' does not support .*: kernel: no"):
             op.select(inputs, "kernel")
