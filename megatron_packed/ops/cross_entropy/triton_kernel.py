@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_packed.ops.cross_entropy.api import CrossEntropyInputs, VocabShard
-from megatron_packed.ops.cross_entropy.chunked import run_chunked
+from megatron_packed.ops.cross_entropy.reference import run_chunked
 from megatron_packed.ops.cross_entropy.split import split_step
 from megatron_packed.ops.triton_mode import fp32_reasons
 
@@ -47,7 +47,7 @@ def softmax_step(
     loss_C: Tensor,
     with_gradient: bool,
 ) -> None:
-    """Compute losses and logit gradients of a chunk; see ``chunked.Step``."""
+    """Compute losses and logit gradients of a chunk; see ``reference.Step``."""
     rows, vocab_rows = logits_CV.shape
     block = _block(vocab_rows)
     _softmax_kernel[(rows,)](
