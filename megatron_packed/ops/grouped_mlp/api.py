@@ -56,31 +56,6 @@ class GroupedMLPInputs:
     apart: str = ""
     """Reason why the three steps must be separate calls; empty if they may be joined."""
 
-    @classmethod
-    def from_weights(
-        cls,
-        w1_EFD: Tensor,
-        w2_EDF: Tensor,
-        *,
-        activation: Kind,
-        dtype: torch.dtype,
-        device_type: str,
-        apart: str = "",
-    ) -> GroupedMLPInputs:
-        """Return the inputs for these weights, and for rows of ``dtype``."""
-        experts, hidden_in, channels = w1_EFD.shape
-        return cls(
-            channels=channels,
-            experts=experts,
-            hidden_in=hidden_in,
-            hidden_out=w2_EDF.shape[2],
-            activation=activation,
-            dtype=dtype,
-            weight_dtype=w1_EFD.dtype,
-            device_type=device_type,
-            apart=apart,
-        )
-
 
 def grouped_mlp(
     x_RD: Tensor,
@@ -156,11 +131,14 @@ def grouped_mlp_backend(
         raise ValueError(
             f"grouped_mlp: offsets has shape {list(offsets_E.shape)}; it must be (E,) with E = {experts}."
         )
-    inputs = GroupedMLPInputs.from_weights(
-        w1_EFD,
-        w2_EDF,
+    inputs = GroupedMLPInputs(
+        channels=channels,
+        experts=experts,
+        hidden_in=hidden_in,
+        hidden_out=w2_EDF.shape[2],
         activation=activation,
         dtype=x_RD.dtype,
+        weight_dtype=w1_EFD.dtype,
         device_type=x_RD.device.type,
         apart=apart,
     )

@@ -83,7 +83,10 @@ def rms_norm_with_residual(
     """
     _check(x_TD, weight_D)
     module = OP.chosen[backend, _inputs(x_TD, weight_D, zero_centered)].loaded
-    outputs: tuple[Tensor, Tensor] = module.run_with_residual(x_TD, weight_D, eps, zero_centered)
+    run_both = getattr(module, "run_with_residual", None)
+    if run_both is None:
+        return module.run(x_TD, weight_D, eps, zero_centered), x_TD
+    outputs: tuple[Tensor, Tensor] = run_both(x_TD, weight_D, eps, zero_centered)
     return outputs
 
 
