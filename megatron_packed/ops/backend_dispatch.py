@@ -34,8 +34,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from megatron_packed.ops.work import NO_WORK, OpWork
-
 _REMEMBERED = 1024
 
 
@@ -128,6 +126,27 @@ class Choices(dict[tuple[str, Hashable], Backend]):
             self.clear()
         chosen = self[key] = self._choose(*key)
         return chosen
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpWork:
+    """Operations of one call of an op in the forward pass, apart from products with weights.
+
+    It contains products, and no elementwise work.
+    """
+
+    per_token: int = 0
+    per_visible_pair: int = 0
+    """Operations for a token and each token that it sees in its document."""
+    window: int | None = None
+    """Number of tokens that a token sees; None for all earlier tokens and itself."""
+    chunk: int = 1
+    """Number of tokens in which a document is divided."""
+    per_pair_in_chunk: int = 0
+    per_chunk: int = 0
+
+
+NO_WORK = OpWork()
 
 
 class Op:

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_packed.ops.backend_dispatch import Backend, GPUBackend, Op
-from megatron_packed.ops.work import OpWork
+from megatron_packed.ops.backend_dispatch import Backend, GPUBackend, Op, OpWork
 
 OP = Op(
     "causal_conv1d",
@@ -23,7 +22,7 @@ OP = Op(
         GPUBackend(
             "causal_conv1d",
             "megatron_packed.ops.causal_conv1d.library",
-            on_meta=Backend("causal_conv1d", "megatron_packed.ops.causal_conv1d.library_on_meta"),
+            on_meta=Backend("causal_conv1d", "megatron_packed.ops.causal_conv1d.on_meta:Library"),
         ),
         Backend("reference", "megatron_packed.ops.causal_conv1d.reference"),
     ),

@@ -23,9 +23,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_packed.ops.backend_dispatch import CHUNKS_TO_TUNE, Backend, GPUBackend, Op
+from megatron_packed.ops.backend_dispatch import CHUNKS_TO_TUNE, Backend, GPUBackend, Op, OpWork
 from megatron_packed.ops.gated_delta_rule.tables import CHUNK, DeltaRuleTables
-from megatron_packed.ops.work import OpWork
 
 OP = Op(
     "gated_delta_rule",

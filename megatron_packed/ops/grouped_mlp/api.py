@@ -22,7 +22,7 @@ OP = Op(
         GPUBackend(
             "quack_joined",
             "megatron_packed.ops.grouped_mlp.quack_joined",
-            on_meta=Backend("quack_joined", "megatron_packed.ops.grouped_mlp.joined_on_meta"),
+            on_meta=Backend("quack_joined", "megatron_packed.ops.grouped_mlp.on_meta:Joined"),
         ),
         GPUBackend("quack", "megatron_packed.ops.grouped_mlp.quack"),
         GPUBackend("grouped_mm", "megatron_packed.ops.grouped_mlp.grouped_mm"),

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_packed.ops.column_slices import GradientSlot, gradient_like, gradient_slot
 from megatron_packed.ops.kernel_operands import adjacent, main_grads_of
-from megatron_packed.ops.ssd.api import SSDInputs, inputs_of
+from megatron_packed.ops.ssd.api import LARGEST_STATE, SSDInputs, inputs_of
 from megatron_packed.ops.ssd.chunk_sum import chunk_sum_backward
 from megatron_packed.ops.ssd.parts import PartOfPack
 from megatron_packed.ops.ssd.triton_gradients import ScanTensors, chunk_gradients
@@ -34,7 +34,7 @@ from megatron_packed.ops.ssd.triton_states import (
     states_of_segments,
 )
 from megatron_packed.ops.ssd.triton_steps import STEP, chunk_factors
-from megatron_packed.ops.ssd.triton_tiles import LARGEST_STATE, plan_of
+from megatron_packed.ops.ssd.triton_tiles import plan_of
 from megatron_packed.ops.triton_mode import device_reasons
 
 DTYPES = (torch.bfloat16,)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_packed.ops.backend_dispatch import Backend, GPUBackend, Op
+from megatron_packed.ops.backend_dispatch import Backend, GPUBackend, Op, OpWork
 from megatron_packed.ops.varlen_attention.tables import (
     TABLES,
     BlockTables,
@@ -24,7 +24,6 @@ from megatron_packed.ops.varlen_attention.tables import (
     build_tables,
     document_numbers,
 )
-from megatron_packed.ops.work import OpWork
 
 _INT32_LIMIT = 2**31
 _DETERMINISTIC_SQUARE_LIMIT = 2**30
