@@ -30,7 +30,7 @@ from megatron_packed.models.flops import peak_flops
 from megatron_packed.models.run_model import dtype_of
 from megatron_packed.models.tensor_overlap import overlap_absence, overlap_of, overlap_words
 from megatron_packed.ops.backend_dispatch import NoBackendError, Op
-from megatron_packed.ops.varlen_attention import backends as varlen_attention
+from megatron_packed.ops.varlen_attention import api as varlen_attention
 
 CPU = torch.device("cpu")
 _NOT_COUNTED = "MFU does not count recomputed operations"

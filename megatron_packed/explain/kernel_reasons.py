@@ -38,7 +38,7 @@ from megatron_packed.ops.activation import api as activation
 from megatron_packed.ops.backend_dispatch import NoBackendError, Op
 from megatron_packed.ops.context_parallel_attention import api as context_parallel_attention
 from megatron_packed.ops.grouped_mlp import api as grouped_mlp
-from megatron_packed.ops.varlen_attention import backends as varlen_attention
+from megatron_packed.ops.varlen_attention import api as varlen_attention
 
 LABELS = {
     "varlen_attention": "attention",

@@ -6,7 +6,7 @@ and other elementwise work, the tail of a pack, and values that a kernel compute
 out.
 
 The model on the meta device has the weights of these products, and asks the ops, which state their own
-work (`ops.work`). A weight takes part in 2 operations for each token that uses it.
+work (`ops.backend_dispatch.OpWork`). A weight takes part in 2 operations for each token that uses it.
 
 Operations per token in the forward pass, with hidden size h:
 

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor, empty_like
 
+from megatron_packed.ops.triton_loads import load, mask_of
+
 _MANY_FEATURES = 1024
 
 
@@ -61,11 +63,9 @@ def _sum_kernel(
     total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
     for start in range(0, programs, BLOCK_P):
         program = start + tl.arange(0, BLOCK_P)
-        mask = (program < programs)[:, None] & real[None, :]
-        total += tl.load(
-            parts_ptr + program[:, None] * FEATURES + column[None, :], mask=mask, other=0.0
-        )
+        mask = mask_of(program < programs, real)
+        total += load(parts_ptr + program[:, None] * FEATURES + column[None, :], mask)
     result = tl.sum(total, axis=0)
     if ADD:
-        result += tl.load(out_ptr + column, mask=real, other=0.0)
-    tl.store(out_ptr + column, result.to(out_ptr.dtype.element_ty), mask=real)
+        result += load(out_ptr + column, real)
+    tl.store(out_ptr + column, result, mask=real)

@@ -168,7 +168,7 @@ def quack_stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Quack]:
 
     for api in (dense_mlp, grouped_mlp, residual_projection):
         # Backends and choices are cached, and must not outlive the stand-in.
-        backends = tuple(map(replace, api.OP.backends))
+        backends = tuple(replace(each, gpu_only=False) for each in api.OP.backends)
         monkeypatch.setattr(api, "OP", Op(api.OP.name, backends, on_meta=api.OP.on_meta))
     monkeypatch.setattr(torch, "zeros", launch)
     monkeypatch.setattr(quack_tiles, "_THREAD", threading.local())

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_packed.ops.backend_dispatch import Backend, Op
+from megatron_packed.ops.backend_dispatch import Backend, GPUBackend, Op
 
 OP = Op(
     "cross_entropy",
     (
-        Backend("triton", "megatron_packed.ops.cross_entropy.triton_kernel"),
+        GPUBackend("triton", "megatron_packed.ops.cross_entropy.triton_kernel"),
         Backend("reference", "megatron_packed.ops.cross_entropy.reference"),
     ),
     on_meta=Backend("on_meta", "megatron_packed.ops.cross_entropy.on_meta"),

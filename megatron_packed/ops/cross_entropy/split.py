@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_packed.ops.cross_entropy.api import VocabShard
-from megatron_packed.ops.cross_entropy.chunked import Step
+from megatron_packed.ops.cross_entropy.reference import Step
 
 Statistics = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
 """Signature ``statistics(logits_CV, row_C, real)``, over the first ``real`` columns.
@@ -38,7 +38,7 @@ columns from ``real`` on and in rows of mask 0.
 
 
 def split_step(statistics: Statistics, gradient: Gradient, shard: VocabShard) -> Step:
-    """Return a ``chunked.Step`` for a rank that has a part of the vocabulary."""
+    """Return a ``reference.Step`` for a rank that has a part of the vocabulary."""
     return partial(_step, statistics, gradient, shard)
 
 

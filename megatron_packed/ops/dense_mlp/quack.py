@@ -14,7 +14,7 @@ from megatron_packed.ops.quack_epilogues import (
     not_supported_reasons as reasons_of_epilogues,
 )
 from megatron_packed.ops.quack_epilogues import squared_relu_gradient, squared_relu_product
-from megatron_packed.ops.quack_tiles import ALIGNMENT, device_reasons
+from megatron_packed.ops.quack_tiles import alignment_reasons, device_reasons
 
 JOINS = True
 
@@ -26,11 +26,7 @@ def not_supported_reasons(inputs: DenseMLPInputs) -> list[str]:
         reasons.append(f"the derivative is that of squared_relu, not of {inputs.kind}")
     if inputs.dtype != torch.bfloat16:
         reasons.append(f"rows and weights must be bfloat16, not {inputs.dtype}")
-    reasons.extend(
-        f"{name} ({size}) is not divisible by {ALIGNMENT}"
-        for name, size in (("hidden size", inputs.channels), ("inner size", inputs.inner))
-        if size % ALIGNMENT
-    )
+    reasons += alignment_reasons(hidden_size=inputs.channels, inner_size=inputs.inner)
     return reasons + ([inputs.apart] if inputs.apart else [])
 
 

@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_packed.ops.partial_sums import add_partial_sums
 from megatron_packed.ops.router_logits.api import RouterLogitsInputs, partial_sums
+from megatron_packed.ops.triton_loads import load, mask_of
 from megatron_packed.ops.triton_mode import device_reasons
 
 _PARTS = 3
@@ -163,7 +164,7 @@ def _split_kernel(x_ptr, parts_ptr, numel, BLOCK: tl.constexpr):
     """Write three bf16 parts of each number; each difference is exact in fp32."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < numel
-    rest = tl.load(x_ptr + at, mask=mask, other=0.0)
+    rest = load(x_ptr + at, mask)
     for part in tl.static_range(3):
         rounded = rest.to(tl.bfloat16)
         tl.store(parts_ptr + part * numel.to(tl.int64) + at, rounded, mask=mask)
@@ -189,22 +190,21 @@ def _logits_kernel(
     for start in range(0, CHANNELS, BLOCK_D):
         channel = start + tl.arange(0, BLOCK_D)
         here = channel < CHANNELS
-        x = tl.load(
+        x = load(
             x_ptr + token[:, None] * CHANNELS + channel[None, :],
-            mask=(token < tokens)[:, None] & here[None, :],
-            other=0.0,
+            mask_of(token < tokens, here),
         )
         at = weight_ptr + expert[None, :] * CHANNELS + channel[:, None]
-        mask = here[:, None] & (expert < EXPERTS)[None, :]
+        mask = mask_of(here, expert < EXPERTS)
         # The small parts come first, so that they are added to a small sum.
-        block = tl.dot(x, tl.load(at + 2 * PART, mask=mask, other=0.0))
-        block = tl.dot(x, tl.load(at + PART, mask=mask, other=0.0), block)
-        block = tl.dot(x, tl.load(at, mask=mask, other=0.0), block)
+        block = tl.dot(x, load(at + 2 * PART, mask))
+        block = tl.dot(x, load(at + PART, mask), block)
+        block = tl.dot(x, load(at, mask), block)
         total += block
     tl.store(
         logits_ptr + token[:, None] * EXPERTS + expert[None, :],
         total,
-        mask=(token < tokens)[:, None] & (expert < EXPERTS)[None, :],
+        mask=mask_of(token < tokens, expert < EXPERTS),
     )
 
 
@@ -229,15 +229,15 @@ def _input_gradient_kernel(
         expert = start + tl.arange(0, BLOCK_E)
         here = expert < EXPERTS
         at = dlogits_ptr + token[:, None] * EXPERTS + expert[None, :]
-        mask = (token < tokens)[:, None] & here[None, :]
-        high = tl.load(at, mask=mask, other=0.0)
-        middle = tl.load(at + part, mask=mask, other=0.0)
-        low = tl.load(at + 2 * part, mask=mask, other=0.0)
+        mask = mask_of(token < tokens, here)
+        high = load(at, mask)
+        middle = load(at + part, mask)
+        low = load(at + 2 * part, mask)
         at_w = weight_ptr + expert[:, None] * CHANNELS + channel[None, :]
-        mask_w = here[:, None] & (channel < CHANNELS)[None, :]
-        high_w = tl.load(at_w, mask=mask_w, other=0.0)
-        middle_w = tl.load(at_w + PART, mask=mask_w, other=0.0)
-        low_w = tl.load(at_w + 2 * PART, mask=mask_w, other=0.0)
+        mask_w = mask_of(here, channel < CHANNELS)
+        high_w = load(at_w, mask_w)
+        middle_w = load(at_w + PART, mask_w)
+        low_w = load(at_w + 2 * PART, mask_w)
         block = tl.dot(low, high_w)
         block = tl.dot(high, low_w, block)
         block = tl.dot(middle, middle_w, block)
@@ -247,8 +247,8 @@ def _input_gradient_kernel(
         total += block
     tl.store(
         dx_ptr + token[:, None] * CHANNELS + channel[None, :],
-        total.to(dx_ptr.dtype.element_ty),
-        mask=(token < tokens)[:, None] & (channel < CHANNELS)[None, :],
+        total,
+        mask=mask_of(token < tokens, channel < CHANNELS),
     )
 
 
@@ -276,16 +276,15 @@ def _weight_gradient_kernel(
         token = start + tl.arange(0, BLOCK_T).to(tl.int64)
         here = token < tokens
         # The tile of x is loaded in the transposed order.
-        x = tl.load(
+        x = load(
             x_ptr + token[None, :] * CHANNELS + channel[:, None],
-            mask=here[None, :] & (channel < CHANNELS)[:, None],
-            other=0.0,
+            here[None, :] & (channel < CHANNELS)[:, None],
         )
         at = dlogits_ptr + token[:, None] * EXPERTS + expert[None, :]
-        mask = here[:, None] & (expert < EXPERTS)[None, :]
-        block = tl.dot(x, tl.load(at + 2 * part, mask=mask, other=0.0))
-        block = tl.dot(x, tl.load(at + part, mask=mask, other=0.0), block)
-        block = tl.dot(x, tl.load(at, mask=mask, other=0.0), block)
+        mask = mask_of(here, expert < EXPERTS)
+        block = tl.dot(x, load(at + 2 * part, mask))
+        block = tl.dot(x, load(at + part, mask), block)
+        block = tl.dot(x, load(at, mask), block)
         total += block
     row = tl.program_id(2).to(tl.int64) * EXPERTS + expert
     tl.store(

@@ -26,6 +26,7 @@ from megatron_packed.ops.ssd.triton_loads import (
     store_tile,
 )
 from megatron_packed.ops.ssd.triton_tiles import Plan
+from megatron_packed.ops.triton_loads import mask_of, tile_of
 
 
 def outputs(
@@ -182,8 +183,8 @@ def _scan_kernel(
     factor_base = factors_ptr + head * chunks * L
     skip = tl.load(d_ptr + head).to(tl.float32)
     at = (segment * HEADS + head) * (P * S)
-    state_tile = p[:, None] * S + s[None, :]
-    state_mask = (p < P)[:, None] & (s < S)[None, :]
+    state_tile = tile_of(p, S, s)
+    state_mask = mask_of(p < P, s < S)
     state = load_tile(entering_ptr + at, state_tile, state_mask, DESCRIBED)
     b_first = group * b_group_stride
     c_first = group * c_group_stride
@@ -200,7 +201,7 @@ def _scan_kernel(
             out = states_ptr + (chunk * HEADS + head) * (P * S)
             store_tile(out, state_tile, state, state_mask, DESCRIBED)
         # A tile is read from shared memory where it is loaded here, so late loads save registers.
-        tile_mask = real[:, None] & (s < S)[None, :]
+        tile_mask = mask_of(real, s < S)
         c = _rows(c_ptr, c_first, start, c_stride, token, s, tile_mask, DESCRIBED)
         y = tl.dot(state.to(c.dtype), tl.trans(c))
         b = _rows(b_ptr, b_first, start, b_stride, token, s, tile_mask, DESCRIBED)
@@ -208,7 +209,7 @@ def _scan_kernel(
         beginning = tl.load(first_ptr + start + token)
         scores = _decayed(scores, total, step, token, beginning, REVERSE)
         y *= enter[None, :]
-        mask = real[:, None] & (p < P)[None, :]
+        mask = mask_of(real, p < P)
         x = _rows(x_ptr, x_first, start, x_stride, token, p - p_first, mask, DESCRIBED)
         y = tl.dot(tl.trans(x), scores.to(x.dtype), y)
         wide = tl.trans(x).to(tl.float32)

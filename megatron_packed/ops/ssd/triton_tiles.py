@@ -11,7 +11,6 @@ from megatron_packed.ops.ssd.api import SSDInputs
 
 LENGTH = 64
 """Tokens of a chunk, L."""
-LARGEST_STATE = 256
 _SMALLEST_BLOCK = 64
 """Smallest side of a tile: tensor cores of Hopper multiply 64 rows at a time."""
 _PROGRAMS = 256

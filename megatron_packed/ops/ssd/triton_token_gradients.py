@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_packed.ops.ssd.triton_loads import load_rows
 from megatron_packed.ops.ssd.triton_tiles import Plan
+from megatron_packed.ops.triton_loads import mask_of
 
 
 def token_gradients(
@@ -113,7 +114,7 @@ def _token_gradients_kernel(
     s = tl.arange(0, BLOCK_S)
     token = tl.arange(0, L)
     real = token < tokens - chunk * L
-    s_mask = real[:, None] & (s < S)[None, :]
+    s_mask = mask_of(real, s < S)
     plane = HEADS * chunks.to(tl.int64) * L
     b = load_rows(b_ptr + group * b_group_stride, start, b_stride, token, s, s_mask)
     c = load_rows(c_ptr + group * c_group_stride, start, c_stride, token, s, s_mask)
@@ -126,7 +127,7 @@ def _token_gradients_kernel(
         head = group * HEADS_PER_GROUP + split * COUNT + number // BLOCKS
         block = number % BLOCKS
         channel = block * BLOCK_P + p
-        p_mask = real[:, None] & (channel < P)[None, :]
+        p_mask = mask_of(real, channel < P)
         row = head * chunks * L + start
         step = tl.load(factors_ptr + row + token)
         total = tl.load(factors_ptr + plane + row + token)

@@ -31,7 +31,7 @@ NAMED = [
     if name != "auto"
 ]
 MODULES = {
-    "varlen_attention": "ops.varlen_attention.backends",
+    "varlen_attention": "ops.varlen_attention.api",
     "ssd": "ops.ssd.api",
     "gated_delta_rule": "ops.gated_delta_rule.api",
     "adamw": "optim.adamw",

@@ -28,7 +28,7 @@ from megatron_packed.inputs.known_data import known_data
 from megatron_packed.inputs.open_documents import open_documents
 from megatron_packed.models.run_model import backends_of, build_model
 from megatron_packed.ops.backend_dispatch import Backend, Choices, Op
-from megatron_packed.ops.varlen_attention import backends as varlen_attention
+from megatron_packed.ops.varlen_attention import api as varlen_attention
 from megatron_packed.resume.allowed_changes import refusal_of_stored_model
 from megatron_packed.training import pretrain
 from support.explained import explain
