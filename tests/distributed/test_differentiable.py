@@ -31,7 +31,7 @@ from megatron_packed.distributed.differentiable import (
 )
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.overlapped_exchange import compute_by_heads
-from megatron_packed.distributed.testing import WorkerPools, run_distributed
+from support.process_pools import WorkerPools, run_distributed
 
 SHARED, OWN = "shared", "own"
 

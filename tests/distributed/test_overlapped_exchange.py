@@ -19,12 +19,12 @@ from megatron_packed.distributed.all_to_all import EqualExchange, heads_to_rows,
 from megatron_packed.distributed.collectives import Started, start_exchange, wait_for
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.overlapped_exchange import compute_by_heads
-from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.layers import attention, head_parallel
 from megatron_packed.models.isolation import check_isolation
 from megatron_packed.packed.micro_batch import MicroBatch
 from support import hybrid_cases as cases
 from support import rank_models
+from support.process_pools import WorkerPools
 from support.recorder import Recorder
 
 TOKENS, ALIGNMENT = 32, 8

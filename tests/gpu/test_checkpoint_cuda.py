@@ -11,7 +11,7 @@ from megatron_packed.checkpoint.save import save_checkpoint
 from megatron_packed.checkpoint.tensor_extent import Extent
 from megatron_packed.checkpoint.tensor_shard import shards_of, split_replicated, whole_tensors
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.testing import run_distributed
+from support.process_pools import run_distributed
 
 
 def make_state(device: str) -> dict[str, torch.Tensor]:
