@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.differentiable import gather_rows, pass_on
-from megatron_packed.distributed.overlapped_exchange import compute_by_heads
 from megatron_packed.layers.attention_heads import (
     attended_heads,
     attention_parts,
@@ -26,10 +25,10 @@ from megatron_packed.layers.attention_heads import (
     query_heads,
 )
 from megatron_packed.layers.build import Build
+from megatron_packed.layers.context_parallel import from_zigzag, to_zigzag
 from megatron_packed.layers.joined import adds_residual
 from megatron_packed.layers.linear import JoinedResidual
 from megatron_packed.layers.query_key_norm import QueryKeyNorm, query_key_norms
-from megatron_packed.layers.zigzag_rows import from_zigzag, to_zigzag
 from megatron_packed.ops.activation.api import sigmoid_gate
 from megatron_packed.ops.column_slices import split_columns
 from megatron_packed.ops.context_parallel_attention.api import Peers, context_parallel_attention
@@ -245,6 +244,7 @@ class CoreAttention(nn.Module):
         )
         if self.cp.exchange is None:
             return attend(q_TNH, k_TKH, v_TKH)
+        from megatron_packed.distributed.all_to_all import compute_by_heads
 
         def attend_part(part: int, columns_TW: Tensor) -> Tensor:
             return attend(*split_columns(columns_TW, *self.used_shapes))

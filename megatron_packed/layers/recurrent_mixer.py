@@ -1,21 +1,21 @@
-"""Mixer with a recurrence along the tokens of each document: the base of Mamba and gated delta nets.
+"""Mixer with a short convolution and a recurrence: the base of Mamba and gated delta nets.
 
-Letters: T tokens, D hidden size, N heads of P channels, I = N P, C convolution channels, O width of
-the input projection.
+Both run along the tokens of each document. Letters: T tokens, D hidden size, N heads of P channels,
+I = N P, C convolution channels, W convolution width, O width of the input projection.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from megatron_packed.distributed.tensor_parallel_shards import Shard, SplitSegment, set_shard
 from megatron_packed.layers.build import Build
-from megatron_packed.layers.head_parallel import HeadParallel
+from megatron_packed.layers.context_parallel import take_in_parts
 from megatron_packed.layers.initial_values import (
     Fill,
     a_log,
@@ -28,10 +28,13 @@ from megatron_packed.layers.joined import adds_residual
 from megatron_packed.layers.linear import JoinedResidual
 from megatron_packed.layers.named_call import NamedCall
 from megatron_packed.layers.parameters import keep_fp32, no_weight_decay
-from megatron_packed.layers.short_convolution import CausalConv1d
-from megatron_packed.layers.state_passing import PassedStates, StatePassing
+from megatron_packed.ops.causal_conv1d.api import causal_conv1d
 from megatron_packed.ops.column_slices import split_columns
 from megatron_packed.packed.params import PackedSeqParams
+
+if TYPE_CHECKING:
+    from megatron_packed.layers.head_parallel import HeadParallel
+    from megatron_packed.layers.state_passing import PassedStates, StatePassing
 
 Row = TypeVar("Row")
 
@@ -43,6 +46,66 @@ RECURRENT_FILLS: dict[str, Fill] = {
     "mixer.A_log": a_log,
 }
 """Initial values that recurrent mixers have in common, for the record of a kind."""
+
+
+class Weights(NamedTuple):
+    """Weight and bias of C channels of a convolution."""
+
+    weight_CW: Tensor
+    bias_C: Tensor | None
+
+
+class CausalConv1d(nn.Module):
+    """Depthwise causal convolution with SiLU that restarts at every document.
+
+    Args:
+        channels: this tensor-parallel rank's shard of the channels.
+        width: W.
+        bias: adds a bias to each channel.
+        build: arguments that all layers share.
+    """
+
+    def __init__(
+        self,
+        channels: Shard,
+        width: int,
+        *,
+        bias: bool = True,
+        build: Build,
+    ) -> None:
+        super().__init__()
+        self.backend = build.backends.causal_conv1d
+        self.weight = set_shard(build.new_parameter(channels.local_length, width), channels)
+        self.bias: nn.Parameter | None = None
+        if bias:
+            values = build.new_parameter(channels.local_length)
+            self.bias = set_shard(no_weight_decay(values), channels)
+
+    def in_parts(self, used: Shard, parts: int) -> list[Weights]:
+        """Return weight and bias of the channels ``used`` of a context-parallel rank, in parts."""
+        weights = take_in_parts(used, self.weight, parts)
+        if self.bias is None:
+            return [Weights(weight_CW, None) for weight_CW in weights]
+        return list(map(Weights, weights, take_in_parts(used, self.bias, parts)))
+
+    def forward(
+        self,
+        x_TC: Tensor,
+        seq_idx_1T: Tensor,
+        weights: Weights | None = None,
+        halo_HC: Tensor | None = None,
+    ) -> Tensor:
+        """Convolve ``(T, C)`` with all channels' weights, or with ``weights`` of C channels.
+
+        For ``halo_HC`` see `ops.causal_conv1d.api.causal_conv1d`.
+        """
+        weight_CW, bias_C = Weights(self.weight, self.bias) if weights is None else weights
+        return causal_conv1d(
+            *(x_TC, weight_CW, bias_C, seq_idx_1T),
+            activation="silu",
+            backend=self.backend,
+            halo_HC=halo_HC,
+        )
 
 
 class RecurrentMixer(nn.Module):
@@ -103,8 +166,12 @@ class RecurrentMixer(nn.Module):
         self.shapes = self._rows(inner, [(channels.local_length,)], (own_head.count,))
         """Columns of the projection as `split` returns them."""
         if passes_states and build.cp.passes_states:
+            from megatron_packed.layers.state_passing import PassedStates, StatePassing
+
             self.over_ranks = PassedStates(StatePassing(build.cp, width))
         elif build.cp.size > 1:
+            from megatron_packed.layers.head_parallel import HeadParallel
+
             self.over_ranks = HeadParallel(build.cp, own_channels, own_head, values_per_head)
             self.shapes = self._rows(inner, self.conv_shapes, (own_head.count, 1))
         self.in_proj = build.parts.column_parallel(
@@ -214,4 +281,21 @@ class RecurrentMixer(nn.Module):
 
         The other arguments and the result are those of `scan_heads`, with the rows of the part.
         """
+        raise NotImplementedError
+
+    def final_states(
+        self, heads: Sequence[Tensor], per_head: Sequence[Tensor], lengths: list[int]
+    ) -> Tensor:
+        """Return the state ``(B, N, ...)`` of each document after its last token, for generation.
+
+        Args:
+            heads, per_head: arguments of `scan_heads`.
+            lengths: number of tokens of each document.
+        """
+        raise NotImplementedError
+
+    def next_output(
+        self, state_BN: Tensor, heads: Sequence[Tensor], per_head: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output ``(B, N, P)`` of one more token of each document, and the new state."""
         raise NotImplementedError

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -33,11 +33,13 @@ from torch.nn.functional import pad
 from megatron_packed.distributed.collectives import start_row_from_others
 from megatron_packed.distributed.differentiable import gather_rows
 from megatron_packed.layers.context_parallel import ContextParallel
-from megatron_packed.layers.short_convolution import CausalConv1d
 from megatron_packed.ops.column_slices import split_columns
 from megatron_packed.ops.ssd.parts import PartOfPack
 from megatron_packed.ops.ssd.passed_states import entering_state
 from megatron_packed.packed.params import PackedSeqParams
+
+if TYPE_CHECKING:
+    from megatron_packed.layers.recurrent_mixer import RecurrentMixer
 
 
 class StatePassing:
@@ -109,24 +111,6 @@ class StatePassing:
         )
 
 
-class StatePassingMixer(Protocol):
-    """Mixer that passes states; see `layers.recurrent_mixer.RecurrentMixer`."""
-
-    conv1d: CausalConv1d
-    conv_shapes: tuple[tuple[int, int], ...]
-
-    def values_of_heads(self) -> list[Tensor]: ...
-
-    def scan_part(
-        self,
-        heads: Sequence[Tensor],
-        per_head: Sequence[Tensor],
-        parameters: Sequence[Tensor],
-        packed: PackedSeqParams,
-        passing: StatePassing,
-    ) -> Tensor: ...
-
-
 class PassedStates:
     """Convolution and recurrence of all heads on this rank's part of the pack."""
 
@@ -134,7 +118,7 @@ class PassedStates:
         self.passing = passing
 
     def convolve_and_scan(
-        self, mixer: StatePassingMixer, columns: Sequence[Tensor], packed: PackedSeqParams
+        self, mixer: RecurrentMixer, columns: Sequence[Tensor], packed: PackedSeqParams
     ) -> Tensor:
         """Run what `RecurrentMixer.convolve_and_scan` runs, on the rows of the part."""
         conv_TC, *per_head = columns

@@ -17,10 +17,10 @@ from megatron_packed.config.kinds.gated_delta_net import KIND
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.tensor_parallel_shards import SplitSegment
 from megatron_packed.layers.build import Build
-from megatron_packed.layers.decoding.recurrent_state import RecurrentState
 from megatron_packed.layers.hybrid_layer import ProjectedLayer
 from megatron_packed.layers.initial_values import ones
 from megatron_packed.layers.kinds.mixer_kind import (
+    RECURRENT_STATE,
     IsolationCase,
     MegatronNames,
     MixerKind,
@@ -146,14 +146,10 @@ class GatedDeltaNet(RecurrentMixer):
             backend=self.backends.gated_delta_rule,
         )
 
-
-class GatedDeltaState(RecurrentState[GatedDeltaNet]):
-    """`RecurrentState` with states ``(B, N, K, V)`` of the gated delta rule."""
-
     def final_states(
         self, heads: Sequence[Tensor], per_head: Sequence[Tensor], lengths: list[int]
     ) -> Tensor:
-        mixer = self.mixer
+        """Return the states ``(B, N, K, V)`` of the gated delta rule."""
         _, k_TGK, v_TNV = heads
         b_TN, a_TN = per_head
         return final_states(
@@ -161,28 +157,28 @@ class GatedDeltaState(RecurrentState[GatedDeltaNet]):
             v_TNV,
             a_TN,
             b_TN,
-            mixer.A_log,
-            mixer.dt_bias,
+            self.A_log,
+            self.dt_bias,
             lengths,
-            allow_neg_eigval=mixer.allow_neg_eigval,
+            allow_neg_eigval=self.allow_neg_eigval,
         )
 
-    def next_output(self, heads: Sequence[Tensor], per_head: Sequence[Tensor]) -> Tensor:
-        mixer = self.mixer
+    def next_output(
+        self, state_BN: Tensor, heads: Sequence[Tensor], per_head: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
         q_BGK, k_BGK, v_BNV = heads
         b_BN, a_BN = per_head
-        o_BNV, self.state_BN = update_next(
-            self.state_BN,
+        return update_next(
+            state_BN,
             q_BGK,
             k_BGK,
             v_BNV,
             a_BN,
             b_BN,
-            mixer.A_log,
-            mixer.dt_bias,
-            allow_neg_eigval=mixer.allow_neg_eigval,
+            self.A_log,
+            self.dt_bias,
+            allow_neg_eigval=self.allow_neg_eigval,
         )
-        return o_BNV
 
 
 class DocumentChunks(NamedTuple):
@@ -234,7 +230,7 @@ MIXER = MixerKind(
     kind=KIND,
     build=lambda config, build, place: GatedDeltaNet(config, build),
     layer=ProjectedLayer,
-    state=GatedDeltaState,
+    state=RECURRENT_STATE,
     # As in Megatron, A is uniform in [1, 16] and dt_bias is 1.
     fills={**RECURRENT_FILLS, "mixer.dt_bias": ones},
     isolation=IsolationCase(changes=_small_sizes, prepare=_slow_decay),

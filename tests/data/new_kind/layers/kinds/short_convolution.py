@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.tensor_parallel_shards import SplitSegment
 from megatron_packed.layers.build import Build
-from megatron_packed.layers.decoding.recurrent_state import RecurrentState
 from megatron_packed.layers.hybrid_layer import ProjectedLayer
-from megatron_packed.layers.kinds.mixer_kind import IsolationCase, MixerKind
+from megatron_packed.layers.kinds.mixer_kind import RECURRENT_STATE, IsolationCase, MixerKind
 from megatron_packed.layers.recurrent_mixer import RECURRENT_FILLS, RecurrentMixer
 from megatron_packed.packed.params import PackedSeqParams
 
@@ -54,24 +53,22 @@ class ShortConvolution(RecurrentMixer):
         (y_TC1,) = heads
         return y_TC1
 
-
-class ShortConvolutionState(RecurrentState[ShortConvolution]):
-    """Last inputs of the convolution; there are no states ``(B, 0)``."""
-
     def final_states(
         self, heads: Sequence[Tensor], per_head: Sequence[Tensor], lengths: list[int]
     ) -> Tensor:
         return heads[0].new_empty(len(lengths), 0)
 
-    def next_output(self, heads: Sequence[Tensor], per_head: Sequence[Tensor]) -> Tensor:
-        return heads[0]
+    def next_output(
+        self, state_BN: Tensor, heads: Sequence[Tensor], per_head: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        return heads[0], state_BN
 
 
 MIXER = MixerKind(
     kind=KIND,
     build=lambda config, build, place: ShortConvolution(config, build),
     layer=ProjectedLayer,
-    state=ShortConvolutionState,
+    state=RECURRENT_STATE,
     fills=RECURRENT_FILLS,
     isolation=IsolationCase(
         changes=lambda config, ranks: {"short_conv_channels": 16 * ranks.heads},
