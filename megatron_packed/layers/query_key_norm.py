@@ -91,10 +91,8 @@ class AllHeadsNorm(nn.Module):
         return (normed * (1 + scale_C if self.zero_centered else scale_C)).to(x_TC.dtype)
 
 
-def query_key_norms(config: ModelConfig, build: Build) -> QueryKeyNorm | None:
-    """Build the norms of queries and keys of one attention layer; None if the model has none."""
-    if not config.qk_layernorm:
-        return None
+def query_key_norms(config: ModelConfig, build: Build) -> QueryKeyNorm:
+    """Build the norms of queries and keys of one attention layer."""
     if config.qk_layernorm_scope == "all_heads":
         keys = SplitSegment(
             noun="key-value heads",

@@ -16,18 +16,18 @@ from torch import Tensor, nn
 from megatron_packed.distributed.tensor_parallel_shards import Shard, SplitSegment, set_shard
 from megatron_packed.layers.build import Build
 from megatron_packed.layers.context_parallel import take_in_parts
-from megatron_packed.layers.initial_values import (
+from megatron_packed.layers.joined import NamedCall, adds_residual
+from megatron_packed.layers.linear import JoinedResidual
+from megatron_packed.layers.parameters import (
     Fill,
     a_log,
     convolution,
+    keep_fp32,
+    no_weight_decay,
     normal,
     ones,
     residual_normal,
 )
-from megatron_packed.layers.joined import adds_residual
-from megatron_packed.layers.linear import JoinedResidual
-from megatron_packed.layers.named_call import NamedCall
-from megatron_packed.layers.parameters import keep_fp32, no_weight_decay
 from megatron_packed.ops.causal_conv1d.api import causal_conv1d
 from megatron_packed.ops.column_slices import split_columns
 from megatron_packed.packed.params import PackedSeqParams

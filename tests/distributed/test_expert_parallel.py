@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import megatron_packed.layers.moe.dispatcher as dispatchers
+import megatron_packed.layers.moe.dispatchers_between_ranks as dispatchers
 import megatron_packed.layers.moe.parallel as moe_parallel
 import megatron_packed.layers.moe.router as router_module
 from megatron_packed.distributed.collectives import (

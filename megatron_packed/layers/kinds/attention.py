@@ -14,7 +14,6 @@ from megatron_packed.layers.attention_heads import attended_heads
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.build import Build
 from megatron_packed.layers.hybrid_layer import ProjectedLayer
-from megatron_packed.layers.initial_values import norm_scale, normal, residual_normal, zeros
 from megatron_packed.layers.kinds.mixer_kind import (
     IsolationCase,
     MegatronNames,
@@ -22,6 +21,7 @@ from megatron_packed.layers.kinds.mixer_kind import (
     RankCounts,
     TableBuilder,
 )
+from megatron_packed.layers.parameters import norm_scale, normal, residual_normal, zeros
 from megatron_packed.lazy_exports import lazy_function
 from megatron_packed.ops.varlen_attention.api import prepare_tables
 from megatron_packed.ops.varlen_attention.tables import BlockTables, MaskTable

@@ -9,7 +9,6 @@ from megatron_packed.config.kinds.experts import KIND, LIMITING_GROUPS
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.hybrid_layer import HybridMoELayer
-from megatron_packed.layers.initial_values import normal, residual_normal
 from megatron_packed.layers.kinds.mixer_kind import (
     HIDDEN,
     NO_STATE,
@@ -20,6 +19,7 @@ from megatron_packed.layers.kinds.mixer_kind import (
 )
 from megatron_packed.layers.kinds.mlp import MLP_FILLS
 from megatron_packed.layers.moe.layer import MoE
+from megatron_packed.layers.parameters import normal, residual_normal
 
 ULPS_OF_GROUPED_PRODUCTS = 4
 """Allowed difference of grouped products. Such a product may split its sums by the number of rows

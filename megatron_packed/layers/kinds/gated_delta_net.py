@@ -18,7 +18,6 @@ from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.tensor_parallel_shards import SplitSegment
 from megatron_packed.layers.build import Build
 from megatron_packed.layers.hybrid_layer import ProjectedLayer
-from megatron_packed.layers.initial_values import ones
 from megatron_packed.layers.kinds.mixer_kind import (
     RECURRENT_STATE,
     IsolationCase,
@@ -26,7 +25,7 @@ from megatron_packed.layers.kinds.mixer_kind import (
     MixerKind,
     RankCounts,
 )
-from megatron_packed.layers.parameters import no_weight_decay
+from megatron_packed.layers.parameters import no_weight_decay, ones
 from megatron_packed.layers.recurrent_mixer import RECURRENT_FILLS, RecurrentMixer
 from megatron_packed.ops.gated_delta_rule.api import gated_delta_rule
 from megatron_packed.ops.gated_delta_rule.step import final_states, update_next

@@ -20,7 +20,6 @@ from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.tensor_parallel_shards import Shard, SplitSegment, set_shard
 from megatron_packed.layers.build import Build
 from megatron_packed.layers.hybrid_layer import ProjectedLayer
-from megatron_packed.layers.initial_values import ones
 from megatron_packed.layers.kinds.mixer_kind import (
     RECURRENT_STATE,
     IsolationCase,
@@ -28,7 +27,7 @@ from megatron_packed.layers.kinds.mixer_kind import (
     MixerKind,
     RankCounts,
 )
-from megatron_packed.layers.parameters import no_weight_decay
+from megatron_packed.layers.parameters import no_weight_decay, ones
 from megatron_packed.layers.recurrent_mixer import RECURRENT_FILLS, RecurrentMixer
 from megatron_packed.ops.gated_rms_norm.api import gated_rms_norm
 from megatron_packed.ops.ssd.api import ssd

@@ -15,7 +15,7 @@ from megatron_packed.layers.attention import Rotary
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.build import Build
 from megatron_packed.layers.hybrid_layer import HybridLayer
-from megatron_packed.layers.initial_values import Fill
+from megatron_packed.layers.parameters import Fill
 from megatron_packed.lazy_exports import lazy_function
 from megatron_packed.packed.params import PackedSeqParams
 from megatron_packed.packed.shared_tables import KindTables

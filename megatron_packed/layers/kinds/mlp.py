@@ -6,9 +6,9 @@ from megatron_packed.config.kinds.mlp import KIND
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.build import Build
 from megatron_packed.layers.hybrid_layer import ProjectedLayer
-from megatron_packed.layers.initial_values import Fill, normal, residual_normal, zeros
 from megatron_packed.layers.kinds.mixer_kind import NO_STATE, MegatronNames, MixerKind, Place
 from megatron_packed.layers.mlp import MLP
+from megatron_packed.layers.parameters import Fill, normal, residual_normal, zeros
 
 MLP_FILLS: dict[str, Fill] = {
     "fc1.weight": normal,
