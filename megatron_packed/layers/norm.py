@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.parameters import no_weight_decay
 from megatron_packed.ops.rms_norm.api import layer_norm, rms_norm, rms_norm_with_residual
 
@@ -74,3 +75,18 @@ class Norm(nn.Module):
                 backend=self.backend,
             )
         return self(x_TD), x_TD
+
+
+def norm_of(kind: type[Norm], width: int, config: ModelConfig, build: Build) -> Norm:
+    """Build a norm over ``width`` channels with the options of a model.
+
+    Args:
+        kind: the local class, or that of ``build.parts``.
+    """
+    return kind(
+        width,
+        kind=config.normalization,
+        eps=config.norm_epsilon,
+        zero_centered=config.apply_layernorm_1p,
+        build=build,
+    )

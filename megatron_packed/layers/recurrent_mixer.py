@@ -34,7 +34,7 @@ from megatron_packed.packed.params import PackedSeqParams
 
 if TYPE_CHECKING:
     from megatron_packed.layers.head_parallel import HeadParallel
-    from megatron_packed.layers.state_passing import PassedStates, StatePassing
+    from megatron_packed.layers.state_passing import StatePassing
 
 Row = TypeVar("Row")
 
@@ -108,6 +108,17 @@ class CausalConv1d(nn.Module):
         )
 
 
+class HeadInputs(NamedTuple):
+    """Inputs of the recurrence of some heads."""
+
+    heads: Sequence[Tensor]
+    """Convolved segments, ``(T, count, width)`` each."""
+    per_head: Sequence[Tensor]
+    """Values of each head and token, ``(T, N)`` each."""
+    parameters: Sequence[Tensor]
+    """Parameters with one value per head, ``(N,)`` each: `RecurrentMixer.values_of_heads`."""
+
+
 class RecurrentMixer(nn.Module):
     """Projection; short convolution and recurrence; gated norm and projection.
 
@@ -116,7 +127,7 @@ class RecurrentMixer(nn.Module):
 
     Heads are split over tensor-parallel ranks, within each segment of the rows of ``in_proj``. This
     class computes on one context-parallel rank. Over several of them, `HeadParallel` exchanges
-    heads, or `PassedStates` passes states.
+    heads, or `StatePassing` passes states.
 
     Args:
         hidden_size: D.
@@ -132,7 +143,7 @@ class RecurrentMixer(nn.Module):
     """
 
     head_parameters: ClassVar[tuple[str, ...]] = ()
-    """Names of the parameters with one value per head, in the order in which `scan_heads` gets them."""
+    """Names of the parameters with one value per head, in the order of `HeadInputs.parameters`."""
 
     def __init__(
         self,
@@ -159,16 +170,16 @@ class RecurrentMixer(nn.Module):
         channels = tp.shard(*convolved)
         self.conv_shapes = tuple((segment.count, segment.width) for segment in own_channels)
         """Heads and channels per head of each convolved segment."""
-        self.over_ranks: HeadParallel | PassedStates | None = None
+        self.over_ranks: HeadParallel | StatePassing | None = None
         """Convolution and recurrence over several context-parallel ranks; None on one rank."""
         inner: tuple[int, ...] = (own_z.count * own_z.width,)
         self.shapes: tuple[tuple[int, ...], ...]
         self.shapes = self._rows(inner, [(channels.local_length,)], (own_head.count,))
         """Columns of the projection as `split` returns them."""
         if passes_states and build.cp.passes_states:
-            from megatron_packed.layers.state_passing import PassedStates, StatePassing
+            from megatron_packed.layers.state_passing import StatePassing
 
-            self.over_ranks = PassedStates(StatePassing(build.cp, width))
+            self.over_ranks = StatePassing(build.cp, width)
         elif build.cp.size > 1:
             from megatron_packed.layers.head_parallel import HeadParallel
 
@@ -244,58 +255,34 @@ class RecurrentMixer(nn.Module):
         """
         conv_TC, *per_head = columns
         heads = split_columns(self.conv1d(conv_TC, packed.seq_idx), *self.conv_shapes)
-        return self.scan_heads(heads, per_head, self.values_of_heads(), packed)
+        return self.scan_heads(HeadInputs(heads, per_head, self.values_of_heads()), packed)
 
     def values_of_heads(self) -> list[Tensor]:
         """Return the parameters with one value per head, ``(N,)`` each."""
         return [getattr(self, name) for name in self.head_parameters]
 
-    def scan_heads(
-        self,
-        heads: Sequence[Tensor],
-        per_head: Sequence[Tensor],
-        parameters: Sequence[Tensor],
-        packed: PackedSeqParams,
-    ) -> Tensor:
-        """Run the recurrence of some heads.
-
-        Args:
-            heads: the convolved segments, ``(T, count, width)`` each.
-            per_head: values of each head, ``(T, N)`` each.
-            parameters: `values_of_heads` of these heads.
-            packed: metadata of the pack.
-        Returns:
-            ``(T, N, P)``.
-        """
+    def scan_heads(self, inputs: HeadInputs, packed: PackedSeqParams) -> Tensor:
+        """Run the recurrence of some heads; return ``(T, N, P)``."""
         raise NotImplementedError
 
     def scan_part(
-        self,
-        heads: Sequence[Tensor],
-        per_head: Sequence[Tensor],
-        parameters: Sequence[Tensor],
-        packed: PackedSeqParams,
-        passing: StatePassing,
+        self, inputs: HeadInputs, packed: PackedSeqParams, passing: StatePassing
     ) -> Tensor:
         """Run the recurrence on this rank's part of the pack. See [Note: passed states].
 
-        The other arguments and the result are those of `scan_heads`, with the rows of the part.
+        Inputs and result have the rows of the part.
         """
         raise NotImplementedError
 
-    def final_states(
-        self, heads: Sequence[Tensor], per_head: Sequence[Tensor], lengths: list[int]
-    ) -> Tensor:
+    def final_states(self, inputs: HeadInputs, lengths: list[int]) -> Tensor:
         """Return the state ``(B, N, ...)`` of each document after its last token, for generation.
 
         Args:
-            heads, per_head: arguments of `scan_heads`.
+            inputs: as for `scan_heads`.
             lengths: number of tokens of each document.
         """
         raise NotImplementedError
 
-    def next_output(
-        self, state_BN: Tensor, heads: Sequence[Tensor], per_head: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    def next_output(self, state_BN: Tensor, inputs: HeadInputs) -> tuple[Tensor, Tensor]:
         """Return the output ``(B, N, P)`` of one more token of each document, and the new state."""
         raise NotImplementedError

@@ -7,7 +7,6 @@ Kautz and Hatamizadeh, arXiv:2412.06464; the operations have the same order as i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ from megatron_packed.layers.kinds.mixer_kind import (
     RankCounts,
 )
 from megatron_packed.layers.parameters import no_weight_decay, ones
-from megatron_packed.layers.recurrent_mixer import RECURRENT_FILLS, RecurrentMixer
+from megatron_packed.layers.recurrent_mixer import RECURRENT_FILLS, HeadInputs, RecurrentMixer
 from megatron_packed.ops.gated_delta_rule.api import gated_delta_rule
 from megatron_packed.ops.gated_delta_rule.step import final_states, update_next
 from megatron_packed.ops.gated_delta_rule.tables import DeltaRuleTables, build_tables
@@ -117,17 +116,9 @@ class GatedDeltaNet(RecurrentMixer):
         )
         self.allow_neg_eigval = config.linear_allow_neg_eigval
 
-    def scan_heads(
-        self,
-        heads: Sequence[Tensor],
-        per_head: Sequence[Tensor],
-        parameters: Sequence[Tensor],
-        packed: PackedSeqParams,
-    ) -> Tensor:
+    def scan_heads(self, inputs: HeadInputs, packed: PackedSeqParams) -> Tensor:
         """Run the gated delta rule; see `ops.gated_delta_rule.api.gated_delta_rule`."""
-        q_TGK, k_TGK, v_TNV = heads
-        b_TN, a_TN = per_head
-        A_log_N, dt_bias_N = parameters
+        (q_TGK, k_TGK, v_TNV), (b_TN, a_TN), (A_log_N, dt_bias_N) = inputs
         chunks = packed.tables.find(DocumentChunks)
         return gated_delta_rule(
             q_TGK,
@@ -145,28 +136,22 @@ class GatedDeltaNet(RecurrentMixer):
             backend=self.backends.gated_delta_rule,
         )
 
-    def final_states(
-        self, heads: Sequence[Tensor], per_head: Sequence[Tensor], lengths: list[int]
-    ) -> Tensor:
+    def final_states(self, inputs: HeadInputs, lengths: list[int]) -> Tensor:
         """Return the states ``(B, N, K, V)`` of the gated delta rule."""
-        _, k_TGK, v_TNV = heads
-        b_TN, a_TN = per_head
+        (_, k_TGK, v_TNV), (b_TN, a_TN), (A_log_N, dt_bias_N) = inputs
         return final_states(
             k_TGK,
             v_TNV,
             a_TN,
             b_TN,
-            self.A_log,
-            self.dt_bias,
+            A_log_N,
+            dt_bias_N,
             lengths,
             allow_neg_eigval=self.allow_neg_eigval,
         )
 
-    def next_output(
-        self, state_BN: Tensor, heads: Sequence[Tensor], per_head: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        q_BGK, k_BGK, v_BNV = heads
-        b_BN, a_BN = per_head
+    def next_output(self, state_BN: Tensor, inputs: HeadInputs) -> tuple[Tensor, Tensor]:
+        (q_BGK, k_BGK, v_BNV), (b_BN, a_BN), (A_log_N, dt_bias_N) = inputs
         return update_next(
             state_BN,
             q_BGK,
@@ -174,8 +159,8 @@ class GatedDeltaNet(RecurrentMixer):
             v_BNV,
             a_BN,
             b_BN,
-            self.A_log,
-            self.dt_bias,
+            A_log_N,
+            dt_bias_N,
             allow_neg_eigval=self.allow_neg_eigval,
         )
 

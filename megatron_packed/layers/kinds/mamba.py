@@ -7,7 +7,6 @@ arXiv:2405.21060; the operations have the same order as in Nemotron-H.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -28,7 +27,7 @@ from megatron_packed.layers.kinds.mixer_kind import (
     RankCounts,
 )
 from megatron_packed.layers.parameters import no_weight_decay, ones
-from megatron_packed.layers.recurrent_mixer import RECURRENT_FILLS, RecurrentMixer
+from megatron_packed.layers.recurrent_mixer import RECURRENT_FILLS, HeadInputs, RecurrentMixer
 from megatron_packed.ops.gated_rms_norm.api import gated_rms_norm
 from megatron_packed.ops.ssd.api import ssd
 from megatron_packed.ops.ssd.step import final_states, scan_next
@@ -140,16 +139,10 @@ class MambaMixer(RecurrentMixer):
         )
         self.chunk_size = config.mamba_chunk_size
 
-    def scan_heads(
-        self,
-        heads: Sequence[Tensor],
-        per_head: Sequence[Tensor],
-        parameters: Sequence[Tensor],
-        packed: PackedSeqParams,
-    ) -> Tensor:
+    def scan_heads(self, inputs: HeadInputs, packed: PackedSeqParams) -> Tensor:
         """Run the state-space scan; see `ops.ssd.api.ssd`."""
         return ssd(
-            *_scanned(heads, per_head, parameters),
+            *_scanned(inputs),
             packed.seq_idx,
             packed.cu_seqlens,
             chunk_size=self.chunk_size,
@@ -157,18 +150,13 @@ class MambaMixer(RecurrentMixer):
         )
 
     def scan_part(
-        self,
-        heads: Sequence[Tensor],
-        per_head: Sequence[Tensor],
-        parameters: Sequence[Tensor],
-        packed: PackedSeqParams,
-        passing: StatePassing,
+        self, inputs: HeadInputs, packed: PackedSeqParams, passing: StatePassing
     ) -> Tensor:
         """Run the scan of this rank's part of the pack, with the state that enters it."""
         from megatron_packed.ops.ssd.passed_states import ssd_of_part
 
         return ssd_of_part(
-            *_scanned(heads, per_head, parameters),
+            *_scanned(inputs),
             passing.seq_idx(packed),
             passing.cu_seqlens(packed),
             part=passing.part(packed),
@@ -177,27 +165,18 @@ class MambaMixer(RecurrentMixer):
             backend=self.backends.ssd,
         )
 
-    def final_states(
-        self, heads: Sequence[Tensor], per_head: Sequence[Tensor], lengths: list[int]
-    ) -> Tensor:
+    def final_states(self, inputs: HeadInputs, lengths: list[int]) -> Tensor:
         """Return the states ``(B, N, P, S)`` of the scan."""
-        x_TNP, B_TGS, _ = heads
-        (dt_TN,) = per_head
-        return final_states(x_TNP, dt_TN, self.A_log, B_TGS, self.dt_bias, lengths)
+        x_TNP, dt_TN, A_log_N, B_TGS, _, _, dt_bias_N = _scanned(inputs)
+        return final_states(x_TNP, dt_TN, A_log_N, B_TGS, dt_bias_N, lengths)
 
-    def next_output(
-        self, state_BN: Tensor, heads: Sequence[Tensor], per_head: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        return scan_next(state_BN, *_scanned(heads, per_head, self.values_of_heads()))
+    def next_output(self, state_BN: Tensor, inputs: HeadInputs) -> tuple[Tensor, Tensor]:
+        return scan_next(state_BN, *_scanned(inputs))
 
 
-def _scanned(
-    heads: Sequence[Tensor], per_head: Sequence[Tensor], parameters: Sequence[Tensor]
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _scanned(inputs: HeadInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the tensors of the scan in the order of `ops.ssd.api.ssd`."""
-    x_TNP, B_TGS, C_TGS = heads
-    (dt_TN,) = per_head
-    A_log_N, D_N, dt_bias_N = parameters
+    (x_TNP, B_TGS, C_TGS), (dt_TN,), (A_log_N, D_N, dt_bias_N) = inputs
     return x_TNP, dt_TN, A_log_N, B_TGS, C_TGS, D_N, dt_bias_N
 
 

@@ -53,8 +53,6 @@ class Exchange(NamedTuple):
     """Rows that this rank sent to each rank."""
     received: list[int]
     """Rows that this rank received from each rank."""
-    arrived: Permuted
-    """Received rows, sorted by this rank's experts."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,7 +76,7 @@ class Dispatched:
     exchange: Exchange | None = None
     """Numbers of exchanged rows, if they depend on the routing; else None."""
     arrived: Permuted | None = None
-    """Received rows, sorted by this rank's experts, if they arrived in parts of a bounded size."""
+    """Received rows, sorted by this rank's experts; None if no rows are sent to them alone."""
     used: UsedRows | None = None
     """Used rows of these parts; None if all rows are exchanged."""
 

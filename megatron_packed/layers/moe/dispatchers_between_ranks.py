@@ -135,7 +135,8 @@ class AllToAllDispatcher(Dispatcher):
             rows_2=rows_needed(counts_eeL),
             permuted=permuted,
             weights_TK=topk_weights_TK,
-            exchange=Exchange(sent, received, arrived),
+            exchange=Exchange(sent, received),
+            arrived=arrived,
         )
 
     def _rows_on_meta(self, tokens: int) -> int:
@@ -144,11 +145,11 @@ class AllToAllDispatcher(Dispatcher):
         return min(self.even_rows(tokens), worst) if self.even_on_meta else worst
 
     def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
-        assert dispatched.exchange is not None, (
+        assert dispatched.exchange is not None and dispatched.arrived is not None, (
             "combine() needs a result of this dispatcher's dispatch()"
         )
-        sent, received, arrived = dispatched.exchange
-        y_SD = unpermute(y_RD, arrived, backend=self.backend)
+        sent, received = dispatched.exchange
+        y_SD = unpermute(y_RD, dispatched.arrived, backend=self.backend)
         back_SD = exchange_rows(y_SD, received, sent, self.ep.group)
         rows = dispatched.permuted.token_R.shape[0]
         return self.add_up(F.pad(back_SD, (0, 0, 0, rows - sum(sent))), dispatched)

@@ -5,8 +5,6 @@ Letters: T tokens, B documents, C channels, I = C.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from megatron_packed.config.kinds.short_convolution import KIND
 from torch import Tensor, nn
 
@@ -15,7 +13,7 @@ from megatron_packed.distributed.tensor_parallel_shards import SplitSegment
 from megatron_packed.layers.build import Build
 from megatron_packed.layers.hybrid_layer import ProjectedLayer
 from megatron_packed.layers.kinds.mixer_kind import RECURRENT_STATE, IsolationCase, MixerKind
-from megatron_packed.layers.recurrent_mixer import RECURRENT_FILLS, RecurrentMixer
+from megatron_packed.layers.recurrent_mixer import RECURRENT_FILLS, HeadInputs, RecurrentMixer
 from megatron_packed.packed.params import PackedSeqParams
 
 
@@ -43,25 +41,15 @@ class ShortConvolution(RecurrentMixer):
             norm=Gate(),
         )
 
-    def scan_heads(
-        self,
-        heads: Sequence[Tensor],
-        per_head: Sequence[Tensor],
-        parameters: Sequence[Tensor],
-        packed: PackedSeqParams,
-    ) -> Tensor:
-        (y_TC1,) = heads
+    def scan_heads(self, inputs: HeadInputs, packed: PackedSeqParams) -> Tensor:
+        (y_TC1,) = inputs.heads
         return y_TC1
 
-    def final_states(
-        self, heads: Sequence[Tensor], per_head: Sequence[Tensor], lengths: list[int]
-    ) -> Tensor:
-        return heads[0].new_empty(len(lengths), 0)
+    def final_states(self, inputs: HeadInputs, lengths: list[int]) -> Tensor:
+        return inputs.heads[0].new_empty(len(lengths), 0)
 
-    def next_output(
-        self, state_BN: Tensor, heads: Sequence[Tensor], per_head: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        return heads[0], state_BN
+    def next_output(self, state_BN: Tensor, inputs: HeadInputs) -> tuple[Tensor, Tensor]:
+        return inputs.heads[0], state_BN
 
 
 MIXER = MixerKind(
