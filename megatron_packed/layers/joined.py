@@ -1,4 +1,4 @@
-"""Checks whether products of a layer may include neighbouring operations.
+"""Calls inside a layer: named, so that they can be wrapped, or joined with neighbouring operations.
 
 The end of a layer is ``residual + x W^T``, so the last projection of the mixer may add the residual.
 Letters: T tokens, D hidden size.
@@ -33,7 +33,19 @@ NOTES_CALLS = "transformer_engine.pytorch.graph"
 backward pass. If they counted as observers, a recomputed layer would save other tensors in its
 second run, and the warm-up would not run the kernels that are captured.
 """
+_Output = TypeVar("_Output")
 Forward = TypeVar("Forward", bound=Callable[..., Tensor])
+
+
+class NamedCall(nn.Module):
+    """Submodule that calls a function, so that `memory.apply` can wrap the call by its name.
+
+    The submodule has no parameters. The parameters that the function uses belong to the enclosing
+    module, so their names in checkpoints do not change.
+    """
+
+    def forward(self, function: Callable[..., _Output], *args: object) -> _Output:
+        return function(*args)
 
 
 def reason_apart(*projections: nn.Module) -> str:

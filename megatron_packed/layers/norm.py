@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.parameters import no_weight_decay
 from megatron_packed.ops.rms_norm.api import rms_norm, rms_norm_with_residual
 
@@ -98,3 +99,18 @@ def layer_norm(
         return layer_norm(x_TD.to(wide), scale, bias_D, eps).to(x_TD.dtype)
     bias = None if bias_D is None else bias_D.to(x_TD.dtype)
     return F.layer_norm(x_TD, weight_D.shape, weight_D.to(x_TD.dtype), bias, eps)
+
+
+def norm_of(kind: type[Norm], width: int, config: ModelConfig, build: Build) -> Norm:
+    """Build a norm over ``width`` channels with the options of a model.
+
+    Args:
+        kind: the local class, or that of ``build.parts``.
+    """
+    return kind(
+        width,
+        kind=config.normalization,
+        eps=config.norm_epsilon,
+        zero_centered=config.apply_layernorm_1p,
+        build=build,
+    )

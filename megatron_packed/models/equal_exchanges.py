@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.errors import ConfigError, Problem
 from megatron_packed.config.exchanged_heads import exchanges_of_run
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.collectives import AUTO, SYMMETRIC_MEMORY
-from megatron_packed.distributed.all_to_all import EqualExchange
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.lazy_exports import lazy_function
 from megatron_packed.models.hybrid_model import HybridModel
 
+if TYPE_CHECKING:
+    from megatron_packed.distributed.all_to_all import EqualExchange
+
 OPTION = flags.ALL_TO_ALL_BACKEND
+connect_exchange = lazy_function(
+    "megatron_packed.distributed.symmetric_exchange", "connect_exchange"
+)
 
 
 def uses_symmetric_memory(config: RunConfig) -> bool:

@@ -9,7 +9,10 @@ from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.cuda_graph import TRANSFORMER_ENGINE
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.sequence_parallel_products import NO_OVERLAP, TensorOverlap
+from megatron_packed.lazy_exports import lazy_function
 from megatron_packed.models.hybrid_model import HybridModel
+
+connect = lazy_function("megatron_packed.distributed.symmetric_memory", "connect")
 
 
 def overlap_of(config: RunConfig) -> TensorOverlap:

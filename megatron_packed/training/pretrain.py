@@ -26,7 +26,6 @@ from megatron_packed.distributed.failure_watch import FailureWatch
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.hang_detection import UNWATCHED, HangDetector
 from megatron_packed.distributed.rng import seed_all
-from megatron_packed.distributed.same_flags import check_same_flags
 from megatron_packed.explain.kernel_reasons import check_implementation, check_kernels
 from megatron_packed.explain.run_description import describe, name_kernels
 from megatron_packed.inputs.plan_packs import with_epochs
@@ -108,7 +107,10 @@ def run_job(
     outputs = ClaimedOutputs()
     try:
         # Checks before files are created, and before data is read, which may take hours.
-        check_same_flags(config, groups)
+        if groups.world_size > 1:
+            from megatron_packed.distributed.same_flags import check_same_flags
+
+            check_same_flags(config, groups)
         check_kernels(config, groups.device)
         outputs.claim(config, groups)
         report = partial(_report, watch=watch, groups=groups, outputs=outputs)

@@ -21,7 +21,7 @@ from megatron_packed.checkpoint.save import SavedCheckpoint, save_checkpoint
 from megatron_packed.checkpoint.save_sites import SAVE_SITES
 from megatron_packed.checkpoint.tensor_shard import TensorShard, split_replicated, whole_tensors
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.testing import DistributedError, run_distributed
+from support.process_pools import DistributedError, run_distributed
 
 State = dict[str, Tensor]
 

@@ -15,7 +15,7 @@ from megatron_packed.checkpoint.tensor_shard import (
     whole_tensors,
 )
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.testing import run_distributed
+from support.process_pools import run_distributed
 
 
 def make_state(device: str) -> dict[str, torch.Tensor]:

@@ -16,7 +16,6 @@ from megatron_packed.config.run import RunConfig
 from megatron_packed.cuda_graphs.whole_step_graphs import FullIterationGraphs
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.models.metrics_layout import StepValues
 from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import NO_LABEL, MicroBatch
@@ -41,6 +40,7 @@ from support.gpu_graph_steps import (
 )
 from support.gpu_layouts import LAYOUTS, MODEL, VOCAB, sizes_of
 from support.host_waits import assert_no_wait, waiting
+from support.process_pools import WorkerPools
 
 pytestmark = pytest.mark.gpu
 

@@ -15,7 +15,6 @@ from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.config.sections.parallel import ParallelConfig
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
 from megatron_packed.training.build_job import Job, build_job
 from megatron_packed.training.replica_checks import ReplicaCheck, ReplicaMismatchError
@@ -31,6 +30,7 @@ from support.gpu_graph_steps import (
     steps_of,
 )
 from support.gpu_layouts import VOCAB
+from support.process_pools import WorkerPools
 
 pytestmark = pytest.mark.gpu
 

@@ -22,7 +22,6 @@ from megatron_packed.config.sections.parallel import ParallelConfig
 from megatron_packed.cuda_graphs.audit import AuditMismatchError
 from megatron_packed.cuda_graphs.transformer_engine import maker
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.testing import run_distributed
 from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_graphs import audit_graphs, build_graphs, capture_graphs
@@ -36,6 +35,7 @@ from support.graph_jobs import Job as GraphJob
 from support.graph_jobs import different, pack, packings, released
 from support.graph_slots import FAULTS, IN_FLIGHT, scheduled
 from support.host_waits import watched
+from support.process_pools import run_distributed
 from support.te_runs import LOCAL, TOKENS, TRANSFORMER_ENGINE, run_config
 
 STEPS = 10

@@ -17,7 +17,6 @@ from megatron_packed.checkpoint.save import save_checkpoint
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.testing import run_distributed
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.transformer_impl import implementation
 from megatron_packed.models.hybrid_model import HybridModel
@@ -33,6 +32,7 @@ from support.gpu_layouts import T as SLOTS
 from support.graph_jobs import Job as GraphJob
 from support.graph_jobs import different, pack
 from support.host_waits import waiting
+from support.process_pools import run_distributed
 from support.te_runs import LOCAL, TOKENS, TRANSFORMER_ENGINE, config_of, run_config
 
 CASES: dict[str, dict[str, Any]] = {

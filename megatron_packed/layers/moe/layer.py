@@ -22,7 +22,7 @@ Letters: T tokens, D hidden size, E experts, K experts per token, L latent size.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,14 +39,16 @@ from megatron_packed.layers.moe.aux_loss import (
     experts_by_score,
 )
 from megatron_packed.layers.moe.capacity import NOWHERE, drop_beyond_capacity, expert_capacity
+from megatron_packed.layers.moe.dispatcher import make_dispatcher
 from megatron_packed.layers.moe.experts import GroupedExperts
 from megatron_packed.layers.moe.global_balance import Balance
-from megatron_packed.layers.moe.make_dispatcher import make_dispatcher
 from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.layers.moe.router import Router, Routing
-from megatron_packed.layers.side_stream import SideStream
 from megatron_packed.packed.later_tokens import prepared, reaches
 from megatron_packed.packed.params import PackedSeqParams
+
+if TYPE_CHECKING:
+    from megatron_packed.layers.side_stream import SideStream
 
 
 class MoEReport(NamedTuple):
@@ -160,6 +162,8 @@ class MoE(nn.Module):
         self.backend = backends.residual_projection
         self.side: SideStream | None = None
         if self.overlaps_shared_expert and torch.device(device).type in ("cuda", "meta"):
+            from megatron_packed.layers.side_stream import SideStream
+
             self.side = SideStream(torch.device(device))
 
     @property

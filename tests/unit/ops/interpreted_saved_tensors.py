@@ -118,7 +118,7 @@ def libraries():
     layers = "megatron_packed.layers"
     with (
         mock.patch(f"{layers}.attention.varlen_attention", flash_attention),
-        mock.patch(f"{layers}.short_convolution.causal_conv1d", convolution),
+        mock.patch(f"{layers}.recurrent_mixer.causal_conv1d", convolution),
         mock.patch(f"{layers}.kinds.mamba.ssd", scan),
         mock.patch("megatron_packed.ops.grouped_mlp.api.grouped_mlp_backend", experts),
         mock.patch.object(grouped_mm, "_product", product),

@@ -6,12 +6,12 @@ import torch
 
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.testing import run_distributed
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.metrics_layout import MetricsLayout, StepValues
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.train_step import TrainStep
+from support.process_pools import run_distributed
 from support.step_jobs import CONFIG, SLOTS, VOCAB, step_values
 
 
