@@ -1,4 +1,4 @@
-"""File of ``--log-jsonl``: which run it belongs to, its lock, and the lines that a run continues.
+"""File of ``--log-jsonl``: which run it belongs to, its lock, the lines that a run continues, writer.
 
 [Note: whose log it is]
 The field ``run`` of a log has the ``id`` of the run, which all its checkpoints share. It also has
@@ -19,8 +19,10 @@ Logs of earlier versions have no id. The lines of the checkpoint's step decide: 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
+import math
 import os
 import stat
 import time
@@ -445,3 +447,76 @@ def _lock(descriptor: int) -> bool:
     except OSError:
         pass
     return True
+
+
+class JsonlWriter:
+    """Writer of a JSONL file: one object per line, each line by a single write.
+
+    Single writes keep lines complete if the run is killed.
+
+    Args:
+        file: the log, which the run has begun (`LogFile.begin`).
+        opening: additional fields of the first line that is written. Fields whose values are already
+            in the earlier lines are left out. The entries of `STARTS` follow those of earlier lines.
+        earlier: the lines that this run continues.
+    """
+
+    def __init__(
+        self,
+        file: LogFile,
+        opening: Mapping[str, object] | None = None,
+        earlier: EarlierLines = NO_LINES,
+    ) -> None:
+        self._file = file
+        self._has_metrics = False
+        new = json.loads(json.dumps(dict(opening or {})))
+        said: dict[str, object] = {}
+        for record in earlier.records:
+            said |= {name: record[name] for name in new if name in record}
+        if STARTS in new:
+            new[STARTS] = [*earlier.starts, *new[STARTS]]
+        self._opening = {name: value for name, value in new.items() if said.get(name) != value}
+
+    def write(self, record: dict[str, object]) -> None:
+        """Append a record of a step or an evaluation as one line.
+
+        Raises:
+            OSError: the line could not be written; the file still has only complete lines.
+        """
+        self._has_metrics = True
+        self._append(record)
+
+    def note(self, record: dict[str, object]) -> None:
+        """Append a record that holds no metrics, for example that of a saved checkpoint.
+
+        Before the first metrics nothing is written, so that a finished run that is started again
+        does not change its log.
+
+        Raises:
+            OSError: as in `write`.
+        """
+        if self._has_metrics:
+            self._append(record)
+
+    def _append(self, record: dict[str, object]) -> None:
+        complete = {**record, **self._opening}
+        line = (
+            json.dumps(
+                {key: _finite(value) for key, value in complete.items()}, allow_nan=False
+            ).encode()
+            + b"\n"
+        )
+        if not self._file.append(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._file.path))
+        # Written only once: readers accept these fields in any line.
+        self._opening = {}
+
+    def close(self, *, failed: bool = False) -> None:
+        self._file.close()
+
+
+def _finite(value: object) -> object:
+    """Return a value for JSON: a non-finite number becomes text, since JSON cannot express it."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

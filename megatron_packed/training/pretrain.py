@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from megatron_packed.checkpoint.errors import printable_message
 from megatron_packed.config.exit_codes import ExitCode
@@ -36,11 +37,8 @@ from megatron_packed.models.flops import FlopCounter
 from megatron_packed.models.run_model import device_of
 from megatron_packed.optim.lr_schedule import Schedule
 from megatron_packed.optim.weight_decay_schedule import WeightDecaySchedule
-from megatron_packed.reporting.closing_lines import ClosingLines
-from megatron_packed.reporting.console import Console
+from megatron_packed.reporting.console import ClosingLines, Console
 from megatron_packed.reporting.log_file import RunIdentity
-from megatron_packed.reporting.out_of_memory import MemoryHistory, memory_history
-from megatron_packed.reporting.profiling import profiler_of
 from megatron_packed.reporting.run_facts import opening_of
 from megatron_packed.reporting.run_writers import (
     RecordFunction,
@@ -72,6 +70,9 @@ from megatron_packed.training.failures import (
 from megatron_packed.training.isolation_self_test import self_test
 from megatron_packed.training.signals import SignalFlag
 from megatron_packed.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from megatron_packed.reporting.profiling import MemoryHistory
 
 
 def run_job(
@@ -253,6 +254,8 @@ def _set_up(launch: Launch) -> MemoryHistory | None:
         refuse_eager(config.cuda_graph, launch.groups.device)
     if not config.profiling.record_memory_history:
         return None
+    from megatron_packed.reporting.profiling import memory_history
+
     return memory_history(config.profiling, launch.groups, launch.console.warn)
 
 
@@ -364,6 +367,8 @@ def _build_trainer(
     writers.append(launch.closing)
     profiler = None
     if config.profiling.profile:
+        from megatron_packed.reporting.profiling import profiler_of
+
         profiler = profiler_of(config, groups, console, max(last, state.progress.iteration))
     return Trainer(
         writers=writers,

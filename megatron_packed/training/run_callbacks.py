@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.config.run import RunConfig
-from megatron_packed.reporting.profiling import StepProfiler
 from megatron_packed.training.build_graphs import audit_first_replay, capture_graphs
 from megatron_packed.training.callback import Callback
 from megatron_packed.training.garbage_collection import GarbageCollection
 
 if TYPE_CHECKING:
+    from megatron_packed.reporting.profiling import StepProfiler
     from megatron_packed.training.trainer import Trainer
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -35,9 +35,7 @@ from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.optim.weight_decay_schedule import WeightDecaySchedule
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.reporting.console import Console
-from megatron_packed.reporting.metric_writers import Writer
-from megatron_packed.reporting.profiling import StepProfiler
-from megatron_packed.reporting.progress_log import ProgressLog
+from megatron_packed.reporting.run_writers import Writer
 from megatron_packed.reporting.step_record import GraphFigures, StepFacts, replays_and_fallbacks
 from megatron_packed.resume.callback_state import CallbackError
 from megatron_packed.resume.run_and_random_state import RunState
@@ -56,6 +54,10 @@ from megatron_packed.training.run_callbacks import run_callbacks
 from megatron_packed.training.run_log import RunLog
 from megatron_packed.training.signals import SignalFlag
 from megatron_packed.training.train_step import TrainStep
+
+if TYPE_CHECKING:
+    from megatron_packed.reporting.profiling import StepProfiler
+    from megatron_packed.reporting.progress_log import ProgressLog
 
 _RESUME = "Run the same command again to resume."
 _NOT_SAVED = "Nothing was saved, because --save is not given."
