@@ -39,7 +39,7 @@ from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.errors import ConfigError, Problem
 from megatron_packed.config.run import RunConfig
-from megatron_packed.files.written_files import open_new, replacing, resolve_output
+from megatron_packed.files.written_files import open_new, replacing, resolve_output, try_lock
 
 STARTS = "starts"
 """Field of the log: one entry for each start of the run, with the step before it and the time."""
@@ -272,7 +272,7 @@ class LogFile:
             )
         except FileNotFoundError:
             return True
-        if not _lock(descriptor):
+        if try_lock(descriptor) is False:
             os.close(descriptor)
             return False
         # Another run may have replaced the file between the open and the lock.
@@ -358,7 +358,7 @@ class LogFile:
             file.write(data)
             file.flush()
             descriptor = os.dup(file.fileno())
-            _lock(descriptor)
+            try_lock(descriptor)
         self.close()
         self._descriptor = descriptor
 
@@ -387,7 +387,7 @@ class LogFile:
             descriptor = open_new(self.path)
         except FileExistsError:
             raise self._in_use() from None
-        if not _lock(descriptor):
+        if try_lock(descriptor) is False:
             os.close(descriptor)
             raise self._in_use()
         self._descriptor = descriptor
@@ -433,20 +433,6 @@ class LogFile:
 
     def _refusal(self, rule: str, cure: str) -> ConfigError:
         return ConfigError([Problem(flags.LOG_JSONL, self._given, rule, cure, node_dependent=True)])
-
-
-def _lock(descriptor: int) -> bool:
-    """Lock a file; return False if another process holds the lock.
-
-    On a file system without locks, other runs are not excluded.
-    """
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass
-    return True
 
 
 class JsonlWriter:

@@ -12,7 +12,6 @@ from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.lazy_exports import lazy_function
 from megatron_packed.reporting.console import Console
 from megatron_packed.reporting.log_file import JsonlWriter, LogFile, Origin, RunIdentity
-from megatron_packed.reporting.progress_log import ProgressLog
 from megatron_packed.reporting.run_facts import now
 
 if TYPE_CHECKING:
