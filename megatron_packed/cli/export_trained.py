@@ -105,11 +105,7 @@ def export_trained(
         CheckpointError: no family can hold the model, or the checkpoint cannot be read.
         DataError: the tokenizer cannot be read.
     """
-    found = newest_checkpoint(Path(checkpoint), step)
-    metadata = read_manifest(found).metadata
-    problem = metadata_problem(metadata)
-    if problem is not None:
-        raise CheckpointError(problem, path=found)
+    found, metadata = checkpoint_to_export(Path(checkpoint), step)
     stored = metadata["config"]
     config = stored_run(stored, found, None, "cpu")
     family_for(config.model, family)  # refuse the model before any file is read
@@ -142,6 +138,20 @@ def export_trained(
     if used is not None:
         used.close()
     return Exported(made, ends, missing, warning, _longer(config, options, stored))
+
+
+def checkpoint_to_export(checkpoint: Path, step: Step) -> tuple[Path, Mapping[str, Any]]:
+    """Return the checkpoint that an export of ``checkpoint`` takes, and its metadata.
+
+    Raises:
+        CheckpointError: there is none, or its metadata is damaged.
+    """
+    found = newest_checkpoint(checkpoint, step)
+    metadata = read_manifest(found).metadata
+    problem = metadata_problem(metadata)
+    if problem is not None:
+        raise CheckpointError(problem, path=found)
+    return found, metadata
 
 
 _NO_TOKENIZER = (

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megatron_packed.reporting.curves import Record, Run, best_validation, number_in
+from megatron_packed.reporting.curves import Record, Run, number_in
+from megatron_packed.reporting.loss_warnings import best_validation
 from megatron_packed.reporting.page_filters import perplexity
 
 

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_packed.config import flag_names as flags
-from megatron_packed.reporting.curves import Run, best_validation, numbers_in, read_run, steady
+from megatron_packed.reporting.curves import Run, numbers_in, read_run, steady
 from megatron_packed.reporting.html_page import render, write_page
+from megatron_packed.reporting.loss_warnings import best_validation
 from megatron_packed.reporting.run_charts import curves
 from megatron_packed.reporting.run_numbers import numbers_of
 from megatron_packed.reporting.run_overview import outcome, seconds_since_start

@@ -14,7 +14,7 @@ from megatron_packed.checkpoint.run_metadata import RunProgress
 from megatron_packed.distributed.collectives import all_gather_json, all_reduce_sum
 from megatron_packed.inputs.open_documents import TEST, VALIDATION
 from megatron_packed.inputs.run_data import Stream
-from megatron_packed.reporting.closing_lines import metric_text
+from megatron_packed.reporting.console import metric_text
 from megatron_packed.reporting.sample_answers import SAMPLES, console_lines
 
 if TYPE_CHECKING:

@@ -35,8 +35,7 @@ from megatron_packed.lazy_exports import lazy_function
 from megatron_packed.models.flops import FlopCounter
 from megatron_packed.models.run_model import device_of
 from megatron_packed.optim.schedules import Schedule, WeightDecaySchedule
-from megatron_packed.reporting.closing_lines import ClosingLines
-from megatron_packed.reporting.console import Console
+from megatron_packed.reporting.console import ClosingLines, Console
 from megatron_packed.reporting.log_file import RunIdentity
 from megatron_packed.reporting.run_facts import opening_of
 from megatron_packed.reporting.run_writers import (
@@ -63,7 +62,7 @@ from megatron_packed.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from megatron_packed.cuda_graphs.step_graphs import StepGraphs
-    from megatron_packed.reporting.out_of_memory import MemoryHistory
+    from megatron_packed.reporting.profiling import MemoryHistory
 
 _GRAPHS = "megatron_packed.training.build_graphs"
 """Module that is imported only in a run with CUDA graphs."""
@@ -257,7 +256,7 @@ def _set_up(launch: Launch) -> MemoryHistory | None:
         refuse_eager(config.cuda_graph, launch.groups.device)
     if not config.profiling.record_memory_history:
         return None
-    from megatron_packed.reporting.out_of_memory import memory_history
+    from megatron_packed.reporting.profiling import memory_history
 
     return memory_history(config.profiling, launch.groups, launch.console.warn)
 

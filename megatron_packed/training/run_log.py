@@ -10,22 +10,21 @@ from typing import TYPE_CHECKING, Any
 from megatron_packed.checkpoint.run_metadata import RunProgress
 from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.config.run import RunConfig
+from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models.flops import peak_flops
 from megatron_packed.models.metrics_layout import ASSIGNED, DROPPED, ROWS, StepValues, most_rows
 from megatron_packed.reporting.console import Console
-from megatron_packed.reporting.loss_spikes_and_skipped_steps import (
-    count_incidents,
-    sentences,
-    skip_reason,
-)
-from megatron_packed.reporting.metric_writers import Writer
-from megatron_packed.reporting.run_warnings import (
+from megatron_packed.reporting.loss_warnings import (
+    NO_TARGETS,
+    NON_FINITE,
+    SPIKE,
     rising_validation,
+    step_warnings,
     validation_without_loss,
     zero_loss,
 )
-from megatron_packed.reporting.run_writers import note
+from megatron_packed.reporting.run_writers import Writer, note
 from megatron_packed.reporting.step_record import (
     ExpertFigures,
     MemoryFigures,
@@ -71,15 +70,11 @@ class RunLog:
             fields: ``record.as_dict()``.
             values: values that the step has reported.
         """
-        training, progress = self.config.training, self.progress
+        training = self.config.training
         self.console.step(record)
         self.write(fields)
-        # Update the counts before the warnings, which include this step in their counts.
-        count_incidents(progress, values, training)
-        for sentence in sentences(
-            record.iteration, values, progress, training, self.groups.tp_cp.size
-        ):
-            self.console.warn(sentence)
+        if record.skipped or values.spikes:
+            self._warn_of_step(record, values)
         if record.lm_loss == 0 and not record.skipped:
             self._warn_once("zero loss", zero_loss(record.iteration))
         if values.nonfinite and training.on_nonfinite == "stop":
@@ -88,6 +83,19 @@ class RunLog:
             )
             return ExitCode.NONFINITE
         return ExitCode.PREEMPTED if values.stop_requested else None
+
+    def _warn_of_step(self, record: StepRecord, values: StepValues) -> None:
+        """Count a skipped step or a spike, as checkpoints store it, and warn of it."""
+        training, progress, reason = self.config.training, self.progress, record.skip_reason
+        # Update the counts before the warnings, which include this step in their counts.
+        progress.skipped_steps += reason == NON_FINITE
+        progress.steps_without_targets += reason == NO_TARGETS
+        progress.spikes += bool(values.spikes)
+        progress.skipped_spikes += reason == SPIKE
+        for sentence in step_warnings(
+            record.iteration, values, reason, progress, training, self.groups.tp_cp.size
+        ):
+            self.console.warn(sentence)
 
     def _look_at_validation(self, record: Mapping[str, Any]) -> None:
         """Warn once of a validation without a finite loss, and once of a rising validation loss."""
@@ -142,7 +150,7 @@ class RunLog:
             loss=values.loss,
             aux_loss=values.aux_loss,
             grad_norm=values.grad_norm,
-            skip_reason=skip_reason(values, self.config.training),
+            skip_reason=_skip_reason(values, self.config.training),
             mtp_losses=values.mtp_losses,
             medians=medians,
             # A coarse clock may give 0 seconds, and rates are divided by the time.
@@ -168,3 +176,13 @@ class RunLog:
         load = room.load_of(rows)
         room.see(load)
         return figures.in_room(room, load)
+
+
+def _skip_reason(values: StepValues, training: TrainingConfig) -> str | None:
+    """Return the reason why the update of a step was not applied; None if it was applied."""
+    # Checked first: a non-finite loss cannot be compared with a median.
+    if values.nonfinite:
+        return NON_FINITE
+    if values.no_targets:
+        return NO_TARGETS
+    return SPIKE if values.spikes and training.loss_spike_policy == "skip" else None

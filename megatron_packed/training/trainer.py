@@ -30,7 +30,7 @@ from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.optim.schedules import Schedule, WeightDecaySchedule
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.reporting.console import Console
-from megatron_packed.reporting.metric_writers import Writer
+from megatron_packed.reporting.run_writers import Writer
 from megatron_packed.reporting.step_record import GraphFigures, StepFacts, replays_and_fallbacks
 from megatron_packed.resume.callback_state import CallbackError
 from megatron_packed.resume.run_and_random_state import RunState

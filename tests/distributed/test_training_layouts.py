@@ -25,7 +25,7 @@ from megatron_packed.models.isolation import check_isolation
 from megatron_packed.models.lm_head_and_loss import HybridOutput
 from megatron_packed.ops.backend_dispatch import Choices
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.reporting.loss_spikes_and_skipped_steps import bad_places
+from megatron_packed.reporting.loss_warnings import bad_places
 from megatron_packed.training.build_job import Job, build_job
 from megatron_packed.training.replica_checks import ReplicaCheck, ReplicaMismatchError
 from support.layouts import MODEL, VOCAB, Way, config_of, mine, packs_of, run_state, step_values

@@ -57,7 +57,8 @@ def quickstart_command(arguments: argparse.Namespace, run_flags: Sequence[str]) 
         ) from None
     if arguments.prepare:
         return 0
-    from megatron_packed.launch.launcher import LaunchOptions, launch
+    from megatron_packed.launch.launcher import launch
+    from megatron_packed.launch.local_ranks import LaunchOptions
 
     flags = [f"@{flags_file}", *run_flags]
     code = launch(LaunchOptions(processes=processes), flags)

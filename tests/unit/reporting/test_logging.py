@@ -17,10 +17,10 @@ from megatron_packed.memory.offload_figures import OffloadFigures
 from megatron_packed.models.flops import peak_of
 from megatron_packed.reporting.console import Console
 from megatron_packed.reporting.curves import read_jsonl
-from megatron_packed.reporting.log_file import LogFile, Origin, RunIdentity
-from megatron_packed.reporting.metric_writers import JsonlWriter, TensorBoardWriter
+from megatron_packed.reporting.log_file import JsonlWriter, LogFile, Origin, RunIdentity
 from megatron_packed.reporting.run_report import write_report
 from megatron_packed.reporting.step_record import ExpertFigures, GraphFigures
+from megatron_packed.reporting.tensorboard import TensorBoardWriter
 from support.step_records import record
 
 

@@ -1,38 +1,28 @@
-"""Reasons for the log and warnings for the console, about skipped steps and loss spikes."""
+"""Warnings about losses while a run trains: skipped steps, spikes, validations."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from megatron_packed.checkpoint.run_metadata import RunProgress
 from megatron_packed.config import flag_names as flags
-from megatron_packed.config.sections.training import TrainingConfig
-from megatron_packed.models.metrics_layout import StepValues
-from megatron_packed.reporting.curves import NO_TARGETS, NON_FINITE, SPIKE
+
+if TYPE_CHECKING:  # a page of a log needs no torch
+    from megatron_packed.checkpoint.run_metadata import RunProgress
+    from megatron_packed.config.sections.training import TrainingConfig
+    from megatron_packed.models.metrics_layout import StepValues
+
+NON_FINITE, NO_TARGETS, SPIKE = "non-finite", "no targets", "spike"
+"""Values of ``skip_reason`` in a log: reasons why the update of a step was not applied."""
+RISE = 1.02
+"""Validation loss divided by the best earlier one, from which a rise is reported."""
 
 
-def skip_reason(values: StepValues, training: TrainingConfig) -> str | None:
-    """Return the reason why the update of a step was not applied; None if it was applied."""
-    # Checked first: a non-finite loss cannot be compared with a median.
-    if values.nonfinite:
-        return NON_FINITE
-    if values.no_targets:
-        return NO_TARGETS
-    return SPIKE if values.spikes and training.loss_spike_policy == "skip" else None
-
-
-def count_incidents(progress: RunProgress, values: StepValues, training: TrainingConfig) -> None:
-    """Add a finished step to the counts of skipped steps and spikes that checkpoints store."""
-    reason = skip_reason(values, training)
-    progress.skipped_steps += reason == NON_FINITE
-    progress.steps_without_targets += reason == NO_TARGETS
-    progress.spikes += bool(values.spikes)
-    progress.skipped_spikes += reason == SPIKE
-
-
-def sentences(
+def step_warnings(
     iteration: int,
     values: StepValues,
+    reason: str | None,
     progress: RunProgress,
     training: TrainingConfig,
     ranks_per_pack: int,
@@ -42,11 +32,11 @@ def sentences(
     Args:
         iteration: number of the step.
         values: metrics of the step.
+        reason: reason why its update was not applied; None if it was applied.
         progress: counts of the run, this step included.
         training: options with the policies.
         ranks_per_pack: number of ranks that share a pack.
     """
-    reason = skip_reason(values, training)
     if reason == NON_FINITE:
         places = bad_places(values.bad_micro_batches, ranks_per_pack)
         what = f"loss or gradient in {', '.join(places)}" if places else "gradient norm"
@@ -101,3 +91,50 @@ def bad_places(bad_micro_batches: Mapping[int, int], ranks_per_pack: int) -> lis
         place: f"ranks {place} to {place + last}" if last else f"rank {place}" for place in first
     }
     return [f"micro-batch {number} of {ranks[place]}" for place, number in first.items()]
+
+
+def rising_validation(losses: Sequence[tuple[int, float]]) -> str:
+    """Return a warning if the validation loss rises after its best value; empty otherwise.
+
+    Args:
+        losses: (step, loss) of all validations, in order.
+    """
+    finite = [(step, loss) for step, loss in losses if math.isfinite(loss)]
+    lowest = best_validation(losses)
+    if lowest is None:
+        return ""
+    best_step, best = lowest
+    after = [loss for step, loss in finite if step > best_step]
+    # A single higher value may be noise.
+    if len(after) < 2 or min(after[-2:]) < RISE * best:
+        return ""
+    step, last = finite[-1]
+    return (
+        f"The validation loss rises: it was best at step {best_step:,} ({best:.4f}) and is {last:.4f} at step "
+        f"{step:,}. The model begins to memorise the training data; use the checkpoint of step {best_step:,}, train "
+        "for fewer steps, or add data."
+    )
+
+
+def zero_loss(step: int) -> str:
+    """Return the warning about the first applied step with a loss of exactly zero."""
+    return (
+        f"The loss of step {step:,} is exactly 0, so the step taught nothing. Check the targets of the data with "
+        "megatron-packed packing."
+    )
+
+
+def validation_without_loss(step: int, has_targets: bool) -> str:
+    """Return the warning about a validation whose loss is not finite."""
+    if not has_targets:
+        return (
+            f"The validation at step {step:,} had no target tokens. Give validation data whose documents keep "
+            f"targets, for example with a larger {flags.SEQ_LENGTH}."
+        )
+    return f"The validation loss at step {step:,} is not finite. Use an earlier checkpoint and a lower {flags.LR}."
+
+
+def best_validation(losses: Sequence[tuple[int, float]]) -> tuple[int, float] | None:
+    """Return (step, loss) of the lowest finite loss; None without one."""
+    finite = [step_and_loss for step_and_loss in losses if math.isfinite(step_and_loss[1])]
+    return min(finite, key=lambda step_and_loss: step_and_loss[1], default=None)

@@ -1,4 +1,4 @@
-"""Folder of a run's TensorBoard events.
+"""TensorBoard events of a run: their folder, and their writer.
 
 TensorBoard hides earlier events of a folder from the step on at which a later writer begins. So each
 run needs a folder of its own. The file ``run.json`` in it has the identity of the run.
@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import json
 import os
+import textwrap
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 
+from megatron_packed.config.flag_names import TENSORBOARD_DIR
 from megatron_packed.files.written_files import open_new
 from megatron_packed.reporting.log_file import RunIdentity
+from megatron_packed.reporting.metric_names import answers_text, tracked
 
 _OWNER = "run.json"
 
@@ -60,3 +64,42 @@ def _is_of(owner: Path, mine: RunIdentity) -> bool:
         return False
     # Two runs with one id go on from the same checkpoint, but not if the folder was moved.
     return mine.shares_folder(folder) or not os.path.isdir(folder)
+
+
+class TensorBoardWriter:
+    """Writer of scalars to TensorBoard.
+
+    Args:
+        folder: folder of the event files.
+        first_iteration: existing values of this step and later are no longer shown, as in
+            `JsonlWriter`.
+        flags: flags of the run, which TensorBoard shows as a text.
+    Raises:
+        ValueError: TensorBoard is not installed.
+    """
+
+    def __init__(self, folder: str, first_iteration: int, flags: Sequence[str] = ()) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ValueError(
+                f"{TENSORBOARD_DIR} {folder} needs TensorBoard: pip install 'megatron-packed[log]' ({error})."
+            ) from error
+        # Without a purge, steps that a resumed run repeats would be drawn twice.
+        self._writer = SummaryWriter(folder, purge_step=first_iteration)
+        if flags:
+            self._add_text("flags", "\n".join(flags), first_iteration)
+
+    def write(self, record: dict[str, object]) -> None:
+        step = int(record["iteration"])  # type: ignore[call-overload]
+        for name, value in tracked(record).items():
+            self._writer.add_scalar(name, value, step)
+        if text := answers_text(record):
+            self._add_text("answers", text, step)
+
+    def _add_text(self, name: str, text: str, step: int) -> None:
+        # Markdown: four spaces mark a block of code, which keeps its lines.
+        self._writer.add_text(name, textwrap.indent(text, "    "), step)
+
+    def close(self, *, failed: bool = False) -> None:
+        self._writer.close()
