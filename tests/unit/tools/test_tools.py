@@ -82,6 +82,38 @@ def test_outcomes_of_files_are_counted(tmp_path, capsys, monkeypatch):
     assert [json.loads(line) for line in out.read_text().splitlines()] == rows
 
 
+def test_mutations_are_counted(tmp_path, capsys):
+    import mutations
+
+    def row(name, text, replacement, test="test_double"):
+        return mutations.Mutation(name, file, text, replacement, [f"tests/test_sums.py::{test}"])
+
+    file, source = "megatron_packed/sums.py", "def double(x):\n    return 2 * x\n"
+    (tmp_path / "tests").mkdir()
+    (tmp_path / file).parent.mkdir()
+    (tmp_path / file).with_name("__init__.py").touch()
+    (tmp_path / file).write_text(source)
+    (tmp_path / "tests" / "test_sums.py").write_text(
+        "from megatron_packed.sums import double\n\ndef test_double():\n    assert double(3) == 6\n"
+    )
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    rows = [
+        row("other", "2 *", "3 *"),
+        row("equal", "2 * x", "x + x"),
+        row("old", "2 * y", "3 * y"),
+        row("twice", "x", "y"),
+        row("gone", "2 *", "3 *", "test_gone"),
+    ]
+    assert mutations.main(rows[:1], tmp_path) == 0
+    assert mutations.main(rows, tmp_path) == 1
+    _, *found, last = capsys.readouterr().out.splitlines()[3:]
+    outcomes = [line.split()[0] for line in found]
+    assert outcomes == ["killed", "survived", "stale", "stale", "untested"] and last == "1 of 5"
+    assert "test_double" in found[0]
+    assert (tmp_path / file).read_text() == source
+    assert all(row.replacement != row.text and row.tests for row in mutations.read_mutations())
+
+
 def test_random_models():
     import random_models_gpu
 
