@@ -10,8 +10,7 @@ from pathlib import Path
 
 from megatron_packed.config.data_blend import BlendedPaths
 from megatron_packed.config.hub_paths import MODEL
-from megatron_packed.config.sections.data import DataConfig
-from megatron_packed.config.sections.data_parts.files import SHUFFLED
+from megatron_packed.config.sections.data import SHUFFLED, DataConfig
 from megatron_packed.config.sections.data_parts.tokenizer import (
     BYTES,
     GPT2,

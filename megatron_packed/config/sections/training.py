@@ -16,7 +16,7 @@ from megatron_packed.config.errors import Problem, Problems
 from megatron_packed.config.kinds.layer_kind import KINDS
 from megatron_packed.config.options import Related, option
 from megatron_packed.config.section import KERNELS, Section, Sound
-from megatron_packed.config.sections.data_parts.files import VALIDATION_STEPS
+from megatron_packed.config.sections.data import VALIDATION_STEPS
 from megatron_packed.config.sections.kind_options import KindKernels
 
 if TYPE_CHECKING:
