@@ -42,16 +42,14 @@ def check_value(field: Field, value: Any) -> tuple[Any, list[Problem]]:
         if len(value) > MOST_VALUES:
             rule = f"has {len(value):,} values, but at most {MOST_VALUES:,} are allowed"
             return value, [Problem(flag, f"{value[0]} ...", rule, "give fewer")]
-        checked, problems = [], []
-        for item in value:
-            checked_value, problem = _check_one(field, item)
-            checked.append(checked_value)
-            problems += [] if problem is None else [problem]
-            if len(problems) == MOST_SHOWN:
-                break
-        return tuple(checked), problems
-    checked_value, problem = _check_one(field, value)
-    return checked_value, [] if problem is None else [problem]
+    checked, problems = [], []
+    for item in value if kind.many else [value]:
+        checked_value, problem = _check_one(field, item)
+        checked.append(checked_value)
+        problems += [] if problem is None else [problem]
+        if len(problems) == MOST_SHOWN:
+            break
+    return tuple(checked) if kind.many else checked[0], problems
 
 
 def _check_one(field: Field, value: Any) -> tuple[Any, Problem | None]:

@@ -287,8 +287,7 @@ class TrainingConfig(  # dataclass fields follow the bases from right to left
     @property
     def backends(self) -> dict[str, str]:
         """Requested backend of each op, and the implementation of the layers."""
-        ops = {op: name for kind in KINDS.values() for op, name in kind.backends.items()}
-        requested = {op: getattr(self, name) for op, name in ops.items()}
+        requested = {op: getattr(self, name) for op, name in KINDS.backends.items()}
         return {"transformer_impl": self.transformer_impl, **requested}
 
     @property
