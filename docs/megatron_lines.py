@@ -35,7 +35,7 @@ from megatron_packed.config.megatron.line_outcomes import (
     line_outcome,
     split_of,
 )
-from megatron_packed.config.parser.flag_registry import spellings
+from megatron_packed.config.parser.command_line import spellings
 
 PAGE = Path(__file__).parent / "megatron_lines.md"
 RESULT = Path(__file__).parent / "published" / "megatron_lines.json"

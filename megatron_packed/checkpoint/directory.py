@@ -33,11 +33,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import torch.distributed as dist
-
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from megatron_packed.checkpoint.rank_agreement import Ranks, on_rank_0
+from megatron_packed.checkpoint.rank_agreement import ONE_PROCESS, Ranks, on_rank_0
 from megatron_packed.checkpoint.sealed_json import Json
 from megatron_packed.config import flag_names as flags
 from megatron_packed.files.regular_files import StrPath
@@ -303,9 +301,7 @@ class RootLock:
 def claim_directory(
     root: StrPath,
     *,
-    rank: int = 0,
-    world_size: int = 1,
-    group: dist.ProcessGroup | None = None,
+    ranks: Ranks = ONE_PROCESS,
     patience: float = 5.0,
 ) -> RootLock | None:
     """Create ``root`` if necessary, and lock it for this run until the process of rank 0 ends.
@@ -322,15 +318,15 @@ def claim_directory(
         CheckpointError: on all ranks: the directory cannot be written, another run uses it, or it
             is another directory on one of the ranks.
     """
-    held: list[RootLock] = []
+    rank, held = ranks.rank, list[RootLock]()
     agree = partial(
-        Ranks(rank=rank, world_size=world_size, group=group).agree,
+        ranks.agree,
         what=f"preparing {root} for checkpoints",
         cure="training did not start",
     )
     try:
         agree(on_rank_0(rank, lambda: held.append(_lock(Path(root), patience))))
-        if world_size > 1:
+        if ranks.world_size > 1:
             _check_shared(Path(root), rank, agree, patience)
     except CheckpointError:
         for lock in held:

@@ -48,7 +48,7 @@ from megatron_packed.checkpoint.errors import (
 from megatron_packed.checkpoint.latest_hint import check_hint, lost_checkpoint
 from megatron_packed.checkpoint.load_attempt import LoadAttempt, LoadedCheckpoint, read_attached
 from megatron_packed.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from megatron_packed.checkpoint.rank_agreement import Ranks
+from megatron_packed.checkpoint.rank_agreement import ONE_PROCESS, Ranks
 from megatron_packed.checkpoint.run_metadata import BEST_STEP
 from megatron_packed.checkpoint.sealed_json import Json, JsonFields
 from megatron_packed.checkpoint.tensor_shard import TensorShard
@@ -138,9 +138,7 @@ def newest_metadata(
     path: StrPath,
     keys: Collection[str],
     *,
-    rank: int = 0,
-    world_size: int = 1,
-    group: dist.ProcessGroup | None = None,
+    ranks: Ranks = ONE_PROCESS,
     step: Step = None,
     problem: Callable[[JsonFields], str | None] = lambda metadata: None,
 ) -> JsonFields | None:
@@ -165,7 +163,6 @@ def newest_metadata(
             raise CheckpointMismatchError(refusal, path=names[0])
         return {key: metadata[key] for key in keys if key in metadata}
 
-    ranks = Ranks(rank=rank, world_size=world_size, group=group)
     what = f"reading the newest checkpoint in {path}"
     newest: dict[str, Any] | None = ranks.agree_with_rank_0(read, what, cure=_CURE)
     return newest
@@ -184,9 +181,7 @@ class Attachments(NamedTuple):
 def read_attachments(
     path: StrPath,
     *,
-    rank: int = 0,
-    world_size: int = 1,
-    group: dist.ProcessGroup | None = None,
+    ranks: Ranks = ONE_PROCESS,
     step: Step = None,
     warn: Callable[[str], None] | None = None,
 ) -> Attachments | None:
@@ -221,7 +216,6 @@ def read_attachments(
             return [name, []]
         return [None, list(rejected.values())]
 
-    ranks = Ranks(rank=rank, world_size=world_size, group=group)
     name, problems = ranks.agree_with_rank_0(
         choose, f"reading the newest checkpoint in {path}", cure=_CURE
     )

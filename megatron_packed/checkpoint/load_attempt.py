@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from megatron_packed.checkpoint.directory import read_candidate
@@ -226,35 +227,28 @@ def read_attached(directory: Path, record: AttachedFile) -> str:
         CheckpointError: the file is missing, is no regular file, or differs from the manifest.
     """
     path = directory / record.name
+    fault = partial(CheckpointError, path=path, cure=_ATTACHED_CURE)
     descriptor = open_plain_file(path)
     with os.fdopen(descriptor, "rb") as file:
         size = os.fstat(descriptor).st_size
         try:
             data = file.read(record.size) if size == record.size else b""
         except OSError as error:
-            raise CheckpointError(
-                "the file cannot be read", path=path, found=str(error), cure=_ATTACHED_CURE
-            ) from None
+            raise fault("the file cannot be read", found=str(error)) from None
     if size != record.size:
-        raise CheckpointError(
+        raise fault(
             "the file has another size than in the manifest",
-            path=path,
             expected=f"{record.size} bytes",
             found=f"{size} bytes",
-            cure=_ATTACHED_CURE,
         )
     sha256 = AttachedFile.from_bytes(record.name, data).sha256
     if sha256 != record.sha256:
-        raise CheckpointError(
+        raise fault(
             "the content does not match its checksum",
-            path=path,
             expected=f"sha256 {record.sha256}",
             found=sha256,
-            cure=_ATTACHED_CURE,
         )
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise CheckpointError(
-            "the file is not UTF-8 text", path=path, found=str(error), cure=_ATTACHED_CURE
-        ) from None
+        raise fault("the file is not UTF-8 text", found=str(error)) from None

@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -200,31 +200,23 @@ def decode_manifest(data: bytes, path: Path) -> Manifest:
             or do not fill their file are also errors.
     """
     content = unseal(data, path)
+    check = _Fields(content, path, "the manifest")
     if content.get("format") != _FORMAT:
-        raise CheckpointError(
+        raise check.fault(
             "the format is unknown",
-            path=path,
             expected=repr(_FORMAT),
             found=repr(content.get("format"))[:100],
             cure="read the checkpoint with the version of megatron_packed that wrote it",
         )
-    check = _Fields(content, path, "the manifest")
     files = tuple(_file_record(value, path) for value in check.take("files", list))
     listed_attached = check.take("attached", list) if "attached" in content else []
     attached = tuple(_attached_file(value, path) for value in listed_attached)
     listed: list[FileRecord | AttachedFile] = [*files, *attached]
     names = [record.name for record in listed]
     if len({*names, MANIFEST}) != len(names) + 1:
-        raise CheckpointError(
-            "a file is listed twice", path=path, found=sorted(names)[:20], cure=_CURE
-        )
+        raise check.fault("a file is listed twice", found=sorted(names)[:20])
     manifest = Manifest(
-        run_id=check.take("run_id", str),
-        save_id=check.take("save_id", str),
-        step=check.size("step"),
-        sequence=check.size("sequence"),
-        world_size=check.size("world_size"),
-        config_hash=check.take("config_hash", str),
+        **check.numbers_and_texts(Manifest),
         metadata=check.take("metadata", dict),
         files=files,
         tensors={
@@ -236,12 +228,10 @@ def decode_manifest(data: bytes, path: Path) -> Manifest:
     for record, held in zip(files, manifest.held):
         num_bytes = sum(extent.numel * dtype.itemsize for _, dtype, extent in held)
         if num_bytes != record.data_bytes:
-            raise CheckpointError(
+            raise check.fault(
                 f"the ranges of file {record.name} do not fill the file",
-                path=path,
                 expected=f"{record.data_bytes} bytes",
                 found=f"{num_bytes} bytes",
-                cure=_CURE,
             )
     return manifest
 
@@ -287,21 +277,18 @@ def _tensor_record(name: str, value: Json, num_files: int, path: Path) -> Tensor
     check = _Fields(value, path, f"tensor {name}")
     shape, dtype = check.take("shape", list), NAMED_DTYPES.get(check.take("dtype", str))
     if not is_sizes(shape) or dtype is None:
-        raise CheckpointError(
+        raise check.fault(
             f"the shape or dtype of tensor {name} is invalid",
-            path=path,
             expected=f"sizes and one of {', '.join(NAMED_DTYPES)}",
             found=f"{shape!r} and {value['dtype']!r}"[:200],
-            cure=_CURE,
         )
     numel = math.prod(shape)
     ranges = []
     for part in check.take("ranges", list):
         extent, index = _decode_range(part) if is_sizes(part) and len(part) in (3, 5) else (None, 0)
         if extent is None or extent.problem(numel) is not None or index >= num_files:
-            raise CheckpointError(
+            raise check.fault(
                 f"the ranges of tensor {name} do not cover its {numel} elements once each",
-                path=path,
                 expected=f"a range that ends at {numel} or before, in one of {num_files} files",
                 found=repr(part)[:100],
                 cure="each element must be in exactly one range",
@@ -311,9 +298,8 @@ def _tensor_record(name: str, value: Json, num_files: int, path: Path) -> Tensor
     element = first_not_once(extents, numel)
     if element is not None:
         early = all(extent.last <= element for extent in extents)
-        raise CheckpointError(
+        raise check.fault(
             f"the ranges of tensor {name} {'end early' if early else f'do not cover its {numel} elements once each'}",
-            path=path,
             expected=f"{numel} elements" if early else f"a range that starts at {element}",
             found=element if early else ", ".join(extent.text for extent in extents)[:100],
             cure="each element must be in exactly one range",
@@ -337,50 +323,35 @@ def _decode_range(part: Sequence[int]) -> tuple[Extent, int]:
     return Extent(start, end, *row_layout), index
 
 
-def _file_name(check: _Fields) -> str:
-    """Return the name of a file, which must be a plain name inside the checkpoint."""
-    name = str(check.take("name", str))
+def _check_name(check: _Fields) -> None:
+    """Check that the name of a file is a plain name inside the checkpoint."""
+    name = check.take("name", str)
     if not _FILE_NAME.fullmatch(name):
-        raise CheckpointError(
+        raise check.fault(
             "a file name is not a plain name inside the checkpoint",
-            path=check.path,
             expected="letters, digits and _.- without a slash",
             found=repr(name)[:200],
-            cure=_CURE,
         )
-    return name
 
 
 def _attached_file(value: Json, path: Path) -> AttachedFile:
     check = _Fields(value, path, "an attached file")
-    record = AttachedFile(
-        name=_file_name(check), size=check.size("size"), sha256=check.take("sha256", str)
-    )
+    _check_name(check)
+    record = AttachedFile(**check.numbers_and_texts(AttachedFile))
     if record.size > MAX_ATTACHED_BYTES or not _SHA256.fullmatch(record.sha256):
-        raise CheckpointError(
+        raise check.fault(
             f"the record of file {record.name} is inconsistent",
-            path=path,
             expected=f"at most {MAX_ATTACHED_BYTES} bytes, and a sha256 of 64 hex digits",
             found=f"{record.size} bytes, sha256 {record.sha256}"[:200],
-            cure=_CURE,
         )
     return record
 
 
 def _file_record(value: Json, path: Path) -> FileRecord:
     check = _Fields(value, path, "a file record")
-    name = _file_name(check)
+    _check_name(check)
     checksums = check.take("block_checksums", list)
-    record = FileRecord(
-        name=name,
-        rank=check.size("rank"),
-        size=check.size("size"),
-        header_bytes=check.size("header_bytes"),
-        algorithm=check.take("algorithm", str),
-        header_checksum=check.take("header_checksum", str),
-        block_bytes=check.size("block_bytes"),
-        block_checksums=tuple(checksums),
-    )
+    record = FileRecord(**check.numbers_and_texts(FileRecord), block_checksums=tuple(checksums))
     low, high = _BLOCK_BYTES_RANGE
     sound = (
         record.algorithm == CRC32C
@@ -394,13 +365,11 @@ def _file_record(value: Json, path: Path) -> FileRecord:
         )
     )
     if not sound:
-        raise CheckpointError(
-            f"the record of file {name} is inconsistent",
-            path=path,
+        raise check.fault(
+            f"the record of file {record.name} is inconsistent",
             expected=f"algorithm {CRC32C}, blocks of {low} to {high} bytes, one checksum per block",
             found=f"algorithm {record.algorithm}, {record.size} bytes, header of {record.header_bytes} bytes, "
             f"blocks of {record.block_bytes} bytes, {len(checksums)} checksums",
-            cure=_CURE,
         )
     return record
 
@@ -409,34 +378,33 @@ class _Fields:
     """Typed access to one JSON object of the manifest."""
 
     def __init__(self, value: Json, path: Path, owner: str) -> None:
+        self.fault = partial(CheckpointError, path=path, cure=_CURE)
         if not isinstance(value, dict):
-            raise CheckpointError(
-                owner, path=path, expected="a JSON object", found=repr(value)[:100], cure=_CURE
-            )
+            raise self.fault(owner, expected="a JSON object", found=repr(value)[:100])
         self.value = value
-        self.path = path
         self.owner = owner
 
     def take(self, key: str, kind: type) -> Json:
         field_value = self.value.get(key)
         if type(field_value) is not kind:
-            raise CheckpointError(
+            raise self.fault(
                 f"field {key!r} of {self.owner} is missing or has the wrong type",
-                path=self.path,
                 expected=kind.__name__,
                 found=repr(field_value)[:100],
-                cure=_CURE,
+            )
+        if kind is int and not 0 <= self.value[key] < 1 << 62:
+            raise self.fault(
+                f"field {key!r} of {self.owner} is out of range",
+                expected="0 to 2**62",
+                found=field_value,
             )
         return field_value
 
-    def size(self, key: str) -> int:
-        number = self.take(key, int)
-        if not 0 <= number < 1 << 62:
-            raise CheckpointError(
-                f"field {key!r} of {self.owner} is out of range",
-                path=self.path,
-                expected="0 to 2**62",
-                found=number,
-                cure=_CURE,
-            )
-        return int(number)
+    def numbers_and_texts(self, record: type) -> JsonFields:
+        """Return the values of all fields of a dataclass that are an int or a str."""
+        kinds = {"int": int, "str": str}
+        return {
+            part.name: self.take(part.name, kinds[part.type])
+            for part in fields(record)
+            if part.type in kinds
+        }

@@ -203,22 +203,21 @@ def metadata_problem(metadata: Metadata) -> str | None:
 
     # Check every value before any value is used. Types are not enough: a very large position, for
     # example, would make a run pack epochs for years.
+    text = _expecting("text", _is_text)
     checks: Mapping[str, Callable[[Any], str | None]] = {
         "config": stored_problem,
-        "plan_hash": _is_text,
-        "data_hash": _is_text,
-        "tokenizer_hash": _is_text,
-        "validation_hash": _is_text,
-        "layout": _layout_problem,
+        **dict.fromkeys(("plan_hash", *DataHashes._fields, FOLDER), text),
+        "layout": _expecting("an object of whole numbers", _is_layout),
         "progress": _progress_problem,
         "rng": _rng_problem,
-        "room": _room_problem,
-        BEST_STEP: _best_step_problem,
-        SPIKE_WINDOW: _spike_window_problem,
+        "room": _expecting("null or a number above 0", _is_room),
+        BEST_STEP: _expecting("null or a step", lambda step: step is None or _is_whole(step)),
+        SPIKE_WINDOW: _expecting(
+            "an object with as many losses as gradient norms", _is_spike_window
+        ),
         PHASES: _phases_problem,
-        EXPERT_BOUNDS: _bounds_problem,
+        EXPERT_BOUNDS: _expecting("the bounds of expert buffers", _are_bounds),
         CALLBACKS: _callbacks_problem,
-        FOLDER: _is_text,
         ORIGINAL: facts_problem,
     }
     problems = ((key, checks[key](metadata[key])) for key in checks if key in metadata)
@@ -246,45 +245,41 @@ def _is_whole(value: Any, most: int = _MOST) -> bool:
     return type(value) is int and 0 <= value <= most
 
 
-def _is_text(value: Any) -> str | None:
-    return None if isinstance(value, str) else wrong(value, "text")
+def _expecting(expected: str, is_sound: Callable[[Any], bool]) -> Callable[[Any], str | None]:
+    """Return a function that returns a clause for a value that is not sound."""
+    return lambda value: None if is_sound(value) else wrong(value, expected)
 
 
-def _best_step_problem(value: Any) -> str | None:
-    return None if value is None or _is_whole(value) else wrong(value, "null or a step")
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
-def _room_problem(value: Any) -> str | None:
-    return (
-        None
-        if value is None or (_is_whole(value) and value)
-        else wrong(value, "null or a number above 0")
-    )
+def _is_room(value: Any) -> bool:
+    return value is None or (_is_whole(value) and value > 0)
 
 
-def _spike_window_problem(value: Any) -> str | None:
-    rows: list[Any] = (
-        list(value.values())
-        if isinstance(value, dict) and value.keys() == {"loss", "grad_norm"}
-        else [None]
-    )
-    if all(
+def _is_layout(value: Any) -> bool:
+    return isinstance(value, dict) and all(_is_whole(size, INT32_MAX) for size in value.values())
+
+
+def _is_spike_window(value: Any) -> bool:
+    if not isinstance(value, dict) or value.keys() != {"loss", "grad_norm"}:
+        return False
+    rows = list(value.values())
+    return all(
         isinstance(row, list) and len(row) == len(rows[0]) and all(map(is_number, row))
         for row in rows
-    ):
-        return None
-    return wrong(value, "an object with as many losses as gradient norms")
+    )
 
 
-def _bounds_problem(value: Any) -> str | None:
+def _are_bounds(value: Any) -> bool:
     whole, factors = ("ep_size", "repeats"), ("rank", "peer")
-    sound = (
+    return (
         isinstance(value, dict)
         and value.keys() == {*whole, *factors}
         and all(_is_whole(value[name], INT32_MAX) for name in whole)
         and all(is_number(value[name]) and value[name] >= 0 for name in factors)
     )
-    return None if sound else wrong(value, "the bounds of expert buffers")
 
 
 def _phases_problem(value: Any) -> str | None:
@@ -331,12 +326,6 @@ def _has_object(values: Any, path: str) -> bool:
     for key in path.split("/")[:-1]:
         values = values.get(key) if isinstance(values, dict) else None
     return isinstance(values, dict)
-
-
-def _layout_problem(value: Any) -> str | None:
-    if isinstance(value, dict) and all(_is_whole(size, INT32_MAX) for size in value.values()):
-        return None
-    return wrong(value, "an object of whole numbers")
 
 
 def _progress_problem(value: Any) -> str | None:

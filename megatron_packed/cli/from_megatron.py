@@ -41,7 +41,7 @@ from megatron_packed.config.megatron.model_config_file import (
     read_model_config,
 )
 from megatron_packed.config.megatron.script_file import read_script
-from megatron_packed.config.parser.flag_registry import spellings
+from megatron_packed.config.parser.command_line import spellings
 
 TAKEN_OVER = re.compile(
     r"NCCL_(?!.*(PLUGIN|FILE|HOME))\w+|TORCH_NCCL_\w+|PYTORCH_CUDA_ALLOC_CONF|CUDA_DEVICE_MAX_CONNECTIONS"

@@ -37,7 +37,7 @@ from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.parser.precedence import GivenOptions, gather
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
-from megatron_packed.config.sections.data_parts.files import TRAINING_DATA
+from megatron_packed.config.sections.data import TRAINING_DATA
 from megatron_packed.config.sections.parallel import fewest_processes
 from megatron_packed.resume.stored_options import stored_options
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from megatron_packed.config.errors import Problem, Problems
 from megatron_packed.config.kernel_options import kernel_rules
 from megatron_packed.config.section import Sound
 from megatron_packed.config.sections.cuda_graph import graph_rules
-from megatron_packed.config.sections.data_parts.files import TRAINING_DATA
+from megatron_packed.config.sections.data import TRAINING_DATA
 from megatron_packed.config.sections.data_parts.tokenizer import vocabulary_rules
 from megatron_packed.config.sections.memory import offload_rules, recompute_rules
 from megatron_packed.config.sections.model_parts.divisors import nearest_multiples
@@ -27,23 +28,8 @@ def cross_rules(run: RunConfig, sound: Sound) -> Problems:
     Args:
         sound: ``sound("model.hidden_size", ...)`` is True if no problem was found with those fields.
     """
-    model, packing, graphs = run.model, run.packing, run.cuda_graph
-    yield from _document_rules(run, sound)
-    yield from _expert_rules(run, sound)
-    yield from _evaluation_rules(run, sound)
-    yield from _best_validation_rules(run, sound)
-    yield from _device_rules(run, sound)
-    yield from _kind_rules(run, sound)
-    yield from _capture_rules(run, sound)
-    yield from kernel_rules(run, sound)
-    yield from vocabulary_rules(run.data, model.vocab_size, sound)
-    yield from _padding_rules(run, sound)
-    yield from _schedule_rules(run, run.optim, sound)
-    yield from graph_rules(graphs, model, packing, sound)
-    yield from parallel_rules(run.parallel, model, packing, sound)
-    yield from profiling_rules(run.profiling, run.training, sound)
-    yield from recompute_rules(run.memory, model, graphs, sound)
-    yield from offload_rules(run.memory, model, graphs, sound)
+    for rule in _RULES:
+        yield from rule(run, sound)
 
 
 def _padding_rules(run: RunConfig, sound: Sound) -> Problems:
@@ -223,7 +209,8 @@ def _kind_rules(run: RunConfig, sound: Sound) -> Problems:
             yield from kind.cross_rules(run, sound)
 
 
-def _schedule_rules(run: RunConfig, optim: OptimizerConfig, sound: Sound) -> Problems:
+def _schedule_rules(run: RunConfig, sound: Sound) -> Problems:
+    optim = run.optim
     keys = (f"optim.{name}" for names in SAMPLE_UNITS.items() for name in names)
     if not sound(
         *keys,
@@ -322,3 +309,24 @@ def batch_rule(run: RunConfig, world_size: int, sound: Sound) -> Problems:
         )
     elif packing.rampup_batch_size and sound("packing.rampup_batch_size"):
         yield from packing.ramp_rules(unit)
+
+
+_RULES: Sequence[Callable[[RunConfig, Sound], Problems]] = (
+    _document_rules,
+    _expert_rules,
+    _evaluation_rules,
+    _best_validation_rules,
+    _device_rules,
+    _kind_rules,
+    _capture_rules,
+    kernel_rules,
+    vocabulary_rules,
+    _padding_rules,
+    _schedule_rules,
+    graph_rules,
+    parallel_rules,
+    profiling_rules,
+    recompute_rules,
+    offload_rules,
+)
+"""Rules in the order in which their problems are listed."""

@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from megatron_packed.config.run import RunConfig
 
 
-_OF_LAYERS = {op: name for kind in KINDS.values() for op, name in kind.backends.items()}
 OPTION_OF = {
-    **{op: f"--{name.replace('_', '-')}" for op, name in _OF_LAYERS.items()},
+    **{op: f"--{name.replace('_', '-')}" for op, name in KINDS.backends.items()},
     "adamw": "--optimizer-backend",
     "layers": "--transformer-impl",
 }
@@ -32,7 +31,7 @@ PLAIN = ("reference", "sdpa")
 """Backends that an option can request and that have no fast kernel."""
 
 _KEYS = (
-    *(f"training.{name}" for name in _OF_LAYERS.values()),
+    *(f"training.{name}" for name in KINDS.backends.values()),
     "training.transformer_impl",
     "optim.optimizer_backend",
     "model.hybrid_layer_pattern",

@@ -33,7 +33,7 @@ from megatron_packed.config.optional_packages import is_installed, old_package
 from megatron_packed.config.options import Field
 from megatron_packed.config.run import RunConfig, every_field
 from megatron_packed.config.section import Sound
-from megatron_packed.config.sections.data_parts.files import CACHE_NAME, TRAINING_DATA
+from megatron_packed.config.sections.data import CACHE_NAME, TRAINING_DATA
 from megatron_packed.config.sections.data_parts.tokenizer import CHAT_TEMPLATES, HUGGING_FACE
 from megatron_packed.files.written_files import resolve_output
 

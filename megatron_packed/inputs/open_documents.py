@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from megatron_packed.config.data_blend import BlendedPaths
 from megatron_packed.config.hub_paths import MODEL
 from megatron_packed.config.run import RunConfig
-from megatron_packed.config.sections.data import DataConfig
-from megatron_packed.config.sections.data_parts.files import SHUFFLED
+from megatron_packed.config.sections.data import SHUFFLED, DataConfig
 from megatron_packed.config.sections.data_parts.tokenizer import (
     BYTES,
     GPT2,

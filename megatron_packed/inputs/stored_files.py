@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from megatron_packed.checkpoint.rank_agreement import Ranks
 from megatron_packed.checkpoint.run_metadata import FOLDER, found_paths, metadata_problem
 from megatron_packed.config.run import STORED, RunConfig
 from megatron_packed.config.sections.data import DataConfig
@@ -164,12 +165,10 @@ def stored_files(
     Raises:
         CheckpointError: the attached files of no checkpoint are intact.
     """
-    ranks: dict[str, Any] = {}
-    if groups is not None:
-        ranks = {"rank": groups.rank, "world_size": groups.world_size, "group": groups.world_group}
     from megatron_packed.checkpoint.load import read_attachments
 
-    attachments = read_attachments(folder, step=step, warn=warn, **ranks)
+    ranks = Ranks.from_groups(groups)
+    attachments = read_attachments(folder, ranks=ranks, step=step, warn=warn)
     # The load reads the same metadata later, and refuses it with its problem.
     if attachments is None or metadata_problem(attachments.metadata) is not None:
         return None

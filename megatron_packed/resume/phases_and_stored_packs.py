@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_packed.checkpoint.errors import CheckpointMismatchError
+from megatron_packed.checkpoint.rank_agreement import Ranks
 from megatron_packed.checkpoint.run_metadata import (
     NO_HASHES,
     PHASES,
@@ -198,9 +199,7 @@ def resumed_options(
     metadata = newest_metadata(
         options.load,
         _READ,
-        rank=groups.rank,
-        world_size=groups.world_size,
-        group=groups.world_group,
+        ranks=Ranks.from_groups(groups),
         step=options.ckpt_step,
         problem=metadata_problem,
     )

@@ -114,9 +114,7 @@ class RunState:
         self._show = show
         self._device = groups.device
         self._lock = lock
-        self._ranks = Ranks(
-            rank=groups.rank, world_size=groups.world_size, group=groups.world_group
-        )
+        self._ranks = Ranks.from_groups(groups)
         self.callback_states = CallbackStates(
             callbacks, model, groups.device, self._layout, self._ranks
         )

@@ -54,11 +54,9 @@ class ClaimedOutputs:
 
     def _claim_folder(self, options: CheckpointConfig, groups: ParallelGroups) -> None:
         assert options.save is not None
-        ranks = Ranks(rank=groups.rank, world_size=groups.world_size, group=groups.world_group)
+        ranks = Ranks.from_groups(groups)
         # The lock comes first: another run could save between the check and the lock.
-        self.lock = claim_directory(
-            options.save, rank=ranks.rank, world_size=ranks.world_size, group=ranks.group
-        )
+        self.lock = claim_directory(options.save, ranks=ranks)
         ranks.agree(
             on_rank_0(ranks.rank, lambda: refuse_other_runs(options)),
             f"preparing {options.save} for checkpoints",

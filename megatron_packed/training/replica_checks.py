@@ -317,9 +317,7 @@ class ReplicaCheck:
             hashes: (True for a tensor of an expert, name) -> hash of this rank.
             wrong: name -> the value that the tensor should equal, in words.
         """
-        ranks = Ranks(
-            rank=self.groups.rank, world_size=self.groups.world_size, group=self.groups.world_group
-        )
+        ranks = Ranks.from_groups(self.groups)
         held = {self._called(*key): value for key, value in hashes.items()}
         digests: dict[str, int] = {}
         for expert in (False, True):

@@ -197,6 +197,11 @@ class Kinds(Mapping[str, LayerKind]):
         kinds = sorted(self.values(), key=lambda kind: (not kind.mixes_tokens, kind.attends))
         return ", ".join(f"{kind.symbol} {kind.name}" for kind in kinds)
 
+    @cached_property
+    def backends(self) -> dict[str, str]:
+        """Option of the backend of each op of all kinds: op -> name."""
+        return {op: name for kind in self.values() for op, name in kind.backends.items()}
+
     def options_of(self, section: str) -> type:
         """Return a class with the options that all kinds add to a section, in order of the kinds."""
         added = [kind.options[section] for kind in self.values() if section in kind.options]

@@ -11,8 +11,12 @@ from megatron_packed.config.errors import ConfigError, Problem
 from megatron_packed.config.megatron.differences import differences
 from megatron_packed.config.megatron.flags import REFUSAL_OF, TAKEN
 from megatron_packed.config.megatron.model_config_file import VARIABLE
-from megatron_packed.config.parser.command_line import Occurrence, read_command_line
-from megatron_packed.config.parser.flag_registry import META_FLAGS, spellings
+from megatron_packed.config.parser.command_line import (
+    META_FLAGS,
+    Occurrence,
+    read_command_line,
+    spellings,
+)
 from megatron_packed.config.parser.help_text import default_text
 from megatron_packed.config.parser.parse import parse_with_sources
 from megatron_packed.config.run import every_field

@@ -13,17 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_packed.config.errors import MOST_SHOWN, Problem
 from megatron_packed.config.options import Field
-from megatron_packed.config.parser.command_line import COMMAND_LINE, Occurrence, read_command_line
-from megatron_packed.config.parser.did_you_mean import did_you_mean, nearest
-from megatron_packed.config.parser.flag_registry import (
+from megatron_packed.config.parser.command_line import (
+    COMMAND_LINE,
     META_FLAGS,
+    Occurrence,
     Spelling,
+    read_command_line,
     spellings,
     usable_flags,
 )
-from megatron_packed.config.parser.value_text import WrongValueError, from_text, from_yaml
+from megatron_packed.config.parser.did_you_mean import did_you_mean, nearest
 from megatron_packed.config.run import SECTIONS, every_field
-from megatron_packed.config.value_checks import placeholder
+from megatron_packed.config.value_checks import WrongValueError, from_text, from_yaml, placeholder
 
 if TYPE_CHECKING:
     from megatron_packed.config.megatron.flags import AcceptedFlag

@@ -11,7 +11,7 @@ from megatron_packed.config.options import Field, Stored
 from megatron_packed.config.parser.precedence import STARTS, GivenOptions
 from megatron_packed.config.run import STORED, every_field, keys_deciding, stored_values
 from megatron_packed.config.section import KERNELS, section_fields
-from megatron_packed.config.sections.data_parts.files import OF_TRAINED_BPE, TRAINING_DATA
+from megatron_packed.config.sections.data import OF_TRAINED_BPE, TRAINING_DATA
 from megatron_packed.config.sections.data_parts.tokenizer import TRAINED_BPE
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.sections.training import TrainingConfig

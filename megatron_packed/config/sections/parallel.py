@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import gcd, lcm
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_packed.config.conditions import (
     CONTEXT_PARALLEL,
@@ -27,6 +27,9 @@ from megatron_packed.config.sections.kind_options import KindCommunication
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.sections.model_parts.divisors import divisors, every_divisor, in_words
 from megatron_packed.config.sections.packing import PackingConfig
+
+if TYPE_CHECKING:
+    from megatron_packed.config.run import RunConfig
 
 NOT_BUILT = {
     "pipeline_model_parallel_size": "pipeline parallelism",
@@ -258,14 +261,10 @@ class _Shared(NamedTuple):
         return self.kind is not None and self.kind.exchanges(parallel) == "heads"
 
 
-def parallel_rules(
-    parallel: ParallelConfig,
-    model: ModelConfig,
-    packing: PackingConfig,
-    sound: Sound,
-) -> Problems:
-    """Yield problems between the layout and other sections. See `Sound` for ``sound``."""
-    yield from _dense_rules(parallel, model, packing, sound)
+def parallel_rules(run: RunConfig, sound: Sound) -> Problems:
+    """Yield problems between the layout and other sections."""
+    parallel, model = run.parallel, run.model
+    yield from _dense_rules(run, sound)
     size = parallel.expert_model_parallel_size
     if (
         sound("parallel.expert_model_parallel_size", "model.hybrid_layer_pattern")
@@ -277,9 +276,8 @@ def parallel_rules(
         )
 
 
-def _dense_rules(
-    parallel: ParallelConfig, model: ModelConfig, packing: PackingConfig, sound: Sound
-) -> Problems:
+def _dense_rules(run: RunConfig, sound: Sound) -> Problems:
+    parallel, model = run.parallel, run.model
     if not sound("parallel.tensor_model_parallel_size", "parallel.context_parallel_size"):
         return
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
@@ -297,7 +295,7 @@ def _dense_rules(
         exchanged = [items.of_one(tp) for items in shared if items.exchanged_by(parallel)]
         yield from _shared_out(cp_flag, cp, exchanged, _instead_of_heads(cp, exchanged))
     if sound("packing.seq_length", "packing.micro_batch_size"):
-        yield from _row_rules(parallel, packing, sound)
+        yield from _row_rules(parallel, run.packing, sound)
 
 
 def _instead_of_heads(cp: int, exchanged: list[_Shared]) -> str:

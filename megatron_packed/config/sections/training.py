@@ -16,7 +16,7 @@ from megatron_packed.config.errors import Problem, Problems
 from megatron_packed.config.kinds.layer_kind import KINDS
 from megatron_packed.config.options import Related, option
 from megatron_packed.config.section import KERNELS, Section, Sound
-from megatron_packed.config.sections.data_parts.files import VALIDATION_STEPS
+from megatron_packed.config.sections.data import VALIDATION_STEPS
 from megatron_packed.config.sections.kind_options import KindKernels
 
 if TYPE_CHECKING:
@@ -287,8 +287,7 @@ class TrainingConfig(  # dataclass fields follow the bases from right to left
     @property
     def backends(self) -> dict[str, str]:
         """Requested backend of each op, and the implementation of the layers."""
-        ops = {op: name for kind in KINDS.values() for op, name in kind.backends.items()}
-        requested = {op: getattr(self, name) for op, name in ops.items()}
+        requested = {op: getattr(self, name) for op, name in KINDS.backends.items()}
         return {"transformer_impl": self.transformer_impl, **requested}
 
     @property

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_packed.config import launch_checks
 from megatron_packed.config.idle_options import without_effect
-from megatron_packed.config.parser.flag_registry import every_field, known_flags
+from megatron_packed.config.parser.command_line import every_field, known_flags
 from megatron_packed.config.parser.parse import parse_or_exit, parse_with_sources
 from megatron_packed.config.parser.print_config import config_yaml
 from megatron_packed.config.sections.cuda_graph import TRANSFORMER_ENGINE

@@ -16,7 +16,7 @@ from megatron_packed.config import kernel_options as kernels
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.kernel_options import ON_ANY_DEVICE, OPTION_OF, may_have_gpu
 from megatron_packed.config.optional_packages import PACKAGES, is_installed, package_of_kernel
-from megatron_packed.config.parser.flag_registry import every_field
+from megatron_packed.config.parser.command_line import every_field
 from megatron_packed.config.parser.parse import parse, parse_or_exit
 
 ROOT = Path(__file__).parents[3]

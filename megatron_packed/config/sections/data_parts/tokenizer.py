@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from datetime import date
+from typing import TYPE_CHECKING
 
 from megatron_packed.config.conditions import Condition, option_is
 from megatron_packed.config.errors import Problem, Problems
 from megatron_packed.config.options import Related, Stored, derived_option, option
 from megatron_packed.config.section import Section, Sound
+
+if TYPE_CHECKING:
+    from megatron_packed.config.run import RunConfig
 
 HUGGING_FACE, BYTES, TRAINED_BPE = "HuggingFaceTokenizer", "ByteTokenizer", "TrainedBPETokenizer"
 GPT2, TIKTOKEN, SENTENCEPIECE = "GPT2BPETokenizer", "TikTokenizer", "SentencePieceTokenizer"
@@ -347,8 +351,9 @@ class TokenizerOptions(Section, group="tokenizer"):
             )
 
 
-def vocabulary_rules(data: TokenizerOptions, vocab_size: int | None, sound: Sound) -> Problems:
+def vocabulary_rules(run: RunConfig, sound: Sound) -> Problems:
     """Yield problems between the tokenizer and the model's --vocab-size."""
+    data, vocab_size = run.data, run.model.vocab_size
     if not sound(
         "data.tokenizer_type",
         "data.null_tokenizer_eod_id",

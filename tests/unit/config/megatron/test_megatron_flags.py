@@ -6,7 +6,7 @@ import pytest
 
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.megatron.flags import ACCEPTED, ALWAYS, ANY, REFUSAL_OF, REFUSED, TAKEN
-from megatron_packed.config.parser.flag_registry import META_FLAGS, spellings
+from megatron_packed.config.parser.command_line import META_FLAGS, spellings
 from megatron_packed.config.parser.parse import parse, parse_or_exit, parse_with_sources
 
 NAMES = (Path(__file__).parents[1] / "megatron_flag_names.txt").read_text().split()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from megatron_packed.config.errors import ConfigError, Problem
 from megatron_packed.config.megatron.flags import REFUSAL_OF, TAKEN
-from megatron_packed.config.parser.flag_registry import spellings
+from megatron_packed.config.parser.command_line import spellings
 from megatron_packed.config.parser.parse import parse
 
 LINES = (Path(__file__).parent / "megatron_hybrid_flags.txt").read_text().splitlines()

@@ -5,7 +5,7 @@ import random
 import yaml
 
 from megatron_packed.config.errors import ConfigError
-from megatron_packed.config.parser.flag_registry import every_field, known_flags
+from megatron_packed.config.parser.command_line import every_field, known_flags
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.config.serialise import from_dict, to_dict
 

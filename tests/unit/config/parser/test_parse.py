@@ -11,15 +11,15 @@ import pytest
 
 from megatron_packed.config.data_blend import BlendedPaths
 from megatron_packed.config.errors import ConfigError
-from megatron_packed.config.parser.did_you_mean import edit_distance, nearest
-from megatron_packed.config.parser.flag_registry import (
+from megatron_packed.config.parser.command_line import (
     every_field,
     known_flags,
     spellings,
     usable_flags,
 )
+from megatron_packed.config.parser.did_you_mean import edit_distance, nearest
 from megatron_packed.config.parser.parse import parse, parse_with_sources
-from megatron_packed.config.sections.data_parts.files import CACHE_NAME
+from megatron_packed.config.sections.data import CACHE_NAME
 from megatron_packed.config.sections.data_parts.tokenizer import CHAT_TEMPLATES, PROMPT_FORMATS
 from megatron_packed.config.sections.packing import PackingConfig
 

@@ -130,7 +130,7 @@ def test_help_is_grouped_complete_and_as_wide_as_the_terminal(tmp_path) -> None:
     assert done.returncode == 0
     lines = done.stdout.splitlines()
     assert max(len(line) for line in lines if not line.startswith("  --")) <= 60
-    from megatron_packed.config.parser.flag_registry import META_FLAGS, every_field
+    from megatron_packed.config.parser.command_line import META_FLAGS, every_field
 
     flags = [line.split()[0] for line in lines if line.startswith("  --")]
     assert flags[: len(META_FLAGS)] == list(META_FLAGS)
