@@ -137,11 +137,11 @@ class Optimizer:
         """Number of applied steps; skipped steps are not counted."""
         gradients, masters = self._counted(copies or {}, counted_elsewhere)
         self._gradients = gradients
-        statistics = None
+        self._statistics: Statistics | None = None
         if params_norm or count_zeros_of is not None:
             from megatron_packed.optim.statistics import Statistics
 
-            statistics = Statistics(
+            self._statistics = Statistics(
                 gradients,
                 masters,
                 elements=count_zeros_of,
@@ -149,16 +149,7 @@ class Optimizer:
                 group=self._norm_group,
                 device=device,
             )
-        self._statistics = statistics
-        zero = partial(torch.zeros, dtype=torch.float32, device=device)
-        self._stats = StepStats(
-            grad_norm=zero(()),
-            nonfinite=zero(()),
-            skipped=zero(()),
-            params_norm=zero(()) if statistics is None else statistics.params_norm,
-            grad_zeros=zero(2) if statistics is None else statistics.grad_zeros,
-            spikes=zero(len(WATCHED)) if spikes is None else spikes.medians,
-        )
+        self._stats = self._make_stats()
         self._slices = self._slices_by_decay(
             self.weight_decay if weight_decay_changes else weight_decay
         )
@@ -200,6 +191,19 @@ class Optimizer:
             [copies.get(bucket.part, 1) for bucket in buffers.layout.buckets],
         )
         return gradients, masters
+
+    def _make_stats(self) -> StepStats:
+        """Return the tensors into which every step writes its statistics."""
+        zero = partial(torch.zeros, dtype=torch.float32, device=self.buffers.device)
+        statistics, spikes = self._statistics, self.spikes
+        return StepStats(
+            grad_norm=zero(()),
+            nonfinite=zero(()),
+            skipped=zero(()),
+            params_norm=zero(()) if statistics is None else statistics.params_norm,
+            grad_zeros=zero(2) if statistics is None else statistics.grad_zeros,
+            spikes=zero(len(WATCHED)) if spikes is None else spikes.medians,
+        )
 
     def _slices_by_decay(self, weight_decay: float | Tensor) -> list[Slices]:
         """Return the slices that this rank updates: with weight decay, and without weight decay."""

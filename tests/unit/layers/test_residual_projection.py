@@ -141,7 +141,7 @@ def replaced(one):
 
 def replaced_and_wrapped(one):
     replaced(one)
-    apply.replace(one.mixer, "forward", apply.RecomputedCall(one.mixer.forward))
+    one.mixer.forward = apply.RecomputedCall(one.mixer.forward)
 
 
 def subclassed(one):
@@ -188,7 +188,7 @@ def test_recomputed_mixers_and_projections_add_the_residual_too(on_cpu, package,
     if not modules:
         for each in model.layers:
             projection = each.mixer.output_projection
-            apply.replace(projection, "forward", apply.RecomputedCall(projection.forward))
+            projection.forward = apply.RecomputedCall(projection.forward)
     before = len(package.tiles)
     got = run(model)
     # A second run does not repeat the product, and so needs no residual.

@@ -300,7 +300,6 @@ NEMOTRON_H = Family(
             "mtp_loss_scaling_factor": fields.get("mtp_loss_scaling_factor", 0.3)
         },
         written=_nemotron_h_depths_written,
-        unfit=lambda model: iter(()),
         layer="mtp.layers.{n}.",
         outside={
             "enorm.weight": "mtp.layers.{first}.enorm.weight",
