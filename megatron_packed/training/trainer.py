@@ -450,7 +450,7 @@ class Trainer:
         train, decay = self.data.train, self.weight_decay
         done = train.plan.full_steps_before(number)
         plan = train.plan.step(number)
-        lengths = train.lengths(plan)
+        lengths = train.plan.lengths_of(plan)
         real = plan.global_tokens
         slots = train.plan.packs_of_step(number) * self.config.packing.tokens_per_pack
         return StepFacts(
