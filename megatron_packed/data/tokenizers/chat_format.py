@@ -55,7 +55,7 @@ class TextPiece(NamedTuple):
     """
 
 
-def text_of(pieces: Iterable[TextPiece]) -> str:
+def joined_text(pieces: Iterable[TextPiece]) -> str:
     """Return the text that pieces make up."""
     return "".join(piece.text for piece in pieces)
 

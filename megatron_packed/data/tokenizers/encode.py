@@ -29,7 +29,12 @@ from megatron_packed.data.sources.line_schema import (
 )
 from megatron_packed.data.sources.strict_json import BROKEN
 from megatron_packed.data.tokenizers.base import OffsetTokenizer, TokenIds, Tokenizer
-from megatron_packed.data.tokenizers.chat_format import ChatDocument, ChatFormat, TextPiece, text_of
+from megatron_packed.data.tokenizers.chat_format import (
+    ChatDocument,
+    ChatFormat,
+    TextPiece,
+    joined_text,
+)
 from megatron_packed.packed.array_types import UInt8Array
 
 if TYPE_CHECKING:
@@ -147,7 +152,7 @@ def with_special_tokens(tokenizer: Tokenizer, pieces: list[TextPiece]) -> list[T
     A text that spells the prefix itself gets no second one.
     """
     prefix = tokenizer.decode(tokenizer.prefix_ids)
-    if prefix and text_of(pieces).startswith(prefix):
+    if prefix and joined_text(pieces).startswith(prefix):
         return pieces
     return [TextPiece("", False, False), *pieces]
 
@@ -407,7 +412,7 @@ def encode_with_borders(
         ids, targets = (np.concatenate([document[at] for document in documents]) for at in (0, 1))
         return EncodedDocument(ids.astype(np.int32), targets.astype(np.uint8)), places
     document = _encode_one(cast(OffsetTokenizer, tokenizer), pieces)
-    text = text_of(pieces)
+    text = joined_text(pieces)
     _, offsets = cast(OffsetTokenizer, tokenizer).encode_with_offsets(text, special=True)
     return document, [int(np.count_nonzero(offsets[:, 1] <= border)) for border in borders]
 
@@ -559,7 +564,7 @@ def _encode_whole(
 
 
 def _encode_one(tokenizer: OffsetTokenizer, pieces: Sequence[TextPiece]) -> EncodedDocument:
-    text = text_of(pieces)
+    text = joined_text(pieces)
     if BROKEN in text:
         raise BadLine("special_token_in_content")
     ids, offsets = tokenizer.encode_with_offsets(
