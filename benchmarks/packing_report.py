@@ -26,12 +26,12 @@ from numpy.typing import NDArray
 
 import harness
 from megatron_packed.data.keyed_random import KeyedRandom
-from megatron_packed.data.packing.pack_companions import companions
 from megatron_packed.data.packing.pack_plan import PackPlan
 from megatron_packed.data.packing.packer import METHODS, Packer
 from megatron_packed.data.packing.packing_report import PackingReport
 from megatron_packed.data.packing.pieces import OVERLONG_POLICIES, Pieces
 from megatron_packed.packed.capture_sizes import CaptureSizes, choose_capacities
+from pack_companions import companions
 
 MILLION = 1_000_000
 LENGTHS = Path(__file__).parents[1] / "tests" / "unit" / "data" / "gpt2_lengths.npz"

@@ -150,6 +150,11 @@ Notes = Counter[tuple[str, str]]
 """Number of notes by kind (a key of `NOTES`) and name, for example ``("letters", "<|im_end|>")``."""
 
 
+def most_first(counts: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Return names and counts in descending order of counts, then by name."""
+    return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+
+
 def note_lines(counts: Mapping[str, Mapping[str, int]], most_names: int = 20) -> list[str]:
     """Return one line of text for each kind of note, with its names in descending order of counts.
 
@@ -161,7 +166,7 @@ def note_lines(counts: Mapping[str, Mapping[str, int]], most_names: int = 20) ->
     """
     lines = []
     for kind, title in NOTES.items():
-        ordered = sorted(counts.get(kind, {}).items(), key=lambda item: (-item[1], item[0]))
+        ordered = most_first(counts.get(kind, {}))
         if not ordered:
             continue
         names = ", ".join(f"{name} ({count})" for name, count in ordered[:most_names])

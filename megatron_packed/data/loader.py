@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import repeat
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -120,6 +121,7 @@ class Loader:
         self._prefetch = prefetch
         self._device = torch.device(device)
         self._num_steps = plan.num_steps
+        self._alignment = plan.alignment
         self._pool: ThreadPoolExecutor | None = None
         self._ahead: dict[tuple[int, int], Future[MicroBatch]] = {}
         self._plans: dict[int, StepPlan] = {}
@@ -158,7 +160,7 @@ class Loader:
     def _places(self, step: int) -> list[tuple[int, int]]:
         """Return ``(step, number in the step)`` of this rank's micro-batches of a step."""
         count = self.plan.packs_of_step(step) // self.plan.dp_size
-        return [(step, number) for number in range(count)]
+        return [*zip(repeat(step), range(count))]
 
     def _following(self, step: int) -> list[tuple[int, int]]:
         """Return ``(step, number in the step)`` of the micro-batches to prepare, from ``step`` on.
@@ -183,7 +185,7 @@ class Loader:
             capacity=capacity,
             scales=plan.scales,
             max_seqlen=max_seqlen,
-            alignment=self.plan.alignment,
+            alignment=self._alignment,
         )
         return micro_batch.pin_memory() if self._device.type == "cuda" else micro_batch
 
@@ -209,7 +211,7 @@ class Loader:
 
     def _longest_row(self, numbers: PieceNumbers) -> int:
         """Return the longest row of a pack in tokens, including the tail."""
-        lengths = aligned(self.plan.pieces.length[numbers], self.plan.alignment)
+        lengths = aligned(self.plan.pieces.length[numbers], self._alignment)
         return max(int(lengths.max(initial=0)), self.total_tokens - int(lengths.sum()))
 
     def _step_plan(self, step: int) -> StepPlan:

@@ -30,7 +30,6 @@ from megatron_packed.data.documents import (
     border_of,
 )
 from megatron_packed.data.errors import DataError
-from megatron_packed.data.sources.jsonl_lines import MAX_LINE_BYTES
 from megatron_packed.data.sources.source_files import expand_paths, index_path, names_indexed
 from megatron_packed.data.sources.tokenize_files import BuildOptions, check_before_building
 from megatron_packed.data.sources.tokenized_dataset import cache_directory, open_dataset
@@ -157,13 +156,7 @@ def _trained_tokenizer(
             f"{indexed[0]} is tokenised already, so no {options.tokenizer_type} can be trained on it; give the "
             "tokenizer that it was made with."
         )
-    checked = BuildOptions(
-        sft=options.sft,
-        max_bad_fraction=options.max_bad_fraction,
-        max_line_bytes=MAX_LINE_BYTES,
-        fields=options.fields,
-        show_progress=show,
-    )
+    checked = BuildOptions.from_config(options, show)
 
     def before_training(files: Sequence[Path], quarantine: Path) -> None:
         if check_data:
@@ -194,14 +187,15 @@ def _training_share(options: DataConfig) -> Iterator[TrainingShare | None]:
         return
     from megatron_packed.data.tokenizers.bpe_training import TrainingShare, Untrained
 
-    chat = _chat_format(options, Untrained())
+    chat = chat_format_of(options, Untrained())
     try:
         yield TrainingShare(options.shares[0], options.split_order == SHUFFLED, options.sft, chat)
     finally:
         chat.close()
 
 
-def _chat_format(options: DataConfig, tokenizer: Tokenizer) -> ChatFormat:
+def chat_format_of(options: DataConfig, tokenizer: Tokenizer) -> ChatFormat:
+    """Return the chat format that the options select; see `chat_format.chat_format`."""
     return chat_format(
         tokenizer,
         options.chat_template,
@@ -330,7 +324,7 @@ class _Opener:
 
     @cached_property
     def _chat(self) -> ChatFormat:
-        return _chat_format(self._options, self._tokenizer)
+        return chat_format_of(self._options, self._tokenizer)
 
     def sentences(self) -> list[str]:
         """Return sentences about the chat format."""

@@ -315,10 +315,7 @@ def _pieces(config: RunConfig, dataset: Documents, name: str) -> tuple[Pieces, N
     policy, longest = config.packing.overlong_policy, config.packing.max_document_length
     # A piece without a target costs time, and the model learns nothing from it.
     wanted = config.drops_pieces_without_targets
-    try:
-        pieces, targets = cut_documents(dataset, longest, policy, only_with_targets=wanted)
-    except ValueError as error:  # an over-long document under --overlong-policy error
-        raise DataError(str(error)) from None
+    pieces, targets = cut_documents(dataset, longest, policy, only_with_targets=wanted)
     counts = pieces.counts
     if counts.documents_dropped == counts.documents_in:
         raise DataError(
@@ -350,15 +347,9 @@ def _blend(config: RunConfig, dataset: Documents, pieces: Pieces) -> SourceBlend
         return None
     from megatron_packed.data.source_blend import SourceBlend
 
-    try:
-        return SourceBlend(
-            pieces.length,
-            dataset.range_of(pieces.document),
-            dataset.weights,
-            config.training.seed,
-        )
-    except ValueError as error:  # every document of a source was dropped
-        raise DataError(str(error)) from None
+    return SourceBlend(
+        pieces.length, dataset.range_of(pieces.document), dataset.weights, config.training.seed
+    )
 
 
 def check_capacities(config: RunConfig, most: int) -> None:

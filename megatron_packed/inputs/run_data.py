@@ -8,9 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from megatron_packed.checkpoint.run_metadata import DataHashes
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.data_parts.tokenizer import TRAINED_BPE
@@ -19,7 +16,6 @@ from megatron_packed.data.errors import DataError
 from megatron_packed.data.loader import Loader
 from megatron_packed.data.packing.pack_plan import PackPlan
 from megatron_packed.data.packing.packing_report import PackingReport
-from megatron_packed.data.packing.step_plan import StepPlan
 from megatron_packed.data.tokenizers.base import Tokenizer, meaning_hash, vocabulary
 from megatron_packed.distributed.collectives import all_gather_json
 from megatron_packed.distributed.groups import ParallelGroups
@@ -57,11 +53,6 @@ class Stream(Generic[_Plan_co]):
     dataset: Documents
     plan: _Plan_co
     loader: Loader
-
-    def lengths(self, step: StepPlan) -> NDArray[np.int64]:
-        """Return the lengths in tokens of all document pieces of a step, over all ranks."""
-        numbers = [numbers for rank in step.packs for numbers in rank]
-        return self.plan.pieces.length[np.concatenate(numbers)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -462,7 +462,7 @@ class Trainer:
         train, decay = self.data.train, self.weight_decay
         done = train.plan.full_steps_before(number)
         plan, packs = train.plan.step(number), train.plan.packs_of_step(number)
-        lengths = train.lengths(plan)
+        lengths = train.plan.lengths_of(plan)
         real = plan.global_tokens
         facts = StepFacts(
             iteration=number + 1,

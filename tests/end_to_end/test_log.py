@@ -92,7 +92,7 @@ def test_operations_are_those_of_the_real_documents(
     for number, line in enumerate(trained):
         counted = line["tflops_per_gpu"] * 1e12 * line["step_time_ms"] / 1e3 * 2
         assert counted == pytest.approx(
-            counter.training(stream.lengths(stream.plan.step(number))).total
+            counter.training(stream.plan.lengths_of(stream.plan.step(number))).total
         )
         assert counted < 0.99 * counter.training([SLOTS // 2] * 2).total
 

@@ -4,10 +4,12 @@ import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megatron_packed.data.errors import BadLine
+from megatron_packed.data.index.indexed_file import IndexedFile
 from megatron_packed.data.packing.evaluation_plan import EvaluationPlan
 from megatron_packed.data.packing.pack_plan import PackPlan
 from megatron_packed.data.packing.step_plan import PieceTable
@@ -16,6 +18,7 @@ from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.data.tokenizers.chat_format import TemplateFormat
 from megatron_packed.data.tokenizers.encode import EncodedDocument, SampleEncoder
 from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
+from megatron_packed.packed.array_types import Int32Array
 
 CORPUS = [
     "Hello there, how are you today? I am fine.\n\nThe user asks, the assistant answers. "
@@ -45,6 +48,12 @@ def evaluation_of(plan: PackPlan, max_steps: int | None = None) -> EvaluationPla
     """Return a plan of one evaluation over the pieces of a plan, by its rules."""
     shared = {field.name: getattr(plan, field.name) for field in dataclasses.fields(PieceTable)}
     return EvaluationPlan(**shared, max_steps=max_steps)
+
+
+def sequence_of(file: IndexedFile, number: int) -> Int32Array:
+    """Return the tokens of one sequence of an indexed data set."""
+    ends = np.cumsum([0, *file.lengths])
+    return file.tokens(int(ends[number]), int(ends[number + 1]))
 
 
 def save_tokenizer(directory: Path, engine: tokenizers.Tokenizer, **config) -> HuggingFaceTokenizer:

@@ -46,6 +46,7 @@ from megatron_packed.data.tokenizers.chat_format import TextPiece, chat_format
 from megatron_packed.data.tokenizers.encode import (
     TextNotes,
     TurnMarkers,
+    check_tokens,
     encode_pieces,
     with_special_tokens,
 )
@@ -235,7 +236,7 @@ def encode_chunk(
     for key in range(len(options.keys)):
         documents = [ids for of_line in good for ids in of_line[key :: len(options.keys)]]
         joined = np.concatenate([part for ids in documents for part in (ids, end)] or [end[:0]])
-        _check_tokens(joined, tokenizer)
+        check_tokens(joined, tokenizer)
         tokens.append(joined.astype(dtype))
         lengths.append(np.array([len(ids) + len(end) for ids in documents], np.int32))
     bad_lines.sort(key=lambda item: item[0])
@@ -310,14 +311,6 @@ def _encoded(
             bad_line = BadLine("no_trainable_token")
         outcomes.append(bad_line or ids)
     return outcomes
-
-
-def _check_tokens(ids: Int32Array, tokenizer: Tokenizer) -> None:
-    if ids.size and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
-        raise DataError(
-            f"the tokenizer made token numbers from {ids.min()} to {ids.max()}, but its vocabulary has "
-            f"{tokenizer.vocab_size} tokens; use tokenizer files that belong together."
-        )
 
 
 # -------------------------------------------------------------------------------------------------

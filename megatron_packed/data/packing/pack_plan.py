@@ -162,9 +162,7 @@ class PackPlan(PieceTable):
             packs: list[PieceNumbers] = []
             at, number = first - self.epoch_starts[epoch], epoch
             while len(packs) < count:
-                current = self._epoch(number)
-                wanted = count - len(packs)
-                packs += [current[pack] for pack in range(at, min(at + wanted, len(current)))]
+                packs += self._epoch(number).part(at, count - len(packs))
                 at, number = 0, number + 1
             plan = self.deal(step, epoch, packs)
             # The loader prepares a step before the training loop asks for its numbers.

@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sized
 from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,7 +38,6 @@ from megatron_packed.config.sections.packing import PackingConfig
 from megatron_packed.data.keyed_random import KeyedRandom
 from megatron_packed.data.packing.balanced_packer import (
     LEFT_OVER,
-    Lengths,
     balance,
     best_fit,
     long_first_order,
@@ -67,6 +66,10 @@ class Packs:
 
     def __getitem__(self, pack: int) -> Int64Array:
         return self.order[self.offsets[pack] : self.offsets[pack + 1]]
+
+    def part(self, first: int, count: int) -> list[Int64Array]:
+        """Return ``count`` packs from pack ``first`` on; fewer at the end."""
+        return [self[pack] for pack in range(first, min(first + count, len(self)))]
 
     @property
     def documents_per_pack(self) -> Int64Array:
@@ -154,14 +157,12 @@ class Packer:
             ValueError: a length is no whole number or does not fit into a pack; the seed or the
                 epoch is no whole number, or the epoch is negative.
         """
-        for name, value in (("seed", seed), ("epoch", epoch)):
-            if not isinstance(value, Integral) or isinstance(value, bool):
-                raise ValueError(f"{name} is {value!r}; give an integer.")
+        check_integers(seed=seed, epoch=epoch)
         if epoch < 0:
             raise ValueError(f"epoch is {epoch}; the first epoch is 0.")
         sized = lengths if isinstance(lengths, Sized) else list(lengths)
         packs = self.pack(as_lengths(sized), seed, epoch)
-        return [packs[pack].tolist() for pack in range(len(packs))]
+        return [pack.tolist() for pack in packs.part(0, len(packs))]
 
     def pack(
         self,
@@ -178,7 +179,7 @@ class Packer:
         Raises:
             ValueError: a length is out of range.
         """
-        tokens: Lengths = np.asarray(lengths, dtype=np.int64)
+        tokens: Int64Array = np.asarray(lengths, dtype=np.int64)
         _check_lengths(tokens, self.slots)
         tokens = aligned(tokens, self.alignment)
         packs = self._pack(tokens, seed, epoch, on_progress)
@@ -189,7 +190,7 @@ class Packer:
         )
 
     def _pack(
-        self, tokens: Lengths, seed: int, epoch: int, on_progress: Callable[[int], None]
+        self, tokens: Int64Array, seed: int, epoch: int, on_progress: Callable[[int], None]
     ) -> Packs:
         if tokens.size == 0:
             return Packs(np.zeros(0, np.int64), np.zeros(1, np.int64))
@@ -202,7 +203,7 @@ class Packer:
         return Packs(order, np.concatenate([[0], np.cumsum(np.bincount(shuffled))]))
 
     def _pack_stream(
-        self, lengths: Lengths, random: KeyedRandom, on_progress: Callable[[int], None]
+        self, lengths: Int64Array, random: KeyedRandom, on_progress: Callable[[int], None]
     ) -> Int64Array:
         """Return the pack of each document of a stream, ``(S,)``, numbered from 0 without gaps."""
         if self.method == "sequential":
@@ -229,6 +230,17 @@ class Packer:
         return pack_of
 
 
+def check_integers(**values: Any) -> None:
+    """Check that each value is an integer.
+
+    Raises:
+        ValueError: with the name and the value.
+    """
+    for name, value in values.items():
+        if not isinstance(value, Integral) or isinstance(value, bool):
+            raise ValueError(f"{name} is {value!r}; give an integer.")
+
+
 def _check_lengths(lengths: Int64Array, slots: int) -> None:
     """Check that each document fits into a pack of ``slots`` tokens.
 
@@ -246,7 +258,7 @@ def _check_lengths(lengths: Int64Array, slots: int) -> None:
         )
 
 
-def _sequential(lengths: Lengths, slots: int, max_documents: int) -> Int64Array:
+def _sequential(lengths: Int64Array, slots: int, max_documents: int) -> Int64Array:
     ends = np.cumsum(lengths)
     starts = [0]
     while (start := starts[-1]) < lengths.size:
@@ -257,7 +269,7 @@ def _sequential(lengths: Lengths, slots: int, max_documents: int) -> Int64Array:
     return np.repeat(np.arange(len(starts) - 1), np.diff(starts))
 
 
-def _best_fit_decreasing(lengths: Lengths, slots: int, max_documents: int) -> Int64Array:
+def _best_fit_decreasing(lengths: Int64Array, slots: int, max_documents: int) -> Int64Array:
     order = np.argsort(-lengths, kind="stable")
     bin_of = np.empty(lengths.size, dtype=np.int64)
     bin_of[order] = best_fit(lengths[order], slots, max_documents)
@@ -277,7 +289,7 @@ class _Plan(NamedTuple):
     """Tokens of the documents that are left for the next window."""
 
     @classmethod
-    def from_bins(cls, bin_of: Int64Array, num_bins: int, lengths: Lengths) -> _Plan:
+    def from_bins(cls, bin_of: Int64Array, num_bins: int, lengths: Int64Array) -> _Plan:
         packed = bin_of != LEFT_OVER
         most = int(np.bincount(bin_of[packed], minlength=1).max())
         tokens = int(lengths[packed].sum())
@@ -303,7 +315,7 @@ class _Balancer:
     filled with these lengths.
     """
 
-    def pack(self, lengths: Lengths, last: bool) -> Int64Array:
+    def pack(self, lengths: Int64Array, last: bool) -> Int64Array:
         """Return the bin of each document, ``(n,)``, or `LEFT_OVER` for the next window.
 
         The last window leaves no document over.
@@ -333,7 +345,7 @@ class _Balancer:
             / max(self._tokens + plan.tokens, 1)
         )
 
-    def _prefix(self, lengths: Lengths) -> int:
+    def _prefix(self, lengths: Int64Array) -> int:
         """Return the number of leading documents that fill complete packs.
 
         The documents after them would open a nearly empty pack and wait for the next window.
@@ -347,18 +359,18 @@ class _Balancer:
             return lengths.size
         return int(np.searchsorted(ends, full_packs * self._slots, side="right"))
 
-    def _occupied(self, lengths: Lengths) -> Lengths:
+    def _occupied(self, lengths: Int64Array) -> Int64Array:
         """Return the slots that each document occupies.
 
         A document occupies a complete pack if not even the shortest document fits next to it.
         """
         return np.where(lengths + lengths.min() > self._slots, self._slots, lengths)
 
-    def _large(self, lengths: Lengths) -> int:
+    def _large(self, lengths: Int64Array) -> int:
         """Count the documents that are longer than half a pack; each needs a pack of its own."""
         return int(np.count_nonzero(2 * lengths > self._slots))
 
-    def _choose(self, lengths: Lengths, last: bool) -> _Plan:
+    def _choose(self, lengths: Int64Array, last: bool) -> _Plan:
         if self._by_fit:
             return self._best_fit(lengths, min(2 * self._most + 2, self._limit))
         first = self._most == 0
@@ -369,7 +381,7 @@ class _Balancer:
         self._by_fit = first and self._cost(fitted) < self._cost(plan)
         return min(plan, fitted, key=self._cost)
 
-    def _first(self, lengths: Lengths, last: bool) -> _Plan:
+    def _first(self, lengths: Int64Array, last: bool) -> _Plan:
         """Plan the first window of an epoch: lower the limit on documents while the cost falls."""
         plan = self._fewest_bins(lengths, last, self._limit)
         while plan.most > 1:
@@ -379,7 +391,7 @@ class _Balancer:
             plan = lower
         return plan
 
-    def _next(self, lengths: Lengths, last: bool) -> _Plan:
+    def _next(self, lengths: Int64Array, last: bool) -> _Plan:
         """Plan a later window with the limit on documents of the windows before it.
 
         A higher limit is used if it lowers the expected cost.
@@ -396,7 +408,7 @@ class _Balancer:
             plan = min(plan, higher, key=self._cost)
         return plan
 
-    def _best_fit(self, lengths: Lengths, cap: int) -> _Plan:
+    def _best_fit(self, lengths: Int64Array, cap: int) -> _Plan:
         """Plan a window by best fit, in shuffled order or longest first, whichever costs less."""
         plans = []
         for order in (np.arange(lengths.size), long_first_order(lengths, self._random)):
@@ -405,7 +417,7 @@ class _Balancer:
             plans.append(_Plan.from_bins(bin_of, int(bin_of.max()) + 1, lengths))
         return min(plans, key=self._cost)
 
-    def _start(self, lengths: Lengths) -> int:
+    def _start(self, lengths: Int64Array) -> int:
         """Return the number of bins to try first.
 
         The number is a lower bound, or slightly below the number expected from earlier windows.
@@ -415,7 +427,7 @@ class _Balancer:
         by_waste = int(0.998 * tokens / (self._slots * (1 - self._waste)))
         return max(by_tokens, by_waste, self._large(lengths), -(-lengths.size // self._limit))
 
-    def _fewest_bins(self, lengths: Lengths, last: bool, cap: int) -> _Plan:
+    def _fewest_bins(self, lengths: Int64Array, last: bool, cap: int) -> _Plan:
         """Plan a window by `balance` with the fewest bins that leave few enough tokens over.
 
         The last window must leave nothing over. Other windows may leave over the tokens of one

@@ -13,6 +13,7 @@ import numpy as np
 
 from megatron_packed.config import flag_names as flags
 from megatron_packed.data.documents import Documents
+from megatron_packed.data.errors import DataError
 from megatron_packed.packed.array_types import BoolArray, Int64Array, IntegerArray
 
 OVERLONG_POLICIES = ("truncate_prompt", "truncate", "split", "drop", "error")
@@ -265,9 +266,12 @@ def cut_documents(
     Returns:
         The pieces, and the number of targets of each piece, ``(S,)``.
     Raises:
-        ValueError: see `Pieces.cut`.
+        DataError: see `Pieces.cut`.
     """
-    cut = Pieces.cut(documents.lengths, max_tokens, policy, documents.source_lengths)
+    try:
+        cut = Pieces.cut(documents.lengths, max_tokens, policy, documents.source_lengths)
+    except ValueError as error:  # an over-long document under --overlong-policy error
+        raise DataError(str(error)) from None
     targets = documents.count_targets(cut.document, cut.start, cut.length)
     every = np.arange(len(documents.lengths))
     document_targets = documents.count_targets(every, np.zeros_like(every), documents.lengths)

@@ -48,9 +48,6 @@ The version is part of the plan hash, so a resumed run detects such a change.
 """
 
 
-Costs = Float64Array
-
-
 @dataclass(frozen=True, kw_only=True)
 class PackCost:
     """Estimate of the work of a pack, in any unit.
@@ -62,14 +59,14 @@ class PackCost:
     per_squared_length: float = 0.0
     """Work per squared length; 0 if no layer is quadratic in the length of a document."""
 
-    def estimate(self, tokens: Int64Array, squares: Int64Array) -> Costs:
+    def estimate(self, tokens: Int64Array, squares: Int64Array) -> Float64Array:
         """Return the costs of packs.
 
         Args:
             tokens: tokens of each pack.
             squares: sum of the squared lengths of the documents of each pack.
         """
-        costs: Costs = self.per_token * tokens + self.per_squared_length * squares
+        costs: Float64Array = self.per_token * tokens + self.per_squared_length * squares
         return costs
 
 
@@ -101,7 +98,7 @@ class StepPlan:
     depth_targets: tuple[int, ...] = ()
     """Targets of the step at each depth of multi-token prediction, over all ranks."""
 
-    @property
+    @cached_property
     def scales(self) -> tuple[float, ...]:
         """Factors of a micro-batch's loss sum, of its auxiliary loss, and of the loss of each depth.
 
@@ -180,6 +177,11 @@ class PieceTable:
             packs = self.packer.pack(lengths, self.seed, epoch, progress.update)
         return packs if drawn is None else Packs(drawn[packs.order], packs.offsets)
 
+    def lengths_of(self, step: StepPlan) -> Int64Array:
+        """Return the lengths in tokens of all pieces of a step, over all ranks."""
+        numbers = [numbers for of_rank in step.packs for numbers in of_rank]
+        return self.pieces.length[np.concatenate(numbers)]
+
     def hash_with(self, packs_per_step: int) -> str:
         """Hash lengths, targets, packing rules and seed to 64 hexadecimal digits.
 
@@ -252,11 +254,11 @@ class Spread(NamedTuple):
 
     packs_SRB: Int64Array
     """Numbers of the packs of each step, rank and micro-batch (B = P / R)."""
-    imbalance_S: Costs
+    imbalance_S: Float64Array
     """Work of the busiest rank divided by the mean of all ranks; 1 for a step without work."""
 
 
-def spread(costs_SP: Costs, ranks: int) -> Spread:
+def spread(costs_SP: Float64Array, ranks: int) -> Spread:
     """Distribute the packs of each step over the ranks.
 
     The result is a pure function of the costs. Ties are broken by the numbers of packs and ranks.
@@ -281,7 +283,7 @@ def spread(costs_SP: Costs, ranks: int) -> Spread:
     return Spread(np.take_along_axis(in_turns, places_SBR, axis=2).swapaxes(1, 2), imbalance_S)
 
 
-def _lightest_takes_heaviest(costs_SBR: Costs) -> tuple[Int64Array, Costs]:
+def _lightest_takes_heaviest(costs_SBR: Float64Array) -> tuple[Int64Array, Float64Array]:
     """Give the pack with the most work of each turn to the rank with the least work so far.
 
     Returns:

@@ -7,7 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from megatron_packed.data.errors import (
     BadLine,
     DataError,
     Notes,
+    most_first,
     note_lines,
     printable,
 )
@@ -155,7 +156,7 @@ class LineCounts:
         Args:
             of: word before the number of lines, if they are not all lines of the data.
         """
-        ordered = sorted(self.bad.items(), key=lambda item: (-item[1], item[0]))
+        ordered = most_first(self.bad)
         return refusal(
             f"{self.num_bad} of {of}{self.not_blank} lines are unusable ({self.bad_fraction:.2%}), more than "
             f"{flags.MAX_BAD_FRACTION} {max_bad_fraction} allows",
@@ -245,9 +246,6 @@ class DataReport(LineCounts):
         self.cut_inside += cut.inside
         self.cut_answers += cut.answer
         self.cut_questions += cut.question
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def lines_of_text(self, quarantine: Path) -> list[str]:
         """Format the report for people, as lines of text.

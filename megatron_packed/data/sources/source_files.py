@@ -74,7 +74,7 @@ def expand_paths(
     for file in files:
         _check_file(file)
         if is_table(file):
-            from megatron_packed.data.sources.table_files import check_pyarrow
+            from megatron_packed.data.sources.table_rows import check_pyarrow
 
             check_pyarrow(file)
         resolved = file.resolve()
@@ -89,7 +89,7 @@ def expand_paths(
 def _expand(path: str, say: Callable[[str], None]) -> list[Path]:
     local = Path(path)
     if local.is_dir():
-        from megatron_packed.data.sources.table_files import is_saved_dataset, saved_files
+        from megatron_packed.data.sources.table_rows import is_saved_dataset, saved_files
 
         try:
             return saved_files(local) if is_saved_dataset(local) else _files_of(local, say)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from itertools import groupby
@@ -27,11 +27,10 @@ from megatron_packed.data.tokenizers.prompt_formats import DEFAULT_TEMPLATE, FOR
 from megatron_packed.files.regular_files import open_regular
 
 if TYPE_CHECKING:
-    from megatron_packed.data.tokenizers.chat_template import Spans, Tools
+    from megatron_packed.data.tokenizers.chat_template import Tools
     from megatron_packed.data.tokenizers.conversation_documents import ConversationRenderer
     from megatron_packed.data.tokenizers.template_process import TemplateProcess
-    from megatron_packed.data.tokenizers.turn_ends import TurnCutter
-    from megatron_packed.data.tokenizers.turn_markers import Messages, TurnEnd
+    from megatron_packed.data.tokenizers.turn_markers import Messages, Spans, TurnCutter, TurnEnd
 
 _MOST_BYTES = 16 << 20
 """Maximum bytes of a file with a chat template; the longest of published models has 20 kB."""
@@ -54,6 +53,11 @@ class TextPiece(NamedTuple):
     """True if a template printed the piece. Special tokens spelled in the piece are then encoded as
     special tokens, unless they are broken (see `chat_template`).
     """
+
+
+def joined_text(pieces: Iterable[TextPiece]) -> str:
+    """Return the text that pieces make up."""
+    return "".join(piece.text for piece in pieces)
 
 
 class ChatDocument(NamedTuple):
@@ -361,7 +365,7 @@ class TemplateFormat:
 
     @cached_property
     def _cutter(self) -> TurnCutter:
-        from megatron_packed.data.tokenizers.turn_ends import TurnCutter
+        from megatron_packed.data.tokenizers.turn_markers import TurnCutter
 
         return TurnCutter(self.turn_end, self._special_tokens)
 

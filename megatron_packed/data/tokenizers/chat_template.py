@@ -43,8 +43,6 @@ GENERATION_MARKS = re.compile(f"[{GENERATION_START}{GENERATION_END}]")
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Fields of an assistant message that hold its thoughts."""
 Tools = list[Any] | None
-Spans = Sequence[tuple[int, int]]
-"""Character ranges of a text, in ascending order."""
 
 
 class Rendered(NamedTuple):

@@ -117,12 +117,6 @@ class TemplateProcess:
     def close(self) -> None:
         self._guarded.close()
 
-    def __enter__(self) -> TemplateProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 # -------------------------------------------------------------------------------------------------------
 # functions of the child process

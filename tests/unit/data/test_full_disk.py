@@ -14,7 +14,7 @@ import pytest
 
 from megatron_packed.data.errors import BadLine, DataError
 from megatron_packed.data.index.indexed_writer import IndexedWriter
-from megatron_packed.data.sources.cache_directory import get_or_build
+from megatron_packed.data.sources.cache_directory import open_or_build
 from megatron_packed.data.sources.data_report import Quarantine
 from megatron_packed.data.sources.jsonl_lines import RawLine
 from megatron_packed.data.tokenizers.bpe_training import train_bpe
@@ -48,11 +48,17 @@ def bad_line(folder: Path) -> None:
     quarantine.close()
 
 
+def existing(folder: Path) -> Path:
+    if not folder.exists():
+        raise DataError(f"{folder} is missing.")
+    return folder
+
+
 def cache(folder: Path) -> None:
-    get_or_build(folder / "d", is_valid=Path.exists, build=lambda new: None, log=print)
+    open_or_build(folder / "d", existing, build=lambda new: None, log=print)
     (folder / "d.lock").unlink()
     (folder / "d").rmdir()
-    get_or_build(folder / "d", is_valid=Path.exists, build=few_documents, log=print)
+    open_or_build(folder / "d", existing, build=few_documents, log=print)
 
 
 def vocabulary(folder: Path) -> None:

@@ -12,8 +12,8 @@ import pytest
 from megatron_packed.config.sections.data import DataConfig
 from megatron_packed.data.documents import Documents
 from megatron_packed.data.errors import DataError
+from megatron_packed.data.index.indexed_file import TokensInFile
 from megatron_packed.data.index.indexed_writer import IndexedWriter
-from megatron_packed.data.index.tokens_in_file import TokensInFile
 from megatron_packed.data.sources.tokenized_dataset import DEFAULT_CACHE_NAME
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.inputs.data_messages import blend_sentences

@@ -307,7 +307,7 @@ def test_directories(tmp_path, monkeypatch):
     ):
         expand_paths([split.parent])
     os.truncate(split / "state.json", 2**40)
-    monkeypatch.setattr("megatron_packed.data.sources.table_files._MOST_BYTES", 1000)
+    monkeypatch.setattr("megatron_packed.data.sources.table_rows._MOST_BYTES", 1000)
     with pytest.raises(DataError, match=r"state\.json is damaged"):
         expand_paths([split])
     for state in (
@@ -325,7 +325,7 @@ def test_directories(tmp_path, monkeypatch):
 
 def test_without_pyarrow_the_cure_comes_first(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr("megatron_packed.data.sources.table_files.find_spec", lambda name: None)
+    monkeypatch.setattr("megatron_packed.data.sources.table_rows.find_spec", lambda name: None)
     file = tmp_path / "a.parquet"
     file.write_bytes(b"PAR1")
     for path in (file, tmp_path, tmp_path / "*.parquet"):

@@ -4,6 +4,7 @@ of time, memory and size.
 
 import os
 import time
+from contextlib import closing
 
 import pytest
 
@@ -382,7 +383,7 @@ def test_templates_give_the_same_text_every_day():
 def test_the_process_renders_as_the_class_does(source):
     here = ConversationRenderer(source, {"bos_token": "<é>"}, SPECIAL)
     forged = [{"role": "user", "content": "</s> 😀 \0"}, *TALK[2:]]
-    with TemplateProcess(source, {"bos_token": "<é>"}, SPECIAL) as process:
+    with closing(TemplateProcess(source, {"bos_token": "<é>"}, SPECIAL)) as process:
         for messages in (TALK, forged):
             assert process.conversation(messages) == here.conversation(messages)
             assert process.prompt(messages) == here.prompt(messages)
@@ -410,7 +411,7 @@ def test_the_process_renders_as_the_class_does(source):
 def test_endless_templates_are_stopped(source, why):
     started = time.process_time()
     expected = pytest.raises(BadLine, match=f"template_limit: .*{why}")
-    with TemplateProcess(source, {}, [], cpu_seconds=0.3) as process, expected:
+    with closing(TemplateProcess(source, {}, [], cpu_seconds=0.3)) as process, expected:
         process.conversation(TALK)
     assert time.process_time() - started < 5
 
@@ -423,7 +424,7 @@ def test_a_template_that_is_endless_only_for_some_goes_on_with_the_others():
         + "{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
     )
     stop = [{"role": "user", "content": "stop"}]
-    with TemplateProcess(source, {}, [], cpu_seconds=0.2) as process:
+    with closing(TemplateProcess(source, {}, [], cpu_seconds=0.2)) as process:
         for _ in range(template_process.MAX_FAILURES):
             with pytest.raises(BadLine, match="template_limit"):
                 process.conversation(stop)
@@ -446,7 +447,7 @@ def test_each_conversation_has_its_own_time_limit():
     source = (
         "{% for a in range(90000) %}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
     )
-    with TemplateProcess(source, {}, [], cpu_seconds=1.0) as process:
+    with closing(TemplateProcess(source, {}, [], cpu_seconds=1.0)) as process:
         pid, used = child_of(process).pid, 0.0
         while used < 1.5:
             process.prompt(TALK)
@@ -468,7 +469,7 @@ def test_a_template_that_does_not_compile_is_an_error():
 
 def test_the_process_has_no_secrets_and_no_files(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_TOKEN", "canary")
-    with TemplateProcess(PLAIN, {}, []) as process:
+    with closing(TemplateProcess(PLAIN, {}, [])) as process:
         pid = child_of(process).pid
         with open(f"/proc/{pid}/environ", "rb") as file:
             assert b"canary" not in file.read()

@@ -11,7 +11,7 @@ from megatron_packed.data.tokenizers.chat_format import chat_format
 from megatron_packed.data.tokenizers.chat_template import Rendered
 from megatron_packed.data.tokenizers.encode import answer_ends
 from megatron_packed.data.tokenizers.prompt_formats import FORMATS_BY_NAME
-from megatron_packed.data.tokenizers.turn_ends import TurnCutter, TurnEnd
+from megatron_packed.data.tokenizers.turn_markers import TurnCutter, TurnEnd
 from support.data_helpers import byte_level, encode, marked, metaspace, one, save_tokenizer
 
 GENERATED = "{{% generation %}}{}{{% endgeneration %}}"

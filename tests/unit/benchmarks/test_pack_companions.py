@@ -5,8 +5,9 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from megatron_packed.data.packing.pack_companions import companions
-from megatron_packed.data.packing.packer import Packs
+from megatron_packed.data.packing.packer import Packer, Packs
+from pack_companions import companions
+from support.document_lengths import SLOTS, dialogues, long_tail
 
 
 def packs_of(*groups: list[int]) -> Packs:
@@ -46,3 +47,27 @@ def test_against_counting_pairs():
         )
         met = companions(packs_of(*groups[0]), packs_of(*groups[1]))
         assert (met.pairs, met.again) == (len(first), len(first & second))
+
+
+def test_companions_change_like_chance():
+    """Two documents that share a pack do so again in the next epoch about as often as by chance.
+
+    The sets of documents include two hard cases. In one set all lengths differ and all documents
+    fit into one window. For the other set, best fit without random factors would make the same
+    packs in every epoch.
+    """
+    rng = np.random.default_rng(0)
+    sets = [
+        (long_tail(6000), SLOTS),
+        (dialogues(9000), SLOTS),
+        (rng.permutation(np.arange(50, 1050)), 4096),
+    ]
+    for lengths, slots in sets:
+        packer = Packer(slots=slots)
+        met = [
+            companions(packer.pack(lengths, 1, epoch), packer.pack(lengths, 1, epoch + 1))
+            for epoch in range(3)
+        ]
+        again, chance = sum(pair.again for pair in met), sum(pair.by_chance for pair in met)
+        assert again <= 1.3 * chance + 4 * chance**0.5, (again, chance)
+        assert met[0].share < 0.02
