@@ -16,6 +16,28 @@ if TYPE_CHECKING:
     from megatron_packed.layers.build import Build
 
 
+def layer_norm(
+    x_TD: Tensor,
+    weight_D: Tensor,
+    bias_D: Tensor | None,
+    eps: float,
+    *,
+    zero_centered: bool = False,
+) -> Tensor:
+    """Run PyTorch's fused layer normalisation.
+
+    The statistics are fp32 and the result has the dtype of x. The weight may have any dtype. With
+    ``zero_centered`` the weight is stored minus one, and the rows are converted to fp32 first:
+    ``1 + weight`` would lose bits in a narrower dtype.
+    """
+    if zero_centered:
+        wide = torch.promote_types(x_TD.dtype, torch.float32)
+        scale = 1 + weight_D.to(wide)
+        return layer_norm(x_TD.to(wide), scale, bias_D, eps).to(x_TD.dtype)
+    bias = None if bias_D is None else bias_D.to(x_TD.dtype)
+    return F.layer_norm(x_TD, weight_D.shape, weight_D.to(x_TD.dtype), bias, eps)
+
+
 class Norm(nn.Module):
     """RMSNorm or LayerNorm with a learned scale; LayerNorm also has a learned shift.
 
@@ -77,28 +99,6 @@ class Norm(nn.Module):
                 backend=self.backend,
             )
         return self(x_TD), x_TD
-
-
-def layer_norm(
-    x_TD: Tensor,
-    weight_D: Tensor,
-    bias_D: Tensor | None,
-    eps: float,
-    *,
-    zero_centered: bool = False,
-) -> Tensor:
-    """Run PyTorch's fused layer normalisation.
-
-    The statistics are fp32 and the result has the dtype of x. The weight may have any dtype. With
-    ``zero_centered`` the weight is stored minus one, and the rows are converted to fp32 first:
-    ``1 + weight`` would lose bits in a narrower dtype.
-    """
-    if zero_centered:
-        wide = torch.promote_types(x_TD.dtype, torch.float32)
-        scale = 1 + weight_D.to(wide)
-        return layer_norm(x_TD.to(wide), scale, bias_D, eps).to(x_TD.dtype)
-    bias = None if bias_D is None else bias_D.to(x_TD.dtype)
-    return F.layer_norm(x_TD, weight_D.shape, weight_D.to(x_TD.dtype), bias, eps)
 
 
 def norm_of(kind: type[Norm], width: int, config: ModelConfig, build: Build) -> Norm:

@@ -55,7 +55,7 @@ class Backend:
         automatic: True if ``auto`` may choose the backend. Backends that are slow by design are
             used only if they are requested by name.
         gpu_only: True if only GPUs, or Triton's interpreter, run the backend. A choice for another
-            device then does not import the module, unless it has to tell the reasons.
+            device then does not import the module; only a report of the reasons does.
         on_meta: backend that stands for this one on the meta device, if the op's does not. See
             [Note: ops of a planned rank].
     """

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_packed.ops.triton_loads import load, mask_of
+from megatron_packed.ops.triton_loads import load, mask_of, rows_at
 
 _ROWS = 8
 _WIDEST_BLOCK = 1024
@@ -76,7 +76,7 @@ def _add_rows_kernel(
             places = place + tl.arange(0, ROWS)
             same = tl.load(sorted_ptr + places, mask=places < tokens, other=-1) == token
             row = load(order_ptr + places, same).to(tl.int64)
-            x = load(rows_ptr + row[:, None] * stride + column[None, :], mask_of(same, real))
+            x = load(rows_at(rows_ptr, row, stride, column), mask_of(same, real))
             total += tl.sum(x.to(tl.float32), axis=0)
             count = tl.sum(same.to(tl.int32), axis=0)
             place += ROWS

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Offsets and masks of tiles in Triton kernels, and masked loads."""
+"""Addresses, offsets and masks of tiles in Triton kernels, and masked loads."""
 
 from __future__ import annotations
 
@@ -23,6 +23,12 @@ def load_fp32(pointers, mask):
 def tile_of(rows, stride, columns):
     """Return the offsets of the elements ``columns`` of rows that are ``stride`` apart."""
     return rows[:, None] * stride + columns[None, :]
+
+
+@triton.jit
+def rows_at(pointer, rows, stride, columns):
+    """Return the addresses of the elements ``columns`` of rows that are ``stride`` apart."""
+    return pointer + rows[:, None] * stride + columns[None, :]
 
 
 @triton.jit

@@ -151,20 +151,12 @@ class _TritonConvolution(torch.autograd.Function):
                 **sizes,
             )
         dweight_CW, dbias_C = (
-            _summed(parts, parameter, main_grad) if parts is not None and needed else None
+            add_partial_sums(parts, parameter, main_grad) if parts is not None and needed else None
             for parts, parameter, main_grad, needed in zip(
                 (parts_XCW, parts_XC), (weight, bias_C), ctx.main_grads, ctx.needs_input_grad[1:3]
             )
         )
         return dx_TC, dweight_CW, dbias_C, dhalo_HC, None, None, None
-
-
-def _summed(parts: Tensor, parameter: Tensor, main_grad: Tensor | None) -> Tensor | None:
-    """Return the sum of the programs' parts, or add it to ``main_grad`` and return None."""
-    gradient = add_partial_sums(
-        parts.flatten(1), parameter.flatten(), None if main_grad is None else main_grad.view(-1)
-    )
-    return None if gradient is None else gradient.view_as(parameter)
 
 
 def _launch(

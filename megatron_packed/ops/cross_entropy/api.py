@@ -33,6 +33,13 @@ _CHUNK_LOGITS = 2**26
 _CHUNK_TOKENS = 4096
 """Smallest number of tokens in a chunk of the default size, if the pack has twice as many."""
 
+Step = Callable[[Tensor, Tensor, Tensor, Tensor | None, int, Tensor, bool], None]
+"""Signature ``step(logits_CV, labels_C, loss_mask_C, grad_scale, vocab_size, loss_C, with_gradient)``.
+
+The function writes ``mask * nll`` into ``loss_C``. With ``with_gradient`` it also overwrites the
+logits by ``(softmax - onehot) * mask * grad_scale``, with 0 in padding columns and in rows of mask 0.
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CrossEntropyInputs:

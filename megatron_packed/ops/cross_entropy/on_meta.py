@@ -17,4 +17,4 @@ def run(*tensors: Tensor, shard: Any = None, **options: Any) -> tuple[Tensor, Te
 
 
 def _in_place(*arguments: object) -> None:
-    """Do nothing: ``reference.Step`` only writes into its arguments."""
+    """Do nothing: ``api.Step`` only writes into its arguments."""

@@ -17,7 +17,6 @@ The arithmetic of the step here is fp32 (fp64 for fp64 inputs).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,14 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_packed.ops.cross_entropy.api import VocabShard
-
-Step = Callable[[Tensor, Tensor, Tensor, Tensor | None, int, Tensor, bool], None]
-"""Signature ``step(logits_CV, labels_C, loss_mask_C, grad_scale, vocab_size, loss_C, with_gradient)``.
-
-The function writes ``mask * nll`` into ``loss_C``. With ``with_gradient`` it also overwrites the
-logits by ``(softmax - onehot) * mask * grad_scale``, with 0 in padding columns and in rows of mask 0.
-"""
+from megatron_packed.ops.cross_entropy.api import Step, VocabShard
 
 
 def run(*tensors: Tensor, shard: VocabShard | None = None, **options: Any) -> tuple[Tensor, Tensor]:
@@ -54,7 +46,7 @@ def softmax_step(
     loss_C: Tensor,
     with_gradient: bool,
 ) -> None:
-    """Compute losses and logit gradients of a chunk; see `Step`."""
+    """Compute losses and logit gradients of a chunk; see `api.Step`."""
     real_CV = logits_CV[:, :vocab_size]
     log_p_CV = real_CV.to(_precise(real_CV.dtype)).log_softmax(-1)
     label_C1 = labels_C.long().clamp(0, vocab_size - 1)[:, None]

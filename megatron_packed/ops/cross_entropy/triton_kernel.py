@@ -48,7 +48,7 @@ def softmax_step(
     loss_C: Tensor,
     with_gradient: bool,
 ) -> None:
-    """Compute losses and logit gradients of a chunk; see ``reference.Step``."""
+    """Compute losses and logit gradients of a chunk; see ``api.Step``."""
     rows, vocab_rows = logits_CV.shape
     block = _block(vocab_rows)
     _softmax_kernel[(rows,)](

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_packed.ops.gated_delta_rule.triton_scores import softplus
 from megatron_packed.ops.partial_sums import add_partial_sums
-from megatron_packed.ops.triton_loads import load, load_fp32, mask_of, tile_of
+from megatron_packed.ops.triton_loads import load, load_fp32, mask_of, rows_at, tile_of
 
 _BLOCK_TOKENS = 64
 _BLOCK_HEADS = 32
@@ -103,7 +103,7 @@ def _gates_kernel(
     real = head < HEADS
     mask = mask_of(row < tokens, real)
     gate = head[None, :] * tokens.to(tl.int64) + row[:, None]
-    a = load(a_ptr + row[:, None] * a_stride + head[None, :], mask)
+    a = load(rows_at(a_ptr, row, a_stride, head), mask)
     d_g = load(d_g_of_q_ptr + gate, mask)
     d_g += load(d_g_of_k_ptr + gate, mask)
     d_log_beta = load(d_log_beta_ptr + gate, mask)
@@ -112,7 +112,7 @@ def _gates_kernel(
     raw = a.to(tl.float32) + bias[None, :]
     d_step = -rate[None, :] * d_g
     da = d_step * tl.sigmoid(raw)
-    b = load(b_ptr + row[:, None] * b_stride + head[None, :], mask)
+    b = load(rows_at(b_ptr, row, b_stride, head), mask)
     db = d_log_beta * tl.sigmoid(-b.to(tl.float32))
     da_tile = tile_of(row, da_stride, head)
     db_tile = tile_of(row, db_stride, head)

@@ -24,7 +24,7 @@ from megatron_packed.ops.gated_delta_rule.triton_tiles import (
     key_block,
     tiles_of,
 )
-from megatron_packed.ops.triton_loads import load, load_fp32, mask_of
+from megatron_packed.ops.triton_loads import load, load_fp32, mask_of, rows_at
 
 NORM_EPSILON = 1e-6
 """Constant that is added to the sum of squares of q and of k before the root."""
@@ -189,7 +189,7 @@ def _scores_kernel(
         tl.store(gate + 4 * gates, rstd_k * tl.exp(rest), mask=real)
 
         matrix = head.to(tl.int64) * tokens + row
-        matrix = matrices_ptr + matrix[:, None] * (4 * BLOCK) + token[None, :]
+        matrix = rows_at(matrices_ptr, matrix, 4 * BLOCK, token)
         decay = pair_decay(g_sum, g_error)
         scores = tl.where(token[:, None] >= token[None, :], qk * decay, 0.0)
         tl.store(matrix, scores.to(dtype), mask=real[:, None])

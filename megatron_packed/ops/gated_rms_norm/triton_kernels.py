@@ -28,7 +28,7 @@ from megatron_packed.ops.gated_rms_norm.api import (
 )
 from megatron_packed.ops.kernel_operands import adjacent
 from megatron_packed.ops.partial_sums import add_partial_sums
-from megatron_packed.ops.triton_loads import load, load_fp32, mask_of
+from megatron_packed.ops.triton_loads import load, load_fp32, mask_of, rows_at
 from megatron_packed.ops.triton_mode import fp32_reasons
 
 _LARGEST_GROUP = 16384
@@ -205,15 +205,14 @@ def _forward_kernel(
     y = v * rstd[:, None] * weight[None, :]
     if NORM_FIRST:
         y = y * (z * tl.sigmoid(z))
-    tl.store(y_ptr + row[:, None] * channels + channel[None, :], y, mask=mask)
+    tl.store(rows_at(y_ptr, row, channels, channel), y, mask=mask)
     tl.store(rstd_ptr + row * groups + group, rstd, mask=row < tokens)
 
 
 @triton.jit
 def _load(ptr, row, stride, channel, mask):
     """Load the channels of some rows as fp32; zeros where the mask is False."""
-    values = load(ptr + row[:, None] * stride + channel[None, :], mask)
-    return values.to(tl.float32)
+    return load_fp32(rows_at(ptr, row, stride, channel), mask)
 
 
 @triton.jit
@@ -285,8 +284,8 @@ def _backward_kernel(
         dy = _load(dy_ptr, row, dy_stride, channel, mask)
         rstd = load(rstd_ptr + row * groups + group, row < tokens)
         dx, dz, d_weight_rows = _gradients(x, z, dy, weight, rstd, GROUP_SIZE, NORM_FIRST)
-        tl.store(dx_ptr + row[:, None] * channels + channel[None, :], dx, mask=mask)
-        tl.store(dz_ptr + row[:, None] * dz_stride + channel[None, :], dz, mask=mask)
+        tl.store(rows_at(dx_ptr, row, channels, channel), dx, mask=mask)
+        tl.store(rows_at(dz_ptr, row, dz_stride, channel), dz, mask=mask)
         d_weight += d_weight_rows
     part = parts_ptr + program * channels + channel
     tl.store(part, tl.sum(d_weight, axis=0), mask=lane < GROUP_SIZE)

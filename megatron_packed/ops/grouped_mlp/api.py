@@ -22,7 +22,9 @@ OP = Op(
         GPUBackend(
             "quack_joined",
             "megatron_packed.ops.grouped_mlp.quack_joined",
-            on_meta=Backend("quack_joined", "megatron_packed.ops.grouped_mlp.on_meta:Joined"),
+            on_meta=Backend(
+                "quack_joined", "megatron_packed.ops.grouped_mlp.on_meta:JoinedExperts"
+            ),
         ),
         GPUBackend("quack", "megatron_packed.ops.grouped_mlp.quack"),
         GPUBackend("grouped_mm", "megatron_packed.ops.grouped_mlp.grouped_mm"),

@@ -25,7 +25,7 @@ fc2 = fc1
 """Return a tensor ``(R, D)``; the arguments are rows ``(R, F)`` and weights ``(E, D, F)``."""
 
 
-class Joined:
+class JoinedExperts:
     """Experts whose products include the activation: shapes and saved tensors."""
 
     @staticmethod

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_packed.ops.triton_loads import load, mask_of
+from megatron_packed.ops.triton_loads import load, mask_of, rows_at
 
 _ALIGNMENT = 16
 """Bytes that divide the addresses and row lengths of the tensors that the TMA reads or writes."""
@@ -140,7 +140,7 @@ def _weight_gradient_kernel(
         else:
             row = out + tl.arange(0, BLOCK_O)
             column = inner + tl.arange(0, BLOCK_I)
-            at = matrix_ptr + row[:, None] * IN + column[None, :]
+            at = rows_at(matrix_ptr, row, IN, column)
             mask = mask_of(row < OUT, column < IN)
             tl.store(at, load(at, mask) + total, mask=mask)
 

@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 from megatron_packed.ops.kernel_operands import rows_of
 from megatron_packed.ops.partial_sums import add_partial_sums
 from megatron_packed.ops.rms_norm.api import RMSNormInputs
-from megatron_packed.ops.triton_loads import load, load_fp32, mask_of
+from megatron_packed.ops.triton_loads import load, load_fp32, mask_of, rows_at
 from megatron_packed.ops.triton_mode import device_reasons
 
 _WIDEST = 16384
@@ -197,7 +197,7 @@ def _forward_kernel(
     if ZERO_CENTERED:
         weight += 1.0
     y = (x * rstd[:, None] * weight[None, :]).to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + row.to(tl.int64)[:, None] * FEATURES + column[None, :], y, mask=mask)
+    tl.store(rows_at(y_ptr, row.to(tl.int64), FEATURES, column), y, mask=mask)
 
 
 @triton.jit
@@ -245,18 +245,16 @@ def _backward_kernel(
         mask = mask_of(row < tokens, real)
         x_start = _row_starts(number, inner, group_stride, row_stride)
         x = load_fp32(x_ptr + x_start[:, None] + column[None, :], mask)
-        dy = load_fp32(dy_ptr + row[:, None] * dy_stride + column[None, :], mask)
+        dy = load_fp32(rows_at(dy_ptr, row, dy_stride, column), mask)
         rstd = load(rstd_ptr + row, row < tokens)[:, None]
         normed = x * rstd
         share += tl.sum(dy * normed, axis=0)
         d = dy * weight[None, :]
         dx = (d - normed * (tl.sum(d * normed, axis=1) / FEATURES)[:, None]) * rstd
         if d_residual_ptr is not None:
-            dx += load_fp32(
-                d_residual_ptr + row[:, None] * d_residual_stride + column[None, :], mask
-            )
+            dx += load_fp32(rows_at(d_residual_ptr, row, d_residual_stride, column), mask)
         tl.store(
-            dx_ptr + row[:, None] * FEATURES + column[None, :],
+            rows_at(dx_ptr, row, FEATURES, column),
             dx,
             mask=mask,
         )

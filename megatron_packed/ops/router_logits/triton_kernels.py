@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_packed.ops.partial_sums import add_partial_sums
 from megatron_packed.ops.router_logits.api import RouterLogitsInputs, partial_sums
-from megatron_packed.ops.triton_loads import load, mask_of
+from megatron_packed.ops.triton_loads import load, mask_of, rows_at
 from megatron_packed.ops.triton_mode import device_reasons
 
 _PARTS = 3
@@ -71,9 +71,7 @@ class _SplitProducts(torch.autograd.Function):
             dx_TD = input_gradient(dlogits_XTE, split(weight_ED), x_TD.dtype)
         if ctx.needs_input_grad[1]:
             parts_SED = weight_gradients(dlogits_XTE, x_TD)
-            main_grad = None if ctx.main_grad is None else ctx.main_grad.view(-1)
-            dweight = add_partial_sums(parts_SED.flatten(1), weight_ED.view(-1), main_grad)
-            dweight_ED = None if dweight is None else dweight.view_as(weight_ED)
+            dweight_ED = add_partial_sums(parts_SED, weight_ED, ctx.main_grad)
         return dx_TD, dweight_ED
 
 
@@ -191,7 +189,7 @@ def _logits_kernel(
         channel = start + tl.arange(0, BLOCK_D)
         here = channel < CHANNELS
         x = load(
-            x_ptr + token[:, None] * CHANNELS + channel[None, :],
+            rows_at(x_ptr, token, CHANNELS, channel),
             mask_of(token < tokens, here),
         )
         at = weight_ptr + expert[None, :] * CHANNELS + channel[:, None]
@@ -202,7 +200,7 @@ def _logits_kernel(
         block = tl.dot(x, load(at, mask), block)
         total += block
     tl.store(
-        logits_ptr + token[:, None] * EXPERTS + expert[None, :],
+        rows_at(logits_ptr, token, EXPERTS, expert),
         total,
         mask=mask_of(token < tokens, expert < EXPERTS),
     )
@@ -228,12 +226,12 @@ def _input_gradient_kernel(
     for start in range(0, EXPERTS, BLOCK_E):
         expert = start + tl.arange(0, BLOCK_E)
         here = expert < EXPERTS
-        at = dlogits_ptr + token[:, None] * EXPERTS + expert[None, :]
+        at = rows_at(dlogits_ptr, token, EXPERTS, expert)
         mask = mask_of(token < tokens, here)
         high = load(at, mask)
         middle = load(at + part, mask)
         low = load(at + 2 * part, mask)
-        at_w = weight_ptr + expert[:, None] * CHANNELS + channel[None, :]
+        at_w = rows_at(weight_ptr, expert, CHANNELS, channel)
         mask_w = mask_of(here, channel < CHANNELS)
         high_w = load(at_w, mask_w)
         middle_w = load(at_w + PART, mask_w)
@@ -246,7 +244,7 @@ def _input_gradient_kernel(
         block = tl.dot(high, high_w, block)
         total += block
     tl.store(
-        dx_ptr + token[:, None] * CHANNELS + channel[None, :],
+        rows_at(dx_ptr, token, CHANNELS, channel),
         total,
         mask=mask_of(token < tokens, channel < CHANNELS),
     )
@@ -280,7 +278,7 @@ def _weight_gradient_kernel(
             x_ptr + token[None, :] * CHANNELS + channel[:, None],
             here[None, :] & (channel < CHANNELS)[:, None],
         )
-        at = dlogits_ptr + token[:, None] * EXPERTS + expert[None, :]
+        at = rows_at(dlogits_ptr, token, EXPERTS, expert)
         mask = mask_of(here, expert < EXPERTS)
         block = tl.dot(x, load(at + 2 * part, mask))
         block = tl.dot(x, load(at + part, mask), block)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_packed.ops.triton_loads import load, load_fp32, mask_of
+from megatron_packed.ops.triton_loads import load, load_fp32, mask_of, rows_at
 
 _HEADS_PER_PROGRAM = 8
 _CHUNKS_PER_STEP = 128
@@ -93,7 +93,7 @@ def _chunk_total(  # type: ignore[no-untyped-def]
     for start in range(0, chunks, BLOCK_Q):
         chunk = start + tl.arange(0, BLOCK_Q)
         mask = mask_of(chunk < chunks, n < heads)
-        total += load(parts_ptr + chunk[:, None] * heads + n[None, :], mask)
+        total += load(rows_at(parts_ptr, chunk, heads, n), mask)
     return tl.sum(total, axis=0)
 
 

@@ -92,7 +92,7 @@ def _launch(
     sums: tuple[Tensor, ...],
 ) -> None:
     """Launch one program for each chunk, part of the heads of a group, part of the state, and C or B."""
-    (tokens, heads, head_dim), (groups, state_dim) = scan.x_TNP.shape, scan.B_TGS.shape[1:]
+    tokens, groups = len(scan.x_TNP), scan.B_TGS.shape[1]
     tiles = plan.tiles["gradients"]
     _state_gradients_kernel[(2 * tiles.parts * groups * plan.splits, plan.chunks)](
         *scan[:4],
@@ -108,19 +108,11 @@ def _launch(
         *scan.dy_TNP.stride()[:2],
         *out[0].stride()[-3:-1],
         *out[1].stride()[-3:-1],
-        P=head_dim,
-        S=state_dim,
-        BLOCK_P=plan.block_p,
         BLOCK_S=plan.block_s // tiles.parts,
         PARTS=tiles.parts,
-        HEADS=heads,
-        HEADS_PER_GROUP=heads // groups,
         SPLITS=plan.splits,
-        L=plan.length,
         FULL=plan.full,
-        STAGES=tiles.stages,
-        num_warps=tiles.warps,
-        maxnreg=tiles.registers,
+        **plan.constants("gradients", scan.x_TNP, scan.B_TGS),
     )
 
 

@@ -87,9 +87,10 @@ def _scan(
 ) -> None:
     """Launch one program for each segment, head and block of channels."""
     x_TNP, B_TGS, C_TGS = tensors[:3]
-    (tokens, heads, head_dim), (groups, state_dim) = x_TNP.shape, B_TGS.shape[1:]
-    tiles = plan.tiles["inputs" if reverse else "outputs"]
-    uses_descriptors = tiles.descriptors and plan.full and all(map(_copied_by_engine, tensors[:3]))
+    tokens, heads, _ = x_TNP.shape
+    kernel = "inputs" if reverse else "outputs"
+    described = plan.tiles[kernel].descriptors
+    uses_descriptors = described and plan.full and all(map(_copied_by_engine, tensors[:3]))
     if uses_descriptors:
         columns = (plan.block_p, plan.block_s, plan.block_s)
         descriptors = [_descriptor(x, plan.length, n) for x, n in zip(tensors[:3], columns)]
@@ -105,18 +106,10 @@ def _scan(
         *B_TGS.stride()[:2],
         *C_TGS.stride()[:2],
         *out_TNP.stride()[:2],
-        P=head_dim,
-        S=state_dim,
-        BLOCK_P=plan.block_p,
         BLOCK_S=plan.block_s,
         DESCRIBED=uses_descriptors,
-        HEADS=heads,
-        HEADS_PER_GROUP=heads // groups,
-        L=plan.length,
         REVERSE=reverse,
-        STAGES=tiles.stages,
-        num_warps=tiles.warps,
-        maxnreg=tiles.registers,
+        **plan.constants(kernel, x_TNP, B_TGS),
     )
 
 

@@ -175,8 +175,9 @@ def _walk(
     precise: bool,
 ) -> None:
     """Launch one program for each segment, head, block of channels and part of the state."""
-    (tokens, heads, head_dim), (groups, state_dim) = x_TNP.shape, B_TGS.shape[1:]
-    tiles = plan.tiles["sums" if states_QNPS is None else "states"]
+    tokens, heads, _ = x_TNP.shape
+    kernel = "sums" if states_QNPS is None else "states"
+    tiles = plan.tiles[kernel]
     _walk_kernel[(heads * plan.blocks * tiles.parts, plan.segments)](
         x_TNP,
         B_TGS,
@@ -189,21 +190,13 @@ def _walk(
         plan.chunks_per_segment,
         *x_TNP.stride()[:2],
         *B_TGS.stride()[:2],
-        P=head_dim,
-        S=state_dim,
-        BLOCK_P=plan.block_p,
         BLOCK_S=plan.block_s // tiles.parts,
         PARTS=tiles.parts,
         FULL=plan.full,
-        HEADS=heads,
-        HEADS_PER_GROUP=heads // groups,
-        L=plan.length,
         REVERSE=reverse,
         CHUNKS=states_QNPS is not None,
         PRECISE=precise,
-        STAGES=tiles.stages,
-        num_warps=tiles.warps,
-        maxnreg=tiles.registers,
+        **plan.constants(kernel, x_TNP, B_TGS),
     )
 
 

@@ -58,7 +58,7 @@ class OnDevice:
 def test_a_choice_for_a_cpu_does_not_import_kernels_of_gpus(
     monkeypatch, device, interpreted, chosen, asks
 ):
-    """Reasons are told in any case."""
+    """The reasons against them are reported in any case."""
     asked = []
     module = ModuleType("kernel")
     module.not_supported_reasons = lambda inputs: (
