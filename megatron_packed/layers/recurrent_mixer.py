@@ -254,8 +254,9 @@ class RecurrentMixer(nn.Module):
             packed: metadata of the pack.
         """
         conv_TC, *per_head = columns
+        parameters = self.values_of_heads()
         heads = split_columns(self.conv1d(conv_TC, packed.seq_idx), *self.conv_shapes)
-        return self.scan_heads(HeadInputs(heads, per_head, self.values_of_heads()), packed)
+        return self.scan_heads(HeadInputs(heads, per_head, parameters), packed)
 
     def values_of_heads(self) -> list[Tensor]:
         """Return the parameters with one value per head, ``(N,)`` each."""

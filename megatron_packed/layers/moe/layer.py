@@ -262,7 +262,7 @@ class MoE(nn.Module):
         """
         if self.shared_expert is None:
             return self.ep.leave(y_TD)
-        joined = joined_residual(self.shared_expert, y_TD, self.backend, self.reason_apart)
+        joined = joined_residual(self, self.shared_expert, y_TD)
         if joined is not None:
             return self.ep.leave(self.shared_expert(own_TD, None, joined))
         if self.ep.splits_tokens:
