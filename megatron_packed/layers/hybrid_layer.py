@@ -85,7 +85,7 @@ class ProjectedLayer(HybridLayer):
 
     def forward(self, hidden_TD: Tensor, packed: PackedSeqParams) -> Tensor:
         x_TD, residual_TD = self.enter(hidden_TD)
-        joined = joined_residual(self.mixer, residual_TD, self.backend, self.reason_apart)
+        joined = joined_residual(self, self.mixer, residual_TD)
         if joined is None:
             return self.add(residual_TD, self.mixer(x_TD, packed))
         sum_TD: Tensor = self.mixer(x_TD, packed, joined)

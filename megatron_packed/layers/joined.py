@@ -7,9 +7,8 @@ Letters: T tokens, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from megatron_packed.layers.linear import (
@@ -113,18 +112,28 @@ def _inside_wrappers(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
+class ResidualAddition(Protocol):
+    """Layer that may leave the addition of a residual to its mixer."""
+
+    backend: str
+    """Backend of the op ``residual_projection``."""
+
+    @property
+    def reason_apart(self) -> str:
+        """Reason why the layer must add the residual itself; empty if it need not."""
+
+
 def joined_residual(
-    mixer: nn.Module, residual_TD: Tensor, backend: str, apart: str = ""
+    layer: ResidualAddition, mixer: nn.Module, residual_TD: Tensor
 ) -> JoinedResidual | None:
     """Return the residual for the last projection of the mixer, which adds it; None if it does not.
 
     See ``ops/residual_projection/README.md``.
 
     Args:
+        layer: the layer that adds the residual otherwise.
         mixer: its class may have a ``forward`` that `adds_residual` marks.
         residual_TD: the hidden state before the layer.
-        backend: backend of the op ``residual_projection``.
-        apart: reason of the caller why it must add the residual itself; empty if it need not.
 
     Raises:
         NoBackendError: the requested backend does not support the sizes and dtype.
@@ -132,32 +141,24 @@ def joined_residual(
     device_type = residual_TD.device.type
     if residual_TD.dim() != 2 or planned_type(device_type) not in WITH_CHOICE:
         return None
-    product = added_product(mixer, residual_TD.dtype, device_type, backend, apart)
-    return None if product is None else JoinedResidual(residual_TD, product)
-
-
-def added_product(
-    mixer: nn.Module, dtype: torch.dtype, device_type: str, backend: str, apart: str = ""
-) -> AddedProduct | None:
-    """Return the product with which the mixer adds a residual of ``dtype``; None if it adds none.
-
-    Raises:
-        NoBackendError: as `joined_residual`.
-    """
     if not getattr(type(mixer).forward, "adds_residual", False):
         return None
     projection: Any = mixer.output_projection
-    reason = reason_apart(projection) or apart or observation(mixer, projection, wrapped=False)
-    if projection.weight.dtype != dtype:
+    reason = (
+        reason_apart(projection)
+        or layer.reason_apart
+        or observation(mixer, projection, wrapped=False)
+    )
+    if projection.weight.dtype != residual_TD.dtype:
         reason = OTHER_DTYPE
     channels, inner = projection.weight.shape
     inputs = residual_projection.ResidualProjectionInputs(
         inner=inner,
         channels=channels,
-        dtype=dtype,
+        dtype=residual_TD.dtype,
         device_type=device_type,
         apart=reason,
     )
     product: AddedProduct | None
-    product = residual_projection.OP.chosen[backend, inputs].loaded.added_product
-    return product
+    product = residual_projection.OP.chosen[layer.backend, inputs].loaded.added_product
+    return None if product is None else JoinedResidual(residual_TD, product)

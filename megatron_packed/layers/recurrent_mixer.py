@@ -46,6 +46,10 @@ RECURRENT_FILLS: dict[str, Fill] = {
     "mixer.A_log": a_log,
 }
 """Initial values that recurrent mixers have in common, for the record of a kind."""
+HeadInputs = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]
+"""Inputs of the recurrence of some heads: the convolved segments, ``(T, count, width)`` each; the
+values of each head and token, ``(T, N)`` each; `RecurrentMixer.values_of_heads` of these heads.
+"""
 
 
 class Weights(NamedTuple):
@@ -108,17 +112,6 @@ class CausalConv1d(nn.Module):
         )
 
 
-class HeadInputs(NamedTuple):
-    """Inputs of the recurrence of some heads."""
-
-    heads: Sequence[Tensor]
-    """Convolved segments, ``(T, count, width)`` each."""
-    per_head: Sequence[Tensor]
-    """Values of each head and token, ``(T, N)`` each."""
-    parameters: Sequence[Tensor]
-    """Parameters with one value per head, ``(N,)`` each: `RecurrentMixer.values_of_heads`."""
-
-
 class RecurrentMixer(nn.Module):
     """Projection; short convolution and recurrence; gated norm and projection.
 
@@ -143,7 +136,7 @@ class RecurrentMixer(nn.Module):
     """
 
     head_parameters: ClassVar[tuple[str, ...]] = ()
-    """Names of the parameters with one value per head, in the order of `HeadInputs.parameters`."""
+    """Names of the parameters with one value per head, in the order of `values_of_heads`."""
 
     def __init__(
         self,
@@ -254,8 +247,9 @@ class RecurrentMixer(nn.Module):
             packed: metadata of the pack.
         """
         conv_TC, *per_head = columns
+        parameters = self.values_of_heads()
         heads = split_columns(self.conv1d(conv_TC, packed.seq_idx), *self.conv_shapes)
-        return self.scan_heads(HeadInputs(heads, per_head, self.values_of_heads()), packed)
+        return self.scan_heads((heads, per_head, parameters), packed)
 
     def values_of_heads(self) -> list[Tensor]:
         """Return the parameters with one value per head, ``(N,)`` each."""

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -32,11 +33,13 @@ from torch.nn.functional import pad
 from megatron_packed.distributed.collectives import start_row_from_others
 from megatron_packed.distributed.differentiable import gather_rows
 from megatron_packed.layers.context_parallel import ContextParallel
-from megatron_packed.layers.recurrent_mixer import HeadInputs, RecurrentMixer
 from megatron_packed.ops.column_slices import split_columns
 from megatron_packed.ops.ssd.parts import PartOfPack
 from megatron_packed.ops.ssd.passed_states import entering_state
 from megatron_packed.packed.params import PackedSeqParams
+
+if TYPE_CHECKING:
+    from megatron_packed.layers.recurrent_mixer import RecurrentMixer
 
 
 class StatePassing:
@@ -59,8 +62,7 @@ class StatePassing:
         seq_idx_1T = self.seq_idx(packed, self.halo)
         convolved_TC = mixer.conv1d(conv_TC, seq_idx_1T, halo_HC=self.halo_of(conv_TC))
         heads = split_columns(convolved_TC, *mixer.conv_shapes)
-        inputs = HeadInputs(heads, per_head, mixer.values_of_heads())
-        return mixer.scan_part(inputs, packed, self)
+        return mixer.scan_part((heads, per_head, mixer.values_of_heads()), packed, self)
 
     def seq_idx(self, packed: PackedSeqParams, halo: int = 0) -> Tensor:
         """Return the document of each slot of this rank's part, ``(1, halo + T / c)``.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_packed.layers.decoding.state import MixerState, NextTokens
-from megatron_packed.layers.recurrent_mixer import HeadInputs, RecurrentMixer
+from megatron_packed.layers.recurrent_mixer import RecurrentMixer
 from megatron_packed.ops.causal_conv1d.step import convolve_next, last_inputs
 from megatron_packed.ops.column_slices import split_columns
 from megatron_packed.packed.params import PackedSeqParams
@@ -33,7 +33,7 @@ class RecurrentState(MixerState):
         z_TI, conv_TC, *per_head = mixer.split(mixer.in_proj(x_TD))
         self.last_BWC = last_inputs(conv_TC, lengths, mixer.conv1d.weight.shape[1])
         heads = split_columns(mixer.conv1d(conv_TC, packed.seq_idx), *mixer.conv_shapes)
-        inputs = HeadInputs(heads, per_head, mixer.values_of_heads())
+        inputs = heads, per_head, mixer.values_of_heads()
         self.state_BN = mixer.final_states(inputs, lengths)
         y_TNP = mixer.scan_heads(inputs, packed)
         y_TD: Tensor = mixer.out_proj(mixer.norm(y_TNP.flatten(1), z_TI))
@@ -46,7 +46,7 @@ class RecurrentState(MixerState):
             self.last_BWC, conv_BC, mixer.conv1d.weight, mixer.conv1d.bias
         )
         heads = split_columns(convolved_BC, *mixer.conv_shapes)
-        inputs = HeadInputs(heads, per_head, mixer.values_of_heads())
+        inputs = heads, per_head, mixer.values_of_heads()
         y_BNP, self.state_BN = mixer.next_output(self.state_BN, inputs)
         y_BD: Tensor = mixer.out_proj(mixer.norm(y_BNP.flatten(1), z_BI))
         return y_BD

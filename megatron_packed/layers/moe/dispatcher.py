@@ -243,19 +243,3 @@ def no_overflow(x: Tensor) -> Tensor:
 def no_rows(x: Tensor) -> Tensor:
     """Return ``(2,)`` zeros on the device of ``x``, for rows that no bound limits."""
     return torch.zeros(2, dtype=torch.float32, device=x.device)
-
-
-def make_dispatcher(config: ModelConfig, ep: ExpertParallel, backends: Backends) -> Dispatcher:
-    """Return the dispatcher that ``config`` selects, or `LocalDispatcher` without a group."""
-    if ep.group is None:
-        return LocalDispatcher(config, ep, backends)
-    from megatron_packed.layers.moe import dispatchers_between_ranks as between
-
-    kind: type[Dispatcher] = between.AllToAllDispatcher
-    if config.moe_token_dispatcher_type == "allgather":  # noqa: S105
-        kind = between.AllGatherDispatcher
-    elif config.moe_pad_expert_input_to_capacity:
-        kind = between.PaddedAllToAllDispatcher
-    elif config.moe_expert_rank_capacity_factor is not None:
-        kind = between.BoundedAllToAllDispatcher
-    return kind(config, ep, backends)

@@ -42,14 +42,14 @@ class ShortConvolution(RecurrentMixer):
         )
 
     def scan_heads(self, inputs: HeadInputs, packed: PackedSeqParams) -> Tensor:
-        (y_TC1,) = inputs.heads
+        (y_TC1,), _, _ = inputs
         return y_TC1
 
     def final_states(self, inputs: HeadInputs, lengths: list[int]) -> Tensor:
-        return inputs.heads[0].new_empty(len(lengths), 0)
+        return inputs[0][0].new_empty(len(lengths), 0)
 
     def next_output(self, state_BN: Tensor, inputs: HeadInputs) -> tuple[Tensor, Tensor]:
-        return inputs.heads[0], state_BN
+        return inputs[0][0], state_BN
 
 
 MIXER = MixerKind(
