@@ -32,9 +32,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_packed.cli.command import command
-from megatron_packed.cli.errors import EXIT_CHECKPOINT, EXIT_DATA, UsageError
-from megatron_packed.cli.output import show, show_aside
+from megatron_packed.cli.command import (
+    EXIT_CHECKPOINT,
+    EXIT_DATA,
+    UsageError,
+    command,
+    show,
+    show_aside,
+)
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.hub_paths import MODEL, download_cure, is_hub_name
 from megatron_packed.config.parser.did_you_mean import did_you_mean, nearest

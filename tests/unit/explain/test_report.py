@@ -23,7 +23,7 @@ from megatron_packed.explain.capabilities import (
 )
 from megatron_packed.explain.kernel_reasons import chosen_kernels
 from megatron_packed.explain.op_requests import op_requests
-from megatron_packed.explain.planned_run import PlannedRun
+from megatron_packed.explain.report import PlannedRun
 from megatron_packed.inputs.known_data import known_data
 from megatron_packed.inputs.open_documents import open_documents
 from megatron_packed.models.run_model import backends_of, build_model
