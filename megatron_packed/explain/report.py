@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 
@@ -56,7 +55,7 @@ def explanation(config: RunConfig, data_facts: KnownData, other_model: str = "")
         print(escaped(f"This run would be refused: {error}"), file=sys.stderr)
         raise SystemExit(ExitCode.USAGE) from None
     world_size = environment_number(os.environ, "WORLD_SIZE", 1, [])
-    run = PlannedRun.from_config(config, device, world_size, data_facts, other_model)
+    run = PlannedRun(config, device, world_size, data_facts, other_model)
     (_, verdict), *facts = run.lines()
     lines = [*beside("", verdict), ""]
     for title, text in facts:
@@ -70,42 +69,42 @@ def explanation(config: RunConfig, data_facts: KnownData, other_model: str = "")
     return "\n".join(lines) + "\n"
 
 
-@dataclass(frozen=True)
 class PlannedRun:
-    """Run that ``--explain`` describes."""
+    """Run that ``--explain`` describes.
 
-    config: RunConfig
-    device: torch.device
-    world_size: int
-    data_facts: KnownData
-    work: StepWork | None
-    """Work of a step; None if the options of packing drop all documents."""
-    steps: int | None
-    """Number of steps; None if it depends on data that is not tokenised."""
-    other_model: str
-    """Reason why the model of the checkpoint is not this model; empty if it is."""
+    Args:
+        config: configuration of the run.
+        device: device of its ranks.
+        world_size: number of its processes.
+        data_facts: facts about its training data.
+        other_model: reason why the model of the checkpoint is not this model; empty if it is.
+    """
 
-    @classmethod
-    def from_config(
-        cls,
+    def __init__(
+        self,
         config: RunConfig,
         device: torch.device,
         world_size: int,
         data_facts: KnownData,
         other_model: str = "",
-    ) -> PlannedRun:
-        work = None
+    ) -> None:
+        self.config = config
+        self.device = device
+        self.world_size = world_size
+        self.other_model = other_model
+        self.work: StepWork | None = None
+        """Work of a step; None if the options of packing drop all documents."""
         lengths = data_facts.lengths
         if lengths is None:
             lengths = np.array([config.packing.seq_length], dtype=np.int64)
         try:
             if data_facts.vocab_size is not None:
-                work = step_work(config, data_facts.vocab_size, lengths)
+                self.work = step_work(config, data_facts.vocab_size, lengths)
         except ValueError as error:
             data_facts = data_facts._replace(refusal=str(error).rstrip("."))
-        return cls(
-            config, device, world_size, data_facts, work, _steps(config, data_facts), other_model
-        )
+        self.data_facts = data_facts
+        self.steps = _steps(config, data_facts)
+        """Number of steps; None if it depends on data that is not tokenised."""
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yield title and text of each line; the first line is the verdict."""

@@ -529,7 +529,7 @@ def said(argv):
     """Return the first lines of the report, without line breaks, by their title."""
     config = parse(argv, world_size=1)
     stored = refusal_of_stored_model(config)
-    return dict(PlannedRun.from_config(config, CPU, 1, known_data(config), stored).lines())
+    return dict(PlannedRun(config, CPU, 1, known_data(config), stored).lines())
 
 
 def test_the_report_begins_with_the_verdict_and_the_run(tmp_path):
