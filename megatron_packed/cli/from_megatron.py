@@ -22,9 +22,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 
-from megatron_packed.cli.command import command
-from megatron_packed.cli.errors import EXIT_USAGE, UsageError
-from megatron_packed.cli.output import show
+from megatron_packed.cli.command import EXIT_USAGE, UsageError, command, show
 from megatron_packed.config.errors import printable
 from megatron_packed.config.megatron.gpt_layers import NUM_LAYERS, pattern_of_words
 from megatron_packed.config.megatron.line_outcomes import (

@@ -23,9 +23,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_packed.cli.command import command
-from megatron_packed.cli.errors import EXIT_CHECKPOINT, UsageError, input_failures
-from megatron_packed.cli.output import show_aside
+from megatron_packed.cli.command import (
+    EXIT_CHECKPOINT,
+    UsageError,
+    command,
+    input_failures,
+    show_aside,
+)
 from megatron_packed.config.environment_variables import apply_environment
 from megatron_packed.config.errors import ConfigError, Problem
 from megatron_packed.config.parser.parse import parse_or_exit

@@ -12,9 +12,7 @@ import argparse
 import json
 from collections.abc import Collection, Sequence
 
-from megatron_packed.cli.command import command
-from megatron_packed.cli.errors import input_failures
-from megatron_packed.cli.output import show
+from megatron_packed.cli.command import command, input_failures, show
 from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.parser.precedence import gather
 from megatron_packed.resume.stored_options import stored_options

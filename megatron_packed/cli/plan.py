@@ -16,10 +16,8 @@ from dataclasses import asdict
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_packed.cli.command import command
-from megatron_packed.cli.errors import EXIT_DATA, UsageError
+from megatron_packed.cli.command import EXIT_DATA, UsageError, command, show
 from megatron_packed.cli.lengths import read_numbers
-from megatron_packed.cli.output import show
 from megatron_packed.cli.packing import with_unused_flags
 from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.parser.precedence import gather

@@ -19,8 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
-from megatron_packed.cli.command import command
-from megatron_packed.cli.errors import UsageError
+from megatron_packed.cli.command import UsageError, command
 from megatron_packed.cli.slurm_first_host import SlurmStep
 from megatron_packed.config.kernel_options import count_gpus
 from megatron_packed.launch.launcher import launch

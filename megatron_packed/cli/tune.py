@@ -19,15 +19,15 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from megatron_packed.cli.command import command
-from megatron_packed.cli.errors import (
+from megatron_packed.cli.command import (
     EXIT_DATA,
     UsageError,
     check_ending,
+    command,
     input_failures,
+    show,
 )
 from megatron_packed.cli.lengths import read_numbers
-from megatron_packed.cli.output import show
 from megatron_packed.cli.packing import with_unused_flags
 from megatron_packed.cli.plan import DATA_PLACEHOLDER, add_world_size, check_world_size
 from megatron_packed.cli.tune_costs import costs_of

@@ -16,6 +16,9 @@ from megatron_packed.distributed.symmetric_memory import MOST_RANKS
 from megatron_packed.models.hybrid_model import HybridModel
 
 OPTION = flags.ALL_TO_ALL_BACKEND
+EXCHANGES = "all-to-alls of equal parts"
+_EXCHANGED = {"cp": "heads", "ep": "rows for experts"}
+"""Parts that the ranks of an axis exchange."""
 
 
 def uses_symmetric_memory(config: RunConfig) -> bool:
@@ -74,6 +77,19 @@ def exchange_line(model: HybridModel, config: RunConfig) -> str:
     ]
     if not reasons:
         return ""
-    if reason := next(filter(None, reasons), ""):
-        return f"all-to-alls: collectives, because {reason}"
-    return "all-to-alls of equal parts: copies through symmetric memory"
+    reason = next(filter(None, reasons), "")
+    return f"{EXCHANGES}: {by_collective(config, reason) if reason else by_copies(config)}"
+
+
+def by_collective(config: RunConfig, reason: str = "") -> str:
+    """Return what travels by the collective, and why it is not copied if there is a reason."""
+    return f"{_exchanged(config)} travel by the collective{reason and f', because {reason}'}"
+
+
+def by_copies(config: RunConfig) -> str:
+    """Return what is copied."""
+    return f"{_exchanged(config)} are copied through symmetric memory"
+
+
+def _exchanged(config: RunConfig) -> str:
+    return " and ".join(_EXCHANGED[axis] for axis in exchanges_of_run(config))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from array import array
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -23,6 +24,15 @@ from megatron_packed.config.errors import escaped
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.logging import LoggingConfig
 from megatron_packed.reporting.step_record import StepRecord
+
+Sample = dict[str, str]
+"""Texts ``prompt`` and ``answer``, and ``expected`` if the file of prompts has an answer."""
+SAMPLES = "samples"
+"""Field of the log: a list of `Sample`."""
+_MOST_SHOWN = 4
+"""Largest number of answers that the console shows at a time."""
+_WIDTH = 100
+"""Largest number of characters of a prompt or an answer on the console."""
 
 
 class Console:
@@ -248,3 +258,20 @@ def _best(config: RunConfig, progress: RunProgress) -> list[str]:
     checkpoint = f" ({place})" if place is not None and place.is_dir() else ""
     loss = f"{progress.best_loss:.4f}"
     return [f"lowest validation loss {loss} at step {progress.best_at:,}{checkpoint}"]
+
+
+def answer_lines(iteration: int, samples: Sequence[Sample]) -> list[str]:
+    """Return short lines with the first answers to sample prompts."""
+    lines = [
+        f"answer at step {iteration}: {_short(sample['prompt'])} -> {_short(sample['answer'])}"
+        for sample in samples[:_MOST_SHOWN]
+    ]
+    omitted = len(samples) - _MOST_SHOWN
+    return [*lines, f"and {omitted} more answers in the log"] if omitted > 0 else lines
+
+
+def _short(text: str) -> str:
+    """Return a text as one line, without its middle if it is long."""
+    line = " ".join(text.split())
+    half = _WIDTH // 2 - 2
+    return line if len(line) <= _WIDTH else f"{line[:half]} ... {line[-half:]}"

@@ -8,9 +8,8 @@ from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from megatron_packed.data.packing.sizing import Expected, Packing
+from megatron_packed.data.packing.sizing import Counts, Expected, Packing
 from megatron_packed.reporting import charts
 from megatron_packed.reporting.charts import COLOURS
 
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 
 _HEIGHT = 3.4
 """Height of a chart on the page, in inches."""
-Counts = NDArray[np.int64]
 Drawing = tuple[str, Callable[[Any], None]]
 """Title and function that draws one chart on axes."""
 

@@ -10,7 +10,7 @@ from megatron_packed.distributed.collectives import all_gather_json
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.hang_detection import DeviceWatch
 from megatron_packed.models.generate import generate
-from megatron_packed.reporting.sample_answers import Sample
+from megatron_packed.reporting.console import Sample
 from megatron_packed.training.train_step import TrainStep
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from megatron_packed.checkpoint.run_metadata import RunProgress
 from megatron_packed.distributed.collectives import all_gather_json, all_reduce_sum
 from megatron_packed.inputs.open_documents import TEST, VALIDATION
 from megatron_packed.inputs.run_data import Stream
-from megatron_packed.reporting.console import metric_text
-from megatron_packed.reporting.sample_answers import SAMPLES, console_lines
+from megatron_packed.reporting.console import SAMPLES, answer_lines, metric_text
 
 if TYPE_CHECKING:
     from megatron_packed.data.packing.evaluation_plan import EvaluationPlan
@@ -71,7 +70,7 @@ def _sample(trainer: Trainer) -> None:
         return
     samples, iteration = _answers(trainer).sample(), trainer.progress.iteration
     if samples:
-        for line in console_lines(iteration, samples):
+        for line in answer_lines(iteration, samples):
             trainer.console.say(line)
         trainer.log.write({"iteration": iteration, SAMPLES: samples})
 

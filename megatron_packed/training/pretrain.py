@@ -1,6 +1,6 @@
 """Run of one process: builds data, model and graphs, trains, and returns an exit code.
 
-`worker.main` is the entry point. The codes are in ``exit_codes.py``. An error on one rank ends all ranks, see
+`worker.run_worker` is the entry point. The codes are in ``exit_codes.py``. An error on one rank ends all ranks, see
 ``distributed/failure_watch.py``.
 """
 

@@ -13,8 +13,7 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_packed.cli.command import command
-from megatron_packed.cli.errors import EXIT_DATA, UsageError
+from megatron_packed.cli.command import EXIT_DATA, UsageError, command
 from megatron_packed.cli.quickstart.questions import write_questions
 from megatron_packed.config.kernel_options import count_gpus
 from megatron_packed.config.parser.parse import parse_or_exit

@@ -291,6 +291,11 @@ class TrainingConfig(  # dataclass fields follow the bases from right to left
         return {"transformer_impl": self.transformer_impl, **requested}
 
     @property
+    def precision(self) -> str:
+        """Dtypes of the training, in words."""
+        return "bf16 with fp32 masters" if self.bf16 else "fp32"
+
+    @property
     def uses_transformer_engine_attention(self) -> bool:
         """Return whether TransformerEngine computes attention because it also provides the other
         layers.

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_packed.cli.doctor import command, gpu, machine, probe, supervise, system_calls
+from megatron_packed.cli.doctor import command, gpu, machine, probe, supervise
 from megatron_packed.cli.doctor.findings import Finding, State
 from megatron_packed.cli.doctor.supervise import run_probes
 from megatron_packed.cli.main import main
@@ -301,7 +301,7 @@ def test_a_stranger_is_a_problem_with_the_package_to_install(site_of_strangers, 
 
 
 def test_an_unrelated_apex_excludes_that_of_nvidia(site_of_strangers):
-    [apex] = [one for one in command._strangers({}) if one.name == "apex"]
+    [apex] = [one for one in command._strangers() if one.name == "apex"]
     assert apex.state is State.WRONG and apex.fix == "pip uninstall -y apex"
 
 
@@ -483,7 +483,7 @@ def test_a_package_below_its_floor_is_a_problem(examined, monkeypatch):
     [("", "works"), ("the kernel permits no filter of system calls (Invalid argument)", "absent")],
 )
 def test_the_system_call_filter_is_reported(examined, monkeypatch, printed, state):
-    monkeypatch.setattr(system_calls, "_PROGRAM", f"print({printed!r})")
+    monkeypatch.setattr(machine, "_FILTER_PROGRAM", f"print({printed!r})")
     code, lines = examined(answers())
     found = lines["system-call filter"]
     assert code == 0 and found["state"] == state and found["detail"] == printed

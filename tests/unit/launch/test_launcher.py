@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_packed.cli import train
-from megatron_packed.cli.errors import UsageError
+from megatron_packed.cli.command import UsageError
 from megatron_packed.cli.slurm_first_host import first_host
 from megatron_packed.launch import launcher as launch_module
 from megatron_packed.launch.launcher import Launcher

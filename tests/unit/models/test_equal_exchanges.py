@@ -92,7 +92,7 @@ def test_a_run_connects_each_group_once_and_says_so(monkeypatch: pytest.MonkeyPa
     assert groups == ["cp", "ep"]
     assert isinstance(model.cp.exchange.memory, Connected)
     assert exchange_line(model, config) == (
-        "all-to-alls of equal parts: copies through symmetric memory"
+        "all-to-alls of equal parts: heads and rows for experts are copied through symmetric memory"
     )
     connect_exchanges(model_of(), config_of(f"{CP2} {BOUNDED}"), ParallelGroups.single())
     assert groups == ["cp", "ep"] and exchange_line(model, config_of(CP2)) == ""
@@ -108,7 +108,9 @@ def test_auto_falls_back_and_a_forced_backend_is_refused() -> None:
         # An E layer in graphs exchanges nothing here: its experts are not shared.
         connect_exchanges(model, config, ParallelGroups.single())
         assert model.cp.exchange.memory is None and model.cp.exchange.reason == reason
-        assert exchange_line(model, config) == f"all-to-alls: collectives, because {reason}"
+        assert exchange_line(model, config) == (
+            f"all-to-alls of equal parts: heads travel by the collective, because {reason}"
+        )
         with pytest.raises(ConfigError) as raised:
             connect_exchanges(model, config_of(f"{CP2} {FORCED}"), ParallelGroups.single())
     (problem,) = raised.value.problems

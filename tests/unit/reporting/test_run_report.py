@@ -13,11 +13,9 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_packed.reporting.curves import Run
-from megatron_packed.reporting.html_page import render, write_page
+from megatron_packed.reporting.html_page import compact, duration, render, write_page
 from megatron_packed.reporting.loss_warnings import rising_validation
-from megatron_packed.reporting.page_filters import compact, duration
-from megatron_packed.reporting.run_overview import outcome
-from megatron_packed.reporting.run_report import write_report
+from megatron_packed.reporting.run_report import outcome, write_report
 from megatron_packed.reporting.run_warnings import warnings_of
 from support.step_records import record
 

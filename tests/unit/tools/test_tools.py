@@ -304,7 +304,6 @@ def test_traced_run():
         "cuda_graphs/",
         "memory/",
         "explain/capabilit",
-        "explain/planned",
         "explain/report",
     )
     off += ("data/tokenizers/chat_template", "data/tokenizers/template_process", "data/sources/hub")

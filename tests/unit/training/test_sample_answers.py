@@ -13,7 +13,7 @@ from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.inputs.open_documents import open_documents
 from megatron_packed.inputs.sample_and_metric_prompts import metric_questions, sample_questions
-from megatron_packed.reporting.sample_answers import console_lines
+from megatron_packed.reporting.console import answer_lines
 from megatron_packed.training import answers as answers_module
 from megatron_packed.training.from_python import train
 from support.data_helpers import conversation
@@ -149,7 +149,7 @@ def test_a_prompt_and_its_answer_fill_the_rotary_tables(flags: list[str], tmp_pa
 def test_answers_as_text() -> None:
     """The console has one short line for each of the first answers."""
     samples = [{"prompt": "a\n b", "answer": "x" * 300}, *[{"prompt": "c", "answer": ""}] * 4]
-    lines = console_lines(7, samples)
+    lines = answer_lines(7, samples)
     assert lines[0].startswith("answer at step 7: a b -> xxx") and len(lines[0]) < 130
     assert lines[-1] == "and 1 more answers in the log" and len(lines) == 5
     assert not any("\n" in line for line in lines)
