@@ -2,11 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megatron_packed.data.errors import BadLine
+from megatron_packed.data.sources.line_schema import parse_line
 from megatron_packed.data.sources.tokenized_dataset import TokenizedDataset, open_dataset
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.data.tokenizers.chat_format import TemplateFormat
@@ -130,3 +132,8 @@ def marked(tokenizer, document) -> str:
         piece = tokenizer.decode([token])
         text += f"[{piece}]" if target else piece
     return text.replace("][", "")
+
+
+def samples_of(line: object, *options: Any) -> list[Any]:
+    """Return the samples of a line with this value; options are those of `parse_line`."""
+    return parse_line(json.dumps(line).encode(), *options)
