@@ -20,6 +20,7 @@ from megatron_packed.models.flops import FlopCounter
 from megatron_packed.reporting.metric_names import tracked_name
 from megatron_packed.reporting.run_report import write_report
 from support.faults import hide_package
+from support.json_lines import read_lines
 from support.runs import LAST, Data, command_line, in_folder, run, steps, tiny_options
 
 USAGE = 2
@@ -33,7 +34,7 @@ def lines(uninterrupted: Callable[[int], Path]) -> list[dict[str, Any]]:
 
 
 def every_line(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return read_lines(folder / "log.jsonl")
 
 
 @pytest.fixture(scope="module")

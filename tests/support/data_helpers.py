@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -13,6 +14,7 @@ from megatron_packed.data.index.indexed_file import IndexedFile
 from megatron_packed.data.packing.evaluation_plan import EvaluationPlan
 from megatron_packed.data.packing.pack_plan import PackPlan
 from megatron_packed.data.packing.step_plan import PieceTable
+from megatron_packed.data.sources.line_schema import parse_line
 from megatron_packed.data.sources.tokenized_dataset import TokenizedDataset, open_dataset
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.data.tokenizers.chat_format import TemplateFormat
@@ -149,3 +151,8 @@ def marked(tokenizer, document) -> str:
         piece = tokenizer.decode([token])
         text += f"[{piece}]" if target else piece
     return text.replace("][", "")
+
+
+def samples_of(line: object, *options: Any) -> list[Any]:
+    """Return the samples of a line with this value; options are those of `parse_line`."""
+    return parse_line(json.dumps(line).encode(), *options)

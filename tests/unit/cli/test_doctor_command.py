@@ -54,14 +54,19 @@ def answers(**changes):
     return {**every, **changes}
 
 
+def answer(monkeypatch, made_up):
+    """Let the probes give made-up answers."""
+    monkeypatch.setattr(
+        command, "run_probes", lambda names, *_: {name: made_up[name] for name in names}
+    )
+
+
 @pytest.fixture
 def examined(monkeypatch, capsys):
     """Return a function that gives the exit code and the lines by name for made-up answers."""
 
     def examine(made_up):
-        monkeypatch.setattr(
-            command, "run_probes", lambda names, *_: {name: made_up[name] for name in names}
-        )
+        answer(monkeypatch, made_up)
         code = main(["doctor", "--json"])
         found = json.loads(capsys.readouterr().out)
         assert found["ok"] == (code == 0)
@@ -128,9 +133,7 @@ SLOW = {"ssd": {"chosen": "reference", "reasons": {"mamba_ssm": ["missing"], "re
 def test_the_first_line_is_the_verdict(gpu, changes, first, monkeypatch, capsys):
     """The verdict comes before the details: on which device this machine can train."""
     made_up = answers(gpu={"findings": [gpu.as_dict()]}, **changes)
-    monkeypatch.setattr(
-        command, "run_probes", lambda names, *_: {name: made_up[name] for name in names}
-    )
+    answer(monkeypatch, made_up)
     main(["doctor"])
     assert capsys.readouterr().out.splitlines()[0].startswith(first)
 
@@ -452,9 +455,7 @@ def test_a_missing_package_is_named_once_and_a_shared_reason_is_given_once(monke
     ops["rope"]["reasons"] = {"triton": absent, "own": no_gpu, "reference": []}
     made_up["kernels"]["device"] = "cpu"
     monkeypatch.setattr(command, "version_of", lambda name: None)
-    monkeypatch.setattr(
-        command, "run_probes", lambda names, *_: {name: made_up[name] for name in names}
-    )
+    answer(monkeypatch, made_up)
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
     _, _, kernels = text.partition("KERNELS (without backends of packages that are not installed)")

@@ -261,7 +261,7 @@ def test_a_capture_that_fails_in_one_slot_leaves_the_other_its_graphs(monkeypatc
 
 def test_the_audit_looks_at_every_slot(monkeypatch):
     chain = chain_of(2)
-    found = chain.runner.audit(pack(PACKS[0], capture_sizes=ONE), deterministic=True)
+    found = chain.audit(PACKS[0])
     assert found is not None and found.compared == 4 and found.largest_difference == 0
     assert found.finding == "2 modules replay what they compute in each of 2 slots"
 

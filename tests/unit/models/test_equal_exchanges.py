@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_packed.cli.main import main
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.exchanged_heads import exchanges_of_run
 from megatron_packed.config.parser.parse import parse
@@ -25,6 +23,7 @@ from megatron_packed.models.equal_exchanges import (
     exchange_line,
     uses_symmetric_memory,
 )
+from support import commands
 
 SHAPE = """--hybrid-layer-pattern M-*E --hidden-size 256 --num-attention-heads 4 --disable-bias-linear
     --normalization RMSNorm --squared-relu --seq-length 2048 --num-experts 4 --mamba-num-groups 2
@@ -148,9 +147,8 @@ def test_explain_says_how_equal_parts_travel() -> None:
 def test_plan_counts_the_staging_buffers(capsys: pytest.CaptureFixture[str]) -> None:
     found = []
     for flags in (CP2, f"{CP2} {FORCED}"):
-        argv = ["plan", *shlex.split(f"{SHAPE} {flags}"), "--vocab-size", "512"]
-        assert main([*argv, "--world-size", "2", "--json"]) == 0
-        (rank,) = json.loads(capsys.readouterr().out)["ranks"].values()
+        argv = shlex.split(f"plan {SHAPE} {flags} --vocab-size 512 --world-size 2")
+        (rank,) = commands.report(capsys, *argv)["ranks"].values()
         found.append(rank["bytes"])
     off, on = found
     assert (off["symmetric memory"], on["symmetric memory"]) == (0, staging_bytes(2))

@@ -1,6 +1,5 @@
 """Report page of a run: its parts, what was run, warnings, validations and escaping."""
 
-import json
 import os
 import re
 import resource
@@ -17,6 +16,7 @@ from megatron_packed.reporting.html_page import compact, duration, render, write
 from megatron_packed.reporting.loss_warnings import rising_validation
 from megatron_packed.reporting.run_report import outcome, write_report
 from megatron_packed.reporting.run_warnings import warnings_of
+from support.json_lines import write_lines
 from support.step_records import record
 
 EVIL = "<script>alert('&')</script>\u202e\x1b[31m"
@@ -101,7 +101,7 @@ def page(tmp_path):
 
     def of(lines, **options):
         log = tmp_path / "log.jsonl"
-        log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_lines(log, lines)
         return write_report(log, tmp_path / "page.html", **options).read_text()
 
     return of

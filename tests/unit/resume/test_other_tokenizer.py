@@ -5,7 +5,6 @@ flag of it has changed. Checkpoints contain it, so later runs use it. Those of e
 not; another tokenizer is then refused, or named in a warning.
 """
 
-import json
 import shutil
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from megatron_packed.inputs.open_documents import build_tokenizer
 from megatron_packed.training.from_python import train
 from megatron_packed.training.trained_model import TrainedModel
 from support.attached_files import remove_attached_files
+from support.json_lines import write_texts
 
 MODEL = (
     "--hybrid-layer-pattern *- --hidden-size 8 --num-attention-heads 2 --position-embedding-type rope --swiglu "
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of two texts, and of a run on the first of them, also as of an earlier version."""
     folder = tmp_path_factory.mktemp("tokenizers")
     for name, words in WORDS.items():
-        (folder / f"{name}.jsonl").write_text(json.dumps({"text": words * 9}) + "\n")
+        write_texts(folder / f"{name}.jsonl", [words * 9])
     assert run(folder, "colours", f"--train-iters 2 --save {folder}/run") is ExitCode.DONE
     shutil.copytree(folder / "run", folder / "earlier")
     remove_attached_files(folder / "earlier")

@@ -1,6 +1,5 @@
 """A few cases of each long check; `tools/README.md` lists commands for more cases."""
 
-import json
 import random
 import subprocess
 import sys
@@ -8,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from support.json_lines import read_lines
 
 
 def test_damaged_files():
@@ -28,7 +29,7 @@ def test_hostile_files(tmp_path, capsys):
 
     readers = ["costs", "indexed data", "JSON lines", "template", "Megatron checkpoint"]
     assert payloads.main(readers, every=24, out=tmp_path / "rows", patience=300) == 0
-    assert [json.loads(line)["outcome"] for line in (tmp_path / "rows").read_text().splitlines()]
+    assert [line["outcome"] for line in read_lines(tmp_path / "rows")]
     ended = payloads.Ended(0, "", 0, 0.0)
     canary = payloads.Canary(tmp_path / "was_run", tmp_path, "secret")
     before = payloads.outside_state(canary)
@@ -79,7 +80,7 @@ def test_outcomes_of_files_are_counted(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(foreign_files, "rows", lambda *given: iter(rows))
     assert foreign_files.main(2, 0, 1, ["llama"], out) == 1
     assert capsys.readouterr().out.endswith("converted | 1 | 0 | 0 | 1 | 0 | 0 | 0\n1 of 2\n")
-    assert [json.loads(line) for line in out.read_text().splitlines()] == rows
+    assert read_lines(out) == rows
 
 
 def test_mutations_are_counted(tmp_path, capsys):

@@ -1,6 +1,5 @@
 """Answers during training: sample prompts, and the share of exact matches of a validation."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from megatron_packed.reporting.console import answer_lines
 from megatron_packed.training import answers as answers_module
 from megatron_packed.training.from_python import train
 from support.data_helpers import conversation
+from support.json_lines import write_lines
 
 MODEL = "--hybrid-layer-pattern M* --hidden-size 16 --num-attention-heads 2 --mamba-head-dim 8"
 MODEL += " --mamba-num-groups 1 --mamba-state-dim 8 --no-isolation-self-test --seq-length 96"
@@ -95,7 +95,7 @@ def test_the_metric_asks_for_the_last_turn(flags: list[str], tmp_path: Path) -> 
     """The prompt of a conversation with two answers ends where the second answer begins."""
     turns = [("user", "a?"), ("assistant", "A"), ("user", "b?"), ("assistant", " B ")]
     line = {"messages": [{"role": role, "content": text} for role, text in turns]}
-    (tmp_path / "valid.jsonl").write_text(json.dumps(line) + "\n")
+    write_lines(tmp_path / "valid.jsonl", [line])
     config, tokenizer = (
         RunConfig.from_args([*flags, "--valid-metric", "exact_match"]),
         ByteTokenizer(),

@@ -11,6 +11,7 @@ from megatron_packed.data.packing.packer import METHODS, Packer
 from megatron_packed.data.packing.packing_report import PackingReport
 from megatron_packed.data.packing.pieces import Pieces
 from megatron_packed.packed.capture_sizes import CaptureSizes, choose_capacities
+from support.json_lines import read_json
 
 LENGTHS = np.random.default_rng(0).integers(5, 900, 700)
 ROOT = Path(__file__).parents[4]
@@ -127,7 +128,7 @@ GOALS = {
 def test_committed_measurements_meet_the_goals():
     """The balanced packer reaches the goals on real data, and the page of measurements has the
     measured numbers."""
-    measured = json.loads((ROOT / "benchmarks/results/packing_report.json").read_text())["results"]
+    measured = read_json(ROOT / "benchmarks/results/packing_report.json")["results"]
     rows = {(row["data"], row["slots"]): row for row in measured if row["method"] == "balanced"}
     assert set(rows) == set(GOALS)
     documentation = PAGE.read_text()
@@ -150,7 +151,7 @@ def test_committed_measurements_meet_the_goals():
 
 def test_the_guide_quotes_the_committed_measurements():
     """The guide's table of three packers has the measured fill and the most documents in a pack."""
-    measured = json.loads((ROOT / "benchmarks/results/packing_report.json").read_text())["results"]
+    measured = read_json(ROOT / "benchmarks/results/packing_report.json")["results"]
     guide = (ROOT / "docs/packing.md").read_text()
     rows = [row for row in measured if (row["data"], row["slots"]) == ("docs_longtail", 8192)]
     assert len(rows) == len(METHODS)
@@ -160,7 +161,7 @@ def test_the_guide_quotes_the_committed_measurements():
 
 def test_committed_books_balance():
     """In the committed results, tokens and slots add up for every epoch."""
-    measured = json.loads((ROOT / "benchmarks/results/packing_report.json").read_text())["results"]
+    measured = read_json(ROOT / "benchmarks/results/packing_report.json")["results"]
     for row in measured:
         for epoch in row["epochs"]:
             books = epoch["counts"]

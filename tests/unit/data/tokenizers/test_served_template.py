@@ -14,13 +14,14 @@ from megatron_packed.data.tokenizers.chat_template import (
 )
 from megatron_packed.data.tokenizers.prompt_formats import DEFAULT_TEMPLATE, FORMATS_BY_NAME
 from megatron_packed.data.tokenizers.served_template import served_template
+from support.messages import assistant, system, user
 
 MESSAGES = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": " a "},
-    {"role": "assistant", "content": "b\n"},
-    {"role": "user", "content": "c"},
-    {"role": "assistant", "content": "d"},
+    system("Be brief."),
+    user(" a "),
+    assistant("b\n"),
+    user("c"),
+    assistant("d"),
 ]
 SPACES = """
 {% for message in messages %}
