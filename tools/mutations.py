@@ -1,9 +1,10 @@
 """Make one defect at a time in a copy of the repository, and run the tests that must notice it.
 
 `mutations.json` has for each file of the package the names of its mutations. Each replaces the text
-``from``, which occurs once in the file, by ``to``, so that one of the tests ``fails``. A mutation is
-*killed* if a test failed. It *survived* if all passed. It is *stale* if the code has changed, so that
-the text is missing or occurs several times, and *untested* if pytest could not run a test.
+``from``, which occurs once in the file, by ``to``, so that one of the tests ``fails``. If the file is
+gone, the only file of the package with the text replaces it. A mutation is *killed* if a test failed.
+It *survived* if all passed. It is *stale* if the code has changed, so that the text is missing or
+occurs several times, and *untested* if pytest could not run a test.
 """
 
 from __future__ import annotations
@@ -40,9 +41,14 @@ class Mutation(NamedTuple):
     tests: list[str]
     """Arguments of pytest."""
 
-    def is_stale(self, repository: Path) -> bool:
-        path = repository / self.file
-        return not path.exists() or path.read_text().count(self.text) != 1
+    def place(self, repository: Path) -> Path | None:
+        """Return the file with the text: the named one, or the only one after a move."""
+        named = repository / self.file
+        files = (repository / PACKAGE).rglob("*.py")
+        found = [path for path in files if path.read_text().count(self.text) == 1]
+        if named in found:
+            return named
+        return found[0] if len(found) == 1 and not named.exists() else None
 
 
 def read_mutations(path: Path = ROWS) -> list[Mutation]:
@@ -88,9 +94,9 @@ def run_tests(copy: Path, tests: Sequence[str]) -> tuple[int, str]:
 
 def outcome(mutation: Mutation, copy: Path) -> tuple[str, str]:
     """Run the tests of a mutation in the copy; return the outcome and the test that failed."""
-    if mutation.is_stale(copy):
+    path = mutation.place(copy)
+    if path is None:
         return "stale", mutation.file
-    path = copy / mutation.file
     text = path.read_text()
     path.write_text(text.replace(mutation.text, mutation.replacement))
     try:
@@ -106,7 +112,7 @@ def main(mutations: Sequence[Mutation], repository: Path = REPOSITORY) -> int:
     with tempfile.TemporaryDirectory() as name:
         copy = Path(name)
         copy_repository(repository, copy)
-        fresh = [mutation for mutation in mutations if not mutation.is_stale(copy)]
+        fresh = [mutation for mutation in mutations if mutation.place(copy)]
         tests = list(dict.fromkeys(test for mutation in fresh for test in mutation.tests))
         code, failed = run_tests(copy, tests) if tests else (0, "")
         print(f"without a mutation: exit code {code} of pytest {failed}", flush=True)
@@ -127,7 +133,7 @@ if __name__ == "__main__":
     given = parser.parse_args()
     chosen = [row for row in read_mutations() if not given.name or row.name in given.name]
     if given.stale:
-        stale = [row.name for row in chosen if row.is_stale(REPOSITORY)]
+        stale = [row.name for row in chosen if row.place(REPOSITORY) is None]
         print(f"{' '.join(stale)}\n{len(chosen) - len(stale)} of {len(chosen)}")
         sys.exit(bool(stale))
     sys.exit(main(chosen))

@@ -105,6 +105,10 @@ def test_mutations_are_counted(tmp_path, capsys):
         row("twice", "x", "y"),
         row("gone", "2 *", "3 *", "test_gone"),
     ]
+    moved = [
+        rows[number]._replace(file="megatron_packed/old.py").place(tmp_path) for number in (0, 2)
+    ]
+    assert moved == [tmp_path / file, None]
     assert mutations.main(rows[:1], tmp_path) == 0
     assert mutations.main(rows, tmp_path) == 1
     _, *found, last = capsys.readouterr().out.splitlines()[3:]
