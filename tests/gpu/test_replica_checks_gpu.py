@@ -112,5 +112,5 @@ def test_two_gpus_find_flips_and_change_no_number(
 ) -> None:
     options = options_of(name, impl)
     sizes = {"ep_size": 2} if "ep2" in name else {}
-    for found in nccl_pools.run(checked, 2, options, impl, layout=sizes, timeout=300):
+    for found in nccl_pools.run(checked, 2, options, impl, layout=sizes, timeout=150):
         assert_found(found, impl)

@@ -296,7 +296,7 @@ def damaged_block(micro_batch: int, rank: int) -> None:
     """Damage the tokens that ``rank`` reads when it prepares its ``micro_batch``-th micro-batch."""
 
     def damage(loader: Loader) -> None:
-        blocks = loader.dataset._tokens._blocks
+        blocks = loader.dataset._tokens
         blocks._checked[:] = False
         blocks.checksums = blocks.checksums ^ 1
 

@@ -16,6 +16,7 @@ from megatron_packed.config.kinds.layer_kind import (
 from megatron_packed.config.options import derived_option, option
 from megatron_packed.config.section import KERNELS, Section, Sound
 from megatron_packed.config.sections.model_parts.stack import StackOptions
+from megatron_packed.config.sections.model_parts.window import layers_with_window, window_sides
 
 if TYPE_CHECKING:
     from megatron_packed.config.run import RunConfig
@@ -35,8 +36,6 @@ def _has_short_window(run: RunConfig, processes: int) -> bool:
     window, longest = run.model.window_size, run.packing.max_document_length
     if window is None:
         return True
-    from megatron_packed.config.sections.model_parts.window import window_sides
-
     return window_sides(window)[0] + 1 < longest
 
 
@@ -222,11 +221,6 @@ class AttentionOptions(StackOptions, group=ATTN, only_if=ATTENTION_LAYERS):
         """
         if self.window_size is None or self.layer_types[layer_number] != SYMBOL:
             return None
-        from megatron_packed.config.sections.model_parts.window import (
-            layers_with_window,
-            window_sides,
-        )
-
         layers = layers_with_window(self.window_attn_skip_freq, self.num_layers)
         # As in Megatron, the layers of a depth are numbered from 0 again.
         windowed = layers[self.number_in_part(layer_number) % len(layers)]
@@ -293,11 +287,6 @@ class AttentionOptions(StackOptions, group=ATTN, only_if=ATTENTION_LAYERS):
     def _window_rules(self, sound: Sound) -> Problems:
         if self.window_size is None or not sound("window_size"):
             return
-        from megatron_packed.config.sections.model_parts.window import (
-            layers_with_window,
-            window_sides,
-        )
-
         try:
             left, right = window_sides(self.window_size)
         except ValueError as error:
