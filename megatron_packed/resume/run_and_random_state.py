@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_packed.checkpoint.background_save import BackgroundSaves
 from megatron_packed.checkpoint.directory import RootLock
 from megatron_packed.checkpoint.rank_agreement import Ranks
 from megatron_packed.checkpoint.run_metadata import (
@@ -46,7 +47,6 @@ from megatron_packed.resume.phases_and_stored_packs import Resumed, begun_phase
 from megatron_packed.resume.stored_expert_bounds import restore_bounds, stored_bounds
 
 if TYPE_CHECKING:
-    from megatron_packed.checkpoint.background_save import BackgroundSaves
     from megatron_packed.checkpoint.load_attempt import LoadedCheckpoint
     from megatron_packed.resume.allowed_changes import CheckpointRefusals
 
@@ -164,8 +164,6 @@ class RunState:
         if not options.async_save:
             return self._write(shards, metadata, options, self.progress.iteration, self._ranks)
         if self._background is None:
-            from megatron_packed.checkpoint.background_save import BackgroundSaves
-
             self._background = BackgroundSaves()
             # A separate group: collectives of the saving thread must not mix with training's.
             self._background_ranks = replace(self._ranks, group=self.groups.another_world_group())

@@ -1016,7 +1016,9 @@ def _attached_template(folder: Path, canary: Canary) -> None:
 def _checkpoints() -> Iterator[Payload]:
     reader = "own checkpoint"
     for name, edit in EDITS.items():
-        yield Payload(reader, f"sealed manifest: {name}", _sealed(edit))
+        # Metadata without a meaning here is passed over, as that of a later version must be.
+        harmless = name == "metadata deep"
+        yield Payload(reader, f"sealed manifest: {name}", _sealed(edit), harmless)
     yield Payload(reader, "attached template", _attached_template)
     for name, content in {
         "outside": b"../outside",

@@ -7,7 +7,6 @@ and writes the activation again, so forward need not save it.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from megatron_packed.ops.dense_mlp.api import DenseMLPInputs
 from megatron_packed.ops.quack_epilogues import (
@@ -30,11 +29,7 @@ def not_supported_reasons(inputs: DenseMLPInputs) -> list[str]:
     return reasons + ([inputs.apart] if inputs.apart else [])
 
 
-def hidden_and_activation(x_TD: Tensor, w1_FD: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``x W1^T`` and its activation. See `api.JoinedProducts`."""
-    return squared_relu_product(x_TD, w1_FD)
-
-
-def gradient(dy_TD: Tensor, w2_DF: Tensor, hidden_TF: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradient of ``hidden`` and its activation. See `api.JoinedProducts`."""
-    return squared_relu_gradient(dy_TD, w2_DF, hidden_TF)
+hidden_and_activation = squared_relu_product
+"""Return ``x W1^T`` and its activation. See `api.JoinedProducts`."""
+gradient = squared_relu_gradient
+"""Return the gradient of ``hidden`` and its activation. See `api.JoinedProducts`."""

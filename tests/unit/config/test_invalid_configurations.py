@@ -56,6 +56,7 @@ INVALID = {
         "--num-layers": "80 times '*E'",
     },
     "~--hybrid-layer-pattern --num-layers 123456789": {"--hybrid-layer-pattern": "required"},
+    f"--hybrid-layer-pattern {'M' * 10_001}": "10,000 layers",
     "~--num-attention-heads": "attention layers",
     "--hybrid-layer-pattern MD*": "sparse",
     "--hybrid-layer-pattern MxM": "position 2",
