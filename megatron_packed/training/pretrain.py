@@ -31,7 +31,6 @@ from megatron_packed.explain.run_description import describe, name_kernels
 from megatron_packed.inputs.plan_packs import with_epochs
 from megatron_packed.inputs.run_data import RunData, build_data, most_documents
 from megatron_packed.inputs.stored_files import files_of_start
-from megatron_packed.lazy_exports import lazy_function
 from megatron_packed.models.flops import FlopCounter
 from megatron_packed.models.run_model import device_of
 from megatron_packed.optim.schedules import Schedule, WeightDecaySchedule
@@ -63,15 +62,6 @@ from megatron_packed.training.trainer import Trainer
 if TYPE_CHECKING:
     from megatron_packed.cuda_graphs.step_graphs import StepGraphs
     from megatron_packed.reporting.profiling import MemoryHistory
-
-_GRAPHS = "megatron_packed.training.build_graphs"
-"""Module that is imported only in a run with CUDA graphs."""
-build_graphs = lazy_function(_GRAPHS, "build_graphs")
-capture_graphs = lazy_function(_GRAPHS, "capture_graphs")
-refuse_eager = lazy_function(_GRAPHS, "refuse_eager")
-released = lazy_function(_GRAPHS, "released")
-sentences_of_all_ranks = lazy_function(_GRAPHS, "sentences_of_all_ranks")
-tune_graphs = lazy_function(_GRAPHS, "tune_graphs")
 
 
 def run_job(
@@ -229,6 +219,8 @@ def _train(launch: Launch) -> ExitCode:
     kernels = _check_model(launch, data, job)
     graphs = None
     if launch.config.cuda_graph.enabled:
+        from megatron_packed.training.build_graphs import build_graphs
+
         graphs = job.step.graphs = build_graphs(
             launch.config, job, data.capture_sizes, launch.groups, launch.console.say
         )
@@ -253,6 +245,8 @@ def _set_up(launch: Launch) -> MemoryHistory | None:
     """Refuse strict graphs on a device without graphs, and start the allocator's memory history."""
     config = launch.config
     if config.cuda_graph.enabled:
+        from megatron_packed.training.build_graphs import refuse_eager
+
         refuse_eager(config.cuda_graph, launch.groups.device)
     if not config.profiling.record_memory_history:
         return None
@@ -404,17 +398,14 @@ def _run_trainer(
     """Capture graphs and train; at the end or on an error, release the graphs and close writers."""
     notes = []
     try:
-        with nullcontext() if graphs is None else released(graphs):
-            if graphs is not None:
+        if graphs is None:
+            exit_code = _run_watched(launch, trainer)
+        else:
+            from megatron_packed.training.build_graphs import released, sentences_of_all_ranks
+
+            with released(graphs):
                 _tune(graphs, launch, job)
-            # From here on, ranks wait for each other in captured collectives, so hangs are watched.
-            with nullcontext() if launch.hang_detector is None else launch.hang_detector:
-                if trainer.state.progress.iteration < trainer.last_iteration:
-                    trainer.observe_routing()
-                if graphs is not None:
-                    _capture(graphs, launch, job)
-                exit_code = trainer.run()
-            if graphs is not None:
+                exit_code = _run_watched(launch, trainer, partial(_capture, graphs, launch, job))
                 sentences = "\n".join(sentences_of_all_ranks(graphs, job.model, launch.groups))
                 notes.append(("CUDA graphs", sentences))
                 launch.console.say(sentences)
@@ -432,7 +423,24 @@ def _run_trainer(
     return exit_code
 
 
+def _run_watched(
+    launch: Launch, trainer: Trainer, capture: Callable[[], None] | None = None
+) -> ExitCode:
+    """Capture graphs, if there are any, and train.
+
+    Ranks wait for each other in captured collectives, so hangs are watched from the capture on.
+    """
+    with nullcontext() if launch.hang_detector is None else launch.hang_detector:
+        if trainer.state.progress.iteration < trainer.last_iteration:
+            trainer.observe_routing()
+        if capture is not None:
+            capture()
+        return trainer.run()
+
+
 def _tune(graphs: StepGraphs, launch: Launch, job: Job) -> None:
+    from megatron_packed.training.build_graphs import tune_graphs
+
     capacities = ", ".join(f"{capacity:,}" for capacity in graphs.capture_sizes.capacities)
     launch.console.say(
         f"CUDA graphs: capturing {graphs.description} (capacities: {capacities} documents)"
@@ -441,6 +449,8 @@ def _tune(graphs: StepGraphs, launch: Launch, job: Job) -> None:
 
 
 def _capture(graphs: StepGraphs, launch: Launch, job: Job) -> None:
+    from megatron_packed.training.build_graphs import capture_graphs
+
     capture_graphs(graphs, job.step, launch.config.packs_per_step(), launch.groups)
     launch.console.say(
         f"CUDA graphs: {graphs.counters.captures} graphs captured in {graphs.counters.capture_seconds:.1f} s"
