@@ -6,7 +6,7 @@ import time
 import pytest
 
 from megatron_packed.cli.main import main
-from megatron_packed.config.megatron.script_file import read_script
+from megatron_packed.cli.megatron_script import read_script
 
 SCRIPT = """\
 #!/bin/bash
