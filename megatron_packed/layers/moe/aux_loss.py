@@ -68,8 +68,7 @@ def auxiliary_loss(
     """
     total = torch.zeros((), dtype=torch.float32, device=valid_T.device)
     topk = config.moe_router_topk
-    per_pack = config.moe_router_load_balancing_type in ("aux_loss", "seq_aux_loss")
-    if per_pack and config.moe_aux_loss_coeff:
+    if _balances_packs(config):
         chosen_TE = experts_by_score(config, logits_TE, chosen_TE, valid_T)
         probabilities_TE = balance_probabilities(logits_TE, config.moe_router_score_function)
         coeff = config.moe_aux_loss_coeff * share
@@ -88,6 +87,17 @@ def auxiliary_loss(
     if config.moe_z_loss_coeff:
         total = total + z_loss(logits_TE, valid_T, num_valid, coeff=config.moe_z_loss_coeff)
     return total
+
+
+def has_auxiliary_loss(config: ModelConfig) -> bool:
+    """Return True if a model's `auxiliary_loss` has a term; without one it is 0."""
+    return _balances_packs(config) or bool(config.moe_z_loss_coeff)
+
+
+def _balances_packs(config: ModelConfig) -> bool:
+    """Return True if each pack, or each of its samples, has a load-balance loss."""
+    kind = config.moe_router_load_balancing_type
+    return kind in ("aux_loss", "seq_aux_loss") and config.moe_aux_loss_coeff != 0
 
 
 def balance_probabilities(logits_TE: Tensor, score_function: str) -> Tensor:

@@ -38,6 +38,7 @@ from megatron_packed.layers.moe.aux_loss import (
     balance_probabilities,
     chosen_experts,
     experts_by_score,
+    has_auxiliary_loss,
 )
 from megatron_packed.layers.moe.capacity import NOWHERE, drop_beyond_capacity, expert_capacity
 from megatron_packed.layers.moe.dispatcher import Dispatcher, LocalDispatcher
@@ -133,6 +134,7 @@ class MoE(nn.Module):
         backends, device = build.backends, build.device
         self.config = config
         self.balances_all_ranks = config.balances_all_ranks
+        self.has_aux_loss = has_auxiliary_loss(config)
         repeated = depth > 0 and config.mtp_use_repeated_layer
         # As in Megatron: the depths that use the same experts share one load-balance loss.
         self.balance_share = 1 / config.mtp_depths if repeated else 1.0
@@ -282,14 +284,15 @@ class MoE(nn.Module):
     def _aux_loss(
         self, routing: Routing, valid_T: Tensor, packed: PackedSeqParams
     ) -> tuple[Tensor, Tensor]:
-        """Return the auxiliary losses of this rank's rows, 0 outside training, and the chosen experts.
+        """Return the auxiliary losses of this rank's rows, and the chosen experts.
+
+        The losses are 0 outside training and without a coefficient.
 
         Returns:
             0-d float32 losses; `chosen_experts` of the routing.
         """
-        tokens = count_valid(packed, self.depth)
         chosen_TE = chosen_experts(routing.topk_expert_ids_TK, valid_T, self.router.num_experts)
-        if not self.training:
+        if not self.training or not self.has_aux_loss:
             return torch.zeros((), dtype=torch.float32, device=valid_T.device), chosen_TE
         tables = prepared(packed, self.depth) if self.depth else packed.tables
         loss = auxiliary_loss(
@@ -297,7 +300,7 @@ class MoE(nn.Module):
             routing.logits_TE,
             chosen_TE,
             valid_T,
-            tokens,
+            count_valid(packed, self.depth),
             samples=None if tables is None else tables.samples,
             share=self.balance_share,
             cp=self.cp,
