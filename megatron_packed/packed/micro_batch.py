@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_packed.packed.cu_seqlens import (
+from megatron_packed.packed.cu_seqlens_and_seq_idx import (
     Int32Array,
     aligned,
     as_lengths,

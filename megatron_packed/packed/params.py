@@ -17,16 +17,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_packed.packed.cu_seqlens import (
+from megatron_packed.packed.cu_seqlens_and_seq_idx import (
     Int32Array,
     aligned,
     as_lengths,
     bounded_max_seqlen,
     cu_seqlens_from_lengths,
     lengths_from_cu_seqlens,
+    position_ids_from_cu_seqlens,
+    seq_idx_from_cu_seqlens,
 )
 from megatron_packed.packed.host_to_device_buffer import BufferLayout
-from megatron_packed.packed.seq_idx import position_ids_from_cu_seqlens, seq_idx_from_cu_seqlens
 from megatron_packed.packed.shared_tables import NO_TABLES, SharedTables
 
 
@@ -51,7 +52,7 @@ def packed_fields(
 class PackedSeqParams:
     """Metadata of one pack with T slots and a capacity of N documents.
 
-    `cu_seqlens.py` describes the layout with an example. The object is immutable: tensors are not
+    `cu_seqlens_and_seq_idx.py` describes the layout with an example. The object is immutable: tensors are not
     written after construction, except in the buffer of a CUDA-graph slot.
     """
 
