@@ -12,7 +12,7 @@ from megatron_packed.explain.kernel_reasons import chosen_kernels
 from megatron_packed.explain.op_requests import useless_recomputation
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.build import Build
-from megatron_packed.layers.moe.experts import GroupedExperts
+from megatron_packed.layers.moe.layer import GroupedExperts
 from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.models.estimate.step_memory import Work
 from megatron_packed.models.hybrid_model import HybridModel
