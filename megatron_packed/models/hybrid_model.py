@@ -54,8 +54,7 @@ from megatron_packed.models.lm_head_and_loss import (
 )
 from megatron_packed.models.pack_tables import PackTables
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.packed.params import PackedSeqParams
-from megatron_packed.packed.shared_tables import NO_TABLES
+from megatron_packed.packed.params import NO_TABLES, PackedSeqParams
 
 if TYPE_CHECKING:
     from megatron_packed.distributed.overlapped_collectives import Stage

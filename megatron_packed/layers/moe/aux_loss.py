@@ -30,7 +30,7 @@ from torch import Tensor
 
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.context_parallel import ALL_ROWS, ContextParallel
-from megatron_packed.packed.shared_tables import Samples
+from megatron_packed.packed.params import Samples
 
 EPSILON = 1e-20
 """Small number that keeps a division by a sum of sigmoids finite if all sigmoids underflow."""

@@ -12,7 +12,7 @@ from megatron_packed.layers.moe.aux_loss import (
     unbiased_experts,
     z_loss,
 )
-from megatron_packed.packed.shared_tables import Samples
+from megatron_packed.packed.params import Samples
 
 
 def unbiased_counts(logits_TE, valid_T, topk):

@@ -8,8 +8,7 @@ import torch
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.build_layers import build_layer
 from megatron_packed.layers.moe.layer import MoE, count_valid
-from megatron_packed.packed.params import PackedSeqParams
-from megatron_packed.packed.shared_tables import SharedTables
+from megatron_packed.packed.params import PackedSeqParams, SharedTables
 from support.hybrid_cases import CPU_BUILD
 from support.random_tensors import normal
 

@@ -18,7 +18,7 @@ from megatron_packed.cuda_graphs.fallback_reasons import ALL, GraphFallbackError
 from megatron_packed.cuda_graphs.slots import HostFactError
 from megatron_packed.cuda_graphs.whole_step_graphs import FullIterationGraphs, StaticMicroBatch
 from megatron_packed.packed.micro_batch import NO_LABEL, MicroBatch
-from megatron_packed.packed.shared_tables import NO_TABLES
+from megatron_packed.packed.params import NO_TABLES
 from megatron_packed.resume.held_state import held_state
 from megatron_packed.training.build_graphs import audit_graphs, build_graphs, capture_graphs
 from support.stand_in import RecordingBackend
