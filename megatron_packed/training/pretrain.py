@@ -92,41 +92,25 @@ def run_job(
         return ExitCode.USAGE
     # A rank that fails now informs the other ranks, which would otherwise wait in a collective.
     watch = FailureWatch(groups)
-    console = Console.of_run(groups.rank, config.logging, quiet=quiet)
     outputs = ClaimedOutputs()
+    report = partial(_report, watch=watch, groups=groups, outputs=outputs)
+    launch = Launch(
+        config=config,
+        groups=groups,
+        console=Console.of_run(groups.rank, config.logging, quiet=quiet),
+        signal=signal_flag,
+        watch=watch,
+        hang_detector=hang_detector_of(groups, report),
+        outputs=outputs,
+        on_record=on_record,
+        callbacks=callbacks,
+    )
     try:
-        # Checks before files are created, and before data is read, which may take hours.
-        if groups.world_size > 1:
-            from megatron_packed.distributed.same_flags import check_same_flags
-
-            check_same_flags(config, groups)
-        check_kernels(config, groups.device)
-        outputs.claim(config, groups)
-        report = partial(_report, watch=watch, groups=groups, outputs=outputs)
-        exit_code: int = _train(
-            Launch(
-                config=config,
-                groups=groups,
-                console=console,
-                signal=signal_flag,
-                watch=watch,
-                hang_detector=hang_detector_of(groups, report),
-                outputs=outputs,
-                on_record=on_record,
-                callbacks=callbacks,
-            )
-        )
-        barrier(groups)  # if another rank fails now, this rank ends here, too
+        exit_code: int = _check_and_train(launch)
     except Exception as error:
         # A Python caller gets the exception, so nothing is printed. With several ranks, the failure
         # is still reported, so that the other ranks end.
-        exit_code = _report(
-            error,
-            watch=watch,
-            groups=groups,
-            outputs=outputs,
-            quiet=raises and groups.world_size == 1,
-        )
+        exit_code = report(error, quiet=raises and groups.world_size == 1)
         if raises:
             outputs.release()
             raise
@@ -208,6 +192,21 @@ class Launch:
     resumed: Resumed | None = None  # the checkpoint for which the data is planned
     closing: ClosingLines = field(default_factory=ClosingLines)
     """Counts of the run's steps, for its last lines."""
+
+
+def _check_and_train(launch: Launch) -> ExitCode:
+    """Check flags and kernels, claim the output folders, and train; wait for all ranks at the end."""
+    config, groups = launch.config, launch.groups
+    # Checks before files are created, and before data is read, which may take hours.
+    if groups.world_size > 1:
+        from megatron_packed.distributed.same_flags import check_same_flags
+
+        check_same_flags(config, groups)
+    check_kernels(config, groups.device)
+    launch.outputs.claim(config, groups)
+    exit_code = _train(launch)
+    barrier(groups)  # if another rank fails now, this rank ends here, too
+    return exit_code
 
 
 def _train(launch: Launch) -> ExitCode:
