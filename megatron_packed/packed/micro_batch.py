@@ -158,8 +158,9 @@ class MicroBatch:
         cu_seqlens = cu_seqlens_from_lengths(aligned(lengths, alignment), total_tokens, capacity)
         max_seqlen = bounded_max_seqlen(cu_seqlens, max_seqlen)
         layout = MicroBatchLayout(total_tokens, cu_seqlens.size - 2)
-        buffer = layout.buffer.allocate()
-        views = layout.buffer.views(buffer)
+        places = layout.buffer
+        buffer = places.allocate()
+        views = places.views(buffer)
         write_packed(views, cu_seqlens, lengths)
         _write_documents(views, documents, cu_seqlens, vocab_size)
         num_target_tokens = int(np.count_nonzero(views["loss_mask"].numpy()))
