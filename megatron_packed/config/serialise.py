@@ -18,7 +18,7 @@ from megatron_packed.config.run import (
     RunConfig,
     every_field,
     stored_values,
-    unchecked_run,
+    unchecked_stored,
 )
 from megatron_packed.config.section import (
     Section,
@@ -117,15 +117,13 @@ def from_dict(data: Mapping[str, Any]) -> RunConfig:
         ConfigError: lists every problem: unknown sections or fields, and wrong values.
     """
     problems = list(_unknown_keys(data))
-    sections: dict[str, Section] = {}
-    for name, kind in SECTIONS.items():
-        values = data.get(name)
-        sections[name] = unchecked(kind, values if isinstance(values, Mapping) else {})
-        problems += problems_of(sections[name])
-    if problems:
-        raise ConfigError(problems)
-    run = unchecked_run(sections)
-    problems += cross_rules(run, lambda *keys: True)
+    run = unchecked_stored(
+        {name: values for name, values in data.items() if isinstance(values, Mapping)}
+    )
+    for name in SECTIONS:
+        problems += problems_of(getattr(run, name))
+    if not problems:
+        problems += cross_rules(run, lambda *keys: True)
     if problems:
         raise ConfigError(problems)
     return run
