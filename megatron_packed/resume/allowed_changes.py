@@ -75,7 +75,7 @@ class ChangeRule(NamedTuple):
     """Resumed runs that print changes."""
 
 
-def refusal(use: CheckpointUse, run: AskedRun, metadata: Metadata) -> str | None:
+def refusal_of_use(use: CheckpointUse, run: AskedRun, metadata: Metadata) -> str | None:
     """Return why a run cannot use a checkpoint with this metadata; None if it can."""
     problem = metadata_problem(metadata)
     if problem is not None:
@@ -104,7 +104,7 @@ def refusal_of_stored_model(config: RunConfig) -> str:
     problem = (
         None
         if metadata is None
-        else refusal(CheckpointUse.INFER, AskedRun(config=config), metadata)
+        else refusal_of_use(CheckpointUse.INFER, AskedRun(config=config), metadata)
     )
     return f"{load}: {problem}" if problem else ""
 

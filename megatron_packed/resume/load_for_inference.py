@@ -14,7 +14,7 @@ from megatron_packed.config.run import RunConfig
 from megatron_packed.data.tokenizers.base import Tokenizer, meaning_hash, vocabulary
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.run_model import build_model
-from megatron_packed.resume.allowed_changes import CheckpointUse, refusal
+from megatron_packed.resume.allowed_changes import CheckpointUse, refusal_of_use
 from megatron_packed.resume.compared_runs import AskedRun
 from megatron_packed.resume.held_state import held_state
 
@@ -47,7 +47,7 @@ def load_model(
         [held.shard for held in held_state(model)],
         step=config.checkpoint.ckpt_step,
         allow_extra=("optimizer/", "rng/", "callback/"),
-        accept=partial(refusal, CheckpointUse.INFER, AskedRun(config=config)),
+        accept=partial(refusal_of_use, CheckpointUse.INFER, AskedRun(config=config)),
     )
     on_loaded(loaded.path)
     # Not an error: other files of the same tokenizer may write some tokens in another way.

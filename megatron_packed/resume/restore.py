@@ -11,7 +11,7 @@ from megatron_packed.checkpoint.run_metadata import tokenizer_warning
 from megatron_packed.config.resumed_options import stored_schedule, takes_schedule
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.serialise import changed_options
-from megatron_packed.resume.allowed_changes import CheckpointUse, noted_keys, refusal
+from megatron_packed.resume.allowed_changes import CheckpointUse, noted_keys, refusal_of_use
 from megatron_packed.resume.run_and_random_state import RunState
 from megatron_packed.resume.schedule_change import schedule_change
 
@@ -95,7 +95,7 @@ def restore(config: RunConfig, state: RunState, say: Say, warn: Say) -> None:
     warning = tokenizer_warning(loaded.path, loaded.metadata, state.hashes.tokenizer_hash)
     if warning is not None:
         warn(warning)
-    other_model = refusal(CheckpointUse.WARN, state.run, loaded.metadata)
+    other_model = refusal_of_use(CheckpointUse.WARN, state.run, loaded.metadata)
     if other_model is not None:
         warn(f"{loaded.path} {other_model}; fine-tuning still loads these weights unchanged.")
 

@@ -212,7 +212,7 @@ class RunState:
             CheckpointError: no checkpoint is valid.
         """
         from megatron_packed.checkpoint.load import load_checkpoint
-        from megatron_packed.resume.allowed_changes import CheckpointUse, refusal
+        from megatron_packed.resume.allowed_changes import CheckpointUse, refusal_of_use
 
         assert options.load is not None
         # The load writes random states into these tensors. They are applied only after the whole
@@ -225,8 +225,8 @@ class RunState:
 
         def refused(metadata: Metadata) -> str | None:
             if not resumes:
-                return refusal(CheckpointUse.FINE_TUNE, self.run, metadata)
-            problem = refusal(CheckpointUse.RESUME, self.run, metadata)
+                return refusal_of_use(CheckpointUse.FINE_TUNE, self.run, metadata)
+            problem = refusal_of_use(CheckpointUse.RESUME, self.run, metadata)
             return problem or self.callback_states.refusal(metadata)
 
         unwanted = ("rng/", "callback/", *(() if optimizer else ("optimizer/",)))

@@ -13,7 +13,7 @@ from megatron_packed.resume.allowed_changes import (
     _optimizer_refusal,
     _precision_refusal,
     noted_keys,
-    refusal,
+    refusal_of_use,
 )
 from megatron_packed.resume.compared_runs import AskedRun, Resumed
 
@@ -77,8 +77,10 @@ def test_changes_are_printed_by_the_sections_of_the_table() -> None:
 def test_the_first_refused_row_gives_the_sentence() -> None:
     metadata: dict[str, Any] = json.loads(MANIFEST.read_text())["metadata"]
     run = AskedRun(config=config_of(bf16=True))
-    said = {use: refusal(use, run, metadata) for use in (CheckpointUse.WARN, CheckpointUse.INFER)}
+    said = {
+        use: refusal_of_use(use, run, metadata) for use in (CheckpointUse.WARN, CheckpointUse.INFER)
+    }
     assert str(said[CheckpointUse.WARN]).startswith("belongs to another model: ")
     assert str(said[CheckpointUse.INFER]).startswith("was trained without --bf16")
     del metadata["plan_hash"]
-    assert "plan_hash is missing" in str(refusal(CheckpointUse.RESUME, run, metadata))
+    assert "plan_hash is missing" in str(refusal_of_use(CheckpointUse.RESUME, run, metadata))
