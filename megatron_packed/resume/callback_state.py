@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -22,6 +23,7 @@ from megatron_packed.checkpoint.manifest import Manifest
 from megatron_packed.checkpoint.rank_agreement import Ranks
 from megatron_packed.checkpoint.run_metadata import CALLBACKS, CallbackRecord, Metadata
 from megatron_packed.checkpoint.tensor_shard import TensorShard
+from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.resume.held_state import Held, held_parameter
 
@@ -56,12 +58,10 @@ class CallbackStates:
     """The callbacks, the same on all ranks."""
     model: HybridModel
     """The model; its parameters' names are known."""
-    device: torch.device
-    """Device of the run."""
+    groups: ParallelGroups
+    """Process groups of the run."""
     layout: Mapping[str, int]
     """Sizes of the parallel layout, as stored in checkpoints."""
-    ranks: Ranks
-    """All ranks of the run."""
     loaded: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Callback -> state of a checkpoint whose tensors a load fills."""
 
@@ -84,7 +84,7 @@ class CallbackStates:
                 records[callback.name] = record
         if not self.callbacks:
             return held, {}
-        of_ranks, states = self.ranks.gather(records), {}
+        of_ranks, states = Ranks.from_groups(self.groups).gather(records), {}
         for name in records:
             first, *others = [of_rank.get(name) for of_rank in of_ranks]
             # Most states are the same on all ranks. One copy keeps the manifest small.
@@ -124,10 +124,10 @@ class CallbackStates:
         parameters = self.model.sharded_parameters()
         for callback in self.callbacks:
             records = stored.get(callback.name, [None])
-            record = records[0 if len(records) == 1 else self.ranks.rank]
+            record = records[0 if len(records) == 1 else self.groups.rank]
             if record is None:
                 continue
-            tensors: dict[str, Tensor] = {}
+            self.loaded[callback.name] = state = deepcopy(record["values"])
             for path, place in (record["parameters"] | record["tensors"]).items():
                 is_parameter = path in record["parameters"]
                 name = self._tensor_name(callback.name, path, of_rank=not is_parameter)
@@ -138,17 +138,17 @@ class CallbackStates:
                     )
                 whole = manifest.tensors[name]
                 # Padding of a vocabulary is not stored, so it is zero.
-                tensors[path] = tensor = torch.zeros(
+                tensor = torch.zeros(
                     whole.shape if sharded is None else sharded.parameter.shape,
                     dtype=whole.dtype,
-                    device=self.device if place == "device" else "cpu",
+                    device=self.groups.device if place == "device" else "cpu",
                 )
+                _put(state, path, tensor)
                 if sharded is None:
                     shards.append(TensorShard.whole(name, tensor))
                 else:
                     parts = held_parameter(name, sharded, tensor.view(-1))
                     shards += [part.shard for part in parts]
-            self.loaded[callback.name] = {"values": record["values"], "tensors": tensors}
         return shards
 
     def restore(self) -> None:
@@ -158,11 +158,11 @@ class CallbackStates:
             CallbackError: `load_state_dict` has failed.
         """
         for callback in self.callbacks:
-            loaded = self.loaded.pop(callback.name, None)
-            if loaded is None:
+            state = self.loaded.pop(callback.name, None)
+            if state is None:
                 continue
             try:
-                callback.load_state_dict(_with_tensors(loaded["values"], loaded["tensors"]))
+                callback.load_state_dict(state)
             except Exception as error:
                 raise CallbackError(callback, "load_state_dict", error) from error
 
@@ -192,7 +192,7 @@ class CallbackStates:
             if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
                 raise ValueError(f"{path} has a value that is not finite")
             contiguous = tensor.detach().contiguous()
-            place = "device" if tensor.device.type == self.device.type else "host"
+            place = "device" if tensor.device.type == self.groups.device.type else "host"
             sharded = parameters.get(_last_key(path))
             if sharded is not None and tensor.shape == sharded.parameter.shape:
                 record["parameters"][path] = place
@@ -206,7 +206,7 @@ class CallbackStates:
         return held, record
 
     def _tensor_name(self, callback: str, path: str, *, of_rank: bool) -> str:
-        rank = f"rank_{self.ranks.rank}/" if of_rank else ""
+        rank = f"rank_{self.groups.rank}/" if of_rank else ""
         return f"callback/{callback}/{rank}{path}"
 
 
@@ -253,13 +253,9 @@ def _check_json(path: str, value: object) -> None:
         )
 
 
-def _with_tensors(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the state whose parts `_without_tensors` has separated."""
-    state = json.loads(json.dumps(values))
-    for path, tensor in tensors.items():
-        *parents, key = path.split("/")
-        place = state
-        for parent in parents:
-            place = place[parent]
-        place[key] = tensor
-    return dict(state)
+def _put(state: dict[str, Any], path: str, tensor: Tensor) -> None:
+    """Put a tensor into the state from which `_without_tensors` has taken it."""
+    *parents, key = path.split("/")
+    for parent in parents:
+        state = state[parent]
+    state[key] = tensor

@@ -83,11 +83,7 @@ class RunState:
         self._device = self.groups.device
         self._ranks = Ranks.from_groups(self.groups)
         self.callback_states = CallbackStates(
-            callbacks=self.callbacks,
-            model=self.model,
-            device=self._device,
-            layout=self._layout,
-            ranks=self._ranks,
+            callbacks=self.callbacks, model=self.model, groups=self.groups, layout=self._layout
         )
         self._background = BackgroundSaves()
         self.run_id = str(self._ranks.gather(uuid.uuid4().hex[:12])[0])

@@ -1,12 +1,14 @@
 """Tests of the reasons for which a run refuses a checkpoint."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_packed.config.run import RunConfig
+from megatron_packed.config.serialise import from_dict, to_dict
 from megatron_packed.resume.allowed_changes import (
     _TOKENS,
     CheckpointUse,
@@ -84,3 +86,14 @@ def test_the_first_refused_row_gives_the_sentence() -> None:
     assert str(said[CheckpointUse.INFER]).startswith("was trained without --bf16")
     del metadata["plan_hash"]
     assert "plan_hash is missing" in str(refusal_of_use(CheckpointUse.RESUME, run, metadata))
+
+
+def test_explain_allows_what_the_requested_phase_may_change() -> None:
+    metadata: dict[str, Any] = json.loads(MANIFEST.read_text())["metadata"]
+    model = from_dict({**to_dict(config_of()), "model": metadata["config"]["model"]}).model
+    config = replace(config_of(), model=replace(model, rotary_base=model.rotary_base + 1))
+    said = refusal_of_use(CheckpointUse.INFER, AskedRun(config=config), metadata)
+    assert str(said).endswith("or change them in a new phase (--begin-phase NAME)")
+    begins = replace(config.checkpoint, load="a", begin_phase="two")
+    phase = AskedRun(config=replace(config, checkpoint=begins))
+    assert refusal_of_use(CheckpointUse.INFER, phase, metadata) is None
