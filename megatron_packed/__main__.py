@@ -16,7 +16,7 @@ def main() -> int:
     """
     try:
         with required_packages(any_version=sys.argv[1:2] == ["doctor"]):
-            from megatron_packed.cli.main import main as run_command
+            from megatron_packed.cli.main import run_command
 
             return run_command()
     except KeyboardInterrupt:

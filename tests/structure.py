@@ -43,6 +43,9 @@ FUNCTION_WORDS = frozenset(
 )
 """Words that say nothing as the whole name of a variable."""
 
+INTERFACES = {"serve": "LimitedProcess imports it from the module of each child program"}
+"""Functions that a caller finds by their name in several modules, with the caller."""
+
 
 class Source(NamedTuple):
     """One file of the package."""
@@ -185,13 +188,17 @@ def bindings_of_function_words(source: Source) -> Iterator[str]:
 
 
 def repeated_functions(sources: list[Source]) -> list[str]:
-    """Return functions of several modules, without those of ops, whose back ends have one interface."""
+    """Return functions of several modules, without interfaces.
+
+    Back ends of ops have one interface, and so have the functions of `INTERFACES`.
+    """
     places = defaultdict(list)
     for source in sources:
         if source.path.startswith("ops/"):
             continue
         for node in source.nodes[0].body:  # type: ignore[attr-defined]
-            if isinstance(node, DEFINITIONS) and not node.name.startswith("_"):
+            public = isinstance(node, DEFINITIONS) and not node.name.startswith("_")
+            if public and node.name not in INTERFACES:
                 places[node.name].append(source.path)
     return [
         f"{name} x{len(paths)}: {', '.join(paths)}"

@@ -14,7 +14,7 @@ from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.kinds.experts import MEASURE
 from megatron_packed.config.options import Decided, Field, Stored
 from megatron_packed.config.parallel_layout import ParallelLayout
-from megatron_packed.config.section import Section, section_fields
+from megatron_packed.config.section import Section, section_fields, unchecked
 from megatron_packed.config.sections.checkpoint import CheckpointConfig
 from megatron_packed.config.sections.cuda_graph import (
     CudaGraphConfig,
@@ -372,3 +372,10 @@ def unchecked_run(sections: Mapping[str, Section]) -> RunConfig:
     if run.packing.overlong_policy is None:
         object.__setattr__(run.packing, "overlong_policy", default_overlong_policy(run.data.sft))
     return run
+
+
+def unchecked_stored(stored: Stored) -> RunConfig:
+    """Return the configuration in a checkpoint, unchecked; options that it lacks have defaults."""
+    return unchecked_run(
+        {name: unchecked(kind, stored.get(name, {})) for name, kind in SECTIONS.items()}
+    )

@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING
 from megatron_packed.checkpoint.errors import printable_message
 from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.config.launch_checks import environment_number
-from megatron_packed.config.resumed_options import implied_keys
 from megatron_packed.config.run import RunConfig
-from megatron_packed.config.serialise import model_hash, to_dict
 from megatron_packed.distributed.collectives import barrier
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.failure_watch import FailureWatch
@@ -44,7 +42,7 @@ from megatron_packed.reporting.run_writers import (
     write_page_if_requested,
     writers_of,
 )
-from megatron_packed.resume.phases_and_stored_packs import Resumed, resumed_options
+from megatron_packed.resume.compared_runs import AskedRun, Resumed, resumed_options
 from megatron_packed.resume.run_and_random_state import RunState
 from megatron_packed.training.build_job import Job, build_job
 from megatron_packed.training.callback import Callback
@@ -275,7 +273,7 @@ def _build_data(launch: Launch) -> tuple[Launch, RunData]:
         stored=stored,
     )
     plan, hashes = data.train.plan, data.hashes
-    progress = None if resumed is None else resumed.progress_in(to_dict(config), plan, hashes)
+    progress = None if resumed is None else resumed.progress_in(config, plan, hashes)
     return replace(launch, config=with_epochs(config, plan, progress), resumed=resumed), data
 
 
@@ -296,16 +294,16 @@ def _build_model(launch: Launch, data: RunData) -> tuple[Job, RunState]:
         job.model,
         job.optimizer,
         groups,
-        plan=data.train.plan,
-        hashes=data.hashes,
-        config=to_dict(config),
-        model_hash=model_hash(config.model),
-        schedule_units=config.schedule_units,
-        implied=implied_keys(config),
+        AskedRun(
+            config=config,
+            vocab_size=data.vocab_size,
+            plan=data.train.plan,
+            hashes=data.hashes,
+            planned=launch.resumed,
+            changed_files=data.changed_files,
+        ),
         lock=launch.outputs.lock,
-        planned=launch.resumed,
         attached=data.attached,
-        changed_files=data.changed_files,
         show=not console.silent,
         callbacks=launch.callbacks,
     )

@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from megatron_packed.__main__ import main as program
-from megatron_packed.cli.main import main
+from megatron_packed.cli.main import run_command as main
 from megatron_packed.cli.packing import with_unused_flags
 from megatron_packed.config.parser.parse import parse
-from megatron_packed.config.serialise import to_dict
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.inputs.open_documents import build_tokenizer
 from megatron_packed.models.generate import generate
 from megatron_packed.reporting.curves import OF_A_STEP
+from megatron_packed.resume.compared_runs import AskedRun
 from megatron_packed.resume.run_and_random_state import RunState
 from megatron_packed.training.build_job import build_job
 from support.commands import exit_code
@@ -70,7 +70,7 @@ def save_checkpoint(run_flags, seed, vocab_size=ByteTokenizer.vocab_size):
     config = parse([*map(str, run_flags), "--seed", str(seed)])
     groups = ParallelGroups.single()
     job = build_job(config, groups, vocab_size)
-    state = RunState(job.model, job.optimizer, groups, config=to_dict(config), model_hash="")
+    state = RunState(job.model, job.optimizer, groups, AskedRun(config=config))
     state.save(config.checkpoint)
     return job.model
 
@@ -784,7 +784,7 @@ def test_files_are_named_once_by_one_flag(command, capsys):
 
 def test_problems_are_reported_before_torch_is_imported():
     code = (
-        "import sys\nfrom megatron_packed.cli.main import main\n"
+        "import sys\nfrom megatron_packed.cli.main import run_command as main\n"
         "try: main(['packing', '--seq-length', '0'])\nexcept SystemExit as e: print(e.code, 'torch' in sys.modules)"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

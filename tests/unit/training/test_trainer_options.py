@@ -176,10 +176,10 @@ def test_a_run_begins_at_step_0_only_in_its_own_directory(flags: str, said: str 
 def test_finetuning_in_the_folder_of_the_weights_is_a_warning(
     flags: str, step: int, warned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(restoring, "model_refusal", lambda metadata, model: None)
+    monkeypatch.setattr(restoring, "refusal_of_use", lambda use, run, metadata: None)
     loaded = SimpleNamespace(path="a/step", step=step, missing=[], unused=[], metadata={})
     warnings: list[str] = []
-    state = SimpleNamespace(load=lambda options: loaded, hashes=DataHashes())
+    state = SimpleNamespace(load=lambda options: loaded, hashes=DataHashes(), run=None)
     restore(config_of(flags), state, lambda text: None, warnings.append)  # type: ignore[arg-type]
     assert ["saves its step 4, it replaces a/step" in text for text in warnings] == [True] * warned
 
@@ -192,10 +192,10 @@ def test_random_states_of_ranks_that_a_run_has_not_are_no_warning(
     names: list[str], said: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run on fewer processes does not use the random states of the others."""
-    monkeypatch.setattr(restoring, "model_refusal", lambda metadata, model: None)
+    monkeypatch.setattr(restoring, "refusal_of_use", lambda use, run, metadata: None)
     loaded = SimpleNamespace(path="a", step=0, missing=names, unused=names, metadata={})
     warnings: list[str] = []
-    state = SimpleNamespace(load=lambda options: loaded, hashes=DataHashes())
+    state = SimpleNamespace(load=lambda options: loaded, hashes=DataHashes(), run=None)
     flags = "--load a --finetune --dist-ckpt-strictness log_all"
     restore(config_of(flags), state, lambda text: None, warnings.append)  # type: ignore[arg-type]
     expected = [
