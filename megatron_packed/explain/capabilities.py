@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
-from typing import NamedTuple
 
 import torch
 
@@ -21,6 +20,7 @@ from megatron_packed.config.sections.parallel import NOT_BUILT
 from megatron_packed.cuda_graphs.transformer_engine import maker
 from megatron_packed.distributed.sequence_parallel_products import NO_OVERLAP
 from megatron_packed.distributed.symmetric_memory import dtype_reasons, not_supported_reasons
+from megatron_packed.explain.capability import OFF, ON, PARTIAL, Capability
 from megatron_packed.explain.kernel_reasons import choose, layer_reasons
 from megatron_packed.explain.op_requests import op_requests, served_by, useless_recomputation
 from megatron_packed.layers.transformer_impl import LOCAL_NAME
@@ -39,7 +39,6 @@ from megatron_packed.ops.backend_dispatch import NoBackendError, Op
 from megatron_packed.ops.varlen_attention import api as varlen_attention
 
 CPU = torch.device("cpu")
-ON, PARTIAL, OFF = "on", "partial", "off"
 _IF_REACHABLE = "if the GPUs of the ranks can access each other's memory"
 _NOT_COUNTED = "MFU does not count recomputed operations"
 FLEX_OVERTAKES = {"transformer_engine": 128, "flash_attn_2": 32, "torch_varlen": 16}
@@ -47,17 +46,6 @@ FLEX_OVERTAKES = {"transformer_engine": 128, "flash_attn_2": 32, "torch_varlen":
 
 Measured by `capacity_cost.py`; it was faster for at least one of the measured sizes.
 """
-
-
-class Capability(NamedTuple):
-    """Feature of a run, whether the run has it, the reason, and a better setting."""
-
-    name: str
-    state: str
-    """``on``, ``partial`` or ``off``."""
-    reason: str
-    advice: str = ""
-    """Setting that would improve the state; empty if there is none."""
 
 
 def on_or_off(name: str, active: bool, on: str, off: str, advice: str = "") -> Capability:

@@ -24,8 +24,8 @@ from megatron_packed.config.kernel_options import (
 from megatron_packed.config.kinds.layer_kind import KINDS
 from megatron_packed.config.optional_packages import is_installed, package_of_kernel
 from megatron_packed.config.run import RunConfig
+from megatron_packed.explain.capability import WIDTH
 from megatron_packed.explain.op_requests import op_requests, served_by
-from megatron_packed.explain.terminal_lines import WIDTH
 from megatron_packed.layers.transformer_impl import (
     LOCAL_NAME,
     TRANSFORMER_ENGINE_NAME,
