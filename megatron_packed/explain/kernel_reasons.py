@@ -17,7 +17,9 @@ from megatron_packed.config.errors import ConfigError, Problem
 from megatron_packed.config.kernel_options import (
     OPTION_OF,
     PLAIN,
+    NamedKernel,
     fast_kernels_missing,
+    named_kernels,
     not_fast,
     requires_fast_kernels,
 )
@@ -211,7 +213,8 @@ def chosen_kernels(
         op, inputs = request.op, request.inputs
         backend = served_by(request, requests)
         try:
-            kernel = choose(op, inputs, backend, _option_of(config, op))
+            named = _named(config, op)
+            kernel = choose(op, inputs, backend, named.option if named else "")
         except NoBackendError:
             problem = _refusal(config, op, inputs, backend)
             problems += [] if problem in problems else [problem]
@@ -261,9 +264,10 @@ def kernel_names(config: RunConfig, kernels: Sequence[Kernel]) -> dict[str, str]
         names["norm"] = "torch"
     if "attention" in names and config.parallel.context_parallel_size > 1:
         names["attention"] += f" ({config.parallel.cp_comm_type})"
-    others = [label for label in names if label not in LABELS.values()]
-    labels = (every for label in LABELS.values() for every in ([label] if label else others))
-    return {label: names[label] for label in dict.fromkeys(labels) if label in names}
+    order = list(LABELS.values())
+    return dict(
+        sorted(names.items(), key=lambda item: order.index(item[0] if item[0] in order else ""))
+    )
 
 
 def kernel_block(names: dict[str, str]) -> str:
@@ -350,43 +354,29 @@ def _case(kernel: Kernel) -> str:
     return "moe" if isinstance(inputs, grouped_mlp.GroupedMLPInputs) else kernel.op.name
 
 
-def _option_of(config: RunConfig, op: Op) -> str:
-    """Return the given flag that names an op's kernel; empty if there is none."""
-    backends = {**config.training.backends, "adamw": config.optim.optimizer_backend}
-    if backends.get(op.name, "auto") != "auto":
-        return OPTION_OF[op.name]
-    return (
-        OPTION_OF["layers"]
-        if config.training.uses_transformer_engine_attention and _is_attention(op)
-        else ""
-    )
-
-
-def _is_attention(op: Op) -> bool:
-    return any(kind.attends and op.name in kind.backends for kind in KINDS.values())
+def _named(config: RunConfig, op: Op) -> NamedKernel | None:
+    """Return the kernel that an option requests for an op; None if there is none."""
+    named = {kernel.option: kernel for kernel in named_kernels(config)}
+    attends = any(kind.attends and op.name in kind.backends for kind in KINDS.values())
+    of_layers = named.get(OPTION_OF["layers"]) if attends else None
+    return named.get(OPTION_OF.get(op.name, ""), of_layers)
 
 
 def _refusal(config: RunConfig, op: Op, inputs: Hashable, backend: str) -> Problem:
     """Return the problem of a requested kernel that cannot be used."""
-    reasons = op.explain(inputs)
-    why = "; ".join(
-        map(without_module, reasons[backend] if backend in reasons else reasons[op.names()[0]])
-    )
-    label, option = label_of(op), _option_of(config, op)
-    if option == OPTION_OF["layers"]:
-        return Problem(
-            option,
-            TRANSFORMER_ENGINE_NAME,
-            f"its attention cannot be used: {why}",
-            "name another --attention-backend as well, or give local",
-        )
-    if not option and op is context_parallel_attention.OP:
+    reasons, named = op.explain(inputs), _named(config, op)
+    why = "; ".join(map(without_module, reasons.get(backend) or reasons[op.names()[0]]))
+    if named is None:
+        assert op is context_parallel_attention.OP, "every other op has a reference"
         return Problem(
             "--cp-comm-type",
             config.parallel.cp_comm_type,
             f"has one kernel on GPUs, {backend}, which cannot be used: {why}",
             "give a2a, which works with every attention kernel",
         )
-    return Problem(
-        option, backend, f"cannot be used for {label}: {why}", "leave it out, or name another"
+    if named.op == "layers":
+        cure = "name another --attention-backend as well, or give local"
+        return named.problem(f"its attention cannot be used: {why}", cure)
+    return named.problem(
+        f"cannot be used for {label_of(op)}: {why}", "leave it out, or name another"
     )
