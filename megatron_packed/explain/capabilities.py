@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 
 import torch
 
@@ -20,9 +20,14 @@ from megatron_packed.config.sections.parallel import NOT_BUILT
 from megatron_packed.cuda_graphs.transformer_engine import maker
 from megatron_packed.distributed.sequence_parallel_products import NO_OVERLAP
 from megatron_packed.distributed.symmetric_memory import dtype_reasons, not_supported_reasons
-from megatron_packed.explain.capability import OFF, ON, PARTIAL, Capability
-from megatron_packed.explain.kernel_reasons import choose, layer_reasons
-from megatron_packed.explain.op_requests import op_requests, served_by, useless_recomputation
+from megatron_packed.explain.capability import OFF, ON, PARTIAL, Capability, row
+from megatron_packed.explain.kernel_reasons import (
+    Kernel,
+    advice_of,
+    layer_reasons,
+    requested_kernels,
+)
+from megatron_packed.explain.op_requests import op_requests, useless_recomputation
 from megatron_packed.layers.transformer_impl import LOCAL_NAME
 from megatron_packed.models.convert.trained_config import nearest_families
 from megatron_packed.models.equal_exchanges import (
@@ -35,7 +40,7 @@ from megatron_packed.models.equal_exchanges import (
 from megatron_packed.models.flops import peak_flops
 from megatron_packed.models.run_model import dtype_of
 from megatron_packed.models.tensor_overlap import overlap_absence, overlap_of, overlap_words
-from megatron_packed.ops.backend_dispatch import NoBackendError, Op
+from megatron_packed.ops.backend_dispatch import NoBackendError
 from megatron_packed.ops.varlen_attention import api as varlen_attention
 
 CPU = torch.device("cpu")
@@ -49,25 +54,14 @@ Measured by `capacity_cost.py`; it was faster for at least one of the measured s
 """
 
 
-def row(name: str, *cases: tuple[Any, ...]) -> Capability:
-    """Return the capability of the first case that holds.
-
-    Args:
-        cases: condition, state, reason, and a better setting if there is one.
-    """
-    return next(Capability(name, *fields) for holds, *fields in cases if holds)
-
-
 def capabilities(
     config: RunConfig, device: torch.device, world_size: int = 1
 ) -> Iterator[Capability]:
     """Yield all capabilities of the configuration on ``device`` with ``world_size`` processes."""
     yield from _machine(config, device)
-    requests = op_requests(config, device)
     # Several layers may have equal rows.
     yield from dict.fromkeys(
-        kernel(request.op, request.inputs, served_by(request, requests), device)
-        for request in requests
+        kernel_row(kernel, device) for kernel in requested_kernels(config, device)
     )
     yield from graph_capabilities(config, device)
     yield _recomputation(config, device)
@@ -115,28 +109,26 @@ def _machine(config: RunConfig, device: torch.device) -> Iterator[Capability]:
     )
 
 
-def kernel(op: Op, inputs: Hashable, backend: str, device: torch.device) -> Capability:
+def kernel_row(kernel: Kernel, device: torch.device) -> Capability:
     """Return which backend of an op runs, and why no faster backend does."""
-    title = f"kernel {op.name}"
-    try:
-        chosen = choose(op, inputs, backend)
-    except NoBackendError as error:
-        return Capability(title, OFF, str(error), "choose another backend, or auto")
-    by_name, on_gpu = backend != "auto", device.type == "cuda"
-    cost = chosen.cost if on_gpu else ""
+    title, problem = f"kernel {kernel.op.name}", kernel.problem
+    if problem is not None:
+        return Capability(title, OFF, problem.rule, problem.cure)
+    by_name, on_gpu = kernel.backend != "auto", device.type == "cuda"
+    named = f"{kernel.name}, as requested"
+    cost, reasons = kernel.cost if on_gpu else "", kernel.reasons
     # A named backend may be slower than others that could be used.
-    faster = [] if by_name else [(name, why[0]) for name, why in chosen.passed_over.items()]
-    why = "; ".join(map(": ".join, faster))
-    missing = "install the extra 'gpu'" if "does not import" in why else ""
-    named = f"{chosen.name}, as requested{cost}{chosen.remark}"
-    on_cpu = not on_gpu and chosen.name == "reference"
+    faster = [] if by_name else [f"{name}: {reasons[name][0]}" for name in kernel.faster]
+    refused = f"; faster backends cannot be used: {'; '.join(faster)}"
+    cure = advice_of(kernel) if faster or cost else ""
+    on_cpu = not on_gpu and kernel.name == "reference"
     return row(
         title,
         (on_cpu, PARTIAL, "reference: plain PyTorch, the backend for CPUs"),
-        (by_name and cost, PARTIAL, named, "auto"),
-        (by_name, ON, named),
-        (not why, ON, f"{chosen.name}, the fastest backend{chosen.remark}"),
-        (True, PARTIAL, f"{chosen.name}{cost}; faster backends cannot be used: {why}", missing),
+        (by_name and not cost, ON, named + kernel.remark),
+        (by_name, PARTIAL, named + cost + kernel.remark, cure),
+        (not faster, ON, f"{kernel.name}, the fastest backend{kernel.remark}"),
+        (True, PARTIAL, kernel.name + cost + refused, cure),
     )
 
 
@@ -297,18 +289,15 @@ def _attention_of_graphs(
 ) -> Iterator[Capability]:
     """Yield a line if the attention kernel is slower for a larger graph capacity."""
     # Context-parallel attention has a single kernel for GPUs.
+    chosen = ""
     for op, backend, inputs in op_requests(config, device):
-        if op is not varlen_attention.OP:
-            continue
-        try:
-            chosen = choose(op, inputs, backend).name
-        except NoBackendError:
-            return
-        if capacity >= FLEX_OVERTAKES.get(chosen, capacity + 1):
-            why = f"{chosen} takes time for all {capacity} documents of the capacity, even for a pack with fewer"
-            cure = "install flash-attn 4, or use --attention-backend flex"
-            yield Capability("  attention", PARTIAL, why, cure)
-        return
+        if op is varlen_attention.OP and not chosen:
+            with suppress(NoBackendError):
+                chosen = op.select(inputs, backend).name
+    if capacity >= FLEX_OVERTAKES.get(chosen, capacity + 1):
+        why = f"{chosen} takes time for all {capacity} documents of the capacity, even for a pack with fewer"
+        cure = "install flash-attn 4, or use --attention-backend flex"
+        yield Capability("  attention", PARTIAL, why, cure)
 
 
 def parallel_capabilities(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 WIDTH = 118
 """Largest number of characters of a line in a terminal."""
@@ -30,6 +30,15 @@ class Capability(NamedTuple):
     """Version or value."""
     instead: str = ""
     """Replacement that is used instead."""
+
+
+def row(name: str, *cases: tuple[Any, ...]) -> Capability:
+    """Return the capability of the first case that holds.
+
+    Args:
+        cases: condition, state, reason, and a better setting if there is one.
+    """
+    return next(Capability(name, *fields) for holds, *fields in cases if holds)
 
 
 def table(rows: Sequence[Capability]) -> list[str]:

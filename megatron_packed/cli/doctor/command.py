@@ -16,7 +16,6 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 from megatron_packed import __version__
@@ -42,7 +41,7 @@ from megatron_packed.config.optional_packages import (
     strangers,
     version_of,
 )
-from megatron_packed.explain.capability import Capability, table
+from megatron_packed.explain.capability import Capability, row, table
 
 EXIT_PROBLEM = 1
 LINE_EVERY = 10.0
@@ -174,43 +173,36 @@ def _strangers() -> Iterator[Capability]:
 def _package(package: Package, answers: ProbeAnswers) -> Capability:
     """Return the finding of a package."""
     answer, kernels = answers[f"import:{package.module}"], answers["kernels"]
-    version = version_of(package.name)
+    version, old = version_of(package.name), package.too_old()
     choices = [
         (op, backend, kernels["ops"][op])
         for op, _, backend in (name.partition(".") for name in package.kernels)
         if op in kernels.get("ops", {})
     ]
+    absent = "absent" in answer
+    missing, install = f"not installed; for {package.use}", package.command
+    again = f"pip uninstall -y {package.name}; {install}"
+    gains = kernels.get("device") == "cuda" and any(itertools.starmap(_is_faster, choices))
+    working, failed = _outcomes(package.kernels, answers)
+    reasons = [reason for _, name, choice in choices for reason in choice["reasons"].get(name, [])]
+    finding = row(
+        package.name,
+        ("stranger" in answer, WRONG, answer.get("stranger"), "pip uninstall -y apex"),
+        (absent and version, BROKEN, f"installed, but it has no module {package.module}", again),
+        (absent and package.required, WRONG, missing, install),
+        (absent and gains, SLOW, missing, install),
+        (absent, ABSENT, missing, "" if package.kernels else install),
+        ("error" in answer, BROKEN, answer.get("error"), again),
+        (old, WRONG, old, install),
+        (failed, BROKEN, "; ".join(failed), again),
+        (working, WORKS, f"{', '.join(working)} ran"),
+        (True, FOUND, [*reasons, package.use][0]),
+    )
     others = (
         f"{op}: {choice['chosen']}" for op, name, choice in choices if choice["chosen"] != name
     )
-    finding = partial(
-        Capability,
-        package.name,
-        found=version or answer.get("version", ""),
-        instead=", ".join(dict.fromkeys(others)),
-    )
-    if "stranger" in answer:
-        return finding(WRONG, answer["stranger"], "pip uninstall -y apex")
-    again = f"pip uninstall -y {package.name}; {package.command}"
-    if "absent" in answer:
-        if version is not None:
-            return finding(BROKEN, f"installed, but it has no module {package.module}", again)
-        gains = kernels.get("device") == "cuda" and any(itertools.starmap(_is_faster, choices))
-        state = SLOW if gains else ABSENT
-        state = WRONG if package.required else state
-        fix = "" if state == ABSENT and package.kernels else package.command
-        return finding(state, f"not installed; for {package.use}", fix)
-    if "error" in answer:
-        return finding(BROKEN, answer["error"], again)
-    if old := package.too_old():
-        return finding(WRONG, old, package.command)
-    working, failed = _outcomes(package.kernels, answers)
-    if failed:
-        return finding(BROKEN, "; ".join(failed), again)
-    if working:
-        return finding(WORKS, f"{', '.join(working)} ran")
-    reasons = [reason for _, name, choice in choices for reason in choice["reasons"].get(name, [])]
-    return finding(FOUND, [*reasons, package.use][0])
+    found, instead = version or answer.get("version", ""), ", ".join(dict.fromkeys(others))
+    return finding._replace(found=found, instead=instead)
 
 
 def _is_faster(op: str, backend: str, choice: dict[str, Any]) -> bool:
@@ -255,14 +247,10 @@ def _kernels(answers: ProbeAnswers) -> list[Capability]:
             for name, answer in zip(healthy, working.values())
         )
         texts += _refusals(op, reasons, answers, first_op)
-        states = (failed, BROKEN), (slow, SLOW), (healthy, WORKS), (True, FOUND)
-        state = next(state for holds, state in states if holds)
         instead = (healthy or ["reference"])[0] if failed and chosen not in healthy else ""
-        fix = (
-            f"pretrain_hybrid.py {FORCED_BY[op]} {instead} ..."
-            if instead and op in FORCED_BY
-            else ""
-        )
+        forced = instead and op in FORCED_BY
+        fix = f"pretrain_hybrid.py {FORCED_BY[op]} {instead} ..." if forced else ""
+        state = row(op, (failed, BROKEN), (slow, SLOW), (healthy, WORKS), (True, FOUND)).state
         findings.append(Capability(op, state, " | ".join(texts), fix, chosen, instead))
     return findings
 

@@ -16,7 +16,7 @@ from megatron_packed.config.kinds.attention import SYMBOL as ATTENTION
 from megatron_packed.config.kinds.layer_kind import KINDS
 from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.run import RunConfig
-from megatron_packed.explain.kernel_reasons import choose, layer_reasons, without_module
+from megatron_packed.explain.kernel_reasons import Kernel, layer_reasons, without_module
 from megatron_packed.explain.op_requests import op_requests
 from megatron_packed.layers.backends import Backends
 from megatron_packed.models.hybrid_model import HybridModel
@@ -58,7 +58,7 @@ def choices() -> dict[str, Any]:
     and the reasons why some cannot be used.
     """
     config, device, requests = _job()
-    kernels = [choose(*request) for request in requests.values()]
+    kernels = [Kernel(op, inputs, op.select(inputs).name) for op, inputs in requests.values()]
     ops: dict[str, Any] = {
         kernel.op.name: {
             "chosen": kernel.name,

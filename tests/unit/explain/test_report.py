@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_packed.config.errors import ConfigError
+from megatron_packed.config.errors import ConfigError, Problem
 from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.data.tokenizers.base import ByteTokenizer
@@ -18,10 +18,10 @@ from megatron_packed.explain import kernel_reasons
 from megatron_packed.explain.capabilities import (
     capabilities,
     graph_capabilities,
-    kernel,
+    kernel_row,
     parallel_capabilities,
 )
-from megatron_packed.explain.kernel_reasons import chosen_kernels
+from megatron_packed.explain.kernel_reasons import Kernel, chosen_kernels
 from megatron_packed.explain.op_requests import op_requests
 from megatron_packed.explain.report import PlannedRun
 from megatron_packed.inputs.known_data import known_data
@@ -477,16 +477,22 @@ def test_a_kernel_that_is_passed_over_says_why(monkeypatch):
     monkeypatch.setattr(Backend, "reasons", lambda self, inputs: reasons[self.name])
     op = Op("thing", tuple(Backend(name, "math") for name in reasons))
     gpu = torch.device("cuda")
-    found = kernel(op, 1, "auto", gpu)
+    found = kernel_row(chosen(op, 1), gpu)
     assert (
         found.state == "partial"
         and found.detail == "good; faster backends cannot be used: quick: a.b does not import: no a"
     )
-    assert found.fix == "install the extra 'gpu'"
-    assert kernel(op, 2, "slow", gpu).detail == "slow, as requested"
-    assert kernel(op, 3, "quick", gpu).state == "off"
+    assert found.fix == "megatron-packed doctor finds the cause"
+    assert kernel_row(chosen(op, 2, "slow"), gpu).detail == "slow, as requested"
+    problem = Problem("--thing-backend", "quick", "cannot be used for thing: no a", "leave it out")
+    off = kernel_row(Kernel(op, 3, "quick", problem=problem), gpu)
+    assert (off.state, off.detail, off.fix) == ("off", problem.rule, "leave it out")
     reasons["quick"] = []
-    assert kernel(op, 4, "auto", gpu).state == "on"
+    assert kernel_row(chosen(op, 4), gpu).state == "on"
+
+
+def chosen(op, inputs, backend="auto"):
+    return Kernel(op, inputs, op.select(inputs, backend).name, backend=backend)
 
 
 def test_a_plain_reference_on_a_gpu_is_partial_and_says_what_it_costs(monkeypatch):
@@ -497,12 +503,13 @@ def test_a_plain_reference_on_a_gpu_is_partial_and_says_what_it_costs(monkeypatc
         op.name: (op, inputs) for op, _, inputs in op_requests(parse(FLAGS, world_size=1), CPU)
     }
     for asked in ("auto", "reference"):
-        found = kernel(*inputs["ssd"], asked, torch.device("cuda"))
+        kernel = chosen(*inputs["ssd"], asked)
+        found = kernel_row(kernel, torch.device("cuda"))
         assert (
             found.state == "partial"
             and "13 times as long as triton (measured on an H200)" in found.detail
         )
-        assert "times as long" not in kernel(*inputs["ssd"], asked, CPU).detail
+        assert "times as long" not in kernel_row(kernel, CPU).detail
 
 
 def test_the_export_of_the_model_is_known_before_the_training():
