@@ -139,9 +139,9 @@ class Kernel(NamedTuple):
 
         The module of the backend may have a function ``remark`` that returns it.
         """
-        backend = next(each for each in self.op.backends if each.name == self.name)
-        remark: Callable[[Any], str] | None = getattr(backend.loaded, "remark", None)
-        return "" if remark is None else remark(self.inputs)
+        backend = self.op.chosen[self.name, self.inputs].loaded
+        remark: Callable[[Any], str] = getattr(backend, "remark", lambda inputs: "")
+        return remark(self.inputs)
 
 
 def requested_kernels(

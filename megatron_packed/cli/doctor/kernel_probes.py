@@ -142,8 +142,10 @@ def _adamw_difference(backend: str) -> float:
     _, device, ops = _job()
     op, inputs = ops["adamw"]
 
-    def number(value: float) -> Tensor:
-        return torch.tensor(value, device=device)
+    lr, step, skip, divisor = torch.tensor([0.1, 3.0, 0.0, 2.0], device=device)
+    control = adamw.Control(
+        lr=lr, step=step, skip=skip, grad_divisor=divisor, beta1=0.9, beta2=0.95, eps=1e-8
+    )
 
     def updated(name: str) -> Tensor:
         draw = torch.Generator().manual_seed(0)
@@ -152,15 +154,6 @@ def _adamw_difference(backend: str) -> float:
         )
         slices = adamw.Slices(
             weight_decay=0.1, params=params, grads=grads, exp_avgs=averages, exp_avg_sqs=squares
-        )
-        control = adamw.Control(
-            lr=number(0.1),
-            step=number(3.0),
-            skip=number(0.0),
-            grad_divisor=number(2.0),
-            beta1=0.9,
-            beta2=0.95,
-            eps=1e-8,
         )
         op.chosen[name, inputs].loaded.run([slices], control)
         return params[0]
