@@ -22,7 +22,6 @@ from megatron_packed.explain.kernel_reasons import (
     chosen_kernels,
     kernel_block,
     kernel_names,
-    label_of,
     slow_kernel_warnings,
 )
 from megatron_packed.explain.op_requests import op_requests, served_by
@@ -62,7 +61,7 @@ def test_what_is_named_is_what_runs(monkeypatch, pattern, flags):
     chosen = {kernel.op.name: {kernel.name} for kernel in chosen_kernels(config, CPU)}
     assert called == chosen
     names = kernel_names(config, chosen_kernels(config, CPU))
-    assert set(names) == {label_of(kernel.op) for kernel in chosen_kernels(config, CPU)}
+    assert set(names) == {kernel.label for kernel in chosen_kernels(config, CPU)}
 
 
 def test_calls_on_the_meta_device_are_not_noted(monkeypatch):

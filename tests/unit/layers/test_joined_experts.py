@@ -273,8 +273,8 @@ def test_a_useless_recomputation_is_reported(joined, device, memory, useless):
     start = "--recompute-modules moe_act saves no memory: without it the experts run quack_joined"
     assert [text for text in warnings if text.startswith(start)] == warnings[-1:] * useless
     row = capabilities._recomputation(config, device)
-    assert (row.state, bool(row.advice)) == (("partial", True) if useless else ("on", False))
-    assert ("moe_act saves no memory" in row.reason) == useless
+    assert (row.state, bool(row.fix)) == (("partial", True) if useless else ("on", False))
+    assert ("moe_act saves no memory" in row.detail) == useless
 
 
 @pytest.mark.parametrize("pattern, changes", [("E", {"swiglu": True}), ("M", {})])
