@@ -75,21 +75,15 @@ def test_plan_takes_the_options_of_the_checkpoint(report: dict, capsys) -> None:
 @pytest.mark.parametrize("command", ["packing", "plan", "tune"])
 def test_a_missing_option_of_a_loaded_checkpoint_has_this_cure(report, capsys, command) -> None:
     words = [command, "--sft", "--data-path", "talk.jsonl", "--load", "run"]
-    with pytest.raises(SystemExit):
-        raise SystemExit(main(words))
-    said = capsys.readouterr().err
     cure = "give --seq-length N, or take it from the loaded checkpoint with --use-checkpoint-args"
-    assert cure in said
-    with pytest.raises(SystemExit):
-        raise SystemExit(main(words[:-2]))
-    assert "--use-checkpoint-args" not in capsys.readouterr().err
+    assert cure in commands.refusal(capsys, *words)[1]
+    assert "--use-checkpoint-args" not in commands.refusal(capsys, *words[:-2])[1]
 
 
 def test_plan_estimates_no_model_that_no_flag_describes(report: dict, capsys) -> None:
     for more in ([], ["--load", "run"]):
-        with pytest.raises(SystemExit):
-            raise SystemExit(main(["plan", "--seq-length", "96", *more]))
-        said = capsys.readouterr().err
+        code, said = commands.refusal(capsys, "plan", "--seq-length", 96, *more)
+        assert code != 0
         assert "--hybrid-layer-pattern" in said
         assert ("with --use-checkpoint-args" in said) == bool(more)
 
@@ -98,6 +92,6 @@ def test_a_damaged_tokenizer_is_a_sentence(report: dict, capsys) -> None:
     Path("run/step_00000001/tokenizer.json").write_text("{}")
     words = ["--sft", "--data-path", "talk.jsonl", "--load", "run", "--use-checkpoint-args"]
     for command in ("packing", "tune"):
-        assert main([command, *words]) == 4
-        said = capsys.readouterr().err
+        code, said = commands.refusal(capsys, command, *words)
+        assert code == 4
         assert "checkpoint error" in said and "step_00000001/tokenizer.json" in said
