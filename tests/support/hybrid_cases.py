@@ -17,6 +17,9 @@ CHUNK = 8
 AWKWARD = [1, 2, 3, CHUNK, CHUNK + 1, 5, 2 * CHUNK + 3, 4]
 MANY = [1 + i % 3 for i in range(104)]
 
+LOGITS = torch.tensor([[2.0, 0.5, -1.0, 1.0], [0.0, 3.0, 0.1, -2.0], [1.0, -1.0, 0.2, 0.9]])
+"""Router logits of three tokens and four experts, whose choices are plain to see."""
+
 PATTERNS = ["M", "G", "*", "-", "E", "M*-E", "ME*M-", "*EG-"]
 
 VARIANTS = {

@@ -11,7 +11,7 @@ from megatron_packed.layers.moe.layer import MoE, count_valid
 from megatron_packed.packed.params import PackedSeqParams
 from megatron_packed.packed.shared_tables import SharedTables
 from support.hybrid_cases import CPU_BUILD
-from support.random_tensors import normal
+from support.random_tensors import filled, normal
 
 REAL, TAIL = 7, 3
 PACKED = PackedSeqParams.from_lengths([4, 3], REAL + TAIL)
@@ -33,12 +33,7 @@ def config(**changes):
 
 
 def build(kind=MoE, **changes):
-    module = kind(config(**changes), CPU_BUILD)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.normal_(generator=generator)
-    return module
+    return filled(kind(config(**changes), CPU_BUILD))
 
 
 def inputs():
