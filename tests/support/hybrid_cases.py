@@ -185,6 +185,11 @@ def make_documents(lengths, seed=0):
     return [(rng.integers(0, VOCAB, n), rng.random(n) < 0.75) for n in lengths]
 
 
+def awkward_pack(seed: int = 0, **options) -> MicroBatch:
+    """Return a pack of documents of awkward lengths; ``options`` are those of `make_pack`."""
+    return make_pack(make_documents(AWKWARD, seed), **options)
+
+
 def make_pack(documents, tail=0, spare=0, aux_scale=0.0, targets=None) -> MicroBatch:
     total = sum(len(tokens) for tokens, _ in documents) + tail
     targets = targets or max(1, count_targets(documents))
