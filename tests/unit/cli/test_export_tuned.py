@@ -8,7 +8,6 @@ import torch
 
 from megatron_packed.cli.export_tuned import export_tuned
 from megatron_packed.cli.main import main
-from megatron_packed.config.run import RunConfig
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
@@ -71,7 +70,7 @@ def tune(base, folder, *flags, sft=True, tokenizer=None):
     argv += ["--global-batch-size", 2, "--train-iters", 1, "--lr", 0.01, "--device", "cpu"]
     argv += ["--no-isolation-self-test", *["--sft"] * sft, *flags]
     argv += [] if tokenizer is None else ["--tokenizer-model", tokenizer]
-    train(RunConfig.from_args(list(map(str, argv))))
+    train(list(map(str, argv)))
     return run
 
 

@@ -340,7 +340,7 @@ def test_checkpoints_of_earlier_versions_find_their_tokenizer_in_the_cache(
 ) -> None:
     write_texts(tmp_path / "kept.jsonl", [TEXT])
     flags = [*MODEL.split(), *LOOP.split(), *BPE.split(), "--data-path", f"{tmp_path}/kept.jsonl"]
-    train(RunConfig.from_args([*flags, "--save", f"{tmp_path}/run"]))
+    train([*flags, "--save", f"{tmp_path}/run"])
     answer(capsys, tmp_path / "run", TEXT)
     remove_attached_files(tmp_path / "run")
     answer(capsys, tmp_path / "run", TEXT)

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from megatron_packed.cli.main import main
-from megatron_packed.config.run import RunConfig
 from megatron_packed.training.from_python import train
 from support import commands
 
@@ -26,7 +25,7 @@ def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> dict:
     lines = [json.dumps({"messages": turns * (1 + number % 3)}) for number in range(20)]
     Path("talk.jsonl").write_text("\n".join(lines) + "\n")
     found = commands.report(capsys, "packing", *FLAGS.split())
-    train(RunConfig.from_args([*FLAGS.split(), "--save", "run"]))
+    train([*FLAGS.split(), "--save", "run"])
     Path("own.jinja").unlink()
     shutil.rmtree(".megatron_packed_cache")
     capsys.readouterr()

@@ -31,7 +31,7 @@ def records(tmp_path: Path):
         place = str(tmp_path / folder)
         argv = [*MODEL.split(), "--data-path", str(data), "--save", place, "--load", place]
         argv += f"--lr 1e-2 --lr-warmup-samples 8 {words}".split()
-        assert train(RunConfig.from_args(argv), seen.append) is ExitCode.DONE
+        assert train(argv, seen.append) is ExitCode.DONE
         return [one for one in seen if "lm_loss" in one]
 
     return trained

@@ -9,7 +9,6 @@ from megatron_packed.checkpoint.manifest import MANIFEST
 from megatron_packed.checkpoint.sealed_json import seal, unseal
 from megatron_packed.cli.export_trained import export_trained
 from megatron_packed.cli.main import main
-from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.tokenizers.base import ByteTokenizer
@@ -42,7 +41,7 @@ TOLERANCE = 1e-4
 def trained(folder, data, flags, *more):
     """Train a model and return its folder."""
     argv = ["--hybrid-layer-pattern", *flags.split(), *COMMON.split(), *more]
-    train(RunConfig.from_args([*argv, "--data-path", str(data), "--save", str(folder)]))
+    train([*argv, "--data-path", str(data), "--save", str(folder)])
     return folder
 
 
@@ -255,7 +254,7 @@ def test_a_model_with_token_numbers_for_text_is_exported_without_a_tokenizer(tmp
     sizes = COMMON.replace("--sft", "--tokenizer-type NullTokenizer --vocab-size 9").split()
     data = ["--data-path", str(tmp_path / "numbers.jsonl"), "--train-iters", "1"]
     model = ["--hybrid-layer-pattern", "*-", *ROPE.split(), "--save", str(tmp_path / "run")]
-    train(RunConfig.from_args([*sizes, *data, *model]))
+    train([*sizes, *data, *model])
     exported = export_trained(tmp_path / "run", tmp_path / "hf")
     assert (exported.ends, exported.missing[:15]) == (("8",), "A NullTokenizer")
     files = {path.name for path in (tmp_path / "hf").iterdir()}
