@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron_packed.checkpoint.sealed_json import seal, unseal
-from megatron_packed.cli.main import run_command as main
+from megatron_packed.cli.main import run_command
 from megatron_packed.config.run import RunConfig
 from megatron_packed.inputs.open_documents import build_tokenizer, open_documents
 from megatron_packed.models import generate as generation
@@ -165,7 +165,7 @@ def answer(capsys: pytest.CaptureFixture[str], run: Path, prompt: str, *more: st
     """Return what ``generate`` prints."""
     capsys.readouterr()
     words = ["generate", "--load", str(run), "--device", "cpu", "--prompt", prompt]
-    assert main([*words, "--max-new-tokens", "4", *more]) == 0
+    assert run_command([*words, "--max-new-tokens", "4", *more]) == 0
     return Printed(*capsys.readouterr())
 
 
@@ -195,6 +195,9 @@ def test_each_tokenizer_and_precision_comes_from_the_checkpoint(
     again = TrainedModel.load(found.run, device="cpu").generate(text, max_new_tokens=4)
     assert again == out.strip()
     assert list(fresh.iterdir()) == []
+    if kind == "NullTokenizer":
+        assert run_command(["generate", "--load", str(found.run), "--prompt", "seven"]) == 3
+        assert "'seven' is not a number below 100" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("chat", CHATS)
@@ -245,29 +248,39 @@ def test_given_flags_win_and_contradictions_are_refused_by_name(
     found = trained(tmp_path, flags, {"text": TEXT})
     (tmp_path / "hf").rename(tmp_path / "moved")
     words = ["generate", "--load", str(found.run), "--prompt", TEXT, "--max-new-tokens", "1"]
-    assert main(words) == 3
+    assert run_command(words) == 3
     assert f"{tmp_path}/hf" in capsys.readouterr().err
     moved = [*words, "--tokenizer-model", f"{tmp_path}/moved"]
-    assert main(moved) == 0
+    assert run_command(moved) == 0
     assert asked[-1].prompts == [found.document[:-1]]
     for contradiction, code, sentence in (
         ("--hidden-size 32", 4, "--hidden-size is 32, and the checkpoint was made with 16"),
-        ("--bf16", 4, "was trained without --bf16"),
+        (
+            "--norm-epsilon 1e-6",
+            4,
+            "--norm-epsilon is 1e-06, and the checkpoint was made with 1e-05",
+        ),
+        ("--qk-layernorm", 4, "--qk-layernorm is on, and the checkpoint was made with off"),
+        (
+            "--bf16",
+            4,
+            "was trained without --bf16, and a load does not change precisions; leave it",
+        ),
         ("--chat-template chatml", 2, "it applies to conversations only"),
         ("--tokenizer-type GPT2BPETokenizer", 2, "GPT2BPETokenizer does not use a model file"),
         ("--hiden-size 16", 2, "--hidden-size"),
     ):
         capsys.readouterr()
         try:
-            assert main([*moved, *contradiction.split()]) == code
+            assert run_command([*moved, *contradiction.split()]) == code
         except SystemExit as ended:
             assert ended.code == code
         err = capsys.readouterr().err
         # The line with the precision is that of a checkpoint that was loaded.
         assert sentence in err and ", bf16" not in err and "float32" not in err
-    assert main([*moved, "--hidden-size", "32", "--use-checkpoint-args"]) == 0
+    assert run_command([*moved, "--hidden-size", "32", "--use-checkpoint-args"]) == 0
     capsys.readouterr()
-    assert main(["generate", "--prompt", TEXT]) == 2
+    assert run_command(["generate", "--prompt", TEXT]) == 2
     assert "--load is required" in capsys.readouterr().err
 
 
@@ -298,9 +311,10 @@ def test_an_args_file_of_the_run_needs_no_part_of_the_training(
     found = trained(tmp_path, BPE.split(), {"text": TEXT})
     (tmp_path / "run.args").write_text("\n".join(found.flags))
     more = "--valid-data-path nowhere --tensor-model-parallel-size 2 --context-parallel-size 4"
-    _, err = answer(capsys, found.run, TEXT, f"@{tmp_path}/run.args", *more.split())
+    out, err = answer(capsys, found.run, TEXT, f"@{tmp_path}/run.args", *more.split())
     assert err.count("\n") == 1
     assert asked[-1].prompts == [found.document[:-1]]
+    assert out == answer(capsys, found.run, TEXT).out
 
 
 def test_a_damaged_tokenizer_is_named_and_the_checkpoint_before_it_is_used(
@@ -315,7 +329,7 @@ def test_a_damaged_tokenizer_is_named_and_the_checkpoint_before_it_is_used(
         file.unlink(missing_ok=True)
         if damage is not None:
             file.write_bytes(damage)
-        assert main(["generate", "--load", str(other), "--prompt", TEXT]) == 4
+        assert run_command(["generate", "--load", str(other), "--prompt", TEXT]) == 4
         err = capsys.readouterr().err
         assert f"{file}" in err and "expected" in err and "Traceback" not in err
         assert asked == []
@@ -326,13 +340,13 @@ def test_checkpoints_of_earlier_versions_find_their_tokenizer_in_the_cache(
 ) -> None:
     write_texts(tmp_path / "kept.jsonl", [TEXT])
     flags = [*MODEL.split(), *LOOP.split(), *BPE.split(), "--data-path", f"{tmp_path}/kept.jsonl"]
-    train(RunConfig.from_args([*flags, "--save", f"{tmp_path}/run"]))
+    train([*flags, "--save", f"{tmp_path}/run"])
     answer(capsys, tmp_path / "run", TEXT)
     remove_attached_files(tmp_path / "run")
     answer(capsys, tmp_path / "run", TEXT)
     assert asked[0] == asked[1]
     (tmp_path / "kept.jsonl").unlink()
-    assert main(["generate", "--load", f"{tmp_path}/run", "--prompt", TEXT]) == 3
+    assert run_command(["generate", "--load", f"{tmp_path}/run", "--prompt", TEXT]) == 3
     assert "kept.jsonl" in capsys.readouterr().err
 
 
@@ -347,7 +361,7 @@ def test_layers_that_cannot_run_here_are_replaced_unless_their_flag_is_given(
     assert answer(capsys, found.run, TEXT).out == expected
     assert TrainedModel.load(found.run).config.training.transformer_impl == "local"
     words = ["generate", "--load", str(found.run), "--prompt", TEXT, "--transformer-impl", name]
-    assert main(words) == 2
+    assert run_command(words) == 2
     assert "TransformerEngine runs on CUDA GPUs only; give local" in capsys.readouterr().err
 
 
@@ -363,6 +377,8 @@ def test_converted_weights_need_the_name_of_a_tokenizer(
     edit_config(found.run, convert)
     words = ["generate", "--load", str(found.run), "--prompt", TEXT, "--max-new-tokens", "1"]
     with pytest.raises(SystemExit):
-        main(words)
+        run_command(words)
     assert "holds converted weights, which name no tokenizer" in capsys.readouterr().err
-    assert main([*words, "--tokenizer-type", "ByteTokenizer"]) == 0
+    assert run_command([*words, "--tokenizer-type", "TrainedBPETokenizer"]) == 2
+    assert "--data-path is required" in capsys.readouterr().err
+    assert run_command([*words, "--tokenizer-type", "ByteTokenizer"]) == 0

@@ -13,13 +13,13 @@ from megatron_packed.layers.moe.aux_loss import (
     z_loss,
 )
 from megatron_packed.packed.params import Samples
+from support.hybrid_cases import LOGITS
 
 
 def unbiased_counts(logits_TE, valid_T, topk):
     return unbiased_experts(logits_TE, valid_T, topk).sum(dim=0)
 
 
-LOGITS = torch.tensor([[2.0, 0.5, -1.0, 1.0], [0.0, 3.0, 0.1, -2.0], [1.0, -1.0, 0.2, 0.9]])
 VALID = torch.tensor([True, True, False])
 
 

@@ -7,11 +7,19 @@ import pytest
 import torch
 
 from megatron_packed.checkpoint.errors import CheckpointError
-from megatron_packed.cli.main import run_command as main
+from megatron_packed.cli.main import run_command
 from megatron_packed.models.convert.huggingface_config import model_of
 from megatron_packed.models.convert.huggingface_files import ModelFiles
 from megatron_packed.models.convert.import_huggingface import open_model
-from support.converted_model import FAMILIES, from_hf, imported, to_hf, write_model
+from support.converted_model import (
+    FAMILIES,
+    assert_same,
+    contents,
+    from_hf,
+    imported,
+    to_hf,
+    write_model,
+)
 
 EXPERTS = {"n_routed_experts": 2, "num_experts_per_tok": 2, "moe_latent_size": 12}
 NEMOTRON = {
@@ -118,9 +126,7 @@ def test_each_key_is_in_the_table_and_comes_back_to_the_bit(family, tmp_path, ca
         assert name not in whole or torch.equal(ours[name], tensors[key]), key
     config = tmp_path / "hf" / "config.json"
     assert to_hf(tmp_path / "back", tmp_path / "ours", "--hf-config", config) == 0
-    back = ModelFiles(tmp_path / "back")
-    assert back.shapes.keys() == tensors.keys()
-    assert all(torch.equal(back.read(name), tensor) for name, tensor in tensors.items())
+    assert_same(contents(tmp_path / "back"), tensors)
 
 
 @pytest.mark.parametrize("family", CASES)
@@ -186,5 +192,5 @@ def test_the_number_of_depths_is_of_an_import_only(tmp_path, capsys):
     fields = json.dumps(FAMILIES["nemotron_h"])
     (tmp_path / "config.json").write_text(fields)
     words = ["convert", "--to-hf", str(tmp_path / "n"), "--load", "x", "--mtp-depths", "1"]
-    assert main(words) == 2
+    assert run_command(words) == 2
     assert "--mtp-depths has no effect with --to-hf" in capsys.readouterr().err
