@@ -100,11 +100,12 @@ def _machine(config: RunConfig, device: torch.device) -> Iterator[Capability]:
         (True, OFF, "--no-isolation-self-test", "remove --no-isolation-self-test"),
     )
     impl = training.transformer_impl
-    refusal, _, cure = "".join(layer_reasons(config, device)[impl]).rpartition("; ")
+    refusal = "".join(layer_reasons(config, device)[impl])
+    why, _, cure = refusal.rpartition("; ")
     yield row(
         "layers",
         (impl == LOCAL_NAME, ON, "local: linear layers and norms of megatron_packed"),
-        (refusal, OFF, f"{impl}: {refusal}", cure),
+        (refusal, OFF, f"{impl}: {why}", cure),
         (True, ON, f"{impl}: its parallel linear layers and norms; {_OWN_EXPERTS}"),
     )
 
@@ -164,7 +165,7 @@ def _offload(config: RunConfig, device: torch.device) -> Capability:
     for module in memory.offloaded_modules:
         of_layers = (n for n in layers if symbols[n] in OFFLOADED_IN[module])
         moved[module] = sum(memory.offloads_module(module, number) for number in of_layers)
-    what = _of_layers(moved.items())
+    what = _of_layers((part, count) for part, count in moved.items() if count)
     option = "--fine-grained-activation-offloading"
     cure = "--offload-layer-inputs" if memory.recomputes_layers else option
     eager = f"{what}: without a GPU the copies reduce no memory"
@@ -180,7 +181,7 @@ def _offload(config: RunConfig, device: torch.device) -> Capability:
 
 def _of_layers(parts: Iterable[tuple[str, int]]) -> str:
     """Return parts of layers as text, each with its number of layers."""
-    return ", ".join(f"{part} of {n} layer{'s' if n > 1 else ''}" for part, n in parts if n)
+    return ", ".join(f"{part} of {n} layer{'s' if n > 1 else ''}" for part, n in parts)
 
 
 def _model_and_outputs(config: RunConfig) -> Iterator[Capability]:

@@ -108,10 +108,14 @@ class Kernel(NamedTuple):
         return self.op.explain(self.inputs)
 
     @property
+    def automatic(self) -> list[str]:
+        """Backends that ``auto`` may choose, the one measured as fastest first."""
+        return [backend.name for backend in self.op.backends if backend.automatic]
+
+    @property
     def faster(self) -> list[str]:
-        """Backends that ``auto`` prefers to this backend, fastest first."""
-        automatic = [backend.name for backend in self.op.backends if backend.automatic]
-        return list(takewhile(lambda name: name != self.name, automatic))
+        """Backends that ``auto`` prefers to this backend."""
+        return list(takewhile(lambda name: name != self.name, self.automatic))
 
     @property
     def label(self) -> str:
@@ -130,8 +134,8 @@ class Kernel(NamedTuple):
             return ""
         factor = MEASURED.get(_case(self), {}).get(self.name)
         if factor is None:
-            return f", slower than {self.faster[0]} by a factor that is not measured"
-        return f", taking {factor:g} times as long as {self.faster[0]} (measured on an H200)"
+            return f", slower than {self.automatic[0]} by a factor that is not measured"
+        return f", taking {factor:g} times as long as {self.automatic[0]} (measured on an H200)"
 
     @property
     def remark(self) -> str:
@@ -179,19 +183,19 @@ def _refusal(config: RunConfig, kernel: Kernel, asked: NamedKernel | None) -> Pr
     """Return the problem of a requested kernel that cannot be used."""
     reasons = kernel.reasons
     of_backend = reasons.get(kernel.backend, reasons[kernel.op.names()[0]])
-    why = f"cannot be used: {'; '.join(map(without_module, of_backend))}"
+    why = "; ".join(map(without_module, of_backend))
     if asked is None:  # context-parallel attention is the only op without a reference
         return Problem(
             "--cp-comm-type",
             config.parallel.cp_comm_type,
-            f"has one kernel on GPUs, {kernel.backend}, which {why}",
+            f"has one kernel on GPUs, {kernel.backend}, which cannot be used: {why}",
             "give a2a, which works with every attention kernel",
         )
     if asked.op == "layers":
         cure = "name another --attention-backend as well, or give local"
-        return asked.problem(f"its attention {why}", cure)
-    rule = why.replace("used:", f"used for {kernel.label}:", 1)
-    return asked.problem(rule, "leave it out, or name another")
+        return asked.problem(f"its attention cannot be used: {why}", cure)
+    cure = "leave it out, or name another"
+    return asked.problem(f"cannot be used for {kernel.label}: {why}", cure)
 
 
 def layer_reasons(config: RunConfig, device: torch.device) -> dict[str, list[str]]:
@@ -328,7 +332,7 @@ def _refused(kernel: Kernel) -> tuple[str, list[str]]:
     """
     reasons = kernel.reasons
     without_bf16 = (name for name in reasons if NO_FLOAT32 in "".join(reasons[name]))
-    name = next(without_bf16, kernel.faster[0])
+    name = next(without_bf16, kernel.automatic[0])
     return name, reasons[name]
 
 

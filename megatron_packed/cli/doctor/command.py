@@ -109,13 +109,13 @@ def examine_machine(seconds: float, *, kernels: bool = True) -> dict[str, list[C
         answers |= run_probes(_to_run(answers["kernels"]["ops"]), seconds, begins)
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr, flush=True)
-    gpus = answers["gpu"]
-    if "error" in gpus:
-        gpus["findings"] = [Capability("GPU", BROKEN, gpus["error"], "nvidia-smi")]
+    gpus = answers["gpu"].get("findings", [])
+    if "error" in answers["gpu"]:
+        gpus = [Capability("GPU", BROKEN, answers["gpu"]["error"], "nvidia-smi")]
     return {
         "packages": [*_strangers(), *(_package(package, answers) for package in PACKAGES)],
         "kernels": _kernels(answers),
-        "machine": [*gpus["findings"], *machine_findings()],
+        "machine": [*gpus, *machine_findings()],
     }
 
 

@@ -241,7 +241,7 @@ def test_explain_has_one_row_for_layers_with_the_same_kernel_and_reason(quack, m
     rows = capabilities.capabilities(config, torch.device("cuda"))
     found = [row for row in rows if row.name == "kernel residual_projection"]
     assert len(found) == 2 == len(set(found))
-    assert any("is normalised before the addition" in row.reason for row in found)
+    assert any("is normalised before the addition" in row.detail for row in found)
 
 
 def test_layers_ask_for_what_a_run_lists(on_cpu, monkeypatch):
