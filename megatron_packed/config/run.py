@@ -16,9 +16,7 @@ from megatron_packed.config.options import Decided, Field, Stored
 from megatron_packed.config.parallel_layout import ParallelLayout
 from megatron_packed.config.section import Section, section_fields, unchecked
 from megatron_packed.config.sections.checkpoint import CheckpointConfig
-from megatron_packed.config.sections.cuda_graph import (
-    CudaGraphConfig,
-)
+from megatron_packed.config.sections.cuda_graph import AUTO, CudaGraphConfig
 from megatron_packed.config.sections.data import DataConfig
 from megatron_packed.config.sections.logging import LoggingConfig
 from megatron_packed.config.sections.memory import MemoryConfig
@@ -282,6 +280,16 @@ class RunConfig:
             if self.packing.overlong_policy == "truncate_prompt"
             else None
         )
+
+    @property
+    def room(self) -> int | str | None:
+        """Limit on documents per pack of a new run; `AUTO` is the largest number in epoch 0, and
+        None is no limit.
+        """
+        graphs = self.cuda_graph
+        if not graphs.enabled or self.packing.packing_method != "balanced":
+            return None
+        return max(graphs.cuda_graph_max_packed_seqs, default=AUTO)
 
     @property
     def document_alignment(self) -> int:

@@ -13,10 +13,8 @@ from numpy.typing import NDArray
 from megatron_packed.checkpoint.errors import CheckpointMismatchError
 from megatron_packed.checkpoint.run_metadata import RunProgress
 from megatron_packed.config.errors import ConfigError, Problem
-from megatron_packed.config.resumed_options import room_of
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.cuda_graph import AUTO
-from megatron_packed.config.serialise import to_dict
 from megatron_packed.data.documents import Documents, JoinedDocuments
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.packing.pack_plan import PackPlan
@@ -223,10 +221,10 @@ def plan_training(
         depth_targets=targets_of_depths(dataset, pieces, targets, config.model.mtp_depths),
         show_progress=show_progress,
     )
-    room = room_of(to_dict(config)) if resumed is None else resumed.room
+    room = config.room if resumed is None else resumed.room
     plan = plan_with(packer=(packer := _packer(config, room)))
     if resumed is not None and resumed.has_new_packs and not resumed.is_of(plan):
-        room = room_of(to_dict(config))
+        room = config.room
         plan = plan_with(packer=(packer := _packer(config, room)))
     # Without given capacities, the fullest pack of epoch 0 sets the limit of later epochs.
     first = plan.epoch(0)
@@ -322,7 +320,7 @@ def plan_evaluation(
     plan = EvaluationPlan(
         pieces,
         targets,
-        packer=_packer(config, room_of(to_dict(config))),
+        packer=_packer(config, config.room),
         packs_per_step=config.packs_per_step(),
         dp_size=dp_size,
         seed=config.training.seed,

@@ -201,7 +201,7 @@ def _data_refusal(run: AskedRun, stored: Resumed) -> str | None:
     """Return why the packs of a checkpoint's run cannot continue; None if they can, or need not."""
     implied = implied_keys(run.config)
     same_data = run.hashes.data_hash == stored.hashes.data_hash
-    if stored.has_new_packs or (same_data and (run.plan is None or stored.is_of(run.plan))):
+    if stored.has_new_packs or (same_data and stored.is_of(run.plan)):
         return None
     options = with_implied(stored.options)
     # Name only options that can have caused the difference. Limits on lengths change tokens if

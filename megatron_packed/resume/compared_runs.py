@@ -25,7 +25,6 @@ from megatron_packed.checkpoint.run_metadata import (
 from megatron_packed.config.options import Stored
 from megatron_packed.config.resumed_options import (
     packs_as_stored,
-    room_of,
     schedule_as_stored,
     takes_schedule,
     with_implied,
@@ -129,7 +128,8 @@ class Resumed:
     @property
     def room(self) -> int | str | None:
         """Limit on documents per pack (`Packer.room`); `AUTO`: the largest number in epoch 0."""
-        return self.metadata["room"] if "room" in self.metadata else room_of(self.options)
+        room: int | str | None = self.metadata.get("room", self.config.room)
+        return room
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
@@ -154,9 +154,10 @@ class Resumed:
         """Steps of the run before its current phase."""
         return self.phases[-1].iteration if self.phases else 0
 
-    def is_of(self, plan: PackPlan) -> bool:
-        """Return True if the checkpoint's position refers to this plan."""
-        return self.metadata["plan_hash"] in (plan.hash, plan.hash_with(self.packs_per_step))
+    def is_of(self, plan: PackPlan | None) -> bool:
+        """Return True if the checkpoint's position refers to this plan, or to none."""
+        hashes = ("",) if plan is None else (plan.hash, plan.hash_with(self.packs_per_step))
+        return self.metadata["plan_hash"] in hashes
 
     def progress_in(
         self, config: RunConfig, plan: PackPlan | None, hashes: DataHashes

@@ -139,7 +139,7 @@ def _notes(config: RunConfig, state: RunState) -> Iterator[str]:
             "its data begins with the first pack"
         )
     elif stored.packs_per_step != packs and not stored.begins:
-        sizes = "; ".join(changed_options(stored.options, state.config, ("packing",)))
+        sizes, _ = state.run.changes(stored.options, ("packing",))
         rate = "samples" if config.schedule_units == {"samples"} else "steps"
         onward = (
             f"; step {done.iteration + 1:,} continues with the next pack, with {packs:,} packs a step instead of "
