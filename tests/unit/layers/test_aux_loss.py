@@ -7,12 +7,12 @@ from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.moe.aux_loss import (
     auxiliary_loss,
     balance_probabilities,
-    chosen_experts,
     has_auxiliary_loss,
     load_balance_loss,
     unbiased_experts,
     z_loss,
 )
+from megatron_packed.layers.moe.router import chosen_experts
 from megatron_packed.packed.params import Samples
 
 
