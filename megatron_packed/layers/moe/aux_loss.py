@@ -30,10 +30,8 @@ from torch import Tensor
 
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.context_parallel import ALL_ROWS, ContextParallel
+from megatron_packed.layers.moe.router import EPSILON, chosen_experts
 from megatron_packed.packed.params import Samples
-
-EPSILON = 1e-20
-"""Small number that keeps a division by a sum of sigmoids finite if all sigmoids underflow."""
 
 
 def auxiliary_loss(
@@ -175,18 +173,6 @@ def z_loss(logits_TE: Tensor, valid_T: Tensor, num_valid: Tensor, *, coeff: floa
     For the arguments see `load_balance_loss`.
     """
     return (torch.logsumexp(logits_TE, dim=-1).square() * valid_T).sum() * coeff / num_valid
-
-
-def chosen_experts(topk_expert_ids_TK: Tensor, valid_T: Tensor, num_experts: int) -> Tensor:
-    """Return ``(T, E)`` float32: 1 for each expert of each real token, else 0.
-
-    Sums of ones are exact, so the order of the additions does not matter.
-    """
-    chosen_TE = torch.zeros(
-        valid_T.shape[0], num_experts, dtype=torch.float32, device=valid_T.device
-    )
-    chosen_TE.scatter_(1, topk_expert_ids_TK, 1.0)
-    return chosen_TE * valid_T.unsqueeze(-1)
 
 
 def unbiased_experts(logits_TE: Tensor, valid_T: Tensor, topk: int) -> Tensor:

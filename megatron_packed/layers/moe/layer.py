@@ -38,7 +38,6 @@ from megatron_packed.layers.mlp import MLP, inner_segments
 from megatron_packed.layers.moe.aux_loss import (
     auxiliary_loss,
     balance_probabilities,
-    chosen_experts,
     experts_by_score,
     has_auxiliary_loss,
 )
@@ -46,7 +45,7 @@ from megatron_packed.layers.moe.capacity import NOWHERE, drop_beyond_capacity, e
 from megatron_packed.layers.moe.dispatcher import Dispatcher, LocalDispatcher
 from megatron_packed.layers.moe.global_balance import Balance
 from megatron_packed.layers.moe.parallel import ExpertParallel
-from megatron_packed.layers.moe.router import Router, Routing
+from megatron_packed.layers.moe.router import Router, Routing, chosen_experts
 from megatron_packed.ops.activation.api import Kind
 from megatron_packed.ops.backend_dispatch import planned_type
 from megatron_packed.ops.grouped_mlp import api as grouped_mlp
@@ -326,7 +325,8 @@ class MoE(nn.Module):
             assert self.side is not None
             self.side.join()
             y_TD = self.ep.leave(y_TD + beside_TD)
-        aux_loss, chosen_TE = self._aux_loss(routing, valid_T, packed)
+        chosen_TE = chosen_experts(routing.topk_expert_ids_TK, valid_T, self.router.num_experts)
+        aux_loss = self._aux_loss(routing.logits_TE, chosen_TE, valid_T, packed)
         balance: Balance | tuple[()] = ()
         if self.balances_all_ranks and self.training:
             balance = self._balance(routing.logits_TE, chosen_TE, valid_T)
@@ -359,22 +359,18 @@ class MoE(nn.Module):
         return y_TD * torch.sigmoid(self.shared_expert_gate(x_TD))
 
     def _aux_loss(
-        self, routing: Routing, valid_T: Tensor, packed: PackedSeqParams
-    ) -> tuple[Tensor, Tensor]:
-        """Return the auxiliary losses of this rank's rows, and the chosen experts.
+        self, logits_TE: Tensor, chosen_TE: Tensor, valid_T: Tensor, packed: PackedSeqParams
+    ) -> Tensor:
+        """Return the auxiliary losses of this rank's rows, 0-d float32.
 
-        The losses are 0 outside training and without a coefficient.
-
-        Returns:
-            0-d float32 losses; `chosen_experts` of the routing.
+        They are 0 outside training and without a coefficient.
         """
-        chosen_TE = chosen_experts(routing.topk_expert_ids_TK, valid_T, self.router.num_experts)
         if not self.training or not self.has_aux_loss:
-            return torch.zeros((), dtype=torch.float32, device=valid_T.device), chosen_TE
+            return torch.zeros((), dtype=torch.float32, device=valid_T.device)
         tables = prepared(packed, self.depth) if self.depth else packed.tables
         loss = auxiliary_loss(
             self.config,
-            routing.logits_TE,
+            logits_TE,
             chosen_TE,
             valid_T,
             count_valid(packed, self.depth),
@@ -382,7 +378,7 @@ class MoE(nn.Module):
             share=self.balance_share,
             cp=self.cp,
         )
-        return self.tp.counted_once(loss), chosen_TE
+        return self.tp.counted_once(loss)
 
     def _balance(self, logits_TE: Tensor, chosen_TE: Tensor, valid_T: Tensor) -> Balance:
         """Return the load for ``global_aux_loss``; see [Note: global balance is outside of layers]."""
