@@ -3,10 +3,13 @@
 import dataclasses
 import json
 import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -136,6 +139,14 @@ def with_peak(function, *arguments, **options):
         return function(*arguments, **options), tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
+
+
+@contextmanager
+def refused(reason: str, detail: str = "") -> Iterator[None]:
+    """Expect a line to be refused for a reason, with a text in the place of the fault."""
+    with pytest.raises(BadLine) as caught:
+        yield
+    assert caught.value.reason == reason and detail in caught.value.detail
 
 
 def encode(tokenizer, chat, *samples) -> list[list[EncodedDocument] | BadLine]:
