@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_packed.cli.main import run_command
+from megatron_packed.cli.main import main
 from megatron_packed.layers.recurrent_mixer import CausalConv1d
 from megatron_packed.models.convert.megatron import export_megatron
 from megatron_packed.models.decoder import Decoder
@@ -76,7 +76,7 @@ def test_it_is_planned_and_estimated(capsys: pytest.CaptureFixture[str], data: D
 
     def plan(pattern: str) -> dict[str, Any]:
         found = command_line(flags | {"hybrid_layer_pattern": pattern})
-        assert run_command(["plan", *found, "--json"]) == 0
+        assert main(["plan", *found, "--json"]) == 0
         report: dict[str, Any] = json.loads(capsys.readouterr().out)
         return report
 

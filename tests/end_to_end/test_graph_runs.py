@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from megatron_packed.cli.main import run_command
+from megatron_packed.cli.main import main
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.cuda_graphs.slot_graphs import SlotGraphs
 from megatron_packed.distributed.groups import Axis, ParallelGroups
@@ -348,7 +348,7 @@ def test_what_tune_recommends_never_runs_eagerly(
         "packing_method",
     )
     assert (
-        run_command(["tune", *command_line({name: options[name] for name in tuned}), "--json"]) == 0
+        main(["tune", *command_line({name: options[name] for name in tuned}), "--json"]) == 0
     )
     flags = json.loads(capsys.readouterr().out)["recommended"]["flags"]
     words = " ".join(flags).split("--")[1:]

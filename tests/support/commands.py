@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from megatron_packed.cli.main import run_command
+from megatron_packed.cli.main import main
 
 if TYPE_CHECKING:
     import pytest
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def exit_code(*words: object) -> Any:
     """Return the exit code of a command, also if a parser ends the process."""
     try:
-        return run_command([str(word) for word in words])
+        return main([str(word) for word in words])
     except SystemExit as ended:
         return ended.code
 

@@ -10,7 +10,7 @@ import torch
 
 from megatron_packed.checkpoint.manifest import read_manifest
 from megatron_packed.checkpoint.read_tensors import read_tensor
-from megatron_packed.cli.main import run_command
+from megatron_packed.cli.main import main
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.huggingface_config import model_of
 from megatron_packed.models.convert.huggingface_files import ModelFiles, write_files
@@ -163,7 +163,7 @@ def converted(folder: Path, *words: object, family: str = "nemotron_h") -> tuple
 
 def convert(*words: object) -> int:
     """Return the exit code of ``megatron-packed convert``."""
-    return run_command(["convert", *map(str, words)])
+    return main(["convert", *map(str, words)])
 
 
 def from_hf(source: Path, target: Path, *words: object) -> int:

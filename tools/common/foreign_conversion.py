@@ -18,7 +18,7 @@ from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.manifest import read_manifest
 from megatron_packed.checkpoint.read_tensors import read_tensor
 from megatron_packed.cli.export_trained import export_trained
-from megatron_packed.cli.main import run_command
+from megatron_packed.cli.main import main
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.export_huggingface import to_huggingface
 from megatron_packed.models.convert.huggingface_files import ModelFiles
@@ -141,7 +141,7 @@ def convert(folder: Path, root: Path, *, command: bool) -> Path:
         return from_huggingface(folder, root).saved.path
     printed, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
-        code = run_command(["convert", "--from-hf", str(folder), "--save", str(root)])
+        code = main(["convert", "--from-hf", str(folder), "--save", str(root)])
     if code:
         raise CheckpointError(errors.getvalue().strip())
     return next(root.glob("step_*"))

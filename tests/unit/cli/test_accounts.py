@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from megatron_packed.cli.main import run_command
+from megatron_packed.cli.main import main
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.inputs.open_documents import open_documents
@@ -39,7 +39,7 @@ def parts(folder, *valid, answer=10):
 
 
 def packing(capsys, *argv):
-    code = run_command(["packing", *map(str, argv)])
+    code = main(["packing", *map(str, argv)])
     return code, capsys.readouterr()
 
 
@@ -60,7 +60,7 @@ def adds_up(counts, targets):
 def test_data_without_a_target_is_refused_with_its_counts(tmp_path, capsys, command):
     """Data is refused if prompts are so long that truncation removes every answer."""
     data = answers(tmp_path / "data.jsonl", [300] * 20)
-    assert run_command([command, "--data-path", data, *SFT, "--overlong-policy", "truncate"]) == 3
+    assert main([command, "--data-path", data, *SFT, "--overlong-policy", "truncate"]) == 3
     [line] = capsys.readouterr().err.splitlines()[-1:]
     assert line.startswith("data error: the training data has no target left")
     assert "targets of 20 documents in = 0 kept" in line and "20 documents keep no target" in line
@@ -157,7 +157,7 @@ def test_over_long_conversations_keep_their_last_answer_by_default(tmp_path, cap
         )
     accounts = commands.report(capsys, "tune", *argv)["accounts"]
     assert accounts["targets_truncated"] == found["training"]["targets"]["targets_truncated"]
-    assert run_command(["plan", *MODEL.split(), *map(str, argv)]) == 0
+    assert main(["plan", *MODEL.split(), *map(str, argv)]) == 0
     assert "the tokenised documents of" in capsys.readouterr().out
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_packed.__main__ import main as program
-from megatron_packed.cli.main import run_command
+from megatron_packed.cli.main import main
 from megatron_packed.cli.packing import with_unused_flags
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.data.tokenizers.base import ByteTokenizer
@@ -559,7 +559,7 @@ def test_usage_errors_end_with_2(argv, tmp_path, monkeypatch, capsys):
 )
 def test_a_misspelt_command_has_a_suggestion(word, cure, capsys):
     """A word that is not a command gets one sentence with the nearest command."""
-    assert run_command([word]) == 2
+    assert main([word]) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.count("\n") == 1
     assert printed.err.startswith(f"megatron-packed {word}: is not a command; {cure}")
@@ -668,8 +668,8 @@ def test_torch_is_not_imported_for(words, code, tmp_path):
         f"MODEL_ARGS: {{{flags}, --lr: 1, --train-iters: 1, --split: '1'}}"
     )
     program = (
-        "import sys\nfrom megatron_packed.cli.main import run_command\n"
-        f"try: code = run_command({words})\nexcept SystemExit as ended: code = ended.code\n"
+        "import sys\nfrom megatron_packed.cli.main import main\n"
+        f"try: code = main({words})\nexcept SystemExit as ended: code = ended.code\n"
         "print(code, 'torch' in sys.modules, file=sys.stderr)"
     )
     command = [sys.executable, "-c", program]

@@ -13,7 +13,7 @@ import torch
 
 from megatron_packed.cli.doctor import command, gpu, machine, probe, supervise
 from megatron_packed.cli.doctor.supervise import run_probes
-from megatron_packed.cli.main import run_command
+from megatron_packed.cli.main import main
 from megatron_packed.config import optional_packages
 from megatron_packed.config.optional_packages import PACKAGES, strangers
 from megatron_packed.explain.capability import Capability
@@ -67,7 +67,7 @@ def examined(monkeypatch, capsys):
 
     def examine(made_up):
         answer(monkeypatch, made_up)
-        code = run_command(["doctor", "--json"])
+        code = main(["doctor", "--json"])
         found = json.loads(capsys.readouterr().out)
         assert found["ok"] == (code == 0)
         return code, {
@@ -78,7 +78,7 @@ def examined(monkeypatch, capsys):
 
 
 def test_this_machine(capsys):
-    assert run_command(["doctor", "--no-kernels"]) == 0
+    assert main(["doctor", "--no-kernels"]) == 0
     text = capsys.readouterr().out
     assert "PACKAGES" in text and "KERNELS" in text and "clock" in text
     assert text.startswith("Ready for training on ") and "no installed package is broken.\n" in text
@@ -134,7 +134,7 @@ def test_the_first_line_is_the_verdict(gpu, changes, first, monkeypatch, capsys)
     """The verdict comes before the details: on which device this machine can train."""
     made_up = answers(gpu={"findings": [gpu]}, **changes)
     answer(monkeypatch, made_up)
-    run_command(["doctor"])
+    main(["doctor"])
     assert capsys.readouterr().out.splitlines()[0].startswith(first)
 
 
@@ -460,14 +460,14 @@ def test_a_missing_package_is_named_once_and_a_shared_reason_is_given_once(monke
     made_up["kernels"]["device"] = "cpu"
     monkeypatch.setattr(command, "version_of", lambda name: None)
     answer(monkeypatch, made_up)
-    assert run_command(["doctor"]) == 0
+    assert main(["doctor"]) == 0
     text = capsys.readouterr().out
     _, _, kernels = text.partition("KERNELS (without backends of packages that are not installed)")
     assert kernels and "triton" not in kernels and "No module named" not in text
     assert text.count("own: it needs a CUDA device") == 1 and text.count("own: as for ssd") == 1
     # The import of an installed package may fail in one of its kernels alone.
     made_up["import:triton"] = {"version": "3.6"}
-    run_command(["doctor", "--json"])
+    main(["doctor", "--json"])
     kernels = {one["name"]: one for one in json.loads(capsys.readouterr().out)["kernels"]}
     assert kernels["ssd"]["detail"].startswith("triton: No module named 'triton' | own: it needs")
     assert kernels["rope"]["detail"] == "triton: as for ssd | own: as for ssd"

@@ -9,7 +9,7 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_packed.cli import export_for_megatron
-from megatron_packed.cli.main import run_command
+from megatron_packed.cli.main import main
 from megatron_packed.data.tokenizers.base import ByteTokenizer, meaning_hash
 from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron_packed.models.convert.megatron.import_megatron import from_megatron
@@ -42,7 +42,7 @@ def exported(capsys: pytest.CaptureFixture[str], tokenizer: str) -> tuple[Namesp
     """Train a step and export it; return the options for Megatron and the printed sentence."""
     train([*FLAGS.split(), *tokenizer.split()])
     capsys.readouterr()
-    assert run_command(["convert", "--to-megatron", "theirs", "--load", "run"]) == 0
+    assert main(["convert", "--to-megatron", "theirs", "--load", "run"]) == 0
     return stored_args(Path("theirs")), capsys.readouterr().out
 
 
@@ -96,12 +96,12 @@ def test_files_of_a_tokenizer_that_megatron_lacks_are_written(kind, tmp_path, ca
 def test_weights_are_written_without_the_tokenizer(tmp_path, capsys):
     train([*FLAGS.split(), *HUGGING_FACE.split(), "hf"])
     shutil.rmtree("hf")
-    assert run_command(["convert", "--to-megatron", "theirs", "--load", "run"]) == 0
+    assert main(["convert", "--to-megatron", "theirs", "--load", "run"]) == 0
     args = stored_args(Path("theirs"))
     assert args.tokenizer_model == str(Path("hf").absolute()) and not hasattr(args, "vocab_size")
     from_megatron(tmp_path / "theirs", tmp_path / "converted")
     capsys.readouterr()
-    assert run_command(["convert", "--to-megatron", "back", "--load", "converted"]) == 0
+    assert main(["convert", "--to-megatron", "back", "--load", "converted"]) == 0
     assert "names no tokenizer; give Megatron --tokenizer-type" in capsys.readouterr().out
     assert not hasattr(stored_args(Path("back")), "tokenizer_type")
 

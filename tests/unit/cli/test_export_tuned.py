@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_packed.cli.export_tuned import export_tuned
-from megatron_packed.cli.main import run_command
+from megatron_packed.cli.main import main
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
@@ -126,7 +126,7 @@ def test_the_template_of_the_base_may_be_kept(base, template, tmp_path, capsys):
     (base / "chat_template.jinja").write_text(PLAIN + "!")
     run = tune(base, tmp_path, "--chat-template", template)
     argv = ["convert", "--to-hf", tmp_path / "out", "--load", run, "--hf-base", base]
-    assert run_command([*map(str, argv), "--keep-base-template"]) == 0
+    assert main([*map(str, argv), "--keep-base-template"]) == 0
     for name in ("chat_template.jinja", "tokenizer_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (base / name).read_bytes()
     assert read_json(tmp_path / "out" / "config.json")["eos_token_id"] == [2, 0]
@@ -206,10 +206,10 @@ def test_a_tokenizer_that_was_moved_is_the_base_s_or_named(base, template, tmp_p
     with pytest.raises(DataError, match="moved"):
         export(tmp_path / "own", base, tmp_path / "b")
     argv = ["convert", "--to-hf", tmp_path / "b", "--load", tmp_path / "own", "--hf-base", base]
-    assert run_command([*map(str, argv)]) == 3 and not (tmp_path / "b").exists()
+    assert main([*map(str, argv)]) == 3 and not (tmp_path / "b").exists()
     assert "give its path with --tokenizer-model" in capsys.readouterr().err
     there = write_tokenizer(tmp_path / "there", template=CHATML)
-    assert run_command([*map(str, argv), "--tokenizer-model", str(there)]) == 0
+    assert main([*map(str, argv), "--tokenizer-model", str(there)]) == 0
     assert (tmp_path / "b" / "chat_template.jinja").exists()
 
 

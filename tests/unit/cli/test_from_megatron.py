@@ -10,7 +10,7 @@ import time
 import pytest
 
 from megatron_packed.cli.from_megatron import quoted
-from megatron_packed.cli.main import run_command
+from megatron_packed.cli.main import main
 from megatron_packed.cli.megatron_outcomes import FlagOutcome, line_outcome
 from megatron_packed.config.megatron.model_config_file import read_model_config
 
@@ -107,7 +107,7 @@ def test_a_line_without_a_required_option_is_not_taken() -> None:
 
 
 def test_the_output_is_a_script_that_runs_the_same_flags(case, tmp_path, capsys) -> None:
-    assert run_command(["from-megatron", case()]) == 0
+    assert main(["from-megatron", case()]) == 0
     script = capsys.readouterr().out
     assert "Set these variables first: DATA_PATH, TOKENIZER_TYPE." in script
     assert "not taken over: LD_PRELOAD, NVTE_SOMETHING." in script and "evil" not in script
@@ -138,7 +138,7 @@ def test_a_gpt_model_gets_a_pattern_in_place_of_its_number_of_layers(
 ) -> None:
     text = CASE.replace("--hybrid-layer-pattern: M*-M*-", "--num-layers: 3" + more)
     text = re.sub(r"  --(mamba-head-dim|spec): .*\n", "", text)
-    assert run_command(["from-megatron", case(text)]) == 0
+    assert main(["from-megatron", case(text)]) == 0
     script = capsys.readouterr().out
     assert f"  --hybrid-layer-pattern '{pattern}' \\\n" in script
     assert f"# In place of --num-layers 3: --hybrid-layer-pattern {pattern}, " in script
@@ -147,11 +147,11 @@ def test_a_gpt_model_gets_a_pattern_in_place_of_its_number_of_layers(
 def test_a_number_of_layers_is_refused_if_it_gives_no_pattern(case, capsys) -> None:
     """With both flags the pattern counts. --moe-layer-freq decides which layers have experts."""
     both = with_more("--num-layers: 3")
-    assert run_command(["from-megatron", case(both)]) == 2
+    assert main(["from-megatron", case(both)]) == 2
     assert "--num-layers 3: must be the length of" in capsys.readouterr().out
     mixed = "--num-layers: 3\n  --moe-layer-freq: 2"
     assert (
-        run_command(["from-megatron", case(CASE.replace("--hybrid-layer-pattern: M*-M*-", mixed))])
+        main(["from-megatron", case(CASE.replace("--hybrid-layer-pattern: M*-M*-", mixed))])
         == 2
     )
     assert "In place of" not in capsys.readouterr().out
@@ -169,24 +169,24 @@ def test_a_hybrid_without_a_pattern_gets_no_layers_of_gpt(case, capsys, hybrid) 
     """Megatron-LM takes its layers from ratios; without any, all of them are Mamba layers."""
     text = re.sub(r"  --spec: .*\n", "", CASE)
     text = text.replace("--hybrid-layer-pattern: M*-M*-", f"--num-layers: 3\n  {hybrid}")
-    assert run_command(["from-megatron", case(text)]) == 2
+    assert main(["from-megatron", case(text)]) == 2
     said = capsys.readouterr().out
     assert "In place of" not in said and "# missing: --hybrid-layer-pattern" in said
 
 
 def test_defaults_of_the_model_that_differ_are_listed_unless_they_are_given(case, capsys) -> None:
-    assert run_command(["from-megatron", case()]) == 0
+    assert main(["from-megatron", case()]) == 0
     script = capsys.readouterr().out
     assert "# 3 flags of the model are not given and have other defaults:" in script
     assert "#   --position-embedding-type: Megatron-LM: learned_absolute; here: none;" in script
     given = "--hidden-dropout: 0.0\n  --attention-dropout: 0.0\n  --use-rotary-position-embeddings: true"
-    assert run_command(["from-megatron", case(with_more(given))]) == 0
+    assert main(["from-megatron", case(with_more(given))]) == 0
     assert "other defaults" not in capsys.readouterr().out
 
 
 def test_refused_flags_are_left_out_and_end_with_code_2(case, capsys) -> None:
     text = with_more("--mtp-detach-heads: true")
-    assert run_command(["from-megatron", case(text)]) == 2
+    assert main(["from-megatron", case(text)]) == 2
     command, _, comments = capsys.readouterr().out.partition("\n# ")[2].partition("\n# ")
     assert "--mtp-detach-heads" not in command.partition("megatron-packed train")[2]
     assert "--mtp-detach-heads: this kind of multi-token prediction" in comments
@@ -228,7 +228,7 @@ def test_a_shell_gives_quoted_words_back(word: str) -> None:
 )
 def test_a_wrong_or_hostile_file_gives_one_sentence(case, capsys, text: str, rule: str) -> None:
     began = time.perf_counter()
-    assert run_command(["from-megatron", case(text)]) == 2
+    assert main(["from-megatron", case(text)]) == 2
     shown = capsys.readouterr()
     assert time.perf_counter() - began < 20
     if rule:
@@ -241,13 +241,13 @@ def test_a_wrong_or_hostile_file_gives_one_sentence(case, capsys, text: str, rul
 def test_a_file_that_is_no_file_is_refused(tmp_path, capsys) -> None:
     os.mkfifo(tmp_path / "pipe")
     for name, rule in (("pipe", "not a regular file"), ("absent", "No such file")):
-        assert run_command(["from-megatron", str(tmp_path / name)]) == 2
+        assert main(["from-megatron", str(tmp_path / name)]) == 2
         assert rule in capsys.readouterr().err
 
 
 def test_control_characters_do_not_leave_the_comments(case, capsys) -> None:
     text = 'MODEL_ARGS: {--tokenizer-type: "a\\nid\\x1b[31m", --foo: "b\\nid"}'
-    assert run_command(["from-megatron", case(text)]) == 2
+    assert main(["from-megatron", case(text)]) == 2
     lines = capsys.readouterr().out.splitlines()
     assert all(not line or line.startswith(("#", "megatron-packed train")) for line in lines)
 
@@ -300,7 +300,7 @@ MODEL_ARGS:
 
 
 def test_flags_of_nemotron_3_are_taken_and_validation_has_megatrons_split(case, capsys) -> None:
-    assert run_command(["from-megatron", case(NEMOTRON_3)]) == 2
+    assert main(["from-megatron", case(NEMOTRON_3)]) == 2
     command, _, comments = capsys.readouterr().out.partition("\n\n#")
     refused = comments.partition("refused, and left out of the command:\n")[2].splitlines()
     assert refused[0].startswith("#   --grad-reduce-in-bf16: ")
@@ -308,5 +308,5 @@ def test_flags_of_nemotron_3_are_taken_and_validation_has_megatrons_split(case, 
     assert command.endswith("  --split 969,30,1") and "--mtp-use-repeated-layer" in command
     for text in ("", "  --split: 99,1,0\n"):
         case_without = NEMOTRON_3.replace("  --grad-reduce-in-bf16: true\n", text)
-        assert run_command(["from-megatron", case(case_without)]) == 0
+        assert main(["from-megatron", case(case_without)]) == 0
         assert ("Added: --split" in capsys.readouterr().out) == (not text)

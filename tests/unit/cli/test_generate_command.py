@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron_packed.checkpoint.sealed_json import seal, unseal
-from megatron_packed.cli.main import run_command
+from megatron_packed.cli.main import main
 from megatron_packed.config.run import RunConfig
 from megatron_packed.inputs.open_documents import build_tokenizer, open_documents
 from megatron_packed.models import generate as generation
@@ -165,7 +165,7 @@ def answer(capsys: pytest.CaptureFixture[str], run: Path, prompt: str, *more: st
     """Return what ``generate`` prints."""
     capsys.readouterr()
     words = ["generate", "--load", str(run), "--device", "cpu", "--prompt", prompt]
-    assert run_command([*words, "--max-new-tokens", "4", *more]) == 0
+    assert main([*words, "--max-new-tokens", "4", *more]) == 0
     return Printed(*capsys.readouterr())
 
 
@@ -196,7 +196,7 @@ def test_each_tokenizer_and_precision_comes_from_the_checkpoint(
     assert again == out.strip()
     assert list(fresh.iterdir()) == []
     if kind == "NullTokenizer":
-        assert run_command(["generate", "--load", str(found.run), "--prompt", "seven"]) == 3
+        assert main(["generate", "--load", str(found.run), "--prompt", "seven"]) == 3
         assert "'seven' is not a number below 100" in capsys.readouterr().err
 
 
@@ -248,10 +248,10 @@ def test_given_flags_win_and_contradictions_are_refused_by_name(
     found = trained(tmp_path, flags, {"text": TEXT})
     (tmp_path / "hf").rename(tmp_path / "moved")
     words = ["generate", "--load", str(found.run), "--prompt", TEXT, "--max-new-tokens", "1"]
-    assert run_command(words) == 3
+    assert main(words) == 3
     assert f"{tmp_path}/hf" in capsys.readouterr().err
     moved = [*words, "--tokenizer-model", f"{tmp_path}/moved"]
-    assert run_command(moved) == 0
+    assert main(moved) == 0
     assert asked[-1].prompts == [found.document[:-1]]
     for contradiction, code, sentence in (
         ("--hidden-size 32", 4, "--hidden-size is 32, and the checkpoint was made with 16"),
@@ -272,15 +272,15 @@ def test_given_flags_win_and_contradictions_are_refused_by_name(
     ):
         capsys.readouterr()
         try:
-            assert run_command([*moved, *contradiction.split()]) == code
+            assert main([*moved, *contradiction.split()]) == code
         except SystemExit as ended:
             assert ended.code == code
         err = capsys.readouterr().err
         # The line with the precision is that of a checkpoint that was loaded.
         assert sentence in err and ", bf16" not in err and "float32" not in err
-    assert run_command([*moved, "--hidden-size", "32", "--use-checkpoint-args"]) == 0
+    assert main([*moved, "--hidden-size", "32", "--use-checkpoint-args"]) == 0
     capsys.readouterr()
-    assert run_command(["generate", "--prompt", TEXT]) == 2
+    assert main(["generate", "--prompt", TEXT]) == 2
     assert "--load is required" in capsys.readouterr().err
 
 
@@ -329,7 +329,7 @@ def test_a_damaged_tokenizer_is_named_and_the_checkpoint_before_it_is_used(
         file.unlink(missing_ok=True)
         if damage is not None:
             file.write_bytes(damage)
-        assert run_command(["generate", "--load", str(other), "--prompt", TEXT]) == 4
+        assert main(["generate", "--load", str(other), "--prompt", TEXT]) == 4
         err = capsys.readouterr().err
         assert f"{file}" in err and "expected" in err and "Traceback" not in err
         assert asked == []
@@ -346,7 +346,7 @@ def test_checkpoints_of_earlier_versions_find_their_tokenizer_in_the_cache(
     answer(capsys, tmp_path / "run", TEXT)
     assert asked[0] == asked[1]
     (tmp_path / "kept.jsonl").unlink()
-    assert run_command(["generate", "--load", f"{tmp_path}/run", "--prompt", TEXT]) == 3
+    assert main(["generate", "--load", f"{tmp_path}/run", "--prompt", TEXT]) == 3
     assert "kept.jsonl" in capsys.readouterr().err
 
 
@@ -361,7 +361,7 @@ def test_layers_that_cannot_run_here_are_replaced_unless_their_flag_is_given(
     assert answer(capsys, found.run, TEXT).out == expected
     assert TrainedModel.load(found.run).config.training.transformer_impl == "local"
     words = ["generate", "--load", str(found.run), "--prompt", TEXT, "--transformer-impl", name]
-    assert run_command(words) == 2
+    assert main(words) == 2
     assert "TransformerEngine runs on CUDA GPUs only; give local" in capsys.readouterr().err
 
 
@@ -377,8 +377,8 @@ def test_converted_weights_need_the_name_of_a_tokenizer(
     edit_config(found.run, convert)
     words = ["generate", "--load", str(found.run), "--prompt", TEXT, "--max-new-tokens", "1"]
     with pytest.raises(SystemExit):
-        run_command(words)
+        main(words)
     assert "holds converted weights, which name no tokenizer" in capsys.readouterr().err
-    assert run_command([*words, "--tokenizer-type", "TrainedBPETokenizer"]) == 2
+    assert main([*words, "--tokenizer-type", "TrainedBPETokenizer"]) == 2
     assert "--data-path is required" in capsys.readouterr().err
-    assert run_command([*words, "--tokenizer-type", "ByteTokenizer"]) == 0
+    assert main([*words, "--tokenizer-type", "ByteTokenizer"]) == 0

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from megatron_packed.cli.main import run_command
+from megatron_packed.cli.main import main
 from megatron_packed.cli.megatron_script import read_script
 
 SCRIPT = """\
@@ -71,7 +71,7 @@ def test_words_are_those_of_bash(script, by_bash) -> None:
 
 
 def test_the_command_has_the_processes_of_the_script(script, capsys) -> None:
-    run_command(
+    main(
         ["from-megatron", script("torchrun --nproc_per_node 4 pretrain.py --hidden-size 64\n")]
     )
     shown = capsys.readouterr().out
@@ -81,7 +81,7 @@ def test_the_command_has_the_processes_of_the_script(script, capsys) -> None:
 def test_flags_are_checked_for_the_processes_of_the_script(script, capsys) -> None:
     for number, refused in (("4", False), ("8", True), ("2 --nnodes 4", True)):
         text = f"torchrun --nproc-per-node {number} pretrain.py --global-batch-size 4 --lr 1e-3\n"
-        assert run_command(["from-megatron", script(text)]) == 2  # options are missing
+        assert main(["from-megatron", script(text)]) == 2  # options are missing
         shown = capsys.readouterr().out
         assert ("1 refused" in shown) == refused and (
             "#   --global-batch-size 4: must be" in shown
@@ -131,7 +131,7 @@ def test_flags_are_checked_for_the_processes_of_the_script(script, capsys) -> No
 )
 def test_a_script_that_needs_a_shell_gives_one_sentence(script, capsys, text, rule) -> None:
     began = time.perf_counter()
-    assert run_command(["from-megatron", script(text)]) == 2
+    assert main(["from-megatron", script(text)]) == 2
     shown = capsys.readouterr()
     assert rule in shown.err and shown.err.count("\n") == 1 and not shown.out
     assert len(shown.err) < 500 and time.perf_counter() - began < 20

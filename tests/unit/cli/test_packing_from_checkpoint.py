@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_packed.cli.main import run_command
+from megatron_packed.cli.main import main
 from megatron_packed.training.from_python import train
 from support import commands
 
@@ -34,7 +34,7 @@ def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> dict:
 
 def test_options_and_files_come_from_the_checkpoint(report: dict, capsys) -> None:
     words = ["--sft", "--data-path", "talk.jsonl", "--load", "run", "--use-checkpoint-args"]
-    assert run_command(["packing", *words, "--json"]) == 0
+    assert main(["packing", *words, "--json"]) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out) == report
     assert "--seq-length 96" in printed.err and "instead of" not in printed.err
@@ -48,7 +48,7 @@ def test_a_run_that_resumes_is_described_with_its_tokenizer(report: dict, capsys
     lines = Path("talk.jsonl").read_text().replace("fine", "sad")
     Path("other.jsonl").write_text(lines)
     flags = [*FLAGS.replace("talk", "other").split(), "--load", "run"]
-    assert run_command(["packing", *flags, "--json"]) == 0
+    assert main(["packing", *flags, "--json"]) == 0
     assert list(Path(".megatron_packed_cache").glob("tokenizer-*")) == []
 
 
@@ -63,7 +63,7 @@ def test_plan_knows_the_vocabulary_of_the_checkpoint(report: dict, capsys) -> No
 
 def test_plan_takes_the_options_of_the_checkpoint(report: dict, capsys) -> None:
     expected = commands.report(capsys, "plan", *FLAGS.split(), "--load", "run")
-    assert run_command(["plan", "--load", "run", "--use-checkpoint-args", "--json"]) == 0
+    assert main(["plan", "--load", "run", "--use-checkpoint-args", "--json"]) == 0
     printed = capsys.readouterr()
     found = json.loads(printed.out)
     for name in ("vocab_size", "world_size", "ranks"):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from megatron_packed.cli.main import run_command
+from megatron_packed.cli.main import main
 from megatron_packed.cli.plan import _duration
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.explain import op_requests
@@ -131,7 +131,7 @@ def test_parameters_of_nemotron_3_super(capsys):
     changed = f"--hybrid-layer-pattern {pattern} --moe-latent-size 1024 --num-query-groups 2"
     changed += " --mamba-num-heads 128 --seq-length 8192"
     argv = [*SEED[: SEED.index("--cuda-graph-impl")], *SEED[SEED.index("--hybrid-layer-pattern") :]]
-    assert run_command(["plan", *argv, *changed.split()]) == 0
+    assert main(["plan", *argv, *changed.split()]) == 0
     said = capsys.readouterr().out
     assert said.startswith(
         "120,668,687,360 parameters (12,770,216,960 active), vocabulary 131,072;"
@@ -151,7 +151,7 @@ def test_rows_add_up_to_the_peak(capsys):
 
 def test_table_for_people(capsys):
     assert (
-        run_command(["plan", *SMALL, "--world-size", "8", "--tensor-model-parallel-size", "2"]) == 0
+        main(["plan", *SMALL, "--world-size", "8", "--tensor-model-parallel-size", "2"]) == 0
     )
     text = capsys.readouterr().out
     assert "8 ranks: TP 2 x CP 1 x DP 4" in text
@@ -188,12 +188,12 @@ def test_activations_that_other_kernels_do_not_save_are_named(capsys, monkeypatc
         "Activations of squared ReLU are counted as saved, because this machine has no Hopper GPU"
     )
     monkeypatch.setattr(op_requests, "is_installed", lambda module: False)
-    assert run_command(["plan", *flags]) == 0
+    assert main(["plan", *flags]) == 0
     assert (line in capsys.readouterr().out) == said
     monkeypatch.setattr(op_requests, "is_installed", lambda module: True)
     for reasons in ([], ["found (10, 0)"]):
         monkeypatch.setattr(op_requests, "device_reasons", lambda kind, found=reasons: found)
-        assert run_command(["plan", *flags]) == 0
+        assert main(["plan", *flags]) == 0
         assert (line in capsys.readouterr().out) == (said and bool(reasons))
 
 
@@ -207,7 +207,7 @@ def test_a_growing_batch_is_described(capsys):
     assert grows.pop("batch_stages") == [{"step": s, "packs": p} for s, p in steps.items()]
     assert full["time"].pop("steps") < grows["time"].pop("steps")
     assert full == grows
-    assert run_command(["plan", *ramp]) == 0
+    assert main(["plan", *ramp]) == 0
     sentence = "The batch grows from 2 packs to 6 over the first 5 steps (14 samples).\n"
     assert sentence in capsys.readouterr().out
 
@@ -220,10 +220,10 @@ def test_what_to_change_is_found_by_estimating_again(capsys):
     assert not rest and change["flag"] == "--use-distributed-optimizer"
     again = plan(capsys, *flags, *change["flag"].split())["ranks"]["every rank"]["bytes"]["total"]
     assert again == change["total"] == before - change["saves"] < limit * 2**30
-    assert run_command(["plan", *map(str, flags), "--gpu-memory-gib", "0.7"]) == 0
+    assert main(["plan", *map(str, flags), "--gpu-memory-gib", "0.7"]) == 0
     text = capsys.readouterr().out
     assert "Does not fit: " in text and "helps most: --use-distributed-optimizer saves" in text
-    assert run_command(["plan", *SMALL, "--gpu-memory-gib", "0.1"]) == 0
+    assert main(["plan", *SMALL, "--gpu-memory-gib", "0.1"]) == 0
     assert "No option makes the run fit on this number of ranks" in capsys.readouterr().out
 
 
@@ -285,7 +285,7 @@ def test_data_is_used_if_it_is_tokenised_and_never_made(capsys, tmp_path):
         and found["step"]["mean"] == 2048
         and not cache.exists()
     )
-    assert run_command(["packing", *map(str, flags)]) == 0
+    assert main(["packing", *map(str, flags)]) == 0
     capsys.readouterr()
     found = plan(capsys, *flags)
     assert (
@@ -364,7 +364,7 @@ def test_offload_that_would_move_nothing_is_said(capsys):
     offload = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     offload += " --offload-layer-inputs --min-offloaded-tensor-size"
     for least, said in ((2048 * 256 + 1, True), (2048 * 256, False)):
-        assert run_command(["plan", *SMALL, *offload.split(), str(least)]) == 0
+        assert main(["plan", *SMALL, *offload.split(), str(least)]) == 0
         text = capsys.readouterr().out
         assert (
             f"Nothing would be offloaded: no selected tensor has {least:,} elements" in text
@@ -384,7 +384,7 @@ def test_the_parts_that_6_n_t_leaves_out_make_up_the_difference(capsys, more):
     assert step["six_n_t"] + left_out == pytest.approx(step["total_flops"], rel=5e-3)
     assert step["six_n_t"] == 6 * step["multiplied_parameters"] * step["tokens"]
     assert (step["repeated"] > 0) == bool(more)
-    assert run_command(["plan", *flags]) == 0
+    assert main(["plan", *flags]) == 0
     text = capsys.readouterr().out
     share = 100 * step["six_n_t"] / step["total_flops"]
     assert (
@@ -405,7 +405,7 @@ def test_the_time_of_a_step_states_its_assumption(capsys):
         "steps": 10**9,
         "seconds": pytest.approx(1e9 * seconds),
     }
-    assert run_command(["plan", *flags, "--train-iters", "1"]) == 0
+    assert main(["plan", *flags, "--train-iters", "1"]) == 0
     text = capsys.readouterr().out
     assert "At 40 % MFU, of 989.5 TFLOP/s in bf16 of each H200, a step takes " in text
     assert " ms, and the run of 1 step " in text

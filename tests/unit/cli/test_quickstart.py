@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_packed.cli.main import run_command
+from megatron_packed.cli.main import main
 from megatron_packed.cli.quickstart import questions
 from megatron_packed.data.sources.line_schema import parse_line
 
@@ -110,5 +110,5 @@ def test_a_directory_that_cannot_be_written_is_one_sentence(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").write_text("a file in place of the directory")
-    assert run_command(["quickstart", "--prepare"]) == 2
+    assert main(["quickstart", "--prepare"]) == 2
     assert "runs/quickstart cannot be written: Not a directory" in capsys.readouterr().err

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_packed.cli import measure_capacities as measure
 from megatron_packed.cli import tune as tune_command
-from megatron_packed.cli.main import run_command
+from megatron_packed.cli.main import main
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.data.packing.packer import METHODS
 from megatron_packed.data.packing.step_cost import StepCosts, Timed
@@ -135,7 +135,7 @@ def test_a_histogram_says_the_same_as_its_lengths(tmp_path, lengths, capsys):
         == found[0]["lengths"]
     )
     assert (
-        run_command(
+        main(
             ["plan", *MODEL, "--seq-length", "512", "--lengths", str(table), "--vocab-size", "64"]
         )
         == 0
@@ -336,12 +336,12 @@ def test_what_cannot_be_done_is_refused(lengths, capsys, argv, words):
 
 def test_columns_have_units_and_unknown_times_have_no_column(tmp_path, lengths, capsys):
     flags = ["tune", "--seq-length", "512", "--lengths", str(lengths)]
-    assert run_command(flags) == 0
+    assert main(flags) == 0
     text = capsys.readouterr().out
     assert "ms" not in text and " -\n" not in text
     assert "Cost of a token: 1.0 is the cost in a full pack at capacity 0.\n" in text
     costs_of(lambda c: (10 + c / 8, 0.0)).save(tmp_path / "costs.json")
-    assert run_command([*flags, "--costs", str(tmp_path / "costs.json"), "--capacities", "12"]) == 0
+    assert main([*flags, "--costs", str(tmp_path / "costs.json"), "--capacities", "12"]) == 0
     text = capsys.readouterr().out
     assert "micro-batch (ms)  step (ms)  tokens/s of a replica\n" in text
     assert "1.0 is the cost in a full pack at capacity 4, the lowest of the table.\n" in text
@@ -358,7 +358,7 @@ def test_the_processes_share_a_global_batch(tmp_path, lengths, capsys):
         best = found["recommended"]
         expected = micro_batches * best["micro_batch_ms"] + 3
         assert best["step_ms"] == pytest.approx(expected, rel=1e-9)
-    assert run_command(["tune", *map(str, flags), "--world-size", "8"]) == 0
+    assert main(["tune", *map(str, flags), "--world-size", "8"]) == 0
     assert "In a step of 8 processes each replica has 4 micro-batches; " in capsys.readouterr().out
     assert tune(capsys, *flags[:4], "--world-size", 4)["micro_batches_per_step"] == 1
     for words, sentence in (

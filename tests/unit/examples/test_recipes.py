@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_packed.cli.main import run_command
+from megatron_packed.cli.main import main
 from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.parser.precedence import gather
 
@@ -37,7 +37,7 @@ def test_a_recipe_fits_as_it_says(
         == (".sft." in recipe.name)
     )
     assert (
-        run_command(
+        main(
             [
                 "plan",
                 argument,

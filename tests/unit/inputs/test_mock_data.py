@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_packed.cli.main import run_command
+from megatron_packed.cli.main import main
 from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.config.run import RunConfig
@@ -98,7 +98,7 @@ def test_sft_trains_on_answers_only() -> None:
 def test_explain_and_plan_say_that_documents_are_made(capsys) -> None:
     words = [*MODEL.split(), "--train-iters", "2"]
     assert "made documents (--mock-data): 16,384 with" in explain(parse(words))
-    assert run_command(["plan", *words]) == 0
+    assert main(["plan", *words]) == 0
     assert "the made documents of --mock-data" in capsys.readouterr().out
-    assert run_command(["packing", *words]) == 0
+    assert main(["packing", *words]) == 0
     assert "made training data (--mock-data)" in capsys.readouterr().out

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_packed.checkpoint.errors import CheckpointMismatchError
-from megatron_packed.cli.main import run_command
+from megatron_packed.cli.main import main
 from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.config.run import RunConfig
 from megatron_packed.data.tokenizers import bpe_training
@@ -83,11 +83,11 @@ def test_other_uses_of_the_weights_warn(
     assert run(folder, data, begin) is ExitCode.DONE
     warned = ["was trained with another tokenizer" in capsys.readouterr().out]
     ask = ["--load", f"{folder}/earlier", "--prompt", "one", "--max-new-tokens", "1"]
-    assert run_command(["generate", *flags(folder, data), *ask]) == 0
+    assert main(["generate", *flags(folder, data), *ask]) == 0
     warned.append("was trained with another tokenizer" in capsys.readouterr().err)
     files = tokenizer_of(folder, data).split()[-1]
     export = ["--to-hf", f"{tmp_path}/hf", "--load", f"{folder}/run", "--tokenizer-model", files]
-    assert run_command(["convert", *export]) == 0
+    assert main(["convert", *export]) == 0
     warned.append("was trained with another tokenizer" in capsys.readouterr().err)
     assert warned == [data == "numbers"] * 3
 

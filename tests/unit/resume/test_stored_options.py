@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_packed.cli.main import run_command
+from megatron_packed.cli.main import main
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.parser.parse import Parsed, parse_with_sources
 from megatron_packed.config.run import RunConfig
@@ -108,17 +108,17 @@ def test_generate_takes_model_length_and_tokenizer_from_the_checkpoint(
     run: RunConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--load", "runs", "--device", "cpu", "--prompt", "1 2 3", "--max-new-tokens", "2"]
-    assert run_command(["generate", *words, *RUN.split(), *MODEL.split()]) == 0
+    assert main(["generate", *words, *RUN.split(), *MODEL.split()]) == 0
     expected = capsys.readouterr().out
-    assert run_command(["generate", "--use-checkpoint-args", *words]) == 0
+    assert main(["generate", "--use-checkpoint-args", *words]) == 0
     found = capsys.readouterr()
     assert found.out == expected != ""
-    assert run_command(["generate", "--verbose", *words]) == 0
+    assert main(["generate", "--verbose", *words]) == 0
     assert (
         "options of the checkpoint: --hybrid-layer-pattern --; --hidden-size 16; "
         in capsys.readouterr().err
     )
-    assert run_command(["generate", "--use-checkpoint-args", *words[2:], "--load", "nowhere"]) == 4
+    assert main(["generate", "--use-checkpoint-args", *words[2:], "--load", "nowhere"]) == 4
     assert "checkpoint error: nowhere: no checkpoint" in capsys.readouterr().err
 
 

@@ -18,7 +18,7 @@ from megatron_packed.checkpoint.load import load_checkpoint
 from megatron_packed.checkpoint.sealed_json import seal, unseal
 from megatron_packed.checkpoint.tensor_shard import TensorShard, whole_tensors
 from megatron_packed.cli.convert import FAMILY_NAMES as OFFERED
-from megatron_packed.cli.main import run_command
+from megatron_packed.cli.main import main
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.models.convert import import_huggingface
 from megatron_packed.models.convert.export_huggingface import to_huggingface
@@ -368,7 +368,7 @@ def test_wrong_paths_are_reported(command, tmp_path, capsys, monkeypatch):
     for name in ("hf", "only", "pickled"):
         Path(name, "config.json").write_text(json.dumps(FIELDS))
     Path("pickled/model.bin").touch()
-    assert run_command(["convert", *command.split()]) == 4
+    assert main(["convert", *command.split()]) == 4
     said = capsys.readouterr().err
     assert PATHS[command] in said and "Errno" not in said and not Path("new").exists()
 
@@ -517,7 +517,7 @@ def test_of_two_conversions_at_the_same_time_into_one_directory_one_writes(
 )
 def test_options_that_do_not_belong_together(command):
     try:
-        assert run_command(["convert", *command.split()]) == 2
+        assert main(["convert", *command.split()]) == 2
     except SystemExit as ended:
         assert ended.code == 2
 

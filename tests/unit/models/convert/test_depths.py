@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_packed.checkpoint.errors import CheckpointError
-from megatron_packed.cli.main import run_command
+from megatron_packed.cli.main import main
 from megatron_packed.models.convert.huggingface_config import model_of
 from megatron_packed.models.convert.huggingface_files import ModelFiles
 from megatron_packed.models.convert.import_huggingface import open_model
@@ -192,5 +192,5 @@ def test_the_number_of_depths_is_of_an_import_only(tmp_path, capsys):
     fields = json.dumps(FAMILIES["nemotron_h"])
     (tmp_path / "config.json").write_text(fields)
     words = ["convert", "--to-hf", str(tmp_path / "n"), "--load", "x", "--mtp-depths", "1"]
-    assert run_command(words) == 2
+    assert main(words) == 2
     assert "--mtp-depths has no effect with --to-hf" in capsys.readouterr().err

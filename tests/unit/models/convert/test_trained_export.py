@@ -8,7 +8,7 @@ from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.manifest import MANIFEST
 from megatron_packed.checkpoint.sealed_json import seal, unseal
 from megatron_packed.cli.export_trained import export_trained
-from megatron_packed.cli.main import run_command
+from megatron_packed.cli.main import main
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.tokenizers.base import ByteTokenizer
@@ -302,7 +302,7 @@ def test_an_unknown_option_of_the_checkpoint_is_one_sentence(way, data, tmp_path
         fields["metadata"]["config"]["model"]["option_of_others"] = 1
         path.write_bytes(seal(fields))
     capsys.readouterr()
-    assert run_command(["convert", way, str(tmp_path / "out"), "--load", str(folder)]) == 4
+    assert main(["convert", way, str(tmp_path / "out"), "--load", str(folder)]) == 4
     said = capsys.readouterr().err
     assert "option_of_others" in said or "option-of-others" in said
     assert "Traceback" not in said and not (tmp_path / "out").exists()
