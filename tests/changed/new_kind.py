@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_packed.cli.main import run_command as main
+from megatron_packed.cli.main import main
 from megatron_packed.layers.recurrent_mixer import CausalConv1d
 from megatron_packed.models.convert.megatron import export_megatron
 from megatron_packed.models.decoder import Decoder

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from megatron_packed.cli.main import run_command as main
+from megatron_packed.cli.main import main
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.cuda_graphs.slot_graphs import SlotGraphs
 from megatron_packed.distributed.groups import Axis, ParallelGroups

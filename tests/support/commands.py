@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from megatron_packed.cli.main import run_command as main
+from megatron_packed.cli.main import main
 
 if TYPE_CHECKING:
     import pytest

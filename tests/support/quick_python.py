@@ -32,7 +32,7 @@ PROGRAMS = {
     "torchrun": ["-c", "from torch.distributed.run import main; main()"],
     "megatron-packed": [
         "-c",
-        "import sys; from megatron_packed.cli.main import run_command; sys.exit(run_command())",
+        "import sys; from megatron_packed.cli.main import main; sys.exit(main())",
     ],
 }
 CLIENT = """#!{python} -IS

@@ -18,7 +18,7 @@ from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.manifest import read_manifest
 from megatron_packed.checkpoint.read_tensors import read_tensor
 from megatron_packed.cli.export_trained import export_trained
-from megatron_packed.cli.main import run_command as main
+from megatron_packed.cli.main import main
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.export_huggingface import to_huggingface
 from megatron_packed.models.convert.huggingface_files import ModelFiles

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from megatron_packed.cli.main import run_command as main
+from megatron_packed.cli.main import main
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.inputs.open_documents import open_documents

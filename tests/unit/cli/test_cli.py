@@ -12,8 +12,8 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from megatron_packed.__main__ import main as program
-from megatron_packed.cli.main import run_command as main
+from megatron_packed.__main__ import run_program as program
+from megatron_packed.cli.main import main
 from megatron_packed.cli.packing import with_unused_flags
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.data.tokenizers.base import ByteTokenizer
@@ -784,7 +784,7 @@ def test_files_are_named_once_by_one_flag(command, capsys):
 
 def test_problems_are_reported_before_torch_is_imported():
     code = (
-        "import sys\nfrom megatron_packed.cli.main import run_command as main\n"
+        "import sys\nfrom megatron_packed.cli.main import main\n"
         "try: main(['packing', '--seq-length', '0'])\nexcept SystemExit as e: print(e.code, 'torch' in sys.modules)"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser as torchrun_parser
 
-from megatron_packed.cli.main import COMMANDS, run_command
+from megatron_packed.cli.main import COMMANDS, main
 from megatron_packed.config.parser.parse import parse, parse_or_exit
 from megatron_packed.config.parser.precedence import gather
 from megatron_packed.data.sources.line_schema import FIELDS, parse_line, schema_name
@@ -176,7 +176,7 @@ def test_plans_in_the_text_of_a_tutorial_fit_its_flags(
     for block in sh_blocks(tutorial):
         write_heredocs(block)
     [command] = re.findall(r"`megatron-packed (plan [^`]+)`", tutorial.read_text())
-    assert run_command(command.split()) == 0
+    assert main(command.split()) == 0
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_reports_in_the_guides(
             subprocess.run(["bash", "-euc", block], check=True)
         write_heredocs(block)
     for command, pages in REPORTS.items():
-        assert run_command([command, "@chat.args"]) == 0
+        assert main([command, "@chat.args"]) == 0
         printed = capsys.readouterr().out.splitlines()
         for page in pages:
             [quoted] = [text for text in blocks(DOCS / page, "") if QUOTED.search(text)]

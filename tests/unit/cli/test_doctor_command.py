@@ -14,7 +14,7 @@ import torch
 from megatron_packed.cli.doctor import command, gpu, machine, probe, supervise
 from megatron_packed.cli.doctor.findings import Finding, State
 from megatron_packed.cli.doctor.supervise import run_probes
-from megatron_packed.cli.main import run_command as main
+from megatron_packed.cli.main import main
 from megatron_packed.config import optional_packages
 from megatron_packed.config.optional_packages import PACKAGES, strangers
 from megatron_packed.ops.varlen_attention import sdpa

@@ -9,7 +9,7 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_packed.cli import export_for_megatron
-from megatron_packed.cli.main import run_command as main
+from megatron_packed.cli.main import main
 from megatron_packed.config.run import RunConfig
 from megatron_packed.data.tokenizers.base import ByteTokenizer, meaning_hash
 from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_packed.cli.export_tuned import export_tuned
-from megatron_packed.cli.main import run_command as main
+from megatron_packed.cli.main import main
 from megatron_packed.config.run import RunConfig
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.tokenizers.base import ByteTokenizer

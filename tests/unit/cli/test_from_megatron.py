@@ -10,7 +10,7 @@ import time
 import pytest
 
 from megatron_packed.cli.from_megatron import quoted
-from megatron_packed.cli.main import run_command as main
+from megatron_packed.cli.main import main
 from megatron_packed.cli.megatron_outcomes import FlagOutcome, line_outcome
 from megatron_packed.config.megatron.model_config_file import read_model_config
 
@@ -266,7 +266,7 @@ def test_control_characters_do_not_leave_the_comments(case, capsys) -> None:
 
 def test_the_command_starts_no_torch(case) -> None:
     code = (
-        "import sys; from megatron_packed.cli.main import run_command as main; "
+        "import sys; from megatron_packed.cli.main import main; "
         f"main(['from-megatron', {case()!r}]); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron_packed.checkpoint.sealed_json import seal, unseal
-from megatron_packed.cli.main import run_command as main
+from megatron_packed.cli.main import main
 from megatron_packed.config.run import RunConfig
 from megatron_packed.inputs.open_documents import build_tokenizer, open_documents
 from megatron_packed.models import generate as generation

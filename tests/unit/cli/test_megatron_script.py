@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from megatron_packed.cli.main import run_command as main
+from megatron_packed.cli.main import main
 from megatron_packed.cli.megatron_script import read_script
 
 SCRIPT = """\

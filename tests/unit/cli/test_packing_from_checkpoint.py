@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_packed.cli.main import run_command as main
+from megatron_packed.cli.main import main
 from megatron_packed.config.run import RunConfig
 from megatron_packed.training.from_python import train
 from support import commands

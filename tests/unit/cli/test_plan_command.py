@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from megatron_packed.cli.main import run_command as main
+from megatron_packed.cli.main import main
 from megatron_packed.cli.plan import _duration
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.explain import op_requests

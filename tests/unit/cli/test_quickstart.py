@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_packed.cli.main import run_command as main
+from megatron_packed.cli.main import main
 from megatron_packed.cli.quickstart import questions
 from megatron_packed.data.sources.line_schema import parse_line
 

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_packed.cli import measure_capacities as measure
 from megatron_packed.cli import tune as tune_command
-from megatron_packed.cli.main import run_command as main
+from megatron_packed.cli.main import main
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.data.packing.packer import METHODS
 from megatron_packed.data.packing.step_cost import StepCosts, Timed

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_packed.cli.main import run_command as main
+from megatron_packed.cli.main import main
 from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.parser.precedence import gather
 

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from megatron_packed.cli.main import run_command as main
+from megatron_packed.cli.main import main
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.packing.step_cost import StepCosts
 from megatron_packed.data.tokenizers.base import MOST_TOKENIZER_BYTES, ByteTokenizer, read_bytes

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_packed.cli.main import run_command as main
+from megatron_packed.cli.main import main
 from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.config.run import RunConfig

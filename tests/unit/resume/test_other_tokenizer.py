@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_packed.checkpoint.errors import CheckpointMismatchError
-from megatron_packed.cli.main import run_command as main
+from megatron_packed.cli.main import main
 from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.config.run import RunConfig
 from megatron_packed.data.tokenizers import bpe_training

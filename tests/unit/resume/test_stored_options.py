@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_packed.cli.main import run_command as main
+from megatron_packed.cli.main import main
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.parser.parse import Parsed, parse_with_sources
 from megatron_packed.config.run import RunConfig

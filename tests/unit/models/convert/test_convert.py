@@ -18,7 +18,7 @@ from megatron_packed.checkpoint.load import load_checkpoint
 from megatron_packed.checkpoint.sealed_json import seal, unseal
 from megatron_packed.checkpoint.tensor_shard import TensorShard, whole_tensors
 from megatron_packed.cli.convert import FAMILY_NAMES as OFFERED
-from megatron_packed.cli.main import run_command as main
+from megatron_packed.cli.main import main
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.models.convert import import_huggingface
 from megatron_packed.models.convert.export_huggingface import to_huggingface

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_packed.checkpoint.errors import CheckpointError
-from megatron_packed.cli.main import run_command as main
+from megatron_packed.cli.main import main
 from megatron_packed.models.convert.huggingface_config import model_of
 from megatron_packed.models.convert.huggingface_files import ModelFiles
 from megatron_packed.models.convert.import_huggingface import open_model

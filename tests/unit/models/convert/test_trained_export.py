@@ -8,7 +8,7 @@ from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.manifest import MANIFEST
 from megatron_packed.checkpoint.sealed_json import seal, unseal
 from megatron_packed.cli.export_trained import export_trained
-from megatron_packed.cli.main import run_command as main
+from megatron_packed.cli.main import main
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.data.errors import DataError
