@@ -61,7 +61,7 @@ _EXIT_NOT_WRITTEN = 1
 """Exit code when output was lost, for example because the disk is full."""
 
 
-def run_command(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
     Args:
@@ -140,4 +140,4 @@ def _lost(error: Exception) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command())
+    sys.exit(main())

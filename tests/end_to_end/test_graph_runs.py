@@ -347,9 +347,7 @@ def test_what_tune_recommends_never_runs_eagerly(
         "global_batch_size",
         "packing_method",
     )
-    assert (
-        main(["tune", *command_line({name: options[name] for name in tuned}), "--json"]) == 0
-    )
+    assert main(["tune", *command_line({name: options[name] for name in tuned}), "--json"]) == 0
     flags = json.loads(capsys.readouterr().out)["recommended"]["flags"]
     words = " ".join(flags).split("--")[1:]
     chosen = {name.replace("-", "_"): tuple(values) for name, *values in map(str.split, words)}

@@ -150,10 +150,7 @@ def test_a_number_of_layers_is_refused_if_it_gives_no_pattern(case, capsys) -> N
     assert main(["from-megatron", case(both)]) == 2
     assert "--num-layers 3: must be the length of" in capsys.readouterr().out
     mixed = "--num-layers: 3\n  --moe-layer-freq: 2"
-    assert (
-        main(["from-megatron", case(CASE.replace("--hybrid-layer-pattern: M*-M*-", mixed))])
-        == 2
-    )
+    assert main(["from-megatron", case(CASE.replace("--hybrid-layer-pattern: M*-M*-", mixed))]) == 2
     assert "In place of" not in capsys.readouterr().out
 
 

@@ -71,9 +71,7 @@ def test_words_are_those_of_bash(script, by_bash) -> None:
 
 
 def test_the_command_has_the_processes_of_the_script(script, capsys) -> None:
-    main(
-        ["from-megatron", script("torchrun --nproc_per_node 4 pretrain.py --hidden-size 64\n")]
-    )
+    main(["from-megatron", script("torchrun --nproc_per_node 4 pretrain.py --hidden-size 64\n")])
     shown = capsys.readouterr().out
     assert "megatron-packed train --nproc-per-node 4 \\\n  --hidden-size 64" in shown
 

@@ -150,9 +150,7 @@ def test_rows_add_up_to_the_peak(capsys):
 
 
 def test_table_for_people(capsys):
-    assert (
-        main(["plan", *SMALL, "--world-size", "8", "--tensor-model-parallel-size", "2"]) == 0
-    )
+    assert main(["plan", *SMALL, "--world-size", "8", "--tensor-model-parallel-size", "2"]) == 0
     text = capsys.readouterr().out
     assert "8 ranks: TP 2 x CP 1 x DP 4" in text
     assert "every rank: the memory peak occurs during " in text

@@ -135,9 +135,7 @@ def test_a_histogram_says_the_same_as_its_lengths(tmp_path, lengths, capsys):
         == found[0]["lengths"]
     )
     assert (
-        main(
-            ["plan", *MODEL, "--seq-length", "512", "--lengths", str(table), "--vocab-size", "64"]
-        )
+        main(["plan", *MODEL, "--seq-length", "512", "--lengths", str(table), "--vocab-size", "64"])
         == 0
     )
 
