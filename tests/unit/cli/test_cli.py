@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from megatron_packed.__main__ import main as program
+from megatron_packed.__main__ import run_program
 from megatron_packed.cli.main import main
 from megatron_packed.cli.packing import with_unused_flags
 from megatron_packed.config.parser.parse import parse
@@ -126,7 +126,7 @@ def test_ctrl_c_ends_a_command_with_one_sentence(imported, monkeypatch, capsys):
     if not imported:
         monkeypatch.delitem(sys.modules, "megatron_packed.cli.main")
         monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(find_spec=interrupted)])
-    assert program() == 130
+    assert run_program() == 130
     assert capsys.readouterr().err == "interrupted.\n"
 
 
@@ -140,7 +140,7 @@ def test_an_absent_package_ends_a_command_with_one_sentence(name, monkeypatch, c
     monkeypatch.setattr(sys, "argv", ["megatron-packed", "packing"])
     monkeypatch.setattr("megatron_packed.cli.packing.with_unused_flags", absent)
     with pytest.raises(SystemExit if name == "torch" else ModuleNotFoundError):
-        program()
+        run_program()
     said = capsys.readouterr().err
     assert said.startswith(f"torch is not installed for {sys.executable}") == (name == "torch")
 
