@@ -76,10 +76,7 @@ def step_time(
     work = Work(tokens=config.packing.tokens_per_pack, documents=documents)
     step = MetaStep(model, work, known, _APART).run()
     micro_batches = config.micro_batches_per_step(groups.dp.size)
-    ownership = (
-        Ownership.over if config.parallel.use_distributed_optimizer else Ownership.undivided
-    )(groups)
-    layout = flat_layout_of(model, ownership, config.parallel.ddp_bucket_size)
+    layout = owned_layout(config, imagined)
     kernels = KernelTimes(rates, step.calls, config, lengths)
     compute = micro_batches * kernels.total()
     copied = 2 * step.host / rates.host_bytes  # to the host and back, beside the kernels
@@ -92,6 +89,15 @@ def step_time(
             HOST: max(0.0, micro_batches * copied - compute),
         }
     )
+
+
+def owned_layout(config: RunConfig, imagined: Imagined) -> FlatLayout:
+    """Return the layout of the flat buffers of a planned rank."""
+    model, groups = imagined
+    ownership = (
+        Ownership.over if config.parallel.use_distributed_optimizer else Ownership.undivided
+    )(groups)
+    return flat_layout_of(model, ownership, config.parallel.ddp_bucket_size)
 
 
 class KernelTimes:
