@@ -11,7 +11,7 @@ is fitted to the time of a step.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -284,6 +284,42 @@ def table() -> dict[str, dict[str, Entry]]:
             **host_rates(),
         }
     }
+
+
+def rows_of() -> list[dict[str, object]]:
+    """Return a row for each rate, with the result files that it comes from."""
+    rates = next(iter(json.loads(TABLE.read_text()).values()))
+    return [
+        {
+            "rate": name,
+            "value": _shown(value),
+            "measured by": ", ".join(
+                f"`{result}.json` ({_date(result)})" for result in rate["results"]
+            ),
+        }
+        for title, rate in rates.items()
+        for name, value in _named(title, rate["value"])
+    ]
+
+
+def _named(title: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the rates of a mapping, each with its own name, or one rate."""
+    if not isinstance(value, Mapping):
+        yield title, value
+        return
+    for name, inner in value.items():
+        yield from _named(f"{title}, {name}", inner)
+
+
+def _shown(value: Any) -> str:
+    """Return a rate, or a pair of rates, as text."""
+    return " / ".join(f"{each:.4g}" for each in (value if isinstance(value, list) else [value]))
+
+
+def _date(result: str) -> str:
+    document = json.loads((harness.RESULTS / f"{result}.json").read_text())
+    day: str = document["date"].split()[0]
+    return day
 
 
 if __name__ == "__main__":

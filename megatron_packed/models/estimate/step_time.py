@@ -179,7 +179,7 @@ class KernelTimes:
     def _attention(self, call: TracedKernel) -> tuple[float, float]:
         rates, inputs = self._rates, call.inputs
         rows = call.shape[0]
-        pairs = visible_pairs(self._lengths, inputs.window_size) * rows / self._lengths.sum()
+        pairs = visible_pairs(self._lengths, inputs.window_size) * rows / float(self._lengths.sum())
         channels = inputs.num_heads * inputs.head_dim
         both = 3 * 4 * channels * pairs / rates.attention_flops
         both += rows * channels * rates.attention_element + rates.attention_call
