@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_packed.cli.command import UsageError
+from megatron_packed.config.kernel_options import named_kernels
 from megatron_packed.config.parser.precedence import gather
 from megatron_packed.config.run import RunConfig
 from megatron_packed.models.estimate.gpu_rates import (
@@ -20,6 +21,14 @@ if TYPE_CHECKING:
 
 MEMORY_GIB = {"H100": 79.0, "H200": 139.0}
 """GPU -> memory in GiB that a process can allocate."""
+_MEASURED_KERNELS = {
+    ("varlen_attention", "flash_attn_4"),
+    ("ssd", "triton"),
+    ("causal_conv1d", "triton"),
+    ("gated_delta_rule", "triton"),
+    ("adamw", "torch"),
+}
+"""Op and kernel that an option may request, because the rates are those of this kernel."""
 _UNITS = (
     ("days", 86400.0, 2 * 86400.0),
     ("hours", 3600.0, 2 * 3600.0),
@@ -91,6 +100,12 @@ def reason_without_rates(config: RunConfig, world_size: int, gpu: str) -> str:
             f"No time is given: {world_size:,} GPUs are more than the {MOST_RANKS_OF_HOST} of a host, "
             "and no exchange between hosts was measured."
         )
+    for kernel in named_kernels(config):
+        if kernel[:2] not in _MEASURED_KERNELS:
+            return (
+                "No time is given: rates were measured with the default kernels, and not with "
+                f"{kernel.option} {kernel.value}."
+            )
     return ""
 
 

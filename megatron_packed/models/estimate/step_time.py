@@ -186,7 +186,10 @@ class KernelTimes:
         return rates.attention_forward * both, both
 
     def _recurrence(self, call: TracedKernel) -> tuple[float, float]:
-        """Return the time of an op whose time is proportional to the size of its result."""
+        """Return the time of an op whose time is proportional to the size of its result.
+
+        An op that was not measured counts as a permutation, which reads and writes each row.
+        """
         rates, inputs, size = self._rates, call.inputs, prod(call.shape)
         if call.name == "ssd":
             sizes = sorted(rates.scan_element)
@@ -209,7 +212,7 @@ class KernelTimes:
                 size = size // rows * min(rows, max(self._expert_rows, 1))
             forward, both = (
                 each * size * call.itemsize + (i + 1) * rates.kernel
-                for i, each in enumerate(rates.op_byte[name])
+                for i, each in enumerate(rates.op_byte.get(name, rates.op_byte["permute"]))
             )
         return forward, both
 

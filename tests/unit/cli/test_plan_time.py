@@ -50,12 +50,18 @@ def test_a_step_has_the_sum_of_its_parts_and_a_run_its_days(capsys):
     [
         (["--gpu", "h100"], "rates were measured on H200, and not on H100"),
         (["--world-size", "16"], "no exchange between hosts was measured"),
+        (["--ssd-backend", "mamba_ssm"], "and not with --ssd-backend mamba_ssm"),
+        (["--transformer-impl", "transformer_engine"], "not with --transformer-impl"),
     ],
 )
 def test_what_was_not_measured_has_no_time_without_an_assumed_mfu(flags, reason, capsys):
     found = plan(capsys, *FLAGS, *flags)
     assert found["time"] is None and reason in found["reason_without_time"]
     assert plan(capsys, *FLAGS, *flags, "--mfu", 40)["time"]["parts"] is None
+
+
+def test_a_requested_kernel_that_is_the_default_has_a_time(capsys):
+    assert plan(capsys, *FLAGS, "--ssd-backend", "triton")["time"] is not None
 
 
 def test_memory_of_a_named_gpu(capsys):
