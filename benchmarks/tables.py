@@ -44,10 +44,12 @@ import offload
 import op_backends
 import packed_vs_padded
 import packing_report
+import plan_rates
 import recipe_mfu
 import repeatability
 import ssd
 import step_edge
+import step_times
 import train_real
 import tune_prediction
 
@@ -269,6 +271,8 @@ TABLES = {
     "offload_copies": Table("offload.py", "offload", offload.copy_rows_of),
     "offload_graphs": Table("offload.py", "offload", offload.graph_rows_of),
     "memory_peaks": Table("memory_peaks.py", memory_peaks.RESULTS, memory_peaks.rows_of),
+    "step_times": Table("step_times.py", step_times.RESULTS, step_times.rows_of),
+    "plan_rates": Table("plan_rates.py", (), plan_rates.rows_of),
     "repeatability": Table("repeatability.py", "repeatability", repeatability.rows_of),
     "op_backends": Table("op_backends.py", "op_backends", op_rows),
     "metadata_sync": Table("metadata_sync.py", "metadata_sync", metadata_sync.rows_of),

@@ -1,4 +1,4 @@
-"""Estimate the GPU memory of each rank, the options that reduce it, and the FLOPs of a step.
+"""Estimate the GPU memory of each rank, the options that reduce it, and the time of a step.
 
 Takes the flags of pretrain_hybrid.py, also from --config and @files. Needs neither a GPU nor other
 processes; the layout is checked for --world-size processes. Flags of data, optimizer and training
@@ -14,11 +14,19 @@ import json
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from math import inf
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from megatron_packed.cli.command import EXIT_DATA, UsageError, command, show
 from megatron_packed.cli.lengths import read_numbers
 from megatron_packed.cli.packing import with_unused_flags
+from megatron_packed.cli.plan_search import RunToPlan, search_command
+from megatron_packed.cli.plan_time import (
+    memory_gib_of,
+    peak_of_named,
+    reason_without_rates,
+    time_lines,
+    time_of_run,
+)
 from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.parser.precedence import gather
 from megatron_packed.config.parser.stored_options import NO_DATA
@@ -36,43 +44,41 @@ _GIB = 2**30
 _MIB = 2**20
 MOST_PROCESSES = 2**20
 """Maximum number of processes, because all their ranks are listed."""
-_UNITS = (
-    ("days", 86400.0, 2 * 86400.0),
-    ("hours", 3600.0, 2 * 3600.0),
-    ("minutes", 60.0, 120.0),
-    ("s", 1.0, 1.0),
-    ("ms", 1e-3, 0.0),
-)
-"""Units of time: name, seconds, and the shortest time in seconds that is printed in the unit."""
 DATA_PLACEHOLDER = ("--data-path", *NO_DATA)
 """Placeholder for data when only lengths are used; the file is never opened."""
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
-        "megatron-packed plan FLAGS_OF_A_RUN [--world-size N] [--gpu-memory-gib G] [--gpu NAME] [--mfu P] "
-        "[--lengths F] [--json]"
+        "megatron-packed plan FLAGS_OF_A_RUN [--world-size N] [--gpu NAME] [--gpu-memory-gib G] [--mfu P] "
+        "[--search] [--lengths F] [--json]"
     )
     add_world_size(parser)
-    parser.add_argument(
-        "--gpu-memory-gib",
-        type=float,
-        default=139.0,
-        metavar="G",
-        help="memory of each GPU in GiB (default 139, of an H200)",
-    )
     parser.add_argument(
         "--gpu",
         default="H200",
         metavar="NAME",
-        help="GPU whose peak FLOP/s the time of a step assumes, such as H100, B200 or A100 (default H200)",
+        help="GPU of the run (default H200). The time of a step is computed by rates measured on H200; "
+        "other names, such as H100, B200 or A100, have a peak FLOP/s for --mfu",
+    )
+    parser.add_argument(
+        "--gpu-memory-gib",
+        type=float,
+        metavar="G",
+        help="memory of each GPU in GiB (default: that of --gpu, 139 for H200 and 79 for H100)",
     )
     parser.add_argument(
         "--mfu",
         type=float,
-        default=40.0,
         metavar="P",
-        help="percent of the peak that the time of a step assumes (default 40)",
+        help="percent of the GPU's peak that a step reaches, from which its time follows instead of "
+        "from measured rates",
+    )
+    parser.add_argument(
+        "--search",
+        action="store_true",
+        help="list the ten fastest layouts that fit on --world-size GPUs of one host: sizes of tensor, "
+        "context and expert parallelism, recomputation and offload",
     )
     parser.add_argument(
         "--lengths",
@@ -85,15 +91,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@command("plan", "estimate the GPU memory of every rank and the FLOPs of a step", _add_arguments)
+@command("plan", "estimate the GPU memory of every rank and the time of a step", _add_arguments)
 def plan_command(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
-    check_world_size(arguments.world_size)
-    if not 0 < arguments.gpu_memory_gib * _GIB < inf:
-        raise UsageError(
-            f"--gpu-memory-gib {arguments.gpu_memory_gib}: must be a finite number above 0."
-        )
-    if not 0 < arguments.mfu <= 100:
-        raise UsageError(f"--mfu {arguments.mfu:g}: must be above 0 and at most 100 percent.")
+    memory_gib = _check(arguments)
     config = parse_or_exit(
         without_data(run_flags, uses=("model",)),
         launched=False,
@@ -102,31 +102,85 @@ def plan_command(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int
         read_stored=stored_options,
     )
     world_size = arguments.world_size or fewest_processes(config.parallel)
-    from megatron_packed.models.estimate.run_estimate import (
-        changes,
-        documents_in_pack,
-        estimates,
-        step_work,
-    )
+    reason = reason_without_rates(config, world_size, arguments.gpu)
+    if arguments.search and reason:
+        raise UsageError(f"--search orders layouts by time. {reason}{_cure_of_search(arguments)}")
+    from megatron_packed.models.estimate.run_estimate import documents_in_pack, step_work
 
+    gpu = peak_of_named(arguments.gpu)
     vocab_size, lengths, source = _data(config, arguments.lengths)
     try:
         work = step_work(config, vocab_size, lengths)
     except ValueError as error:
         raise UsageError(f"{source}: {error}", EXIT_DATA) from None
-    documents = documents_in_pack(config, work)
-    ranks = estimates(config, world_size, vocab_size, documents)
-    limit = int(arguments.gpu_memory_gib * _GIB)
-    cures = changes(config, world_size, vocab_size, documents, limit=limit)
-    time = _time(config, work.total / world_size, arguments, run_flags)
-    if arguments.json:
-        estimate = _as_json(
-            config, world_size, vocab_size, documents, source, ranks, work, limit, cures
+    run = RunToPlan(
+        config=config,
+        world_size=world_size,
+        vocab_size=vocab_size,
+        documents=documents_in_pack(config, work),
+        lengths=lengths,
+        source=source,
+        work=work,
+        limit=int(memory_gib * _GIB),
+    )
+    if arguments.search:
+        return search_command(run, without_data(run_flags, uses=("model",)), gpu, arguments.json)
+    return _report(run, run_flags, gpu, reason, arguments)
+
+
+def _check(arguments: argparse.Namespace) -> float:
+    """Check the values of options, and return the memory of a GPU in GiB."""
+    check_world_size(arguments.world_size)
+    given = arguments.gpu_memory_gib
+    if given is not None and not 0 < given * _GIB < inf:
+        raise UsageError(f"--gpu-memory-gib {given}: must be a finite number above 0.")
+    if arguments.mfu is not None and not 0 < arguments.mfu <= 100:
+        raise UsageError(f"--mfu {arguments.mfu:g}: must be above 0 and at most 100 percent.")
+    if arguments.search:
+        if arguments.world_size is None:
+            raise UsageError("--search needs the number of GPUs; give --world-size.")
+        if arguments.mfu is not None:
+            raise UsageError("--mfu is the same for every layout; leave it out with --search.")
+    return memory_gib_of(arguments.gpu) if given is None else given
+
+
+def _cure_of_search(arguments: argparse.Namespace) -> str:
+    """Return the flags with which a search for a GPU without rates can use those of an H200."""
+    if arguments.gpu.upper() != "H100":
+        return ""
+    return " --gpu H200 --gpu-memory-gib 79 orders layouts of 79 GiB by the rates of H200."
+
+
+def _report(
+    run: RunToPlan,
+    run_flags: Sequence[str],
+    gpu: tuple[str, float],
+    reason: str,
+    arguments: argparse.Namespace,
+) -> int:
+    """Print the report of one layout."""
+    from megatron_packed.models.estimate.run_estimate import changes, estimates, measured_time
+
+    sizes = (run.config, run.world_size, run.vocab_size, run.documents)
+    ranks = estimates(*sizes)
+    cures = changes(*sizes, limit=run.limit)
+    measured = None
+    if arguments.mfu is None and not reason:
+        measured = measured_time(*sizes, run.lengths, gpu[0])
+    flops = run.work.total / run.world_size
+    time = None
+    if run.config.training.bf16:  # the peaks are those of bf16
+        time = time_of_run(
+            run.config, run_flags, gpu=gpu, flops=flops, mfu=arguments.mfu, measured=measured
         )
-        print(json.dumps({**estimate, "time": None if time is None else time._asdict()}))
+    if arguments.json:
+        estimate = _as_json(run, ranks, cures)
+        without = reason if time is None else None
+        of_run = None if time is None else time._asdict()
+        print(json.dumps({**estimate, "time": of_run, "reason_without_time": without}))
     else:
-        lines = _lines(config, world_size, vocab_size, documents, source, ranks, work, limit, cures)
-        show("\n".join([*lines, _time_sentence(time)]))
+        lines = _lines(run, ranks, cures)
+        show("\n".join([*lines, *time_lines(time, reason, run.work, run.world_size)]))
     return 0
 
 
@@ -150,58 +204,6 @@ def check_world_size(world_size: int | None) -> None:
         raise UsageError(
             f"--world-size {world_size}: must be at least 1 and at most {MOST_PROCESSES:,}."
         )
-
-
-class RunTime(NamedTuple):
-    """Time of a run whose GPUs reach an assumed share of their peak."""
-
-    gpu: str
-    peak_flops: float
-    """Dense bf16 peak of a GPU in FLOP/s."""
-    mfu: float
-    """Assumed share of the peak, in percent."""
-    step_seconds: float
-    """Time of a step with the full batch."""
-    steps: int | None
-    """Steps of the run; None if its flags do not name its length."""
-    seconds: float | None
-    """Time of the whole run, if its length is known."""
-
-
-def _time(
-    config: RunConfig, flops: float, arguments: argparse.Namespace, run_flags: Sequence[str]
-) -> RunTime | None:
-    """Return the time of a run with this number of FLOPs of a rank and step; None without bf16.
-
-    Raises:
-        UsageError: the peak of ``--gpu`` is not known.
-    """
-    from megatron_packed.models.flops import PEAK_BF16_FLOPS
-
-    peaks = {name.lower(): (name, peak) for name, peak in PEAK_BF16_FLOPS.items()}
-    gpu, peak = peaks.get(arguments.gpu.lower(), (None, 0.0))
-    if gpu is None:
-        peak_names = ", ".join(PEAK_BF16_FLOPS)
-        raise UsageError(
-            f"--gpu {arguments.gpu}: has no known peak FLOP/s; choose one of {peak_names}."
-        )
-    if not config.training.bf16:  # the peaks are those of bf16
-        return None
-    seconds = flops / (peak * arguments.mfu / 100)
-    # The parser fills in a length that the run needs and the command does not.
-    named = {"training.train_iters", "training.train_samples"} & set(gather(run_flags).values)
-    steps = config.last_iteration() if named else None
-    samples = config.training.train_samples
-    # Smaller steps of a growing batch take a part of the time.
-    full_steps = steps if samples is None else samples / config.packing.global_batch_size
-    return RunTime(
-        gpu=gpu,
-        peak_flops=peak,
-        mfu=arguments.mfu,
-        step_seconds=seconds,
-        steps=steps,
-        seconds=None if steps is None else seconds * full_steps,
-    )
 
 
 def without_data(run_flags: Sequence[str], uses: Collection[str] = ()) -> list[str]:
@@ -258,21 +260,12 @@ def _rows(estimate: Estimate) -> dict[str, int]:
     }
 
 
-def _lines(
-    config: RunConfig,
-    world_size: int,
-    vocab_size: int,
-    documents: int,
-    source: str,
-    ranks: dict[str, Estimate],
-    work: StepWork,
-    limit: int,
-    cures: Sequence[Change],
-) -> list[str]:
+def _lines(run: RunToPlan, ranks: dict[str, Estimate], cures: Sequence[Change]) -> list[str]:
     from megatron_packed.config.kinds.experts import MEASURE
     from megatron_packed.layers.moe.expert_room import PLANNED_FACTOR
     from megatron_packed.models.estimate.parameter_count import count_parameters
 
+    config, world_size, vocab_size = run.config, run.world_size, run.vocab_size
     layout, packing = config.layout(world_size), config.packing
     parameters = count_parameters(config.model, vocab_size)
     micro_batches = config.micro_batches_per_step(layout.dp_size)
@@ -283,7 +276,7 @@ def _lines(
         f"{world_size:,} rank{'s' if world_size > 1 else ''}: "
         f"TP {layout.tp_size} x CP {layout.cp_size} x DP {layout.dp_size}, "
         f"experts TP {layout.expert_tp_size} x EP {layout.ep_size} x DP {layout.expert_dp_size}.",
-        f"Packs of {packing.tokens_per_pack:,} slots, capacity {documents:,} documents; "
+        f"Packs of {packing.tokens_per_pack:,} slots, capacity {run.documents:,} documents; "
         f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''} of each rank in a step.",
         *([growth] if growth else []),
         "",
@@ -310,8 +303,13 @@ def _lines(
             "Nothing would be offloaded: no selected tensor has "
             f"{config.memory.min_offloaded_tensor_size:,} elements (--min-offloaded-tensor-size)."
         )
-    lines += [*_kernel_lines(config), *_verdict(ranks, limit, cures), "", f"Lengths: {source}."]
-    return lines + _step_lines(work, world_size)
+    lines += [
+        *_kernel_lines(config),
+        *_verdict(ranks, run.limit, cures),
+        "",
+        f"Lengths: {run.source}.",
+    ]
+    return lines + _step_lines(run.work, world_size)
 
 
 def _kernel_lines(config: RunConfig) -> list[str]:
@@ -387,27 +385,6 @@ def _six_n_t_sentence(work: StepWork) -> str:
     )
 
 
-def _time_sentence(time: RunTime | None) -> str:
-    """Return the time of a step and of the run, with its assumption."""
-    if time is None:
-        return "Without --bf16 no time is estimated."
-    of_run = ""
-    if time.steps is not None and time.seconds is not None:
-        noun = "step" if time.steps == 1 else "steps"
-        of_run = f", and the run of {time.steps:,} {noun} {_duration(time.seconds)}"
-    return (
-        f"At {time.mfu:g} % MFU, of {time.peak_flops / 1e12:g} TFLOP/s in bf16 of each {time.gpu}, a step takes "
-        f"{_duration(time.step_seconds)}{of_run} (--mfu and --gpu change this assumption)."
-    )
-
-
-def _duration(seconds: float) -> str:
-    """Return a time in its usual unit, such as ``27 s`` or ``25 days``."""
-    name, unit, _ = next(row for row in _UNITS if seconds >= row[2])
-    amount = seconds / unit
-    return f"{amount:,.0f} {name}" if amount >= 10 else f"{amount:.2g} {name}"
-
-
 def _table(ranks: dict[str, Estimate]) -> list[str]:
     columns = {kind: _rows(estimate) for kind, estimate in ranks.items()}
     names = list(next(iter(columns.values())))
@@ -461,25 +438,16 @@ def _stages(packing: PackingConfig) -> Sequence[BatchStage]:
     return [full] if ramp is None else ramp.stages()
 
 
-def _as_json(
-    config: RunConfig,
-    world_size: int,
-    vocab_size: int,
-    documents: int,
-    source: str,
-    ranks: dict[str, Estimate],
-    work: StepWork,
-    limit: int,
-    cures: Sequence[Change],
-) -> dict[str, Any]:
+def _as_json(run: RunToPlan, ranks: dict[str, Estimate], cures: Sequence[Change]) -> dict[str, Any]:
     from megatron_packed.explain.state_messages import state_messages
 
+    config, world_size, work, limit = run.config, run.world_size, run.work, run.limit
     sent = state_messages(config)
     return {
         "world_size": world_size,
         "layout": asdict(config.layout(world_size)),
-        "vocab_size": vocab_size,
-        "documents": documents,
+        "vocab_size": run.vocab_size,
+        "documents": run.documents,
         "ranks": {
             kind: {
                 "bytes": {name.strip(): value for name, value in _rows(estimate).items()},
@@ -490,7 +458,7 @@ def _as_json(
         "gpu_bytes": limit,
         "fits": {kind: estimate.total <= limit for kind, estimate in ranks.items()},
         "changes": [asdict(cure) for cure in cures],
-        "lengths": source,
+        "lengths": run.source,
         "passed_states": None if sent is None else asdict(sent),
         "batch_stages": [
             {"step": stage.step, "packs": stage.packs} for stage in _stages(config.packing)

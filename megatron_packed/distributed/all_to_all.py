@@ -347,7 +347,7 @@ def _all_to_all(x: Tensor, group: Group, *, sent: list[int], received: list[int]
     x = x.contiguous()
     with counted_as(Purpose.COMMUNICATION):
         result = x.new_empty(sum(received), *x.shape[1:])
-    if exchanges(group):
+    if exchanges(group, "all_to_all", x):
         dist.all_to_all_single(result, x, received, sent, group=group)
     return result
 

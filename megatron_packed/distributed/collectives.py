@@ -8,7 +8,9 @@ the host. They transfer text, never pickles.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, TypeGuard, TypeVar
 
 import torch
@@ -27,17 +29,56 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def exchanges(group: dist.ProcessGroup | None) -> TypeGuard[dist.ProcessGroup]:
+class PlannedExchange(NamedTuple):
+    """Collective that a rank of an inspected layout would run."""
+
+    kind: str
+    bytes: int
+    """Bytes of the complete message: of all ranks' rows, or of all parts that this rank sends."""
+    ranks: tuple[int, ...]
+    """Global ranks of the group."""
+    overlaps: bool
+    """True if the current stream continues with other work."""
+
+
+_planned: Counter[PlannedExchange] | None = None
+
+
+@contextmanager
+def planned_exchanges() -> Iterator[Counter[PlannedExchange]]:
+    """Yield the collectives over groups of an inspected layout so far -> number of calls."""
+    global _planned
+    outer, _planned = _planned, Counter()
+    try:
+        yield _planned
+    finally:
+        _planned = outer
+
+
+def exchanges(
+    group: dist.ProcessGroup | None, kind: str, message: Tensor, *, overlaps: bool = False
+) -> TypeGuard[dist.ProcessGroup]:
     """Return whether a collective over the group exchanges data.
 
-    It does not for one rank, nor for the groups of a layout that is inspected and never run.
+    It does not for one rank, nor for the groups of a layout that is inspected and never run; their
+    collectives are counted in `planned_exchanges`.
+
+    Args:
+        group: process group.
+        kind: name of the collective.
+        message: tensor as large as the message; see `PlannedExchange.bytes`.
+        overlaps: True if the current stream continues with other work.
     """
-    return group is not None and not isinstance(group, Unjoined)
+    if isinstance(group, Unjoined):
+        if _planned is not None:
+            _planned[PlannedExchange(kind, message.nbytes, group.ranks, overlaps)] += 1
+        return False
+    return group is not None
 
 
 def all_reduce_sum(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Sum ``tensor`` over ``group`` in place and return it; ``group`` None is the identity."""
-    if exchanges(group):
+    if exchanges(group, "all_reduce", tensor):
         dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group)
     return tensor
 
@@ -47,7 +88,7 @@ def all_reduce_max(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
     The operation is in place, and the identity for ``group`` None.
     """
-    if exchanges(group):
+    if exchanges(group, "all_reduce", tensor):
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
     return tensor
 
@@ -57,7 +98,7 @@ def broadcast_from_first(tensor: Tensor, group: dist.ProcessGroup | None) -> Ten
 
     The operation is in place, and the identity for ``group`` None.
     """
-    if exchanges(group):
+    if exchanges(group, "broadcast", tensor):
         dist.broadcast(tensor, src=global_ranks(group)[0], group=group)
     return tensor
 
@@ -74,7 +115,7 @@ def all_gather_rows(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     # without a copy.
     with _RECEIVED:
         gathered = x.new_empty(rows * group.size(), *row_shape)
-    if exchanges(group):
+    if exchanges(group, "all_gather", gathered):
         _all_gather(gathered, x.contiguous(), group=group)
     return gathered
 
@@ -88,7 +129,7 @@ def reduce_scatter_rows(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if group is None:
         return x
     mine = torch.empty_like(own_rows(x, group), memory_format=torch.contiguous_format)
-    if exchanges(group):
+    if exchanges(group, "reduce_scatter", x):
         _reduce_scatter(mine, x.contiguous(), group=group)
     return mine
 
@@ -175,7 +216,7 @@ def exchange_parts(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Send part r of a contiguous ``x`` ``(c, ...)`` to rank r; receive part s from rank s."""
     with _RECEIVED:
         received = torch.empty_like(x)
-    if exchanges(group):
+    if exchanges(group, "all_to_all", x):
         dist.all_to_all_single(received, x, group=group)
     return received
 
@@ -185,7 +226,7 @@ def start_exchange(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Started
     work = DONE
     with _RECEIVED:
         received = torch.empty_like(x)
-    if exchanges(group):
+    if exchanges(group, "all_to_all", x, overlaps=True):
         work = dist.all_to_all_single(received, x, group=group, async_op=True)
     return received, Started(work, "all_to_all_single", group)
 
@@ -210,7 +251,7 @@ def start_gather_rows(x: Tensor, group: dist.ProcessGroup | None) -> PendingRows
     work = DONE
     with _RECEIVED:
         gathered = x.new_empty(rows * group.size(), *row_shape)
-    if exchanges(group):
+    if exchanges(group, "all_gather", gathered, overlaps=True):
         work = _all_gather(gathered, x.contiguous(), group=group, async_op=True)
     return PendingRows(Started(work, "all_gather", group), gathered)
 
@@ -225,7 +266,7 @@ def start_scatter_rows(x: Tensor, group: dist.ProcessGroup | None) -> PendingRow
         return PendingRows(None, x)
     mine = torch.empty_like(own_rows(x, group), memory_format=torch.contiguous_format)
     work = DONE
-    if exchanges(group):
+    if exchanges(group, "reduce_scatter", x, overlaps=True):
         work = _reduce_scatter(mine, x.contiguous(), group=group, async_op=True)
     return PendingRows(Started(work, "reduce_scatter", group), mine)
 
@@ -257,7 +298,7 @@ def start_row_from_others(
     earlier, later = ranks[:me], ranks[me + 1 :]
     senders, receivers = (later, earlier) if back else (earlier, later)
     x, rows = x.contiguous(), x.new_empty(len(senders), *x.shape[1:])
-    if not exchanges(group):
+    if not exchanges(group, "send", x, overlaps=True):
         return PendingRows(None, rows)
     exchange = [dist.P2POp(dist.isend, x, rank, group) for rank in receivers]
     exchange += [dist.P2POp(dist.irecv, row, rank, group) for row, rank in zip(rows, senders)]
@@ -285,7 +326,7 @@ def pass_to_next(x: Tensor, group: dist.ProcessGroup | None, *, back: bool = Fal
         next_rank, previous_rank = previous_rank, next_rank
     with _RECEIVED:
         x, received = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
-    if not exchanges(group):
+    if not exchanges(group, "send", x):
         return received
     # Post the send and the receive in one batch. If each rank posted its send first,
     # the sends of all ranks could deadlock the ring.

@@ -13,6 +13,7 @@ from torch import Tensor, UntypedStorage
 
 from megatron_packed.memory_purpose import Purpose, op_now, purpose_now
 from megatron_packed.models.estimate.meta_results import new_results
+from megatron_packed.models.estimate.traced_work import TracedWork
 from megatron_packed.torch_private import TorchDispatchMode, current_graph_task_id
 
 Amounts = Mapping[Purpose, int]
@@ -61,6 +62,8 @@ class LiveMemory(TorchDispatchMode):
 
     def __init__(self, ignored: Iterable[Tensor]) -> None:
         super().__init__()
+        self.work = TracedWork()
+        """Counter of the kernels that run."""
         self.place = RunningPart("")
         self._live: dict[int, _Storage | None] = {}
         self._references: dict[int, weakref.ref[UntypedStorage]] = {}
@@ -85,6 +88,7 @@ class LiveMemory(TorchDispatchMode):
         for tensor in result if isinstance(result, tuple | list) else (result,):
             if isinstance(tensor, Tensor):
                 self._see(tensor.untyped_storage())
+        self.work.note(func, args, result)
         return result
 
     def peak(self, pool: str = "") -> Peak:

@@ -22,11 +22,12 @@ from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.memory import MemoryConfig
 from megatron_packed.data.packing.pieces import Pieces
-from megatron_packed.distributed.flat_buffers import flat_layout_of, tail_elements
-from megatron_packed.distributed.zero1_layout import Ownership
+from megatron_packed.distributed.flat_buffers import tail_elements
 from megatron_packed.models.equal_exchanges import exchange_bytes
+from megatron_packed.models.estimate.gpu_rates import measured_rates
 from megatron_packed.models.estimate.rank_memory import Estimate, communicators_of, estimate
 from megatron_packed.models.estimate.step_memory import KnownUnits, Work
+from megatron_packed.models.estimate.step_time import StepTime, owned_layout, step_time
 from megatron_packed.models.flops import FlopCounter
 from megatron_packed.models.metrics_layout import MetricsLayout
 from megatron_packed.models.run_model import dtype_of
@@ -89,10 +90,7 @@ def estimates_of(
     """Return the `estimates` of a rank of a planned run."""
     # The real modules on the meta device give the sizes, so the estimate follows changes of them.
     model, groups = imagined
-    ownership = (
-        Ownership.over if config.parallel.use_distributed_optimizer else Ownership.undivided
-    )(groups)
-    layout = flat_layout_of(model, ownership, config.parallel.ddp_bucket_size)
+    layout = owned_layout(config, imagined)
     metrics = MetricsLayout.from_model(model, groups)
     tail = tail_elements(metrics.extras, metrics.counters)
     uneven = any(not layer.mixer.dispatcher.static for layer in model.moe_layers)
@@ -114,6 +112,36 @@ def estimates_of(
         )
         for kind, even in kinds.items()
     }
+
+
+def measured_time(
+    config: RunConfig,
+    world_size: int,
+    vocab_size: int,
+    documents: int,
+    lengths: Lengths,
+    gpu: str,
+) -> StepTime:
+    """Return the time of a step by the rates measured on a GPU; see `step_time`.
+
+    Args:
+        config: configuration of the run.
+        world_size: number of processes.
+        vocab_size: entries of the vocabulary.
+        documents: capacity of a pack in documents.
+        lengths: tokens of the documents.
+        gpu: name of a GPU in `measured_rates`.
+    """
+    with no_collection(), compiler_not_imported():
+        imagined = Imagined.from_config(config, world_size, vocab_size)
+        pieces = pieces_of(config, lengths)
+        return step_time(config, imagined, documents, pieces, measured_rates()[gpu.upper()])
+
+
+def pieces_of(config: RunConfig, lengths: Lengths) -> Lengths:
+    """Return the tokens of the pieces in which documents of these lengths are packed."""
+    packing = config.packing
+    return Pieces.cut(lengths, packing.max_document_length, packing.overlong_policy).length
 
 
 def usual(ranks: Mapping[str, Estimate]) -> Estimate:
@@ -303,7 +331,7 @@ def step_work(config: RunConfig, vocab_size: int, lengths: Lengths) -> StepWork:
             dropped.
     """
     packing = config.packing
-    pieces = Pieces.cut(lengths, packing.max_document_length, packing.overlong_policy).length
+    pieces = pieces_of(config, lengths)
     if not pieces.size:
         raise ValueError(
             f"no document has at most {flags.MAX_DOCUMENT_LENGTH} ({packing.max_document_length}) tokens."

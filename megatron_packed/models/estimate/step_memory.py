@@ -7,6 +7,7 @@ which workspaces they need.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,9 +19,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_packed.distributed.collectives import planned_exchanges
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.layers.linear import main_grad_of
 from megatron_packed.models.estimate.live_memory import LiveMemory, Peak, RunningPart
+from megatron_packed.models.estimate.traced_work import Calls, TracedWork
 from megatron_packed.models.estimate.unit_memory import (
     UnitMemory,
     measure_unit,
@@ -33,6 +36,7 @@ from megatron_packed.packed.micro_batch import MicroBatch
 
 KnownUnits = dict[Any, UnitMemory]
 """Layers and sizes -> memory of a unit. Configurations that are compared have units in common."""
+_GPU = torch.device("cuda")
 POOL = "graphs"
 """Pool of the captured layers."""
 
@@ -65,6 +69,8 @@ class StepMemory:
     """Bytes of the hidden state between layers."""
     host: int
     """Bytes of pinned host memory."""
+    calls: Calls
+    """Kernels and exchanges of the pass -> number of calls."""
 
 
 class MetaStep:
@@ -74,10 +80,16 @@ class MetaStep:
         model: this rank's model on the meta device. It gets gradient buffers.
         work: sizes of the pack.
         known_units: units that were measured before; new units are added.
+        device: device for which the model asks its ops. For a CPU, no product includes other
+            operations, whatever GPU this machine has.
     """
 
     def __init__(
-        self, model: HybridModel, work: Work, known_units: KnownUnits | None = None
+        self,
+        model: HybridModel,
+        work: Work,
+        known_units: KnownUnits | None = None,
+        device: torch.device = _GPU,
     ) -> None:
         import_meta_operations()
         for layer in model.moe_layers:
@@ -92,6 +104,7 @@ class MetaStep:
         packed = model.prepare(pack.packed)
         self._model = model
         self._work = work
+        self._device = device
         self._known: KnownUnits = {} if known_units is None else known_units
         self._pack = replace(pack, packed=packed)
         parameters = list(model.parameters())
@@ -99,6 +112,7 @@ class MetaStep:
         tables = [pack.buffer, *packed.tables.tensors()]
         held = [*parameters, *model.buffers(), *gradients, *tables]
         self._held = [tensor for tensor in held if tensor is not None]
+        self._frozen = [parameter for parameter in parameters if not parameter.requires_grad]
 
     def run(self, captured: Collection[int] = ()) -> StepMemory:
         """Run the pass, and return the memory that it needs.
@@ -106,17 +120,22 @@ class MetaStep:
         Args:
             captured: numbers of the layers whose memory is in the pool of graphs.
         """
-        model, live = self._model, LiveMemory(self._held)
+        model = self._model
         # The copies of an offload run beside other layers, so its layers are not measured alone.
-        layers = _Layers(model, live, captured, self.units() if model.offload is None else {})
-        live.place = RunningPart("the embedding")
-        with planned(torch.device("cuda")), layers.watched(), live:
-            model.forward_backward(self._pack)
+        units = self.units() if model.offload is None else {}
+        with planned(self._device) as requests, planned_exchanges() as exchanges:
+            live = LiveMemory(self._held)
+            live.work = TracedWork(self._frozen, requests)
+            layers = _Layers(model, live, captured, units)
+            live.place = RunningPart("the embedding")
+            with layers.watched(), live:
+                model.forward_backward(self._pack)
         return StepMemory(
             eager=live.peak(),
             pool=live.peak(POOL),
             hidden=layers.hidden,
             host=0 if model.offload is None else model.offload.pool.num_bytes,
+            calls=live.work.calls + Counter(exchanges),
         )
 
     def units(
@@ -133,13 +152,15 @@ class MetaStep:
         units = [u for d in depths for u in units_of(model, model.config.layers_of_depth(d))]
         # Describe all layers before the first runs, because modules may count their calls.
         keys = size_signatures([model.layers[number] for number in unit] for unit in units)
-        sizes = (shape, model.dtype, self._work, *size_signatures([packed]))
+        sizes = (shape, model.dtype, self._work, self._device, *size_signatures([packed]))
         memory_of_units: dict[int, UnitMemory] = {}
-        with planned(torch.device("cuda")):
+        with planned(self._device) as requests:
             for unit, key in zip(units, keys, strict=True):
                 if (memory := self._known.get((key, sizes))) is None:
                     run = partial(model.layers.forward, packed=packed, numbers=unit)
-                    memory = measure_unit(run, shape, counter(self._held), model.dtype)
+                    live = counter(self._held)
+                    live.work = TracedWork(self._frozen, requests)
+                    memory = measure_unit(run, shape, live, model.dtype)
                     self._known[key, sizes] = memory
                 memory_of_units[unit[0]] = memory
         return memory_of_units

@@ -19,8 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megatron_packed.distributed.collectives import planned_exchanges
 from megatron_packed.memory_purpose import Purpose, counted_as
 from megatron_packed.models.estimate.live_memory import Amounts, LiveMemory, Peak
+from megatron_packed.models.estimate.traced_work import Calls
 from megatron_packed.torch_private import TreeSpec, tree_flatten, tree_unflatten
 
 UnitRun = Callable[[Tensor], tuple[Tensor, list[Any]]]
@@ -44,6 +46,8 @@ class UnitMemory:
     reports: Sequence[Tensor]
     structure: TreeSpec
     """Tensors of the reports, and their structure."""
+    calls: Calls
+    """Kernels and exchanges of the unit -> number of calls."""
 
 
 def measure_unit(
@@ -59,7 +63,7 @@ def measure_unit(
     """
     borders = _Borders(live)
     anchor = torch.empty(0, device="meta", requires_grad=True)
-    with live:
+    with planned_exchanges() as exchanges, live:
         x: Tensor = _Begin.apply(anchor, tuple(hidden), dtype, borders)
         input_bytes, reference = x.nbytes, weakref.ref(x.untyped_storage())
         start = live.amounts()
@@ -87,6 +91,7 @@ def measure_unit(
         backward_op=borders.peak.op,
         reports=[shape.requires_grad_(needs) for shape, needs in zip(shapes, needed, strict=True)],
         structure=structure,
+        calls=live.work.calls + Counter(exchanges),
     )
 
 
@@ -158,6 +163,7 @@ class _ReplayedUnit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, unit: UnitMemory, live: LiveMemory) -> tuple[Tensor, ...]:
         live.note(unit.forward, unit.forward_op)
+        live.work.calls.update(unit.calls)
         live.add(unit.saved, live.place.pool)
         if unit.saves_input:
             ctx.save_for_backward(hidden)

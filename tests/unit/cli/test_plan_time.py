@@ -1,0 +1,121 @@
+"""``megatron-packed plan``: times by measured rates, where none is given, and the search of layouts."""
+
+import json
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from megatron_packed.cli.main import main
+from megatron_packed.models.estimate.gpu_rates import TABLE, measured_rates
+from support import commands
+
+FLAGS = shlex.split("""--bf16 --hybrid-layer-pattern M-*- --hidden-size 256 --num-attention-heads 4
+    --squared-relu --disable-bias-linear --normalization RMSNorm --seq-length 2048 --vocab-size 1024""")
+EXPERTS = shlex.split("""--bf16 --hybrid-layer-pattern ME*E --hidden-size 256 --num-attention-heads 4
+    --disable-bias-linear --normalization RMSNorm --seq-length 2048 --vocab-size 1024 --num-experts 8
+    --moe-ffn-hidden-size 256 --moe-router-topk 2""")
+BEFORE_TORCH = """
+import sys
+from megatron_packed.cli.main import main
+code = main(["plan", *sys.argv[1:]])
+print(code, "torch" in sys.modules)
+"""
+
+
+def plan(capsys, *argv):
+    return commands.report(capsys, "plan", *argv)
+
+
+def test_a_step_has_the_sum_of_its_parts_and_a_run_its_days(capsys):
+    found = plan(capsys, *FLAGS, "--world-size", "2", "--train-iters", 10**9)
+    time = found["time"]
+    assert set(time["parts"]) == {"compute", "exposed exchanges", "update", "copies to the host"}
+    assert time["step_seconds"] == pytest.approx(sum(time["parts"].values()))
+    assert time["seconds"] == pytest.approx(1e9 * time["step_seconds"])
+    flops = found["step"]["flops_per_rank"]
+    assert time["mfu"] == pytest.approx(100 * flops / time["step_seconds"] / 989.5e12)
+    assert found["reason_without_time"] is None
+    assert main(["plan", *FLAGS, "--world-size", "8"]) == 0
+    text = capsys.readouterr().out
+    assert (
+        "By the rates measured on H200, a step takes " in text and " tokens/s of each GPU" in text
+    )
+    assert "Exchanges among more than 4 GPUs were not measured" in text
+
+
+@pytest.mark.parametrize(
+    "flags, reason",
+    [
+        (["--gpu", "h100"], "rates were measured on H200, and not on H100"),
+        (["--world-size", "16"], "no exchange between hosts was measured"),
+        (["--ssd-backend", "mamba_ssm"], "and not with --ssd-backend mamba_ssm"),
+        (["--transformer-impl", "transformer_engine"], "not with --transformer-impl"),
+    ],
+)
+def test_what_was_not_measured_has_no_time_without_an_assumed_mfu(flags, reason, capsys):
+    found = plan(capsys, *FLAGS, *flags)
+    assert found["time"] is None and reason in found["reason_without_time"]
+    assert plan(capsys, *FLAGS, *flags, "--mfu", 40)["time"]["parts"] is None
+
+
+def test_a_requested_kernel_that_is_the_default_has_a_time(capsys):
+    assert plan(capsys, *FLAGS, "--ssd-backend", "triton")["time"] is not None
+
+
+def test_memory_of_a_named_gpu(capsys):
+    assert plan(capsys, *FLAGS, "--gpu", "h100")["gpu_bytes"] == 79 * 2**30
+    assert plan(capsys, *FLAGS)["gpu_bytes"] == 139 * 2**30
+    code, said = commands.refusal(capsys, "plan", *FLAGS, "--gpu", "a100")
+    assert code == 2 and "--gpu A100: give --gpu-memory-gib" in said
+
+
+@pytest.mark.parametrize(
+    "flags, cure",
+    [
+        ([], "give --world-size"),
+        (["--world-size", "2", "--mfu", "40"], "leave it out with --search"),
+        (["--world-size", "16"], "no exchange between hosts was measured"),
+        (["--world-size", "2", "--gpu", "H100"], "--gpu H200 --gpu-memory-gib 79"),
+    ],
+)
+def test_a_search_without_times_is_refused_before_torch_is_imported(flags, cure):
+    command = [sys.executable, "-c", BEFORE_TORCH, *FLAGS, "--search", *flags]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert cure in done.stderr
+    assert done.stdout.split() == ["2", "False"]
+
+
+def search(capsys, *flags):
+    return plan(capsys, *flags, "--search")
+
+
+def test_layouts_of_a_search_are_ordered_and_their_flags_give_their_times(capsys):
+    run = [*EXPERTS, "--world-size", "4", "--global-batch-size", "4"]
+    found = search(capsys, *run)
+    layouts = found["layouts"]
+    seconds = [layout["step_seconds"] for layout in layouts]
+    assert len(layouts) == 10 < found["allowed"] and seconds == sorted(seconds)
+    for layout in (layouts[0], layouts[-1]):
+        alone = plan(capsys, *run, *layout["flags"].split())
+        assert alone["time"]["step_seconds"] == pytest.approx(layout["step_seconds"])
+        assert next(iter(alone["ranks"].values()))["bytes"]["total"] == layout["bytes"]
+
+
+def test_a_search_recomputes_where_memory_ends(capsys):
+    deep = ("--hybrid-layer-pattern", "-" * 24, "--seq-length", "65536")
+    run = [*FLAGS, *deep, "--world-size", "2", "--global-batch-size", "2"]
+    plain, full = search(capsys, *run)["layouts"], "--recompute-granularity full"
+    assert plain and not any(full in layout["flags"] for layout in plain)
+    least = min(layout["bytes"] for layout in plain) / 2**30
+    small = search(capsys, *run, "--gpu-memory-gib", least - 0.1)["layouts"]
+    assert small and all("--recompute-granularity" in layout["flags"] for layout in small)
+    assert main(["plan", *run, "--search", "--gpu-memory-gib", "0.5"]) == 0
+    assert "None fits in 0.5 GiB, even with recomputation and offload" in capsys.readouterr().out
+
+
+def test_rates_name_the_results_that_they_come_from():
+    assert set(measured_rates()) == {"H200"}
+    values = json.loads(TABLE.read_text())["H200"].values()
+    assert all(entry["results"] for entry in values)

@@ -1,0 +1,121 @@
+"""Work of a pass on the meta device: products, ops and exchanges with their sizes."""
+
+from collections import Counter
+from math import prod
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_packed.config.parser.parse import parse
+from megatron_packed.config.run import RunConfig
+from megatron_packed.distributed.collectives import PlannedExchange
+from megatron_packed.models.estimate import step_memory
+from megatron_packed.models.estimate.step_memory import MetaStep, Work
+from megatron_packed.models.estimate.traced_work import (
+    LOSS_PRODUCT,
+    PRODUCT,
+    SECOND_GROUPED,
+    Calls,
+    TracedKernel,
+)
+from megatron_packed.models.flops import FlopCounter
+from megatron_packed.models.trace import Imagined
+from support.kernel_calls import FLAGS
+
+TOKENS, VOCAB, HIDDEN = 2048, 1000, 128
+EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 96"
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+
+def config_of(pattern: str, flags: str = "", processes: int = 1) -> RunConfig:
+    words = [*FLAGS, "--hybrid-layer-pattern", pattern, "--squared-relu", *flags.split()]
+    words += ["--normalization", "RMSNorm", "--position-embedding-type", "none", "--bf16"]
+    return parse(words, world_size=processes)
+
+
+def calls_of(pattern: str, flags: str = "", processes: int = 1) -> Calls:
+    config = config_of(pattern, flags, processes)
+    model = Imagined.from_config(config, processes, VOCAB).model
+    work = Work(tokens=TOKENS, documents=4)
+    return MetaStep(model, work, {}, torch.device("cpu")).run().calls
+
+
+def products(calls: Calls, *, forward: bool, name: str = PRODUCT) -> float:
+    """Return the operations of products."""
+    return sum(
+        number * 2.0 * prod(call.shape)
+        for call, number in calls.items()
+        if isinstance(call, TracedKernel) and call.name == name and call.forward is forward
+    )
+
+
+def kernels(calls: Calls, name: str) -> Counter[tuple[int, ...]]:
+    counts: Counter[tuple[int, ...]] = Counter()
+    for call, number in calls.items():
+        if isinstance(call, TracedKernel) and call.name == name:
+            counts[call.shape] += number
+    return counts
+
+
+@pytest.mark.parametrize("processes, flags", [(1, ""), (2, TP2)])
+def test_products_have_the_operations_of_the_model(processes, flags) -> None:
+    calls = calls_of("M*-G", flags, processes)
+    whole = FlopCounter(config_of("M*-G").model, VOCAB).forward(np.array([TOKENS]))
+    # Each group of B and C, and each key head, may be on several ranks.
+    assert products(calls, forward=True) * processes == pytest.approx(whole.projections, rel=0.05)
+    assert products(calls, forward=False) == products(calls, forward=True)
+    # The loss computes logits and gradients of inputs; the third product does not run on meta.
+    of_loss = products(calls, forward=True, name=LOSS_PRODUCT)
+    assert of_loss * processes == pytest.approx(2 * whole.output, rel=0.05)
+
+
+def test_recomputed_kernels_run_in_the_backward_pass() -> None:
+    kept, recomputed = calls_of("M-"), calls_of("M-", RECOMPUTE)
+    assert products(recomputed, forward=True) == products(kept, forward=True)
+    assert products(recomputed, forward=False) == 2 * products(kept, forward=False)
+    assert kernels(recomputed, "ssd").total() == 2 == 2 * kernels(kept, "ssd").total()
+
+
+def test_a_frozen_product_is_marked() -> None:
+    calls = calls_of("--", "--freeze-params layers.1.mixer.fc2.weight")
+    kinds = [call for call in calls if isinstance(call, TracedKernel) and call.frozen]
+    assert [(call.shape[1], calls[call]) for call in kinds if call.forward] == [(HIDDEN, 1)]
+
+
+def test_experts_have_two_grouped_products_with_an_activation_between_them() -> None:
+    """The second product has no request of its own, and hidden sizes may equal inner sizes."""
+    rows = 2 * TOKENS
+    for inner in (96, HIDDEN):
+        flags = f"--num-experts 4 --moe-ffn-hidden-size {inner} --moe-router-topk 2"
+        calls = calls_of("E", flags)
+        assert kernels(calls, "grouped_mlp") == {(rows, inner): 1}
+        assert kernels(calls, "activation") == {(rows, inner): 1}
+        assert kernels(calls, SECOND_GROUPED) == {(rows, HIDDEN): 1}
+
+
+def test_exchanges_of_tensor_parallel_layers_have_their_messages() -> None:
+    """A layer gathers rows before its first product, and scatters sums after its last one; the
+    backward pass does the opposite, and gathers the rows again."""
+    one, two = calls_of("-", TP2, 2), calls_of("--", TP2, 2)
+    more = {
+        call: number - one.get(call, 0)
+        for call, number in two.items()
+        if isinstance(call, PlannedExchange) and number != one.get(call, 0)
+    }
+    message = TOKENS * HIDDEN * 2
+    assert more == {
+        PlannedExchange("all_gather", message, (0, 1), False): 3,
+        PlannedExchange("reduce_scatter", message, (0, 1), False): 2,
+    }
+
+
+def test_repeated_units_have_the_calls_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    replayed = calls_of("M*-EM*-E", EXPERTS)
+    monkeypatch.setattr(step_memory.MetaStep, "units", lambda self: {})
+    run = calls_of("M*-EM*-E", EXPERTS)
+    named = [
+        {kernels(calls, "ssd").total(), products(calls, forward=False)} for calls in (replayed, run)
+    ]
+    assert named[0] == named[1]
