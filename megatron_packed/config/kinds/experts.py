@@ -229,7 +229,10 @@ class ExpertOptions(StackOptions, group=EXPERTS):
         "ranks; alltoall sends each token to the ranks of its experts.",
         choices=("allgather", "alltoall"),
         training_only=True,
-        not_built={"flex": "give allgather (no host sync) or alltoall (less traffic)"},
+        value_aliases={"flex": "alltoall"},
+        value_notes={
+            "flex": "the tokens go to the same experts without a dispatcher library, so only the speed differs"
+        },
         only_if=(EXPERT_LAYERS, EXPERTS_ON_RANKS),
     )
     moe_shared_expert_overlap: bool = option(

@@ -330,3 +330,11 @@ def test_flags_of_nemotron_3_are_taken_and_validation_has_megatrons_split(case, 
         case_without = NEMOTRON_3.replace("  --grad-reduce-in-bf16: true\n", text)
         assert main(["from-megatron", case(case_without)]) == 0
         assert ("Added: --split" in capsys.readouterr().out) == (not text)
+
+
+def test_a_flex_dispatcher_is_taken_with_a_sentence(case, capsys) -> None:
+    text = NEMOTRON_3.replace("  --grad-reduce-in-bf16: true\n", "").replace("alltoall", "flex")
+    assert main(["from-megatron", case(text)]) == 0
+    printed = capsys.readouterr().out
+    assert "--moe-token-dispatcher-type flex" in printed
+    assert "is taken as alltoall: the tokens go to the same experts" in printed

@@ -111,7 +111,12 @@ INVALID = {
     },
     "--save empty --save-interval 4 --save-retain-interval 6": "give 4 or 8",
     f"{MOE} --moe-router-dtype fp64": "fp32",
-    f"{MOE} --moe-token-dispatcher-type flex": "allgather",
+    f"{MOE} --moe-flex-dispatcher-backend nvshmem": "must be deepep or hybridep or ncclep",
+    "--mtp-hybrid-override-pattern *- M": {"--mtp-hybrid-override-pattern": "takes one value"},
+    "--mtp-hybrid-override-pattern - --mtp-num-layers 99": {
+        "--mtp-num-layers": "is not the number of parts",
+        "--hybrid-layer-pattern": "at most 14 depths",
+    },
     f"{MOE} --moe-pad-expert-input-to-capacity": "capacity-factor",
     (
         f"{MOE} --moe-expert-rank-capacity-factor auto --moe-token-dispatcher-type alltoall "
