@@ -463,9 +463,6 @@ INVALID = {
     f"{SHARED} --moe-shared-expert-overlap {OFFLOAD} mlp_norm": {
         "--moe-shared-expert-overlap": "which copies on streams of its own"
     },
-    f"{SHARED} --moe-shared-expert-overlap --recompute-activations --recompute-modules layernorm": {
-        "--moe-shared-expert-overlap": "or recompute moe instead of layernorm"
-    },
     f"{OFFLOAD} moe_act mamba_nrom": "did you mean mamba_norm?",
     f"{OFFLOAD} mlp_norm moe_act": "no E",
     f"{OFFLOAD} mlp_norm --hybrid-layer-pattern M*M": {"--offload-modules": "no - (MLP) or E"},

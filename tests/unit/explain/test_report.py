@@ -328,11 +328,10 @@ def test_the_shared_expert_says_when_it_runs_beside_the_dispatch():
         ("", cuda, ("off", "the shared expert runs after the other experts")),
         (overlap, CPU, ("off", "streams need a GPU, and the device is cpu")),
         (f"{overlap} {tensor} 1", cuda, ("off", "tensor-parallel ranks dispatch different tokens")),
-        # Without an overlap, no two streams read what one recomputes.
         (
-            f"{overlap} {tensor} 1 --recompute-activations --recompute-modules layernorm",
+            f"{overlap} --recompute-activations --recompute-modules layernorm",
             cuda,
-            ("off", "tensor-parallel ranks dispatch different tokens"),
+            ("on", "the shared expert runs beside dispatch"),
         ),
         (f"{overlap} {tensor} 2", cuda, ("on", "the shared expert runs beside dispatch")),
     )
