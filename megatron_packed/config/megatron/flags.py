@@ -115,6 +115,13 @@ def _several_texts(values: tuple[str, ...], run: RunConfig) -> str:
     return "" if len(values) == 1 else "takes one value"
 
 
+def _bf16_gradients(values: tuple[str, ...], run: RunConfig) -> str:
+    """Return a problem if the optimizer would read bf16. `--grad-reduce-in-bf16` has priority."""
+    if run.parallel.main_grads_dtype != "bf16":
+        return ""
+    return "contradicts --main-grads-dtype bf16; give one of the two flags"
+
+
 def _spikes_ignored(values: tuple[str, ...], run: RunConfig) -> str:
     if run.training.loss_spike_policy != "off":
         return ""
@@ -133,6 +140,7 @@ _DIFFERS: Mapping[str, Differs] = {
     "--spec": _other_spec,
     "--optimizer-cuda-graph": _eager_update,
     LAYERS_OF_A_DEPTH: _several_texts,
+    "--accumulate-allreduce-grads-in-fp32": _bf16_gradients,
     "--null-tokenizer-pad-id": lambda values, run: "",
     "--check-for-spiky-loss": _spikes_ignored,
     "--check-for-large-grads": _spikes_ignored,

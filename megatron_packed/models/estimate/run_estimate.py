@@ -23,6 +23,7 @@ from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.memory import MemoryConfig
 from megatron_packed.data.packing.pieces import Pieces
 from megatron_packed.distributed.flat_buffers import flat_layout_of, tail_elements
+from megatron_packed.distributed.gradient_precision import GradientPrecision
 from megatron_packed.distributed.zero1_layout import Ownership
 from megatron_packed.models.equal_exchanges import exchange_bytes
 from megatron_packed.models.estimate.rank_memory import Estimate, communicators_of, estimate
@@ -92,7 +93,8 @@ def estimates_of(
     ownership = (
         Ownership.over if config.parallel.use_distributed_optimizer else Ownership.undivided
     )(groups)
-    layout = flat_layout_of(model, ownership, config.parallel.ddp_bucket_size)
+    precision = GradientPrecision.from_config(config.parallel)
+    layout = flat_layout_of(model, ownership, config.parallel.ddp_bucket_size, precision)
     metrics = MetricsLayout.from_model(model, groups)
     tail = tail_elements(metrics.extras, metrics.counters)
     uneven = any(not layer.mixer.dispatcher.static for layer in model.moe_layers)
@@ -111,6 +113,7 @@ def estimates_of(
             communicators=communicators_of(groups),
             symmetric=symmetric_bytes(config, dtype_of(config)) + exchange_bytes(config),
             known_units=known,
+            rounds_once=precision.rounds_once and groups.dp_cp.size > 1,
         )
         for kind, even in kinds.items()
     }

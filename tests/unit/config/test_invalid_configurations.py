@@ -111,6 +111,10 @@ INVALID = {
     },
     "--save empty --save-interval 4 --save-retain-interval 6": "give 4 or 8",
     f"{MOE} --moe-router-dtype fp64": "fp32",
+    "--bf16 --main-grads-dtype bf16 --accumulate-allreduce-grads-in-fp32": (
+        "contradicts --main-grads-dtype bf16"
+    ),
+    "--main-grads-dtype fp16": "must be one of fp32, bf16",
     f"{MOE} --moe-flex-dispatcher-backend nvshmem": "must be deepep or hybridep or ncclep",
     "--mtp-hybrid-override-pattern *- M": {"--mtp-hybrid-override-pattern": "takes one value"},
     "--mtp-hybrid-override-pattern - --mtp-num-layers 99": {
