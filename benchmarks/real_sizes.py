@@ -434,20 +434,27 @@ def with_ratio(runs: Mapping[str, dict[str, Any]], beside_layers: int | None) ->
     return {"runs": dict(runs), "over_megatron_core": ratio}
 
 
+COLUMNS = (
+    *("size", "run", "parameters of a rank", "step ms", "tokens/s per GPU", "MFU", "GPU busy"),
+    *("exposed, idle ms", "peak, planned GiB"),
+)
+
+
 def rows_of(results: Mapping[str, Any]) -> list[dict[str, object]]:
     """Return a row for each run, from results in the form of a result file."""
     rows: list[dict[str, object]] = []
     for name, size in results["sizes"].items():
         for run, found in size["runs"].items():
+            row: dict[str, object] = dict.fromkeys(COLUMNS, "")
+            rows.append(row)
+            row |= {"size": name, "run": run}
             if "failed" in found:
                 failed = found["failed"].strip().splitlines()[-1:]
-                rows.append({"size": name, "run": run, "step ms": " ".join(failed)[:80]})
+                row["step ms"] = " ".join(failed)[:80]
                 continue
             shares = "exposed_ms" in found
-            rows.append(
+            row.update(
                 {
-                    "size": name,
-                    "run": run,
                     "parameters of a rank": f"{found['parameters']:,}",
                     "step ms": harness.shown(found["step_ms"]),
                     "tokens/s per GPU": f"{found['tokens_per_second_per_gpu']:,.0f}",

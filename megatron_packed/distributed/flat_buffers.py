@@ -252,7 +252,8 @@ class FlatBuffers:
         """Start to sum the gradients of a bucket over the ranks with the same parameters.
 
         Under ZeRO-1 a rank needs only the sum of its own share, and a reduce-scatter moves half the
-        bytes of an all-reduce. ``wait_for`` the result before the gradients are used.
+        bytes of an all-reduce. ``wait_for`` the result before the gradients are used. Sums in bf16
+        are described in [Note: sums that are rounded once].
         """
         group = groups.expert_dp.group if bucket.part.expert else groups.dp_cp.group
         rounds_once = bucket.part.low and self.precision.rounds_once

@@ -173,7 +173,7 @@ class OverlappedReduce:
                 self._under_way.append(self.buffers.start_sum(bucket, self.groups))
 
     def _finish_earlier(self) -> None:
-        """Complete the oldest sum that is rounded once, if as many are under way as may have memory."""
+        """Wait for the oldest sum that is rounded once, if as many are under way as may have memory."""
         low = [each for each in self._under_way if each and isinstance(each.work, RoundedOnceSum)]
         if len(low) == MOST_UNDER_WAY:
             wait_for(low[0])

@@ -446,6 +446,7 @@ def _replicas(config: RunConfig, world_size: int) -> Iterator[Capability]:
     of_each = f"of {each} process{'' if each == 1 else 'es'}{collective}"
     several, single = f"{replicas} replicas {of_each}", f"one replica {of_each}"
     yield on_or_off("data parallelism", replicas > 1, several, single)
+    yield from _gradients(config, copies)
     name = "distributed optimizer"
     if not copies:
         yield Capability(name, OFF, "no two ranks hold the same weights")
@@ -458,6 +459,25 @@ def _replicas(config: RunConfig, world_size: int) -> Iterator[Capability]:
         f"every rank holds all {state}",
         "--use-distributed-optimizer",
     )
+
+
+def _gradients(config: RunConfig, copies: bool) -> Iterator[Capability]:
+    """Yield how gradients in bf16 are summed, if there are any.
+
+    Args:
+        copies: several ranks hold the same weights.
+    """
+    parallel = config.parallel
+    if not (config.training.bf16 and parallel.sums_gradients_in_bf16):
+        return
+    said = "matrices accumulate their gradients in bf16"
+    if copies and parallel.ddp_reduce_scatter_with_fp32_accumulation:
+        said += "; ranks exchange them (all-to-all), add them in fp32 and round the sum once"
+    elif copies:
+        said += "; the collective rounds after each addition"
+    patterns = parallel.ddp_param_name_patterns_for_fp32_local_accumulation
+    said += f"; fp32 for {', '.join(patterns)}" if patterns else ""
+    yield Capability("bf16 gradients", ON, said)
 
 
 def _experts(config: RunConfig) -> Iterator[Capability]:
