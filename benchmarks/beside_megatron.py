@@ -167,9 +167,12 @@ class TheirTraining:
     Args:
         run: configuration of the run.
         model: result of `their_model`, with its initial weights, on the device.
+        reduced: fields of ``DistributedDataParallelConfig`` that replace those of the test.
     """
 
-    def __init__(self, run: RunConfig, model: Any) -> None:
+    def __init__(
+        self, run: RunConfig, model: Any, *, reduced: Mapping[str, Any] | None = None
+    ) -> None:
         from megatron.core.distributed import (
             DistributedDataParallel,
             DistributedDataParallelConfig,
@@ -181,11 +184,13 @@ class TheirTraining:
         config = model.config
         wrapped = Float16Module(config, model) if config.bf16 else model
         shared = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=True
+            **{"grad_reduce_in_fp32": True, "use_distributed_optimizer": True, **(reduced or {})}
         )
         self.model = DistributedDataParallel(config, shared, wrapped)
         self.model.train()
-        self.optimizer = self._optimizer(run, config)
+        if shared.overlap_grad_reduce:
+            config.no_sync_func = self.model.no_sync
+        self.optimizer = self._optimizer(run, config, shared.overlap_param_gather)
         self.schedule = self._schedule(run)
         config.grad_scale_func = self.optimizer.scale_loss
         config.finalize_model_grads_func = finalize_model_grads
@@ -193,7 +198,7 @@ class TheirTraining:
         self._samples = run.packing.global_batch_size
         self._device = next(model.parameters()).device
 
-    def _optimizer(self, run: RunConfig, config: Any) -> Any:
+    def _optimizer(self, run: RunConfig, config: Any, overlap_gather: bool) -> Any:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
         optim = run.optim
@@ -209,6 +214,7 @@ class TheirTraining:
             bf16=config.bf16,
             params_dtype=config.params_dtype,
             use_distributed_optimizer=True,
+            overlap_param_gather=overlap_gather,
         )
         return get_megatron_optimizer(options, [self.model])
 
@@ -217,14 +223,15 @@ class TheirTraining:
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
         optim, samples = run.optim, run.packing.global_batch_size
-        assert optim.lr_decay_iters is not None and optim.lr_warmup_fraction is not None
+        warmup = optim.lr_warmup_fraction or 0.0
+        decay = optim.lr_decay_iters or run.training.train_iters
         return OptimizerParamScheduler(
             self.optimizer,
             init_lr=optim.lr_warmup_init,
             max_lr=optim.lr,
             min_lr=optim.min_lr,
-            lr_warmup_steps=optim.lr_warmup_fraction * optim.lr_decay_iters * samples,
-            lr_decay_steps=optim.lr_decay_iters * samples,
+            lr_warmup_steps=warmup * decay * samples,
+            lr_decay_steps=decay * samples,
             lr_decay_style=optim.lr_decay_style,
             start_wd=optim.weight_decay,
             end_wd=optim.weight_decay,
@@ -271,14 +278,17 @@ def _summed(mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Ten
     return loss, targets.int(), {"lm loss": torch.stack([loss.detach(), targets.float()])}
 
 
-def packs(config: RunConfig, data: RunData, device: torch.device) -> Iterator[list[MicroBatch]]:
-    """Yield the micro-batches of each step, each with exactly the size of its documents.
+def packs(
+    config: RunConfig, data: RunData, device: torch.device, dp_rank: int = 0
+) -> Iterator[list[MicroBatch]]:
+    """Yield the micro-batches of each step of a data-parallel rank, each with exactly the size of its
+    documents.
 
     The loader of the data would pad them for graphs.
     """
     stream, tokens = data.train, config.packing.tokens_per_pack
     with Loader(
-        stream.dataset, stream.plan, dp_rank=0, total_tokens=tokens, device=device
+        stream.dataset, stream.plan, dp_rank=dp_rank, total_tokens=tokens, device=device
     ) as loader:
         for step in range(config.training.train_iters or 0):
             yield loader.micro_batches(step)

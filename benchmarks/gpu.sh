@@ -57,6 +57,7 @@ for name in "${@:?which steps?}"; do
     ssd) step ssd 300 python3 benchmarks/ssd.py ;;
     recipe_mfu) step recipe_mfu 240 python3 benchmarks/recipe_mfu.py runs/real.zip docs_longtail --graphs full_iteration local ;;
     beside_megatron) step beside_megatron 240 python3 benchmarks/beside_megatron.py runs/beside.zip ;;
+    real_sizes) step real_sizes 580 python3 benchmarks/real_sizes.py runs/packs --gpus "$(nvidia-smi -L | wc -l)" ;;
     padded) step padded 300 python3 benchmarks/packed_vs_padded.py ;;
     real) step real 300 python3 benchmarks/train_real.py runs/real.zip ;;
     quickstart)

@@ -33,6 +33,7 @@ import expert_graphs
 import full_step
 import gated_delta_rule
 import generation
+import gradient_sums
 import graph_runs
 import graph_step
 import harness
@@ -45,6 +46,7 @@ import op_backends
 import packed_vs_padded
 import packing_report
 import plan_rates
+import real_sizes
 import recipe_mfu
 import repeatability
 import ssd
@@ -287,6 +289,8 @@ TABLES = {
     "gated_delta_rule_ratios": Table(
         "gated_delta_rule.py", "gated_delta_rule", gated_delta_rule.ratio_rows_of
     ),
+    "gradient_sums": Table("gradient_sums.py", "gradient_sums", gradient_sums.rows_of),
+    "real_sizes": Table("real_sizes.py", "real_sizes", real_sizes.rows_of),
     "recipe_gated_delta_1b": Table("recipe_mfu.py", "recipe_gated_delta_1b", recipe_mfu.rows_of),
     "ssd": Table("ssd.py", "ssd", ssd.rows_of),
     "ssd_errors": Table("ssd.py", "ssd", ssd.error_rows_of),

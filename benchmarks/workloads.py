@@ -21,9 +21,10 @@ from torch import nn
 
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.data.packing.packer import Packer
+from megatron_packed.layers.moe.router import Router
 from megatron_packed.models import hybrid_model
 from megatron_packed.models.hybrid_model import HybridModel
-from megatron_packed.models.init import initial_value
+from megatron_packed.models.init import initial_value, seed_of
 from megatron_packed.packed.micro_batch import MicroBatch
 
 Lengths = NDArray[np.int64]
@@ -216,6 +217,9 @@ def filled_on_device(device: torch.device) -> Iterator[None]:
     ) -> None:
         assert tp_size == 1, "benchmarks build models without tensor parallelism"
         generator = torch.Generator(device).manual_seed(seed)
+        for name, module in model.named_modules():
+            if isinstance(module, Router):
+                module.routing_seed = seed_of(seed, name)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.dim() >= 2 and parameter.numel() > 1 << 20:

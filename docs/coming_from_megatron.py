@@ -9,7 +9,7 @@ writes nothing and fails if the page differs from the generated page.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from megatron_packed.config.megatron.differences import differences
@@ -52,6 +52,8 @@ def tables() -> str:
             same.append((flag, f"Always so: {always.reason}."))
         elif spelling is not None and spelling.field.option.not_built and spelling.sets is None:
             other.append((flag, "more values", *_values(spelling.field)))
+        elif spelling is not None and spelling.field.option.value_notes:
+            other += _taken_as(flag, spelling.field)
         elif spelling is not None:
             same.append((flag, _meaning(flag, spelling)))
     refused = [flag for group in REFUSED for flag in group.flags if flag not in TAKEN]
@@ -124,6 +126,13 @@ def _values(described: Field) -> tuple[str, str]:
     return known, " ".join(
         f"Refused: {', '.join(values)}; {cure}." for cure, values in cures.items()
     )
+
+
+def _taken_as(flag: str, described: Field) -> Iterator[tuple[str, str, str, str]]:
+    """Yield a row for the words of an option that are taken as another choice."""
+    aliases = described.option.value_aliases or {}
+    for word, note in (described.option.value_notes or {}).items():
+        yield flag, f"`{word}`", f"taken as `{aliases[word]}`", _sentence(note)
 
 
 def _by_line(accepted: Iterable[str]) -> dict[str, list[str]]:

@@ -71,7 +71,6 @@ NEEDS = (
     Need("elastic width", "--flextron"),
     Need("other attention kinds", "--multi-latent-attention|--experimental-attention-variant"),
     Need("Megatron-FSDP", "--use-megatron-fsdp|--use-torch-fsdp2|--use-custom-fsdp"),
-    Need("another dispatcher library", "--moe-token-dispatcher-type", "flex"),
 )
 
 

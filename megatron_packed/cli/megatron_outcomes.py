@@ -148,6 +148,11 @@ def _use(occurrence: Occurrence, problems: dict[str, Problem], accepted: dict[st
         return Use(flag, texts, FlagOutcome.REFUSED, f"{problem.rule}; {problem.cure}")
     if flag in TAKEN:
         return Use(flag, texts, FlagOutcome.ACCEPTED, accepted.get(flag, TAKEN[flag].reason))
+    clause = (
+        spellings()[flag].field.option.other_meaning(" ".join(texts)) if flag in spellings() else ""
+    )
+    if clause:
+        return Use(flag, texts, FlagOutcome.DIFFERENT, clause)
     if flag in _differing():
         return Use(flag, texts, FlagOutcome.DIFFERENT, _differing()[flag])
     return Use(flag, texts, FlagOutcome.SAME)

@@ -14,6 +14,8 @@ STAGE = "|"
 """Mark of pipeline stages between layers; command lines may have it with one stage."""
 DEPTH = "/"
 """Mark before the layers of each depth of multi-token prediction."""
+LAYERS_OF_A_DEPTH = "--mtp-hybrid-override-pattern"
+"""Megatron's deprecated flag with the layers of one depth, for a pattern without depths."""
 MOST_LAYERS = 10_000
 """Most layers of a model. A pattern of millions, from a damaged file, would take hours to build."""
 REFUSED_SYMBOLS = {

@@ -82,6 +82,8 @@ class Option:
         bare: the value of the flag when it is given without a value.
         choices: the allowed values.
         value_aliases: other words for some of the choices.
+        value_notes: for a word of `value_aliases` that asks for something else, the clause that a
+            run prints when it takes the choice instead.
         not_built: values of Megatron that are refused by name, each with the cure.
         minimum, maximum: inclusive bounds.
         above, below: exclusive bounds.
@@ -122,6 +124,7 @@ class Option:
     bare: tuple[int, ...] | None = None
     choices: tuple[str, ...] = ()
     value_aliases: Mapping[str, str] | None = None
+    value_notes: Mapping[str, str] | None = None
     not_built: Mapping[str, str] | None = None
     minimum: float | None = None
     above: float | None = None
@@ -149,6 +152,13 @@ class Option:
     def conditions(self) -> tuple[Condition, ...]:
         """Conditions of `only_if`, in order."""
         return several(self.only_if)
+
+    def other_meaning(self, value: object) -> str:
+        """Return a clause on a word that is taken as another choice; empty for other values."""
+        if not isinstance(value, str) or value not in (self.value_notes or {}):
+            return ""
+        assert self.value_notes is not None and self.value_aliases is not None
+        return f"is taken as {self.value_aliases[value]}: {self.value_notes[value]}"
 
     def with_common(self, group: str, only_if: Condition | tuple[Condition, ...]) -> Option:
         """Return the option with the group and the conditions of its class, beside its own."""

@@ -134,19 +134,6 @@ def reduce_scatter_rows(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return mine
 
 
-def reduce_scatter_in_place(flat: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Reduce-scatter ``flat`` ``(T,)`` over ``group`` in place.
-
-    Afterwards the r-th ``T / size`` elements on rank r hold the sum. All other elements are
-    undefined.
-
-    Raises:
-        ValueError: T is not a multiple of the group size.
-    """
-    if group is not None:
-        _reduce_scatter(own_rows(flat, group), flat, group=group)
-
-
 def all_gather_in_place(flat: Tensor, group: dist.ProcessGroup | None) -> None:
     """All-gather ``flat`` ``(T,)`` in place: the r-th ``T / size`` elements come from rank r.
 
@@ -189,8 +176,8 @@ def start_sum(flat: Tensor, group: dist.ProcessGroup | None, *, own_share: bool)
     Args:
         flat: ``(T,)`` tensor.
         group: process group; ``None`` is the identity.
-        own_share: if True, run a reduce-scatter as in ``reduce_scatter_in_place``: only this rank's
-            own ``T / size`` elements hold the sum. If False, run an all-reduce.
+        own_share: if True, run a reduce-scatter in place: only this rank's own ``T / size`` elements
+            hold the sum, and the others are undefined. If False, run an all-reduce.
     """
     if group is None:
         return None

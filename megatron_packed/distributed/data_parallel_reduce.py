@@ -1,13 +1,13 @@
-"""Accumulation of ``.grad`` into flat float32 gradients and their data-parallel reduction.
+"""Accumulation of ``.grad`` into flat gradients and their data-parallel reduction.
 
 [Note: main_grad protocol]
-Every parameter of a ``FlatBuffers`` has an attribute ``main_grad``, a float32 view into one flat
-buffer. A gradient reaches ``main_grad`` in one of two ways. A tied weight can use both ways in one
-backward pass.
+Every parameter of a ``FlatBuffers`` has an attribute ``main_grad``, a view into a flat buffer of
+float32, or of bf16 ([Note: gradients in bf16] in ``zero1_layout.py``). A gradient reaches
+``main_grad`` in one of two ways. A tied weight can use both ways in one backward pass.
 
 * autograd accumulates into ``.grad``. The hook of this module then adds ``.grad`` to ``main_grad``
   and sets ``.grad`` to None at once. So only a few parameters hold a second gradient at any time,
-  and micro-batches accumulate in float32.
+  and micro-batches accumulate in the dtype of ``main_grad``.
 * A layer's own backward adds the gradient to ``main_grad`` and returns None for the parameter.
   The hook then does not run, because autograd accumulates nothing. So no gradient is counted twice.
 """
@@ -17,16 +17,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from megatron_packed.distributed.collectives import all_reduce_sum, reduce_scatter_in_place
+from megatron_packed.distributed.collectives import all_reduce_sum
 from megatron_packed.distributed.groups import ParallelGroups
 
 
 def accumulate_into_main_grad(parameter: Tensor) -> None:
-    """Add ``parameter.grad`` of any dtype to the float32 ``parameter.main_grad``, then drop it."""
+    """Add ``parameter.grad`` of any dtype to ``parameter.main_grad``, then drop it."""
     if parameter.grad is not None:
         # Add in place, because captured graphs and collectives use the address of `main_grad`.
         with torch.no_grad():
@@ -64,21 +63,3 @@ def all_reduce_gradients(storage: Tensor, groups: ParallelGroups, expert_numel: 
     if expert_numel:
         all_reduce_sum(storage[:expert_numel], groups.expert_dp.group)
     all_reduce_sum(storage[expert_numel:], groups.dp_cp.group)
-
-
-def reduce_scatter_gradients(
-    spans: Iterable[tuple[Tensor, dist.ProcessGroup | None]], tail: Tensor, groups: ParallelGroups
-) -> None:
-    """Reduce-scatter each span over its group in place, and all-reduce ``tail`` over ``dp_cp``.
-
-    Args:
-        spans: 1-D float32 gradients, each with its group. Afterwards each rank holds the sum in its
-            own equal share of the span; the rest of the span is undefined.
-        tail: extra slots, which follow the gradients in the flat buffer.
-        groups: process groups of this rank.
-    """
-    for span, group in spans:
-        reduce_scatter_in_place(span, group)
-    # Use an all-reduce for the tail: it contains metrics, and every rank needs their sums.
-    if tail.numel():
-        all_reduce_sum(tail, groups.dp_cp.group)

@@ -1,9 +1,10 @@
 """Flat buffers at fixed addresses for all parameters and gradients of a model.
 
 There is one parameter buffer per buffer part (a dtype). One float32 buffer holds all gradients in
-the same layout. Named extra slots follow the gradients, so that the same all-reduce also sums
-metrics and counts. Addresses never change after construction. So captured graphs stay valid, an
-optimizer step is a few kernels over contiguous slices, and data parallelism needs one collective.
+the same layout; see [Note: gradients in bf16] for an exception. Named extra slots follow the
+gradients, so that the same all-reduce also sums metrics and counts. Addresses never change after
+construction. So captured graphs stay valid, an optimizer step is a few kernels over contiguous
+slices, and data parallelism needs one collective.
 ``zero1_layout.py`` computes the position of each parameter.
 
 For a module with float64 parameters the gradients, the extra slots and the optimizer state are
@@ -19,13 +20,20 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from megatron_packed.distributed.collectives import all_gather_in_place
+from megatron_packed.distributed.collectives import (
+    Started,
+    all_gather_in_place,
+    all_reduce_sum,
+    start_sum,
+    wait_for,
+)
 from megatron_packed.distributed.data_parallel_reduce import (
     all_reduce_gradients,
     attach_accumulation,
-    reduce_scatter_gradients,
 )
+from megatron_packed.distributed.gradient_precision import FULL_PRECISION, GradientPrecision
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.low_precision_sums import start_rounded_once
 from megatron_packed.distributed.tensor_parallel_shards import is_expert
 from megatron_packed.distributed.zero1_layout import (
     ALIGN_ELEMENTS,
@@ -116,6 +124,7 @@ class FlatBuffers:
             also determines whether weights of experts have separate buffer parts. See [Note:
             ownership].
         bucket_elements: approximate size of a bucket, in elements. See [Note: buckets].
+        precision: dtypes of the gradients.
     Raises:
         ValueError: there is no trainable parameter, a dtype is not supported, the parameters are on
             several devices, or two parameters share memory.
@@ -129,11 +138,13 @@ class FlatBuffers:
         *,
         ownership: Ownership | None = None,
         bucket_elements: int = BUCKET_ELEMENTS,
+        precision: GradientPrecision = FULL_PRECISION,
     ) -> None:
+        self.precision = precision
         self.ownership = ownership or Ownership()
         trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
         # `named_parameters` yields a tied weight once, so it is stored once and has one gradient.
-        self.layout = flat_layout_of(module, self.ownership, bucket_elements)
+        self.layout = flat_layout_of(module, self.ownership, bucket_elements, precision)
         self.parameters: Mapping[str, nn.Parameter] = MappingProxyType(
             {slot.name: trainable[slot.name] for slot in self.layout.slots}
         )
@@ -144,13 +155,16 @@ class FlatBuffers:
         sizes = _tail_sizes(extras, counters)
         tail = tail_elements(extras, counters)
         wide = any(part.dtype == torch.float64 for part in self.layout.parts)
+        low, full = self.layout.low_numel, self.layout.numel - self.layout.low_numel
         self.storage = _aligned_zeros(
-            self.layout.numel + tail, torch.float64 if wide else torch.float32, self.device
+            full + tail, torch.float64 if wide else torch.float32, self.device
         )
         """Gradients, extras and counters in one buffer, so that one all-reduce sums all of them."""
-        self.grads = self.storage[: self.layout.numel]
-        """``(numel,)`` float32: all gradients, padding included."""
-        views = _carve(self.storage[self.layout.numel :], sizes)
+        self.grads = self.storage[:full]
+        """``(numel - low_numel,)`` float32: gradients, padding included, except those in bf16."""
+        self.low_grads = _aligned_zeros(low, torch.bfloat16, self.device)
+        """``(low_numel,)``: gradients in bf16. See [Note: gradients in bf16]."""
+        views = _carve(self.storage[full:], sizes)
         self.extras: Mapping[str, Tensor] = MappingProxyType(
             {name: views[f"extras/{name}"] for name in extras}
         )
@@ -183,8 +197,14 @@ class FlatBuffers:
                 view.copy_(parameter)
                 parameter.data = view
                 parameter.grad = None
-                parameter.main_grad = self.grads[slot.start : slot.end].view(slot.shape)  # type: ignore[attr-defined]
+                main_grad = self.gradients(slot.start, slot.end).view(slot.shape)
+                parameter.main_grad = main_grad  # type: ignore[attr-defined]
         return flat
+
+    def gradients(self, start: int, end: int) -> Tensor:
+        """Return the gradients of elements ``[start, end)``, which must have one dtype, as a view."""
+        low = self.layout.low_numel
+        return self.low_grads[start:end] if end <= low else self.grads[start - low : end - low]
 
     def param_view(
         self, slot: ParamSlot, flat: Mapping[BufferPart, Tensor] | None = None
@@ -198,6 +218,8 @@ class FlatBuffers:
     def zero_grad(self) -> None:
         """Set gradients, extras and counters to zero with one kernel; addresses do not change."""
         self.storage.zero_()
+        if self.low_grads.numel():
+            self.low_grads.zero_()
 
     def all_reduce(self, groups: ParallelGroups) -> None:
         """All-reduce gradients, extras and counters over the ranks with the same parameters.
@@ -205,6 +227,9 @@ class FlatBuffers:
         For one rank this is the identity.
         """
         all_reduce_gradients(self.storage, groups, self.layout.expert_numel)
+        for bucket in self.layout.buckets:
+            if bucket.part.low:
+                wait_for(self.start_sum(bucket, groups))
 
     def reduce(self, groups: ParallelGroups) -> None:
         """Reduce gradients to the rank that owns them, and all-reduce extras and counters.
@@ -217,20 +242,32 @@ class FlatBuffers:
             # Every rank needs every sum, so a single all-reduce has the least latency.
             self.all_reduce(groups)
             return
-        spans = [
-            (self.bucket_grads(bucket), self.owners(bucket.part).group)
-            for bucket in self.layout.buckets
-        ]
-        reduce_scatter_gradients(spans, self.tail, groups)
+        for bucket in self.layout.buckets:
+            wait_for(self.start_sum(bucket, groups))
+        # Use an all-reduce for the tail: it contains metrics, and every rank needs their sums.
+        if self.tail.numel():
+            all_reduce_sum(self.tail, groups.dp_cp.group)
+
+    def start_sum(self, bucket: Bucket, groups: ParallelGroups) -> Started | None:
+        """Start to sum the gradients of a bucket over the ranks with the same parameters.
+
+        Under ZeRO-1 a rank needs only the sum of its own share, and a reduce-scatter moves half the
+        bytes of an all-reduce. ``wait_for`` the result before the gradients are used. Sums in bf16
+        are described in [Note: sums that are rounded once].
+        """
+        group = groups.expert_dp.group if bucket.part.expert else groups.dp_cp.group
+        rounds_once = bucket.part.low and self.precision.rounds_once
+        start = start_rounded_once if rounds_once else start_sum
+        return start(self.bucket_grads(bucket), group, own_share=not self.owns_all)
 
     @property
     def tail(self) -> Tensor:
         """Extras and counters, which follow the gradients in ``storage``."""
-        return self.storage[self.layout.numel :]
+        return self.storage[self.grads.numel() :]
 
     def bucket_grads(self, bucket: Bucket) -> Tensor:
         """Return a 1-D view of the gradients of ``bucket``."""
-        return self.grads[bucket.start : bucket.end]
+        return self.gradients(bucket.start, bucket.end)
 
     def bucket_params(self, bucket: Bucket) -> Tensor:
         """Return a 1-D view of the parameters of ``bucket``."""
@@ -264,12 +301,13 @@ class FlatBuffers:
         spans: list[tuple[BufferPart, int, int]] = []
         for bucket in self.layout.buckets:
             start, end = self.owned_span(bucket)
-            if spans and spans[-1][2] == start and spans[-1][0].expert == bucket.part.expert:
+            alike = spans and spans[-1][0][1:] == bucket.part[1:]
+            if alike and spans[-1][2] == start:
                 part, start, _ = spans.pop()
             else:
                 part = bucket.part
             spans.append((part, start, end))
-        return [(part, self.grads[start:end]) for part, start, end in spans]
+        return [(part, self.gradients(start, end)) for part, start, end in spans]
 
     def owned_params(self, bucket: Bucket) -> Tensor:
         """Return a 1-D view of this rank's share of the parameters of ``bucket``."""
@@ -316,7 +354,10 @@ class FlatBuffers:
 
 
 def flat_layout_of(
-    module: nn.Module, ownership: Ownership, bucket_elements: int = BUCKET_ELEMENTS
+    module: nn.Module,
+    ownership: Ownership,
+    bucket_elements: int = BUCKET_ELEMENTS,
+    precision: GradientPrecision = FULL_PRECISION,
 ) -> FlatLayout:
     """Return the layout of the trainable parameters of ``module``, which may be on the meta device.
 
@@ -328,7 +369,7 @@ def flat_layout_of(
         Described(
             name,
             tuple(p.shape),
-            BufferPart(p.dtype, experts is not None and is_expert(p)),
+            BufferPart(p.dtype, experts is not None and is_expert(p), precision.is_low(name, p)),
             _has_decay(p),
         )
         for name, p in module.named_parameters()

@@ -38,6 +38,7 @@ from torch.profiler import record_function
 from megatron_packed.distributed.collectives import Started, start_all_gather, start_sum, wait_for
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.low_precision_sums import MOST_UNDER_WAY, RoundedOnceSum
 from megatron_packed.distributed.zero1_layout import Bucket
 
 
@@ -166,14 +167,17 @@ class OverlappedReduce:
         while self._next < len(self._queue) and self._queue[self._next][0] >= stage:
             bucket = self._queue[self._next][1]
             self._next += 1
-            # Under ZeRO-1 a rank needs only the sum of its own share. A reduce-scatter moves half
-            # the bytes of an all-reduce.
-            own_share = not self.buffers.owns_all
-            group = self.groups.expert_dp.group if bucket.part.expert else self.groups.dp_cp.group
             with torch.no_grad():
-                self._under_way.append(
-                    start_sum(self.buffers.bucket_grads(bucket), group, own_share=own_share)
-                )
+                if bucket.part.low:
+                    self._finish_earlier()
+                self._under_way.append(self.buffers.start_sum(bucket, self.groups))
+
+    def _finish_earlier(self) -> None:
+        """Wait for the oldest sum that is rounded once, if as many are under way as may have memory."""
+        low = [each for each in self._under_way if each and isinstance(each.work, RoundedOnceSum)]
+        if len(low) == MOST_UNDER_WAY:
+            wait_for(low[0])
+            self._under_way.remove(low[0])
 
 
 class OverlappedGather:

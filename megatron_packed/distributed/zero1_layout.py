@@ -12,6 +12,11 @@ the start of their part)::
 Every parameter starts at a multiple of 64 elements: 128 bytes in bf16, 256 in float32. Padding is
 zero and stays zero.
 
+[Note: gradients in bf16]
+The gradients of some bf16 weights may be summed in bf16 (``gradient_precision.py``). These weights are
+in buffer parts of their own, before all others. So each of the two dtypes is one contiguous range of
+elements, and two tensors hold the gradients: elements from 0 in bf16, and the rest in float32.
+
 [Note: weights of experts]
 Under expert parallelism the ranks with copies of an expert (``expert_dp``) differ from the ranks
 with copies of other weights (``dp_cp``). The weights of experts are then in separate buffer parts,
@@ -72,9 +77,14 @@ class BufferPart(NamedTuple):
     dtype: torch.dtype
     expert: bool = False
     """True if the gradients are reduced over ``expert_dp``. See [Note: weights of experts]."""
+    low: bool = False
+    """True if the gradients are summed in bf16. See [Note: gradients in bf16]."""
 
 
-_PARTS = tuple(BufferPart(dtype, expert) for expert in (True, False) for dtype in _DTYPES)
+_PARTS = (
+    *(BufferPart(torch.bfloat16, expert, low=True) for expert in (True, False)),
+    *(BufferPart(dtype, expert) for expert in (True, False) for dtype in _DTYPES),
+)
 """All possible buffer parts, in the order of the buffer."""
 
 
@@ -246,9 +256,15 @@ class FlatLayout:
         return [part for part in _PARTS if any(item.part == part for item in self.ranges)]
 
     @cached_property
+    def low_numel(self) -> int:
+        """Number of elements whose gradients are in bf16, which are first in the buffer."""
+        return max((item.end for item in self.ranges if item.part.low), default=0)
+
+    @cached_property
     def expert_numel(self) -> int:
-        """Number of elements in the buffer parts of experts, which are first in the buffer."""
-        return max((item.end for item in self.ranges if item.part.expert), default=0)
+        """Number of elements of experts after those with gradients in bf16, where they are first."""
+        ends = (item.end for item in self.ranges if item.part.expert and not item.part.low)
+        return max(ends, default=self.low_numel) - self.low_numel
 
     def span(self, part: BufferPart) -> tuple[int, int]:
         """Return the elements ``(start, end)`` of ``part``; (0, 0) if it has no parameters.

@@ -391,6 +391,7 @@ def _replicas(config: RunConfig, world_size: int) -> Iterator[Capability]:
         (layout.dp_size > 1, ON, f"{layout.dp_size} replicas {how}"),
         (True, OFF, f"one replica {how}"),
     )
+    yield from _gradients(config, copies)
     state = "of the fp32 master weights and moments"
     everything = f"every rank holds all {state}"
     yield row(
@@ -399,6 +400,25 @@ def _replicas(config: RunConfig, world_size: int) -> Iterator[Capability]:
         (sharded, ON, f"every rank holds its part {state}"),
         (True, OFF, everything, "--use-distributed-optimizer"),
     )
+
+
+def _gradients(config: RunConfig, copies: bool) -> Iterator[Capability]:
+    """Yield how gradients in bf16 are summed, if there are any.
+
+    Args:
+        copies: several ranks hold the same weights.
+    """
+    parallel = config.parallel
+    if not (config.training.bf16 and parallel.sums_gradients_in_bf16):
+        return
+    said = "matrices accumulate their gradients in bf16"
+    if copies and parallel.ddp_reduce_scatter_with_fp32_accumulation:
+        said += "; ranks exchange them (all-to-all), add them in fp32 and round the sum once"
+    elif copies:
+        said += "; the collective rounds after each addition"
+    patterns = parallel.ddp_param_name_patterns_for_fp32_local_accumulation
+    said += f"; fp32 for {', '.join(patterns)}" * bool(patterns)
+    yield Capability("bf16 gradients", ON, said)
 
 
 def _experts(config: RunConfig, device: torch.device) -> Iterator[Capability]:

@@ -22,6 +22,9 @@ from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.run_model import trained_elements
 from megatron_packed.models.tensor_overlap import overlap_line
 
+MANY_MICRO_BATCHES = 128
+"""Micro-batches of a rank from which sums in bf16 differ by 1 %; see docs/measurements/gradient_sums.md."""
+
 
 def describe(
     config: RunConfig,
@@ -123,6 +126,23 @@ def name_kernels(
     if useless := useless_recomputation(config, device):
         warn(f"{MODULES} {useless}; leave it out")
     return names
+
+
+def gradient_warning(config: RunConfig, replicas: int) -> str:
+    """Return a warning of a step that adds many gradients in bf16; empty for other steps.
+
+    Args:
+        replicas: number of data-parallel ranks, whose sums are rounded once.
+    """
+    added = config.micro_batches_per_step(replicas)
+    low = config.training.bf16 and config.parallel.sums_gradients_in_bf16
+    if not low or added < MANY_MICRO_BATCHES:
+        return ""
+    return (
+        f"each rank adds the gradients of {added:,} micro-batches in bf16; from {MANY_MICRO_BATCHES} on, "
+        "rounding changes the sum by more than 1 %. Use more ranks or larger packs, or leave "
+        "--grad-reduce-in-bf16 and --main-grads-dtype out"
+    )
 
 
 def _model_warnings(config: RunConfig) -> Iterator[str]:

@@ -15,6 +15,8 @@ it. This is safe for the following reasons:
   after the backward of the rest. Next, the caller's stream waits for the gradient of the input that
   both read. Autograd itself keeps the gradients that pass between the streams, in a captured graph
   until the end of the capture.
+* An output that backward computes again is computed on the stream of each consumer. See
+  [Note: one output for each stream].
 """
 
 from __future__ import annotations

@@ -1,4 +1,12 @@
-"""Recomputation of single outputs: consumers do not save them, and backward computes them again."""
+"""Recomputation of single outputs: consumers do not save them, and backward computes them again.
+
+[Note: one output for each stream]
+Consumers may run on several streams, as a shared expert beside the dispatch does. Autograd runs the
+backward of a consumer on the stream of its forward. Each stream computes the output again for its own
+consumers, so no stream waits for another one, and memory never passes between streams. The arguments
+were saved before the consumers of either stream began, and the function's own backward, which needs
+them too, waits for all consumers. Such functions are cheap, and the result has the same bits.
+"""
 
 from __future__ import annotations
 
@@ -64,13 +72,16 @@ class RecomputedOutput:
         self._function = function
         self._arguments = arguments
         self._outer_hooks = outer_hooks
-        self._views: list[weakref.ref[RecomputedView]] = []
+        # Views by the stream of their consumer; see [Note: one output for each stream].
+        self._views: dict[int, list[weakref.ref[RecomputedView]]] = {}
+        self._taken: list[Any] | None = None
 
     def pack(self, tensor: Tensor) -> Tensor | RecomputedView | OuterPacked:
         if self._contains(tensor):
             offset = int(tensor.storage_offset()) - self._offset
-            view = RecomputedView(self, tensor, offset)
-            self._views.append(weakref.ref(view))
+            stream = _current_stream(tensor.device)
+            view = RecomputedView(self, tensor, offset, stream)
+            self._views.setdefault(stream, []).append(weakref.ref(view))
             return view
         return pack_by_outer(tensor, self._outer_hooks)
 
@@ -79,32 +90,41 @@ class RecomputedOutput:
         same_storage = storage_address(tensor) == self._address
         return tensor.numel() > 0 and same_storage and tensor.dtype == self._layout[2]
 
-    def run_again(self) -> None:
-        """Compute the output again, for all views that autograd still holds."""
+    def run_again(self, stream: int) -> None:
+        """Compute the output again, for all views of a stream that autograd still holds."""
+        args = self._arguments.take() if self._taken is None else self._taken
         # Enable gradients as in the first run, because kernels may be selected by this mode.
         with torch.enable_grad(), counted_as(Purpose.ACTIVATIONS):
-            output = self._function(*self._arguments.take()).detach()
+            output = self._function(*args).detach()
         if (output.shape, output.stride(), output.dtype) != self._layout:
             raise RecomputeError(
                 "a recomputed function returns another shape, dtype or layout when it runs again."
             )
-        for reference in self._views:
+        for reference in self._views.pop(stream):
             view = reference()
             if view is not None:
                 view.output = output
+        # Another stream needs the arguments too; otherwise the layer's input would live longer.
+        self._taken = args if self._views else None
+
+
+def _current_stream(device: torch.device) -> int:
+    """Return a number for the current stream of a device; 0 on a device without streams."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 class RecomputedView:
     """Placeholder for the output or a view, without memory until the output is computed again."""
 
     # A step creates one object per saved view, so save the memory of a `__dict__`.
-    __slots__ = ("__weakref__", "offset", "output", "shape", "source", "stride")
+    __slots__ = ("__weakref__", "offset", "output", "shape", "source", "stream", "stride")
 
-    def __init__(self, source: RecomputedOutput, tensor: Tensor, offset: int) -> None:
+    def __init__(self, source: RecomputedOutput, tensor: Tensor, offset: int, stream: int) -> None:
         self.source = source
         self.shape = tensor.shape
         self.stride = tensor.stride()
         self.offset = offset
+        self.stream = stream
         self.output: Tensor | None = None
 
 
@@ -114,7 +134,7 @@ def unpack_recomputed_view(saved: Tensor | RecomputedView | OuterPacked) -> Tens
     if isinstance(saved, OuterPacked):
         return saved.unpack(saved.packed)
     if saved.output is None:
-        saved.source.run_again()
+        saved.source.run_again(saved.stream)
     assert saved.output is not None
     start = saved.output.storage_offset() + saved.offset
     return saved.output.as_strided(saved.shape, saved.stride, start)

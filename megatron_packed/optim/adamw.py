@@ -22,8 +22,9 @@ decay stays an argument of the kernel.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +37,9 @@ MAX_SLICE_ELEMENTS = 2**30
 32 bits.
 """
 
+MAX_CONVERTED_ELEMENTS = 2**26
+"""Largest number of elements of a slice whose gradients are bf16; a copy in float32 has 256 MiB."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWInputs:
@@ -46,7 +50,10 @@ class AdamWInputs:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Slices:
-    """Lists of float32 1-D tensors with one weight decay; the i-th tensors have equal lengths."""
+    """Lists of float32 1-D tensors with one weight decay; the i-th tensors have equal lengths.
+
+    All gradients may be bf16 instead; see `run_on`.
+    """
 
     weight_decay: float | Tensor
     """A 0-d float32 tensor if it changes between steps. See [Note: weight decay on the device]."""
@@ -56,6 +63,15 @@ class Slices:
     """Gradients; an implementation may overwrite them with the divided gradients."""
     exp_avgs: Sequence[Tensor]
     exp_avg_sqs: Sequence[Tensor]
+
+    def in_float32(self) -> Iterator[Slices]:
+        """Yield the slices one by one, each with a copy of its gradients in float32."""
+        lists = {name: value for name, value in vars(self).items() if isinstance(value, Sequence)}
+        for number, grad in enumerate(self.grads):
+            one: dict[str, Any] = {
+                name: value[number : number + 1] for name, value in lists.items()
+            }
+            yield replace(self, **{**one, "grads": [grad.float()]})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -87,6 +103,23 @@ OP = Op(
 
 ``torch`` runs on every device, so 'auto' chooses it.
 """
+
+
+def run_on(
+    slices: Sequence[Slices],
+    run: Callable[[Sequence[Slices], Control], None],
+    control: Control,
+) -> None:
+    """Update all slices with an implementation that reads float32 gradients.
+
+    Gradients in bf16 are converted slice by slice, so that a copy of few of them exists at a time.
+    """
+    low = [group for group in slices if group.grads[0].dtype == torch.bfloat16]
+    if len(low) < len(slices):
+        run([group for group in slices if group not in low], control)
+    for group in low:
+        for one in group.in_float32():
+            run([one], control)
 
 
 def check_constants(beta1: float, beta2: float, eps: float, weight_decay: float) -> None:

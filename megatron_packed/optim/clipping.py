@@ -35,13 +35,21 @@ def global_norm(*grads: Tensor) -> Tensor:
     below 1e-5 (both measured).
 
     Args:
-        grads: ``(numel,)`` float32 with zeros as padding, ``numel`` a multiple of 4,096.
+        grads: ``(numel,)`` float32 or bf16 with zeros as padding, ``numel`` a multiple of 4,096.
     """
     rows = torch.cat(
-        [torch.linalg.vector_norm(part.view(-1, ROW_ELEMENTS), dim=1) for part in grads]
+        [
+            torch.linalg.vector_norm(part.view(-1, ROW_ELEMENTS), dim=1, dtype=wide(part))
+            for part in grads
+        ]
     )
     norm: Tensor = torch.linalg.vector_norm(rows, dtype=torch.float64)
     return norm
+
+
+def wide(part: Tensor) -> torch.dtype:
+    """Return the dtype of sums over a tensor: float32, or float64 for float64."""
+    return torch.promote_types(part.dtype, torch.float32)
 
 
 def square(*parts: Tensor) -> Tensor:
@@ -54,7 +62,10 @@ def nonzeros(*parts: Tensor) -> Tensor:
 
     Arguments are those of `global_norm`.
     """
-    rows = [torch.linalg.vector_norm(part.view(-1, ROW_ELEMENTS), ord=0, dim=1) for part in parts]
+    rows = [
+        torch.linalg.vector_norm(part.view(-1, ROW_ELEMENTS), ord=0, dim=1, dtype=wide(part))
+        for part in parts
+    ]
     return torch.cat(rows).sum(dtype=torch.float64)
 
 
@@ -117,10 +128,14 @@ def _set_aside(views: Sequence[Tensor]) -> Iterator[None]:
     if not views:
         yield
         return
-    copies = torch.cat(list(views))
-    foreach_zero_(list(views))
+    # Gradients may have two dtypes.
+    alike = [[view for view in views if view.dtype == dtype] for dtype in {v.dtype for v in views}]
+    copies = [torch.cat(same) for same in alike]
+    for same in alike:
+        foreach_zero_(same)
     yield
-    foreach_copy_(list(views), list(torch.split(copies, [view.numel() for view in views])))
+    for same, copy in zip(alike, copies, strict=True):
+        foreach_copy_(same, list(torch.split(copy, [view.numel() for view in same])))
 
 
 def nonfinite_flag(values: Tensor) -> Tensor:

@@ -16,12 +16,14 @@ from torch import Tensor
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.zero1_layout import Bucket, BufferPart, FlatRange, ParamSlot
 from megatron_packed.optim.adamw import (
+    MAX_CONVERTED_ELEMENTS,
     MAX_SLICE_ELEMENTS,
     OP,
     AdamWInputs,
     Control,
     Slices,
     check_constants,
+    run_on,
 )
 from megatron_packed.optim.clipping import Counted, clip_divisor, norm_and_flag
 from megatron_packed.optim.spikes import WATCHED, SpikeDetector
@@ -198,7 +200,7 @@ class Optimizer:
         owned_grads = buffers.owned_grads()
         gradients = Counted(
             [grads for _, grads in owned_grads],
-            [buffers.grads[start:end] for _, start, end in elsewhere],
+            [buffers.gradients(start, end) for _, start, end in elsewhere],
             [copies.get(part, 1) for part, _ in owned_grads],
         )
         masters = Counted(
@@ -222,14 +224,13 @@ class Optimizer:
         )
 
     def _slices_by_decay(self, weight_decay: float | Tensor) -> list[Slices]:
-        """Return the slices that this rank updates: with weight decay, and without weight decay."""
+        """Return the slices that this rank updates, by weight decay and dtype of their gradients."""
         ranges = self.buffers.owned_ranges()
         return [
-            self._slices_of(
-                [item for item in ranges if item.decay == decay], weight_decay if decay else 0.0
-            )
+            self._slices_of(alike, weight_decay if decay else 0.0)
             for decay in (True, False)
-            if any(item.decay == decay for item in ranges)
+            for low in (True, False)
+            if (alike := [item for item in ranges if (item.decay, item.part.low) == (decay, low)])
         ]
 
     def set_lr(self, lr: float) -> None:
@@ -285,7 +286,7 @@ class Optimizer:
         )
         if self._statistics is not None:
             self._statistics.before_update()
-        self._run(self._slices, control)
+        run_on(self._slices, self._run, control)
         if self._statistics is not None:
             self._statistics.after_update()  # before the gather of the parameters begins
         self.write_params()
@@ -404,15 +405,16 @@ class Optimizer:
         return slice(start + shift, end + shift)
 
     def _slices_of(self, ranges: list[FlatRange], weight_decay: float | Tensor) -> Slices:
+        longest = MAX_CONVERTED_ELEMENTS if ranges[0].part.low else MAX_SLICE_ELEMENTS
         pieces = [
-            (item.bucket, start, min(start + MAX_SLICE_ELEMENTS, item.end))
+            (item.bucket, start, min(start + longest, item.end))
             for item in ranges
-            for start in range(item.start, item.end, MAX_SLICE_ELEMENTS)
+            for start in range(item.start, item.end, longest)
         ]
         return Slices(
             weight_decay=weight_decay,
             params=[self._master(*piece) for piece in pieces],
-            grads=[self.buffers.grads[start:end] for _, start, end in pieces],
+            grads=[self.buffers.gradients(start, end) for _, start, end in pieces],
             exp_avgs=[self.exp_avg[self._state_slice(*piece)] for piece in pieces],
             exp_avg_sqs=[self.exp_avg_sq[self._state_slice(*piece)] for piece in pieces],
         )

@@ -266,7 +266,7 @@ def _added_to(step: TrainStep, part: str) -> dict[str, Tensor]:
     if part == LAST_MICRO_BATCH and not buffers.owns_all:
         owned = [buffers.owned_span(bucket) for bucket in buffers.layout.buckets]
         gradients = {
-            f"bucket {number}": buffers.grads[start:end]
+            f"bucket {number}": buffers.gradients(start, end)
             for number, (start, end) in enumerate(owned)
         }
     return {f"gradients of {name}": gradient for name, gradient in gradients.items()} | {

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from megatron_packed.config.run import RunConfig
 from megatron_packed.distributed.flat_buffers import FlatBuffers
+from megatron_packed.distributed.gradient_precision import GradientPrecision
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.zero1_layout import BufferPart, Ownership
 from megatron_packed.models.hybrid_model import HybridModel
@@ -98,6 +99,7 @@ def job_of_model(model: HybridModel, config: RunConfig, groups: ParallelGroups) 
             Ownership.over if config.parallel.use_distributed_optimizer else Ownership.undivided
         )(groups),
         bucket_elements=config.parallel.ddp_bucket_size,
+        precision=GradientPrecision.from_config(config.parallel),
     )
     # The norm counts every gradient once, even if several ranks hold it.
     norm_group, copies = ranks_of_norm(groups, buffers)

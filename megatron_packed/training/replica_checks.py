@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -131,10 +132,8 @@ class ReplicaCheck:
         # Sum the rows in float64 before the collective that is checked, and add them by a separate
         # collective. See [Note: how a sum of gradients is checked].
         expected = self._sums_of_rows()
-        experts = self.buffers.layout.expert_numel // ROW
-        if experts:
-            all_reduce_sum(expected[:experts], self.groups.expert_dp.group)
-        all_reduce_sum(expected[experts:], self.groups.dp_cp.group)
+        for start, end, expert in self._reduced_together():
+            all_reduce_sum(expected[start // ROW : end // ROW], self._replicas(expert))
         reduce()
         wrong_rows = self._wrong_rows(expected, self._sums_of_rows())
         summed = {
@@ -193,12 +192,12 @@ class ReplicaCheck:
                 master = masters[name][span.start - first : span.end - first]
                 hashes[number] = bit_hash(master, torch.bfloat16)
         # Every hash is nonzero only on the owner, so a sum over owners gives it to all ranks.
-        # Weights of experts come first in the buffer and have their own group of owners.
-        apart = sum(span.slot.part.expert for span in self._spans)
-        ownership = self.buffers.ownership
-        if apart and ownership.experts is not None:
-            all_reduce_sum(hashes[:apart], ownership.experts.group)
-        all_reduce_sum(hashes[apart:], ownership.group)
+        # Weights of experts have their own group of owners.
+        for expert, spans in groupby(enumerate(self._spans), lambda item: item[1].slot.part.expert):
+            numbers = [number for number, _ in spans]
+            experts = self.buffers.ownership.experts
+            owners = experts if expert and experts is not None else self.buffers.ownership
+            all_reduce_sum(hashes[numbers[0] : numbers[-1] + 1], owners.group)
         return hashes
 
     def _replicated_state(self) -> Iterator[tuple[tuple[bool, str], Tensor]]:
@@ -243,19 +242,25 @@ class ReplicaCheck:
     def _hash_of_sum(self, slot: ParamSlot) -> Tensor:
         # The bits of a NaN depend on the order of additions. They do not matter, because the step
         # is skipped on all replicas.
-        return bit_hash(self.buffers.grads[slot.start : slot.end], one_nan=True)
+        return bit_hash(self.buffers.gradients(slot.start, slot.end), one_nan=True)
+
+    def _reduced_together(self) -> Iterator[tuple[int, int, bool]]:
+        """Yield the ranges of gradients that one group sums, and whether they belong to experts."""
+        layout = self.buffers.layout
+        for expert, parts in groupby(layout.parts, lambda part: part.expert):
+            spans = [layout.span(part) for part in parts]
+            yield spans[0][0], spans[-1][1], expert
 
     def _sums_of_rows(self) -> Tensor:
         """Return ``(rows, 2)`` float64: the sum of each row of gradients, and of its absolute
         values.
         """
-        rows = self.buffers.grads.view(-1, ROW)
-        sums = torch.empty(len(rows), 2, dtype=torch.float64, device=rows.device)
-        for start in range(0, len(rows), CHUNK // ROW):
-            part = rows[start : start + CHUNK // ROW].double()
-            sums[start : start + len(part), 0] = part.sum(1)
-            sums[start : start + len(part), 1] = part.abs_().sum(1)
-        return sums
+        sums = []
+        for gradients in (self.buffers.low_grads, self.buffers.grads):
+            for chunk in torch.split(gradients.view(-1, ROW), CHUNK // ROW):
+                part = chunk.double()
+                sums.append(torch.stack([part.sum(1), part.abs_().sum(1)], dim=1))
+        return torch.cat(sums)
 
     def _wrong_rows(self, expected: Tensor, found: Tensor) -> Tensor:
         """Return ``(rows,)`` bool: rows owned by this rank whose sums differ by more than rounding.
@@ -266,10 +271,8 @@ class ReplicaCheck:
             expected: ``(rows, 2)`` float64: sums over ranks of `_sums_of_rows` before the collective.
             found: ``(rows, 2)`` float64: `_sums_of_rows` after the collective.
         """
-        limits, wrong_rows = (
-            torch.finfo(self.buffers.grads.dtype),
-            torch.zeros_like(found[:, 0], dtype=torch.bool),
-        )
+        limits = torch.finfo(self.buffers.grads.dtype)
+        wrong_rows = torch.zeros_like(found[:, 0], dtype=torch.bool)
         for bucket in self.buffers.layout.buckets:
             ranks = self.groups.expert_dp.size if bucket.part.expert else self.groups.dp_cp.size
             first, last = self.buffers.owned_span(bucket)
@@ -277,9 +280,12 @@ class ReplicaCheck:
             (wanted, size), sums = expected[rows].unbind(1), found[rows, 0]
             # First term: rounding of the collective; 1.001 covers its second-order errors. Second
             # term: rounding of the two float64 sums.
-            relative = (
-                1.001 * (ranks - 1) * limits.eps / 2 + 4 * ROW * torch.finfo(torch.float64).eps
-            )
+            rounding = (ranks - 1) * limits.eps
+            if bucket.part.low:
+                # One rounding to bf16 after the sum, or one after each addition.
+                times = 1 if self.buffers.precision.rounds_once else ranks - 1
+                rounding += times * torch.finfo(torch.bfloat16).eps
+            relative = 1.001 * rounding / 2 + 4 * ROW * torch.finfo(torch.float64).eps
             close = (sums - wanted).abs() <= relative * size + ranks * ROW * limits.tiny
             # Do not report rows whose sum of absolute values overflows the gradients' dtype: an
             # infinite result is right there, and the step is skipped as non-finite.

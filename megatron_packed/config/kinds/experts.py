@@ -8,7 +8,6 @@ from megatron_packed.config.conditions import EXPERT_LAYERS, Condition, option_g
 from megatron_packed.config.errors import Problems
 from megatron_packed.config.kinds.layer_kind import (
     ACTIVATION,
-    LAYER_NORM,
     LayerKind,
     LayerPart,
     Shared,
@@ -229,7 +228,10 @@ class ExpertOptions(StackOptions, group=EXPERTS):
         "ranks; alltoall sends each token to the ranks of its experts.",
         choices=("allgather", "alltoall"),
         training_only=True,
-        not_built={"flex": "give allgather (no host sync) or alltoall (less traffic)"},
+        value_aliases={"flex": "alltoall"},
+        value_notes={
+            "flex": "the tokens go to the same experts without a dispatcher library, so only the speed differs"
+        },
         only_if=(EXPERT_LAYERS, EXPERTS_ON_RANKS),
     )
     moe_shared_expert_overlap: bool = option(
@@ -391,8 +393,6 @@ def _shared_expert_rules(run: RunConfig, sound: Sound) -> Problems:
     overlaps = sound(
         "memory.offload_layer_inputs",
         "memory.fine_grained_activation_offloading",
-        "memory.recompute_granularity",
-        "memory.recompute_modules",
         "model.moe_shared_expert_intermediate_size",
         "parallel.tensor_model_parallel_size",
         "parallel.expert_tensor_parallel_size",
@@ -406,12 +406,6 @@ def _shared_expert_rules(run: RunConfig, sound: Sound) -> Problems:
             "moe_shared_expert_overlap",
             f"cannot be used with {memory.offload_flag}, which copies on streams of its own",
             "leave one of them out",
-        )
-    if LAYER_NORM in memory.modules:
-        yield model.problem(
-            "moe_shared_expert_overlap",
-            f"cannot be used with --recompute-modules {LAYER_NORM}: two streams would read what one recomputes",
-            f"leave one of them out, or recompute moe instead of {LAYER_NORM}",
         )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from megatron_packed.config.layer_pattern import STAGE
+from megatron_packed.config.layer_pattern import LAYERS_OF_A_DEPTH, STAGE
 from megatron_packed.config.megatron.gpt_layers import gpt_layer_count, gpt_pattern
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.table_rows import table_rows
@@ -111,6 +111,17 @@ def _other_spec(values: tuple[str, ...], run: RunConfig) -> str:
     )
 
 
+def _several_texts(values: tuple[str, ...], run: RunConfig) -> str:
+    return "" if len(values) == 1 else "takes one value"
+
+
+def _bf16_gradients(values: tuple[str, ...], run: RunConfig) -> str:
+    """Return a problem if the optimizer would read bf16. `--grad-reduce-in-bf16` has priority."""
+    if run.parallel.main_grads_dtype != "bf16":
+        return ""
+    return "contradicts --main-grads-dtype bf16; give one of the two flags"
+
+
 def _spikes_ignored(values: tuple[str, ...], run: RunConfig) -> str:
     if run.training.loss_spike_policy != "off":
         return ""
@@ -128,6 +139,8 @@ _DIFFERS: Mapping[str, Differs] = {
     "--group-query-attention": _no_query_groups,
     "--spec": _other_spec,
     "--optimizer-cuda-graph": _eager_update,
+    LAYERS_OF_A_DEPTH: _several_texts,
+    "--accumulate-allreduce-grads-in-fp32": _bf16_gradients,
     "--null-tokenizer-pad-id": lambda values, run: "",
     "--check-for-spiky-loss": _spikes_ignored,
     "--check-for-large-grads": _spikes_ignored,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
@@ -24,7 +24,7 @@ from megatron_packed.config.launch_checks import (
     launch_problems,
     package_problems,
 )
-from megatron_packed.config.layer_pattern import STAGE
+from megatron_packed.config.layer_pattern import DEPTH, LAYERS_OF_A_DEPTH, STAGE
 from megatron_packed.config.options import Field
 from megatron_packed.config.parser.launcher import report_to_launcher, wait_for_rank_0
 from megatron_packed.config.parser.precedence import GivenOptions, gather
@@ -33,6 +33,7 @@ from megatron_packed.config.run import SECTIONS, RunConfig, every_field, uncheck
 from megatron_packed.config.section import problems_of, unchecked
 from megatron_packed.config.sections.checkpoint import saving_rules
 from megatron_packed.config.sections.memory import forced_buffers
+from megatron_packed.config.sections.model import MOST_DEPTHS
 from megatron_packed.config.sections.parallel import REPLICA_SIZES, fewest_processes
 
 if TYPE_CHECKING:
@@ -254,6 +255,7 @@ def _resolve(
         world_size = environment_number(os.environ, "WORLD_SIZE", 1, problems)
     elif world_size is None:
         world_size = fewest_processes(run.parallel)
+    warnings = [*options.warnings, *_other_meanings(options), *_with_depths(options, run, unsound)]
     stages = _without_stages(run, unsound)
     _derive_global_batch_size(run, max(world_size, 1), unsound)
     _derive_iterations(run, unsound)
@@ -296,7 +298,7 @@ def _resolve(
     if stages:
         accepted["| in --hybrid-layer-pattern"] = "there is one pipeline stage"
     idle = without_effect(run, world_size)
-    return Parsed(run, sources, always, accepted, tuple(options.warnings), idle, taken_options)
+    return Parsed(run, sources, always, accepted, tuple(warnings), idle, taken_options)
 
 
 def _origin(options: GivenOptions, run: RunConfig, field: Field) -> str:
@@ -304,6 +306,35 @@ def _origin(options: GivenOptions, run: RunConfig, field: Field) -> str:
     derived = field.option.derived and run.value_of(field) is not None
     otherwise = f"derived: {field.option.derived}" if derived else "default"
     return options.sources.get(field.key, otherwise)
+
+
+def _other_meanings(options: GivenOptions) -> Iterator[str]:
+    """Yield a sentence for each given word that is taken as another choice of its option."""
+    for field in every_field():
+        value = options.values.get(field.key)
+        clause = field.option.other_meaning(value)
+        if clause:
+            yield f"{field.flag} {value} {clause}."
+
+
+def _with_depths(options: GivenOptions, run: RunConfig, unsound: set[str]) -> Iterator[str]:
+    """Add the depths that Megatron's deprecated flag describes to the pattern; yield a sentence.
+
+    As in Megatron, the flag has no effect without ``--mtp-num-layers``, or if the pattern has depths.
+    """
+    texts, _ = options.megatron_flags.get(LAYERS_OF_A_DEPTH, ((), None))
+    pattern, depths = run.model.hybrid_layer_pattern, run.model.mtp_num_layers
+    keys = {"model.hybrid_layer_pattern", "model.mtp_num_layers"}
+    if len(texts) != 1 or not isinstance(pattern, str) or unsound & keys:
+        return
+    if DEPTH in pattern or not _is_size(depths):
+        why = "the pattern has depths" if DEPTH in pattern else "--mtp-num-layers gives no depth"
+        yield f"{LAYERS_OF_A_DEPTH} has no effect: {why}."
+        return
+    # A larger number of depths is refused, with this number of parts too.
+    joined = pattern + f"{DEPTH}{texts[0]}" * min(depths, MOST_DEPTHS + 1)
+    object.__setattr__(run.model, "hybrid_layer_pattern", joined)
+    yield f"{LAYERS_OF_A_DEPTH} is deprecated; write --hybrid-layer-pattern {joined}."
 
 
 def _without_stages(run: RunConfig, unsound: set[str]) -> bool:

@@ -23,6 +23,7 @@ from megatron_packed.config.sections.collectives import (
     AllToAllOptions,
     TensorOverlapOptions,
 )
+from megatron_packed.config.sections.gradients import GradientOptions
 from megatron_packed.config.sections.kind_options import KindCommunication
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.sections.model_parts.divisors import divisors, every_divisor, in_words
@@ -57,7 +58,7 @@ SEVERAL_PROCESSES = Condition("the run has one process", lambda run, processes: 
 
 
 class ParallelConfig(  # dataclass fields follow the bases from right to left
-    KindCommunication, TensorOverlapOptions, AllToAllOptions, title="parallel"
+    GradientOptions, KindCommunication, TensorOverlapOptions, AllToAllOptions, title="parallel"
 ):
     """Options of the parallel axes. The data-parallel size is the number of processes divided by
     the other sizes.

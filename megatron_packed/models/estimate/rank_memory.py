@@ -17,6 +17,7 @@ import torch
 from megatron_packed.config.sections.cuda_graph import MODULE_LAYERS, CudaGraphConfig
 from megatron_packed.distributed.flat_buffers import ALIGN_BYTES
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.low_precision_sums import MOST_UNDER_WAY
 from megatron_packed.distributed.zero1_layout import FlatLayout
 from megatron_packed.layers.attention import Rotary
 from megatron_packed.memory_purpose import Purpose
@@ -98,6 +99,7 @@ def estimate(
     communicators: int = 0,
     symmetric: int = 0,
     known_units: KnownUnits | None = None,
+    rounds_once: bool = False,
 ) -> Estimate:
     """Estimate the memory of one rank of a parallel layout.
 
@@ -111,6 +113,7 @@ def estimate(
         communicators: number of NCCL communicators of this rank.
         symmetric: bytes of symmetric memory of this rank.
         known_units: layers that estimates of other configurations have measured.
+        rounds_once: several ranks sum bf16 gradients, with one rounding.
     """
     peak, pool, step = _peak(model, MetaStep(model, work, known_units), graphs)
     # Fused products and shared experts run on a second stream too, each on one of its own, and
@@ -120,7 +123,7 @@ def estimate(
     return Estimate(
         static=Static(
             parameters=parameter_bytes(layout) + _frozen_bytes(model),
-            gradients=(layout.numel + tail) * _wide(layout).itemsize + ALIGN_BYTES,
+            gradients=gradient_bytes(layout, tail, rounds_once=rounds_once),
             optimizer=optimizer_bytes(layout) if with_optimizer else 0,
             tables=_rotary_bytes(model.rotary) + work.tokens * BYTES_PER_SLOT,
             workspaces=workspaces if model.backends.deterministic else 0,
@@ -137,6 +140,22 @@ def parameter_bytes(layout: FlatLayout) -> int:
     """Return the bytes of the flat buffers of parameters."""
     spans = [(layout.span(part), part.dtype.itemsize) for part in layout.parts]
     return sum((end - start) * size + ALIGN_BYTES for (start, end), size in spans)
+
+
+def gradient_bytes(layout: FlatLayout, tail: int, *, rounds_once: bool) -> int:
+    """Return the bytes of gradients, and of the second buffers of sums that are rounded once.
+
+    Args:
+        tail: number of elements after the gradients in their buffer.
+        rounds_once: several ranks sum bf16 gradients, with one rounding.
+    """
+    low = torch.bfloat16.itemsize
+    full = (layout.numel - layout.low_numel + tail) * _wide(layout).itemsize + ALIGN_BYTES
+    if not layout.low_numel:
+        return full
+    largest = max(end - start for part, start, end in layout.buckets if part.low)
+    second = MOST_UNDER_WAY * largest * low if rounds_once else 0
+    return full + layout.low_numel * low + ALIGN_BYTES + second
 
 
 def _frozen_bytes(model: HybridModel) -> int:

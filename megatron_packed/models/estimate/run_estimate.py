@@ -23,6 +23,7 @@ from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.memory import MemoryConfig
 from megatron_packed.data.packing.pieces import Pieces
 from megatron_packed.distributed.flat_buffers import tail_elements
+from megatron_packed.distributed.gradient_precision import GradientPrecision
 from megatron_packed.models.equal_exchanges import exchange_bytes
 from megatron_packed.models.estimate.gpu_rates import measured_rates
 from megatron_packed.models.estimate.rank_memory import Estimate, communicators_of, estimate
@@ -91,6 +92,7 @@ def estimates_of(
     # The real modules on the meta device give the sizes, so the estimate follows changes of them.
     model, groups = imagined
     layout = owned_layout(config, imagined)
+    precision = GradientPrecision.from_config(config.parallel)
     metrics = MetricsLayout.from_model(model, groups)
     tail = tail_elements(metrics.extras, metrics.counters)
     uneven = any(not layer.mixer.dispatcher.static for layer in model.moe_layers)
@@ -109,6 +111,7 @@ def estimates_of(
             communicators=communicators_of(groups),
             symmetric=symmetric_bytes(config, dtype_of(config)) + exchange_bytes(config),
             known_units=known,
+            rounds_once=precision.rounds_once and groups.dp_cp.size > 1,
         )
         for kind, even in kinds.items()
     }

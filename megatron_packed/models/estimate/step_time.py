@@ -20,6 +20,7 @@ from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.collectives import SYMMETRIC_MEMORY
 from megatron_packed.distributed.collectives import PlannedExchange
 from megatron_packed.distributed.flat_buffers import flat_layout_of
+from megatron_packed.distributed.gradient_precision import GradientPrecision
 from megatron_packed.distributed.zero1_layout import FlatLayout, Ownership
 from megatron_packed.models.estimate.gpu_rates import GpuRates
 from megatron_packed.models.estimate.step_memory import KnownUnits, MetaStep, Work
@@ -97,7 +98,8 @@ def owned_layout(config: RunConfig, imagined: Imagined) -> FlatLayout:
     ownership = (
         Ownership.over if config.parallel.use_distributed_optimizer else Ownership.undivided
     )(groups)
-    return flat_layout_of(model, ownership, config.parallel.ddp_bucket_size)
+    precision = GradientPrecision.from_config(config.parallel)
+    return flat_layout_of(model, ownership, config.parallel.ddp_bucket_size, precision)
 
 
 class KernelTimes:
@@ -268,10 +270,10 @@ def _replica_exchanges(
         if size == 1:
             continue
         of_group, elements = rates.exchange_rates(size), bucket.end - bucket.start
-        others = (size - 1) / size
-        sums, gathers = 2 * others * elements * _FP32 / of_group.all_reduce, 0.0
+        others, gradient = (size - 1) / size, _BF16 if bucket.part.low else _FP32
+        sums, gathers = 2 * others * elements * gradient / of_group.all_reduce, 0.0
         if parallel.use_distributed_optimizer:
-            sums = others * elements * _FP32 / of_group.all_gather
+            sums = others * elements * gradient / of_group.all_gather
             gathers = others * elements * bucket.part.dtype.itemsize / of_group.all_gather
         summed = rates.overlapped_share if parallel.overlap_grad_reduce else 1.0
         gathered = rates.overlapped_share if config.gathers_during_next_step else 1.0

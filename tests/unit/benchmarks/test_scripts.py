@@ -13,6 +13,7 @@ QUICK = {
     "elementwise": "",
     "gated_delta_rule": "",
     "generation": "--hidden-size 128 --batches 2",
+    "gradient_sums": "",
     "metadata_sync": "wide",
     "packed_vs_padded": "hybrid1b_docs",
     "ssd": "",

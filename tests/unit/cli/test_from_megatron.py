@@ -293,6 +293,7 @@ MODEL_ARGS:
   --eval-iters: 14
   --data-path: some_document
   --grad-reduce-in-bf16: true
+  --fp8-format: e4m3
 """
 
 
@@ -300,10 +301,19 @@ def test_flags_of_nemotron_3_are_taken_and_validation_has_megatrons_split(case, 
     assert main(["from-megatron", case(NEMOTRON_3)]) == 2
     command, _, comments = capsys.readouterr().out.partition("\n\n#")
     refused = comments.partition("refused, and left out of the command:\n")[2].splitlines()
-    assert refused[0].startswith("#   --grad-reduce-in-bf16: ")
+    assert refused[0].startswith("#   --fp8-format e4m3: ")
+    assert "--grad-reduce-in-bf16" in command
     assert refused[1:] == ["# Added: --split 969,30,1, the default of Megatron-LM."]
     assert command.endswith("  --split 969,30,1") and "--mtp-use-repeated-layer" in command
     for text in ("", "  --split: 99,1,0\n"):
-        case_without = NEMOTRON_3.replace("  --grad-reduce-in-bf16: true\n", text)
+        case_without = NEMOTRON_3.replace("  --fp8-format: e4m3\n", text)
         assert main(["from-megatron", case(case_without)]) == 0
         assert ("Added: --split" in capsys.readouterr().out) == (not text)
+
+
+def test_a_flex_dispatcher_is_taken_with_a_sentence(case, capsys) -> None:
+    text = NEMOTRON_3.replace("  --fp8-format: e4m3\n", "").replace("alltoall", "flex")
+    assert main(["from-megatron", case(text)]) == 0
+    printed = capsys.readouterr().out
+    assert "--moe-token-dispatcher-type flex" in printed
+    assert "is taken as alltoall: the tokens go to the same experts" in printed

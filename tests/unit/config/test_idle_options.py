@@ -260,6 +260,13 @@ CASES = {
         "--valid-metric is not given": "valid_metric_samples",
         "neither --sample-prompts nor --valid-metric": "sample_max_new_tokens",
     },
+    "--grad-reduce-in-bf16 --main-grads-dtype bf16": {
+        "the weights are fp32": "grad_reduce_in_bf16 main_grads_dtype"
+    },
+    "--bf16 --ddp-param-name-patterns-for-fp32-local-accumulation all": {
+        "gradients are accumulated in fp32": "ddp_param_name_patterns_for_fp32_local_accumulation"
+    },
+    "^2 --bf16 --grad-reduce-in-bf16 --no-ddp-reduce-scatter-with-fp32-accumulation": {},
     "--manual-gc-interval 5 --no-manual-gc-eval": {
         "--manual-gc is not given": "manual_gc_interval",
         "neither validations nor a test": "manual_gc_eval",

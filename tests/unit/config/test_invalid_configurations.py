@@ -109,7 +109,16 @@ INVALID = {
     },
     "--save empty --save-interval 4 --save-retain-interval 6": "give 4 or 8",
     f"{MOE} --moe-router-dtype fp64": "fp32",
-    f"{MOE} --moe-token-dispatcher-type flex": "allgather",
+    "--bf16 --main-grads-dtype bf16 --accumulate-allreduce-grads-in-fp32": (
+        "contradicts --main-grads-dtype bf16"
+    ),
+    "--main-grads-dtype fp16": "must be one of fp32, bf16",
+    f"{MOE} --moe-flex-dispatcher-backend nvshmem": "must be deepep or hybridep or ncclep",
+    "--mtp-hybrid-override-pattern *- M": {"--mtp-hybrid-override-pattern": "takes one value"},
+    "--mtp-hybrid-override-pattern - --mtp-num-layers 99": {
+        "--mtp-num-layers": "is not the number of parts",
+        "--hybrid-layer-pattern": "at most 14 depths",
+    },
     f"{MOE} --moe-pad-expert-input-to-capacity": "capacity-factor",
     (
         f"{MOE} --moe-expert-rank-capacity-factor auto --moe-token-dispatcher-type alltoall "
@@ -452,9 +461,6 @@ INVALID = {
     },
     f"{SHARED} --moe-shared-expert-overlap {OFFLOAD} mlp_norm": {
         "--moe-shared-expert-overlap": "which copies on streams of its own"
-    },
-    f"{SHARED} --moe-shared-expert-overlap --recompute-activations --recompute-modules layernorm": {
-        "--moe-shared-expert-overlap": "or recompute moe instead of layernorm"
     },
     f"{OFFLOAD} moe_act mamba_nrom": "did you mean mamba_norm?",
     f"{OFFLOAD} mlp_norm moe_act": "no E",

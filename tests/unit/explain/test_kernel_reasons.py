@@ -220,6 +220,17 @@ def test_attention_without_positions_is_a_warning_unless_it_is_chosen(pattern, f
     assert not list(run_description._model_warnings(replace(config, origins=None)))
 
 
+def test_many_additions_in_bf16_are_a_warning():
+    least = "--hybrid-layer-pattern - --hidden-size 16 --lr 1 --seq-length 16 --train-iters 1 --mock-data"
+    words = [*least.split(), "--global-batch-size", "512"]
+    low = RunConfig.from_args([*words, "--bf16", "--grad-reduce-in-bf16"], global_batch_size=512)
+    assert "512 micro-batches in bf16" in run_description.gradient_warning(low, 1)
+    assert "128 micro-batches in bf16" in run_description.gradient_warning(low, 4)
+    assert not run_description.gradient_warning(low, 8)
+    for more in (["--bf16"], ["--grad-reduce-in-bf16"]):
+        assert not run_description.gradient_warning(RunConfig.from_args([*words, *more]), 1)
+
+
 def test_the_block_is_short_and_names_come_in_order():
     config = config_of("GM*-E")
     names = kernel_names(config, chosen_kernels(config, CPU))

@@ -328,11 +328,10 @@ def test_the_shared_expert_says_when_it_runs_beside_the_dispatch():
         ("", cuda, ("off", "the shared expert runs after the other experts")),
         (overlap, CPU, ("off", "streams need a GPU, and the device is cpu")),
         (f"{overlap} {tensor} 1", cuda, ("off", "tensor-parallel ranks dispatch different tokens")),
-        # Without an overlap, no two streams read what one recomputes.
         (
-            f"{overlap} {tensor} 1 --recompute-activations --recompute-modules layernorm",
+            f"{overlap} --recompute-activations --recompute-modules layernorm",
             cuda,
-            ("off", "tensor-parallel ranks dispatch different tokens"),
+            ("on", "the shared expert runs beside dispatch"),
         ),
         (f"{overlap} {tensor} 2", cuda, ("on", "the shared expert runs beside dispatch")),
     )
@@ -650,3 +649,22 @@ def test_the_flag_ends_the_program(command, code, quick_programs):
         if code == 0
         else ("only works with megatron-packed train" in done.stderr)
     )
+
+
+def test_gradients_in_bf16_say_how_they_are_summed():
+    flags = [*FLAGS, "--bf16", "--grad-reduce-in-bf16"]
+    rounded = "--no-ddp-reduce-scatter-with-fp32-accumulation"
+    exact = ["--ddp-param-name-patterns-for-fp32-local-accumulation", "output.*", "embedding.*"]
+    cases = (
+        (flags, 1, "matrices accumulate their gradients in bf16"),
+        (flags, 2, "add them in fp32 and round the sum once"),
+        ([*flags, rounded], 2, "the collective rounds after each addition"),
+        ([*flags, *exact], 1, "fp32 for output.*, embedding.*"),
+    )
+    for words, processes, reason in cases:
+        rows = parallel_capabilities(parse(words, processes), processes)
+        (row,) = (row for row in rows if row.name == "bf16 gradients")
+        assert row.state == "on" and row.reason.endswith(reason), words
+    for words in ([*FLAGS, "--grad-reduce-in-bf16"], [*FLAGS, "--bf16"]):
+        rows = parallel_capabilities(parse(words, 2), 2)
+        assert not any(row.name == "bf16 gradients" for row in rows)

@@ -8,6 +8,7 @@ import torch
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.build_layers import build_layer
 from megatron_packed.layers.moe.layer import MoE, count_valid
+from megatron_packed.memory import apply, recompute_outputs
 from megatron_packed.packed.params import PackedSeqParams, SharedTables
 from support.hybrid_cases import CPU_BUILD
 from support.random_tensors import filled, normal
@@ -98,6 +99,51 @@ def test_the_shared_expert_starts_first_and_is_joined_last():
         leaf.register_hook(lambda _, name=name: order.append(name))
     moe(x, PACKED).hidden_TD.sum().backward()
     assert order == ["experts", "router", "shared"]  # backward ends with the shared expert
+
+
+class NumberedStream(RecordedStream):
+    """Sets the number that stands for the current stream while a part runs."""
+
+    current = 0
+
+    def start(self, part, x):
+        NumberedStream.current = 1
+        try:
+            return part(x)
+        finally:
+            NumberedStream.current = 0
+
+
+@pytest.mark.parametrize("gate", [False, True])
+def test_each_stream_recomputes_the_norm_for_itself_with_the_same_bits(gate, monkeypatch):
+    """See [Note: one output for each stream]; the shared expert runs on a stream of its own."""
+    monkeypatch.setattr(recompute_outputs, "_current_stream", lambda _: NumberedStream.current)
+    options = {
+        "moe_shared_expert_intermediate_size": 5,
+        "moe_shared_expert_gate": gate,
+        "moe_shared_expert_overlap": True,
+    }
+    gradients, made = [], []
+    run_again = recompute_outputs.RecomputedOutput.run_again
+    monkeypatch.setattr(
+        recompute_outputs.RecomputedOutput,
+        "run_again",
+        lambda output, stream: made.append(stream) or run_again(output, stream),
+    )
+    for recomputed in ((), ("layernorm",)):
+        layer = build_layer("E", config(**options), CPU_BUILD)
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.normal_(generator=generator)
+        layer.mixer.side = NumberedStream([])
+        apply.recompute_parts(layer, recomputed)
+        x = inputs().requires_grad_()
+        layer(x, PACKED)[0].square().sum().backward()
+        gradients.append([x.grad, *(parameter.grad for parameter in layer.parameters())])
+    assert made == [0, 1]
+    for plain, found in zip(*gradients, strict=True):
+        assert torch.equal(plain, found) and plain.abs().sum() > 0
 
 
 def test_counts_are_those_of_real_tokens():

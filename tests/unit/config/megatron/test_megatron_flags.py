@@ -108,6 +108,7 @@ EXAMPLES = {
     "--num-dataset-builder-threads": ["4"],
     "--null-tokenizer-pad-id": ["-1"],
     "--log-memory-interval": ["10"],
+    "--mtp-hybrid-override-pattern": ["*"],
 }
 """Values, or the other flag without which the flag is refused, for flags without a list of values."""
 EACH_ALWAYS = [

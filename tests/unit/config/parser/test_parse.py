@@ -464,3 +464,32 @@ def test_directories_that_are_missing_will_be_made(right) -> None:
         "d/e/log.jsonl",
     ]
     assert parse(argv).checkpoint.save == "a/b/c"
+
+
+EXPERTS = ["--num-experts", "4", "--disable-bias-linear", "--hybrid-layer-pattern"]
+
+
+def test_a_flex_dispatcher_is_taken_as_alltoall_with_one_line(right) -> None:
+    argv = [*argv_of(right), *EXPERTS, "ME", "--moe-token-dispatcher-type"]
+    flex, plain = (parse_with_sources([*argv, word]) for word in ("flex", "alltoall"))
+    assert flex.config == plain.config and plain.warnings == flex.warnings[:-1]
+    assert "--moe-token-dispatcher-type flex is taken as alltoall: " in flex.warnings[-1]
+    backend = ["--moe-flex-dispatcher-backend", "hybridep", "--moe-hybridep-num-sms", "16"]
+    of_library = parse_with_sources([*argv, "flex", *backend, "--moe-enable-deepep"])
+    assert of_library.config == plain.config and len(of_library.accepted) == 3
+
+
+def test_layers_of_a_depth_follow_the_pattern_once_for_each_depth(right) -> None:
+    argv = [*argv_of(right), *EXPERTS]
+    old = ["--mtp-hybrid-override-pattern", "*E"]
+    parsed = parse_with_sources([*argv, "M*ME", *old, "--mtp-num-layers", "2"])
+    unified = parse_with_sources([*argv, "M*ME/*E/*E"])
+    assert parsed.config == unified.config and parsed.config.model.mtp_num_layers == 2
+    assert parsed.warnings[-1].endswith("write --hybrid-layer-pattern M*ME/*E/*E.")
+    for more, why in (
+        (["M*ME/E", *old], "the pattern has depths"),
+        (["M*ME", *old], "--mtp-num-layers gives no depth"),
+    ):
+        unchanged = parse_with_sources([*argv, *more])
+        assert unchanged.config == parse([*argv, more[0]])
+        assert unchanged.warnings[-1] == f"--mtp-hybrid-override-pattern has no effect: {why}."

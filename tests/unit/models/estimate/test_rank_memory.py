@@ -4,19 +4,23 @@ import pytest
 import torch
 
 from megatron_packed.config.parallel_layout import ParallelLayout
+from megatron_packed.config.parser.parse import parse
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.config.sections.memory import MemoryConfig
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.flat_buffers import FlatBuffers, flat_layout_of, tail_elements
+from megatron_packed.distributed.gradient_precision import GradientPrecision
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.zero1_layout import Ownership
 from megatron_packed.memory_purpose import Purpose
 from megatron_packed.models.estimate.rank_memory import (
     communicators_of,
     estimate,
+    gradient_bytes,
     optimizer_bytes,
     parameter_bytes,
 )
+from megatron_packed.models.estimate.run_estimate import estimates, usual
 from megatron_packed.models.estimate.step_memory import Work
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
@@ -545,3 +549,34 @@ def test_communicators():
         ({"world_size": 4, "tp_size": 2, "ep_size": 2}, 4),
     ):
         assert communicators_of(ParallelGroups.unjoined(ParallelLayout(**layout))) == count
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_gradients_in_bf16_are_counted_with_the_second_buffers_of_their_sums(several):
+    """Expert weights take 2 bytes less each; two buckets on their way have a second buffer."""
+    precision = GradientPrecision(low=True)
+    model, _ = built({}, "cpu", dtype=BF16)
+    buffers = FlatBuffers(model, extras=EXTRAS, bucket_elements=3000, precision=precision)
+    imagined, _ = built({}, "meta", dtype=BF16)
+    layout = flat_layout_of(imagined, Ownership(), 3000, precision)
+    assert layout == buffers.layout
+    tail = tail_elements(EXTRAS, {})
+    held = sum(each.untyped_storage().nbytes() for each in (buffers.storage, buffers.low_grads))
+    largest = max(end - start for part, start, end in layout.buckets if part.low)
+    found = gradient_bytes(layout, tail, rounds_once=several)
+    assert found == held + several * 2 * 2 * largest
+    plain = gradient_bytes(flat_layout_of(imagined, Ownership(), 3000), tail, rounds_once=False)
+    saved = sum(p.numel() for p in imagined.parameters() if p.dim() > 2)
+    assert plain - held > 2 * saved > 0
+
+
+def test_a_plan_has_gradients_in_bf16():
+    words = "--hybrid-layer-pattern -- --hidden-size 256 --seq-length 64 --train-iters 1 --lr 1 --bf16 --device cpu"
+    plain = [*words.split(), "--mock-data", "--ddp-bucket-size", "100000"]
+    found = [
+        usual(estimates(parse([*plain, *more], 2), 2, VOCAB, documents=4)).static
+        for more in ([], ["--grad-reduce-in-bf16"])
+    ]
+    assert found[1].gradients < 0.8 * found[0].gradients
+    assert found[1].optimizer == found[0].optimizer
+    assert found[1].parameters == found[0].parameters + 128  # one more aligned buffer
