@@ -169,22 +169,22 @@ def resuming(
     return plan_training(config, train, resumed=checkpoint)
 
 
-@pytest.mark.parametrize("capacities", [(), (3, max(COUNTS)), (64,)])
-def test_graphs_that_are_switched_on_change_no_pack(capacities: tuple[int, ...]) -> None:
-    """A run of three epochs resumes with graphs; a later epoch has the pack with most documents."""
+@pytest.mark.parametrize(
+    ("capacities", "batches"), [((), 1), ((3, max(COUNTS)), 1), ((64,), 1), ((), 2)]
+)
+def test_graphs_that_are_switched_on_change_no_pack(
+    capacities: tuple[int, ...], batches: int
+) -> None:
+    """A run of three epochs resumes with graphs; a later epoch has the pack with most documents.
+
+    After a change of the batch the hash of the plan names the new batch, and the packs stay.
+    """
     graphs = {"cuda_graph_impl": "local", "cuda_graph_max_packed_seqs": capacities}
-    plan, capture_sizes, _ = resuming(graphs, PLAIN, 3)
-    assert plan.hash == PLAIN.hash and packs_of(plan) == packs_of(PLAIN)
+    size = batches * PLAIN.packs_per_step
+    plan, capture_sizes, _ = resuming(graphs, PLAIN, 3, global_batch_size=size)
+    assert (plan.hash == PLAIN.hash) == (batches == 1) and packs_of(plan) == packs_of(PLAIN)
     assert capture_sizes.largest >= max(COUNTS)
     assert capture_sizes.capacities == capacities or not capacities
-
-
-def test_capacities_cover_the_packs_to_come_after_a_change_of_the_batch() -> None:
-    """The packs are those of the checkpoint, though the hash of the plan names another batch."""
-    graphs = {"cuda_graph_impl": "local", "cuda_graph_max_packed_seqs": ()}
-    plan, capture_sizes, _ = resuming(graphs, PLAIN, 3, global_batch_size=2 * PLAIN.packs_per_step)
-    assert plan.hash != PLAIN.hash and packs_of(plan) == packs_of(PLAIN)
-    assert capture_sizes.largest >= max(COUNTS)
 
 
 def test_capacities_that_would_change_packs_are_refused_with_the_flag_that_keeps_them() -> None:
