@@ -92,7 +92,7 @@ def slices_of(
     stochastic: bool,
 ) -> Slices:
     """Return one slice with random gradients and weights, and moments of zero."""
-    device = numbers.blocks.device
+    device = numbers.runs.device
     weights = torch.randn(elements, dtype=BF16, device=device)
     return Slices(
         weight_decay=0.1,

@@ -19,21 +19,25 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_packed.distributed.tensor_parallel_shards import ShardedParameter
-from megatron_packed.distributed.zero1_layout import ParamSlot, round_up
+from megatron_packed.distributed.zero1_layout import ParamSlot
+from megatron_packed.packed.array_types import Int64Array
 
 STEP_GAMMA = 0xD1342543DE82EF95
 ELEMENT_GAMMA = 0x9E3779B97F4A7C15
 MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 SHIFTS = (30, 27, 31)
 """Constants of SplitMix64, after each of whose shifts but the last a multiplication follows."""
-BLOCK_ELEMENTS = 1024
-"""Elements that one row of `ElementNumbers` describes, at most."""
+RUN_ELEMENTS = 8192
+"""Most elements that one row of `ElementNumbers.runs` describes."""
 ALIGNMENT = 64
-"""Every block starts at a multiple of this number in its slice, as parameters and shares do."""
+"""Every run starts at a multiple of this number in its slice, as parameters and shares do."""
+SEGMENTS, COLUMNS, LISTED = range(3)
+"""How a run numbers its elements; see `ElementNumbers.runs`."""
 _MASK = (1 << 64) - 1
 
 
@@ -83,20 +87,19 @@ class ElementNumbers:
     """Numbers of a slice's elements in the unsplit parameters, as tables for a kernel.
 
     A rank's shard of a parameter consists of rows of equal length, each with the same columns of the
-    unsplit parameter. Element e of the shard is in row ``e // local_stride``, at column
-    ``c = e % local_stride``. Its number is ``row * global_stride + first[k] + c - begin[k]`` with the
-    last piece k that begins at or before c. Padding at the end of a parameter continues the last
-    piece.
+    unsplit parameter (`StoredPiece`). A run is a part of a shard with one rule for its numbers.
     """
 
-    blocks: Tensor
-    """``(B, 4)`` int64: first element in the slice, number of elements (a multiple of 64, where
-    padding between parameters is counted), row of ``parameters``, first element in the shard.
+    runs: Tensor
+    """``(R, 8)`` int64: first element in the slice; number of elements, with padding to a multiple of
+    64; key of the parameter; kind; and four numbers a, b, c, d. Element e of the run has the number
+
+    - `SEGMENTS`: ``a + e`` for ``e < b``, and ``c + e`` from b on;
+    - `COLUMNS`: ``a + (e + b) // c * d + (e + b) % c``: columns of a matrix with rows of d elements;
+    - `LISTED`: ``listed[a + e]``, in parameters with many short pieces.
     """
-    parameters: Tensor
-    """``(P, 4 + 2 K)`` int64: key, local stride, global stride, number of pieces, then ``begin`` and
-    ``first`` of each piece.
-    """
+    listed: Tensor
+    """Int64 numbers of the elements of `LISTED` runs."""
 
     @classmethod
     def in_slice(
@@ -116,54 +119,75 @@ class ElementNumbers:
             seed: seed of the draws.
             device: device of the tables.
         """
-        blocks: list[tuple[int, int, int, int]] = []
-        parameters: list[list[int]] = []
+        rows, listed = [np.zeros((0, 8), np.int64)], [np.zeros(0, np.int64)]
         for slot in slots:
             first, last = max(slot.start, start), min(slot.end, end)
-            if first >= last:
-                continue
-            blocks += [
-                (
-                    begin - start,
-                    round_up(min(BLOCK_ELEMENTS, last - begin), ALIGNMENT),
-                    len(parameters),
-                    begin - slot.start,
-                )
-                for begin in range(first, last, BLOCK_ELEMENTS)
-            ]
-            parameters.append(_row_of(shards[slot.name], key_of(seed, slot.name)))
-        width = max(map(len, parameters), default=4)
-        padded = [row + [0] * (width - len(row)) for row in parameters]
+            if first < last:
+                of_slot = _rows_of(shards[slot.name], first - slot.start, last - slot.start, listed)
+                of_slot[:, 0] += slot.start - start
+                of_slot[:, 2] = key_of(seed, slot.name)
+                rows.append(of_slot)
         return cls(
-            blocks=torch.tensor(blocks, dtype=torch.int64, device=device).view(-1, 4),
-            parameters=torch.tensor(padded, dtype=torch.int64, device=device).view(-1, width),
+            runs=torch.from_numpy(np.concatenate(rows)).to(device),
+            listed=torch.from_numpy(np.concatenate(listed)).to(device),
         )
 
     def of_slice(self, length: int) -> tuple[Tensor, Tensor]:
         """Return the key and the number of each of a slice's ``length`` elements, both int64.
 
-        Padding between parameters that no block covers has key 0 and number 0.
+        Padding between parameters that no run covers has key 0 and number 0.
         """
-        keys = torch.zeros(length, dtype=torch.int64, device=self.blocks.device)
+        keys = torch.zeros(length, dtype=torch.int64, device=self.runs.device)
         numbers = torch.zeros_like(keys)
-        for begin, count, row, first in self.blocks.tolist():
-            key, local, whole, pieces, *ends = self.parameters[row].tolist()
-            begins, firsts = ends[: 2 * pieces : 2], ends[1 : 2 * pieces : 2]
-            here = torch.arange(first, first + count, device=keys.device)
-            columns = here % local
-            piece = torch.bucketize(columns, keys.new_tensor(begins), right=True) - 1
-            shift = keys.new_tensor(firsts) - keys.new_tensor(begins)
+        for begin, count, key, kind, a, b, c, d in self.runs.tolist():
+            e = torch.arange(count, device=keys.device)
+            if kind == SEGMENTS:
+                of_run = torch.where(e < b, a + e, c + e)
+            elif kind == COLUMNS:
+                of_run = a + (e + b) // c * d + (e + b) % c
+            else:
+                of_run = self.listed[a : a + count]
             keys[begin : begin + count] = key
-            numbers[begin : begin + count] = here // local * whole + columns + shift[piece]
+            numbers[begin : begin + count] = of_run
         return keys, numbers
 
 
-def _row_of(sharded: ShardedParameter, key: int) -> list[int]:
-    """Return the row of `ElementNumbers.parameters` of one parameter."""
+def _rows_of(
+    sharded: ShardedParameter, first: int, last: int, listed: list[Int64Array]
+) -> Int64Array:
+    """Return rows of `ElementNumbers.runs` for elements ``[first, last)`` of a shard.
+
+    The first column counts from the start of the shard, and the third is 0. Numbers of `LISTED` runs
+    are appended to ``listed``.
+    """
+    begins = np.arange(first, last, RUN_ELEMENTS)
+    counts = np.minimum(RUN_ELEMENTS, last - begins)
+    rows = np.zeros((len(begins), 8), np.int64)
+    rows[:, 0], rows[:, 1] = begins, -(-counts // ALIGNMENT) * ALIGNMENT
     pieces = sharded.stored_pieces()
-    rows = {(piece.local_stride, piece.global_stride) for piece in pieces}
-    assert len(rows) == 1, pieces  # all pieces of a shard are columns of the same rows
-    local, whole = rows.pop()
-    ends = [end for piece in pieces for end in (piece.local_start, piece.global_start)]
-    assert ends[::2] == sorted(ends[::2]) and ends[0] == 0, pieces
-    return [key, local or max(sharded.parameter.numel(), 1), whole, len(pieces), *ends]
+    whole = pieces[0]
+    if len(pieces) == 1 and whole.rows > 1 and whole.local_stride == whole.length:
+        rows[:, 3] = COLUMNS
+        rows[:, 4] = whole.global_start + begins // whole.length * whole.global_stride
+        rows[:, 5], rows[:, 6] = begins % whole.length, whole.length
+        rows[:, 7] = whole.global_stride
+        return rows
+    # Starts of the pieces' rows in the shard and in the unsplit parameter. Padding at the end of a
+    # parameter continues the last piece.
+    local, unsplit = np.array(sorted(run for piece in pieces for run in piece.runs())).T
+    at, last_at = (
+        np.searchsorted(local, place, side="right") - 1 for place in (begins, begins + counts - 1)
+    )
+    shift = unsplit - local
+    rows[:, 4], rows[:, 5], rows[:, 6] = (
+        begins + shift[at],
+        local[last_at] - begins,
+        begins + shift[last_at],
+    )
+    rows[at == last_at, 5] = 0
+    for row in np.flatnonzero(last_at > at + 1):
+        place = np.arange(begins[row], begins[row] + rows[row, 1])
+        numbers = place + shift[np.searchsorted(local, place, side="right") - 1]
+        rows[row, 3:] = LISTED, sum(map(len, listed)), 0, 0, 0
+        listed.append(numbers)
+    return rows

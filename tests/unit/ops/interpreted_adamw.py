@@ -17,13 +17,13 @@ STATES = list(product((F32, BF16), (F32, BF16), (False, True), (False, True)))
 
 def slices_of(exp_avg, exp_avg_sq, remainders, stochastic, *, changes):
     numbers = numbers_of_shards()
-    length = max(begin + count for begin, count, *_ in numbers.blocks.tolist())
+    length = max(begin + count for begin, count, *_ in numbers.runs.tolist())
     generator = torch.Generator().manual_seed(3)
 
     def normal():
         # Padding between parameters is zero in every buffer.
         values = torch.zeros(length)
-        for begin, count, *_ in numbers.blocks.tolist():
+        for begin, count, *_ in numbers.runs.tolist():
             values[begin : begin + count] = torch.randn(count, generator=generator)
         return values
 
@@ -92,7 +92,7 @@ def test_a_skipped_step_changes_nothing(remainders):
 def test_the_kernel_draws_the_words_of_the_reference():
     """First moments halfway between two bf16 numbers, which no rounding of float32 disturbs."""
     numbers = numbers_of_shards()
-    length = max(begin + count for begin, count, *_ in numbers.blocks.tolist())
+    length = max(begin + count for begin, count, *_ in numbers.runs.tolist())
     found = []
     for implementation in (OnePass, Reference):
         group = Slices(
@@ -107,7 +107,7 @@ def test_the_kernel_draws_the_words_of_the_reference():
         implementation.run([group], replace(control(divisor=None), beta1=0.5, beta2=0.0))
         found.append(torch.stack([group.exp_avgs[0], group.exp_avg_sqs[0]]))
     of_blocks = torch.cat(
-        [torch.arange(begin, begin + count) for begin, count, *_ in numbers.blocks.tolist()]
+        [torch.arange(begin, begin + count) for begin, count, *_ in numbers.runs.tolist()]
     )
     kernel, reference = (moments[:, of_blocks] for moments in found)
     assert torch.equal(kernel, reference)
